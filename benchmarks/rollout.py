@@ -3,12 +3,14 @@
     python benchmarks/rollout.py decode [--shape 1.7b] [--batch 64] [--prompt-tokens 512] [--response-tokens 256]
         [--samples-per-prompt 1] [--output FILE.json] [--json]
     torchrun --nproc-per-node 2 benchmarks/rollout.py decode --tensor-model-parallel-size 2 --shape 14b ...
+    torchrun --nproc-per-node 2 benchmarks/rollout.py decode --pipeline-model-parallel-size 2 --shape 14b ...
 
 decode       tokens per second of plain sampling. The same requests run with one token each and with
              --response-tokens + 1; the difference is the time of decoding, the rest that of the prompts. No request
              ends early. "share_of_memory_bound" compares a decoding pass with the time to read the weights and every
-             cached position once. With --tensor-model-parallel-size, on as many GPUs; all numbers are those of rank 0,
-             and the bound is that of its part of the model.
+             cached position once. With --tensor-model-parallel-size and --pipeline-model-parallel-size, on as many GPUs
+             as their product; the bound is that of the GPU that reads most. Pipeline stages run groups of rows, as
+             many as there are stages, and read their weights once for each group; a pass is one token of every row.
 tree         trees (TreePO) against the same number of independent rollouts: trajectories and tokens per second, with
              lengths from a lognormal distribution (--mean-length, --length-sigma, --max-length).
 tree-tokens  the token counts of this comparison, without a model.
@@ -79,12 +81,14 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples-per-prompt", type=int, default=1, help="samples share their prompt's K and V")
     parser.add_argument("--requests", type=int, help="requests in all (default: --batch)")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="GPUs, one process each (torchrun)")
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="stages, one process each or more")
+    parser.add_argument("--pipeline-model-parallel-layout", help="layers of each stage, as in training")
     parser.add_argument("--profile", action="store_true", help="run once more and list the kernels by time")
 
 
 def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
     """One row: rates of prompts and of decoding."""
-    check_arguments(arguments, "prompt_tokens", "response_tokens", "samples_per_prompt", "tensor_model_parallel_size")
+    check_arguments(arguments, "prompt_tokens", "response_tokens", "samples_per_prompt")
     if arguments.profile and setup.device.type != "cuda":
         raise InputError("--profile names kernels of a GPU, and there is none; leave it out")
     count = arguments.requests or arguments.batch

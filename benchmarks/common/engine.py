@@ -14,7 +14,7 @@ import torch
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.model import Model, build_model, initialize_parallel
+from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.named_shapes import SHAPES
 from megatron_dta.sampling.engines.in_process.cuda_graphs import bucket, why_not_captured
@@ -36,9 +36,11 @@ class Setup:
     """A rank's model and the lower bound on the time of its decoding passes.
 
     Attributes:
-        weight_bytes: bytes read in every decoding pass: all parameters except an untied input embedding, and of the
-            experts those that a full batch chooses on average.
-        token_bytes: bytes of K and V of one position in all layers.
+        weight_bytes: bytes that the rank reads in every decoding pass: all parameters except an input embedding that is
+            not the output weight, and of the experts those that the rows of a pass choose on average.
+        token_bytes: bytes of K and V of one position in the rank's layers.
+        ranks: ``weight_bytes`` and ``token_bytes`` of all ranks.
+        groups: groups of rows that pipeline stages run one after the other; 1 without stages.
         bandwidth: bytes per second, measured by a large copy or given.
     """
 
@@ -46,12 +48,16 @@ class Setup:
     device: torch.device
     weight_bytes: float
     token_bytes: int
+    ranks: list[tuple[float, int]]
+    groups: int
     bandwidth: float
     bandwidth_from: str
 
     def bound_seconds(self, cached_tokens: float) -> float:
-        """Lower bound on a decoding pass that reads the weights and ``cached_tokens`` positions once."""
-        return (self.weight_bytes + cached_tokens * self.token_bytes) / self.bandwidth
+        """Lower bound on decoding a token of each row: the rank that takes longest reads ``cached_tokens`` positions
+        once, and its weights once for each group of rows."""
+        longest = max(self.groups * weights + cached_tokens * of_token for weights, of_token in self.ranks)
+        return longest / self.bandwidth
 
 
 def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
@@ -81,15 +87,16 @@ def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()
 
 def check_arguments(arguments: argparse.Namespace, *names: str) -> None:
     """Refuse counts below 1 of the flags that the part has."""
-    for name in ("batch", "block_size", "max_tokens", "burst", "max_position_embeddings", "runs", *names):
+    own = ("batch", "block_size", "max_tokens", "burst", "max_position_embeddings", "runs")
+    for name in (*own, "tensor_model_parallel_size", "pipeline_model_parallel_size", *names):
         if getattr(arguments, name, 1) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
 
 
 def build_setup(arguments: argparse.Namespace) -> Setup:
     """The model of the flags, in evaluation mode."""
-    tensor_size = getattr(arguments, "tensor_model_parallel_size", 1)
-    parallel = ParallelConfig(tensor_model_parallel_size=tensor_size)
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "pipeline_model_parallel_layout")
+    parallel = ParallelConfig(**{name: getattr(arguments, name) for name in sizes if hasattr(arguments, name)})
     device = initialize_parallel(arguments.seed, parallel)
     dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
     shape = MODELS[arguments.shape]
@@ -114,20 +121,24 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
         moe_grouped_gemm=shape.num_experts is not None,
     )
     model = build_model(config, device, parallel).eval()
-    read = 1.0
+    read, groups = 1.0, min(parallel.pipeline_model_parallel_size, arguments.batch)
     if shape.num_experts is not None:
-        read -= (1 - shape.moe_router_topk / shape.num_experts) ** arguments.batch
+        read -= (1 - shape.moe_router_topk / shape.num_experts) ** (arguments.batch / groups)
     weight_bytes = sum(
         p.numel() * p.element_size() * (read if ".local_experts." in name else 1.0)
         for name, p in model.named_parameters()
     )
-    if not model.share_embeddings_and_output_weights:
-        embedding = model.embedding.word_embeddings.weight
+    first = model.model_chunks[0]
+    if first.pre_process and not (first.post_process and first.share_embeddings_and_output_weights):
+        embedding = first.embedding.word_embeddings.weight
         weight_bytes -= embedding.numel() * embedding.element_size()
-    token_bytes = 2 * shape.num_layers * shape.kv_width // tensor_size * next(model.parameters()).element_size()
+    width = shape.kv_width // parallel.tensor_model_parallel_size
+    token_bytes = 2 * len(model.layer_numbers) * width * next(model.parameters()).element_size()
+    ranks = current_mesh().gather_over_replica((weight_bytes, token_bytes))
     given = arguments.memory_bandwidth_gbs
     bandwidth = given * 1e9 if given is not None else measured_bandwidth(device)
-    return Setup(model, device, weight_bytes, token_bytes, bandwidth, "given" if given is not None else "copy")
+    origin = "given" if given is not None else "copy"
+    return Setup(model, device, weight_bytes, token_bytes, ranks, groups, bandwidth, origin)
 
 
 def build_engine(

@@ -134,7 +134,7 @@ class SamplingConfig:
     rollout_cuda_graphs: bool | None = option(
         None,
         "Decode in CUDA graphs, which does not change the samples; --no-rollout-cuda-graphs disables this (default: "
-        "where it is possible: without pipeline stages, and with experts on one GPU with --moe-grouped-gemm).",
+        "where it is possible; experts need --moe-grouped-gemm and no tensor or expert parallelism).",
     )
     n_samples_per_eval_prompt: int = option(1, "Rollouts per held-out prompt.", minimum=1)
 

@@ -1,0 +1,231 @@
+"""Decoding on all pipeline stages at once gives the samples of one process, in Triton's interpreter: groups of rows of
+any sizes, ends of sequences inside bursts, drafts, stages of any layers, tensor groups inside the stages."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from decode_layer_cases import GROUPED, few_parts, fused_model, small_parts  # noqa: F401 (a fixture)
+from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
+from mesh_worker import copy_shards, named_parameters, run_on_ranks
+from rollout_forest import PARAMS, started
+from sampling_cases import random_prompts, sampling_config
+from speculation_exact_cases import Adversary
+from triton_device import interpreter
+
+FUSED = GROUPED | dict(fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16)
+TIED = dict(untie_embeddings_and_output_weights=False)
+STAGES, TENSOR = dict(pipeline_model_parallel_size=2), dict(tensor_model_parallel_size=2)
+# Without a nucleus the kernels draw.
+DRAWN_BY_KERNELS = replace(PARAMS, top_p=1.0)
+LENGTHS = [9, 1, 12, 7, 11]
+Case = tuple[ModelConfig, dict[str, torch.Tensor]]
+Samples = list[tuple[list[int], np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Job:
+    parallel: ParallelConfig
+    changes: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    is_nucleus: bool = False
+    drafts: Samples | None = None
+
+
+def requests() -> list[GenerationRequest]:
+    prompts = random_prompts(np.random.default_rng(2), [3, 8, 5, 2, 6])
+    return [GenerationRequest(i, prompt, LENGTHS[i], 9 * i) for i, prompt in enumerate(prompts)]
+
+
+def sampled(engine: Any) -> Samples:
+    return [_sample(result) for result in generate(engine, requests())]
+
+
+def _sample(result: GenerationResult) -> tuple[list[int], np.ndarray]:
+    return result.token_ids.tolist(), result.logprobs
+
+
+def assert_near(found: Samples, expected: Samples) -> None:
+    for (tokens, logprobs), (others, their_logprobs) in zip(found, expected, strict=True):
+        assert tokens == others
+        assert np.abs(logprobs - their_logprobs).max() <= 2e-5
+
+
+def case_of(model: Any, **changes: Any) -> Case:
+    weights = {name: parameter.detach().clone() for name, parameter in named_parameters(model).items()}
+    return sampling_config(torch.float32, **FUSED | changes), weights
+
+
+def build_on(config: ModelConfig, weights: dict[str, torch.Tensor], parallel: ParallelConfig) -> Any:
+    from megatron_dta.model import build_model, destroy_parallel, initialize_parallel
+
+    destroy_parallel()
+    model = build_model(config, initialize_parallel(5, parallel), parallel).eval()
+    copy_shards(model, weights, config)
+    return model
+
+
+def engine_on(model: Any, job: Job) -> Any:
+    drafting = None
+    if job.drafts is not None:
+        answers = {
+            (request.token_ids.tobytes(), request.key): np.array(tokens)
+            for request, (tokens, _) in zip(requests(), job.drafts, strict=True)
+        }
+        drafting = Adversary("mixed", answers, 1)
+    settings = dict(attention_impl="triton", static_passes=True) | job.settings
+    return started(model, PARAMS if job.is_nucleus else DRAWN_BY_KERNELS, drafting=drafting, **settings)
+
+
+def samples_on_rank(rank: int, argument: tuple[Case, dict[str, Job]]) -> dict[str, tuple]:
+    (config, weights), jobs = argument
+    found = {}
+    with small_parts():
+        for name, job in jobs.items():
+            engine = engine_on(build_on(replace(config, **job.changes), weights, job.parallel), job)
+            found[name] = sampled(engine), engine.statistics(), [key[:-1] for key in engine._steps._passes]
+            assert engine.pages_in_use == 0
+    return found
+
+
+def expected_of(model: Any) -> dict[bool, Samples]:
+    """From a nucleus, and not."""
+    found = {True: sampled(started(model)), False: sampled(started(model, DRAWN_BY_KERNELS))}
+    # Some rows end before their length.
+    assert any(len(tokens) < length for (tokens, _), length in zip(found[False], LENGTHS, strict=True))
+    return found
+
+
+def compare(case: Case, jobs: dict[str, Job], expected: dict[bool, Samples], world_size: int, folder: Path) -> None:
+    ranks = run_on_ranks(samples_on_rank, (case, jobs), world_size, folder)
+    for name, job in jobs.items():
+        first, statistics, captured = ranks[0][name]
+        assert_near(first, expected[job.is_nucleus])
+        assert statistics["static_forwards"] > 0.5 * statistics["forwards"]
+        assert (statistics["accepted_drafts"] > 0) == (job.drafts is not None)
+        for rank in ranks[1:]:
+            # All ranks capture the same sizes in the same order, and have the same samples bit for bit.
+            others, _, also_captured = rank[name]
+            assert captured == also_captured
+            for (tokens, logprobs), (other, their_logprobs) in zip(first, others, strict=True):
+                assert tokens == other
+                assert np.array_equal(logprobs, their_logprobs)
+
+
+@interpreter
+def test_two_stages_give_the_samples_of_one_process(tmp_path):
+    whole = fused_model("QK-norm", num_layers=2)
+    expected = expected_of(whole)
+    stages = ParallelConfig(**STAGES)
+    jobs = {
+        "bursts": Job(stages),
+        "no layers": Job(
+            ParallelConfig(**STAGES, pipeline_model_parallel_layout="E|ttL"),
+            settings=dict(block_size=3, max_requests=3, burst=3),
+        ),
+        "one row": Job(stages, settings=dict(max_requests=1)),
+        "drafts": Job(stages, drafts=expected[False]),
+        "modules": Job(stages, dict(fused_layer_impl="reference"), is_nucleus=True),
+    }
+    compare(case_of(whole, num_layers=2), jobs, expected, 2, tmp_path / "mesh")
+
+
+@interpreter
+def test_four_ranks_give_the_samples_of_one_process(tmp_path):
+    whole = fused_model("QK-norm", num_layers=4, **TIED)
+    both = ParallelConfig(**STAGES, **TENSOR)
+    jobs = {
+        "PP 4": Job(ParallelConfig(pipeline_model_parallel_size=4)),
+        "three rows": Job(ParallelConfig(pipeline_model_parallel_size=4), settings=dict(max_requests=3)),
+        "TP": Job(replace(both, pipeline_model_parallel_layout="Ettt|tL")),
+        "SP": Job(replace(both, sequence_parallel=True)),
+        "virtual stages, DP": Job(ParallelConfig(**STAGES, num_virtual_stages_per_pipeline_rank=2)),
+    }
+    compare(case_of(whole, num_layers=4, **TIED), jobs, expected_of(whole), 4, tmp_path / "mesh")
+
+
+def phases_on_rank(rank: int, argument: Case) -> tuple[list[Samples], list[float], list[str | None]]:
+    """Samples of the same weights twice, of changed ones, and of the same after one rank's have moved."""
+    from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
+
+    stages = ParallelConfig(**STAGES)
+    model = build_on(*argument, stages)
+    samples, captures = [], []
+    with small_parts():
+        engine = engine_on(model, Job(stages))
+        for turn in range(4):
+            if turn == 2:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(1.1)
+            elif turn == 3 and rank == 1:
+                parameter = next(model.parameters())
+                parameter.data = parameter.data.clone()
+            engine.update_weights(turn)
+            engine.start(DRAWN_BY_KERNELS, 4)
+            samples.append(sampled(engine))
+            captures.append(engine._steps.captures)
+    reasons = [why_not_captured(model)]
+    # Only the first stage has a reason, the one that all stages name.
+    with mock.patch.object(model.config, "fp8", "hybrid" if rank == 0 else None):
+        reasons.append(why_not_captured(model))
+    return samples, captures, reasons
+
+
+@interpreter
+def test_phases_are_repeatable_and_use_the_present_weights(tmp_path):
+    whole = fused_model("QK-norm", num_layers=2)
+    case = case_of(whole, num_layers=2)
+    before = sampled(started(whole, DRAWN_BY_KERNELS))
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.mul_(1.1)
+    after = sampled(started(whole, DRAWN_BY_KERNELS))
+    ranks = run_on_ranks(phases_on_rank, case, 2, tmp_path / "mesh")
+    for samples, captures, reasons in ranks:
+        for found, expected in zip(samples, (before, before, after, after), strict=True):
+            assert_near(found, expected)
+        for one, other in ((0, 1), (2, 3)):
+            for (_, logprobs), (_, again) in zip(samples[one], samples[other], strict=True):
+                assert np.array_equal(logprobs, again)
+        assert captures[0] == captures[1] == captures[2] < captures[3]
+        assert "CUDA GPU" in reasons[0]
+        assert "--fp8-format" in reasons[1]
+    assert [token for tokens, _ in before for token in tokens] != [token for tokens, _ in after for token in tokens]
+
+
+def failing_on_rank(rank: int, argument: Case) -> None:
+    """The last stage fails in its third visit."""
+    from megatron_dta.sampling.engines.in_process.pipelined_steps import PipelinedSteps
+
+    visit, calls = PipelinedSteps._visit, []
+
+    def failing(self: Any, *arguments: Any) -> None:
+        calls.append(rank)
+        if rank == 1 and len(calls) == 3:
+            raise ArithmeticError("a broken kernel")
+        visit(self, *arguments)
+
+    stages = ParallelConfig(**STAGES)
+    with small_parts(), mock.patch.object(PipelinedSteps, "_visit", failing):
+        sampled(engine_on(build_on(*argument, stages), Job(stages)))
+
+
+@interpreter
+def test_a_stage_that_fails_ends_all_of_them(tmp_path):
+    case = case_of(fused_model("QK-norm", num_layers=2), num_layers=2)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="a broken kernel"):
+        run_on_ranks(failing_on_rank, case, 2, tmp_path / "mesh")
+    assert time.monotonic() - began < 100
