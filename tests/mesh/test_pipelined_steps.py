@@ -27,8 +27,8 @@ from triton_device import interpreter
 FUSED = GROUPED | dict(fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16)
 TIED = dict(untie_embeddings_and_output_weights=False)
 STAGES, TENSOR = dict(pipeline_model_parallel_size=2), dict(tensor_model_parallel_size=2)
-# Without a nucleus the kernels draw.
-DRAWN_BY_KERNELS = replace(PARAMS, top_p=1.0)
+FROM_NUCLEUS = replace(PARAMS, other_eos_ids=(12, 16, 17))
+DRAWN_BY_KERNELS = replace(FROM_NUCLEUS, top_p=1.0)
 LENGTHS = [9, 1, 12, 7, 11]
 Case = tuple[ModelConfig, dict[str, torch.Tensor]]
 Samples = list[tuple[list[int], np.ndarray]]
@@ -85,7 +85,7 @@ def engine_on(model: Any, job: Job) -> Any:
         }
         drafting = Adversary("mixed", answers, 1)
     settings = dict(attention_impl="triton", static_passes=True) | job.settings
-    return started(model, PARAMS if job.is_nucleus else DRAWN_BY_KERNELS, drafting=drafting, **settings)
+    return started(model, FROM_NUCLEUS if job.is_nucleus else DRAWN_BY_KERNELS, drafting=drafting, **settings)
 
 
 def samples_on_rank(rank: int, argument: tuple[Case, dict[str, Job]]) -> dict[str, tuple]:
@@ -101,7 +101,7 @@ def samples_on_rank(rank: int, argument: tuple[Case, dict[str, Job]]) -> dict[st
 
 def expected_of(model: Any) -> dict[bool, Samples]:
     """From a nucleus, and not."""
-    found = {True: sampled(started(model)), False: sampled(started(model, DRAWN_BY_KERNELS))}
+    found = {True: sampled(started(model, FROM_NUCLEUS)), False: sampled(started(model, DRAWN_BY_KERNELS))}
     # Some rows end before their length.
     assert any(len(tokens) < length for (tokens, _), length in zip(found[False], LENGTHS, strict=True))
     return found
