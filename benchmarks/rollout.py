@@ -212,6 +212,7 @@ def main() -> None:
     settings |= {
         "dtype": str(next(setup.model.parameters()).dtype).removeprefix("torch."),
         "weight_gib": setup.weight_bytes / 2**30,
+        "weight_gib_of_ranks": [weights / 2**30 for weights, _ in setup.ranks],
         "bandwidth_gbs": setup.bandwidth / 1e9,
         "bandwidth_from": setup.bandwidth_from,
     }

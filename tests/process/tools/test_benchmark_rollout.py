@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, seed_all
-from forked import run_python
+from forked import run_python, run_ranks
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import Rollout, write_rollouts
 from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
@@ -232,9 +232,27 @@ def test_decode_reports_rates_that_fit_together(tmp_path: Path):
     assert 26 + 2 <= row["forwards"] <= 26 + 4 * 3 + 7
 
 
+def test_decode_on_stages_reports_what_the_longest_stage_allows():
+    flags = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tL --batch 3 --prompt-tokens 9"
+    flags += " --response-tokens 6 --runs 1 --memory-bandwidth-gbs 10 --json"
+    first, second = run_ranks(["benchmarks/rollout.py", "decode", *flags.split()], 2)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "decode_pass_ms" not in second.stdout
+    report = json.loads(first.stdout.splitlines()[-1])
+    (row,), settings = report["rows"], report["settings"]
+    assert settings["weight_gib"] == settings["weight_gib_of_ranks"][0]
+    # Two groups read the weights; three prompts of 9 tokens, and half of the responses.
+    cached = 3 * (9 + 6 / 2)
+    stages = zip(settings["weight_gib_of_ranks"], (3, 1), strict=True)
+    bound = max(2 * gib * 2**30 + cached * 2 * layers * 4 * 32 * 4 for gib, layers in stages) / 10e9
+    assert row["bound_pass_ms"] == pytest.approx(1e3 * bound, rel=1e-6)
+    assert row["share_of_memory_bound"] == pytest.approx(1e3 * bound / row["decode_pass_ms"], rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["decode", "--pipeline-model-parallel-size", "0"], "--pipeline-model-parallel-size must be at least 1"),
         (["decode", "--batch", "0"], "--batch must be at least 1"),
         (["decode", "--prompt-tokens", "9000"], "--max-position-embeddings 8192 is less than"),
         (["decode", "--output", "no/such/folder/file.json"], "its folder does not exist"),
