@@ -11,6 +11,8 @@ decode       tokens per second of plain sampling. The same requests run with one
              cached position once. With --tensor-model-parallel-size and --pipeline-model-parallel-size, on as many GPUs
              as their product; the bound is that of the GPU that reads most. Pipeline stages run groups of rows, as
              many as there are stages, and read their weights once for each group; a pass is one token of every row.
+             "share_of_stages" compares it with the time in which the busiest stage computes, without messages and
+             waiting.
 tree         trees (TreePO) against the same number of independent rollouts: trajectories and tokens per second, with
              lengths from a lognormal distribution (--mean-length, --length-sigma, --max-length).
 tree-tokens  the token counts of this comparison, without a model.
@@ -59,6 +61,7 @@ from rollout_parts.drafting import add_das_arguments, run_das
 from rollout_parts.gap import add_gap_arguments, run_gap
 from rollout_parts.paged_attention import add_attention_arguments, run_attention
 from rollout_parts.rounding import add_noise_arguments, run_noise
+from rollout_parts.stage_times import longest_stage_seconds
 from rollout_parts.trees import add_tree_arguments, run_tree, run_tree_tokens
 
 
@@ -111,7 +114,7 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
     prompts = -(-min(count, arguments.batch) // arguments.samples_per_prompt)
     cached = prompts * arguments.prompt_tokens + min(count, arguments.batch) * arguments.response_tokens / 2
     prompt_tokens = -(-count // arguments.samples_per_prompt) * arguments.prompt_tokens
-    profiled = {}
+    profiled = _share_of_stages(arguments, engine, setup, count, pass_seconds)
     if arguments.profile:
         run = 4 * arguments.burst + 1
         profiled["profile"] = profile_step(lambda: _measured_run(arguments, engine, setup, count, run), 40)
@@ -134,6 +137,17 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
             **profiled,
         }
     ]
+
+
+def _share_of_stages(
+    arguments: argparse.Namespace, engine: InProcessEngine, setup: Setup, count: int, pass_seconds: float
+) -> dict[str, float]:
+    """The time in which the busiest stage computes, and its share of the whole time; nothing if no pass is captured."""
+    if arguments.pipeline_model_parallel_size == 1:
+        return {}
+    length = arguments.response_tokens + 1
+    seconds = longest_stage_seconds(engine, lambda: _measured_run(arguments, engine, setup, count, length))
+    return {} if seconds is None else {"stage_pass_ms": 1e3 * seconds, "share_of_stages": seconds / pass_seconds}
 
 
 def _kind_of_sums(arguments: argparse.Namespace) -> str:

@@ -3,6 +3,7 @@ any sizes, ends of sequences inside bursts, drafts, stages of any layers, tensor
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from conftest import REPOSITORY
 from decode_layer_cases import GROUPED, few_parts, fused_model, small_parts  # noqa: F401 (a fixture)
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
@@ -24,8 +26,15 @@ from sampling_cases import random_prompts, sampling_config
 from speculation_exact_cases import Adversary
 from triton_device import interpreter
 
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+from rollout_parts.stage_times import longest_stage_seconds
+
 FUSED = GROUPED | dict(fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16)
 TIED = dict(untie_embeddings_and_output_weights=False)
+EXPERTS = dict(
+    num_layers=2, num_experts=2, moe_router_topk=1, moe_ffn_hidden_size=16, moe_grouped_gemm=True,
+    moe_router_pre_softmax=True, disable_bias_linear=True,
+)  # fmt: skip
 STAGES, TENSOR = dict(pipeline_model_parallel_size=2), dict(tensor_model_parallel_size=2)
 FROM_NUCLEUS = replace(PARAMS, other_eos_ids=(12, 16, 17))
 DRAWN_BY_KERNELS = replace(FROM_NUCLEUS, top_p=1.0)
@@ -142,6 +151,13 @@ def test_two_stages_give_the_samples_of_one_process(tmp_path):
 
 
 @interpreter
+def test_stages_with_experts(tmp_path):
+    whole = fused_model("QK-norm", **EXPERTS)
+    jobs = {"experts": Job(ParallelConfig(**STAGES))}
+    compare(case_of(whole, **EXPERTS), jobs, expected_of(whole), 2, tmp_path / "mesh")
+
+
+@interpreter
 def test_four_ranks_give_the_samples_of_one_process(tmp_path):
     whole = fused_model("QK-norm", num_layers=4, **TIED)
     both = ParallelConfig(**STAGES, **TENSOR)
@@ -155,13 +171,14 @@ def test_four_ranks_give_the_samples_of_one_process(tmp_path):
     compare(case_of(whole, num_layers=4, **TIED), jobs, expected_of(whole), 4, tmp_path / "mesh")
 
 
-def phases_on_rank(rank: int, argument: Case) -> tuple[list[Samples], list[float], list[str | None]]:
-    """Samples of the same weights twice, of changed ones, and of the same after one rank's have moved."""
+def phases_on_rank(rank: int, argument: Case) -> tuple[list[Samples], list[float], list[str | None], float]:
+    """Samples of the same weights twice, of changed ones, and of the same after one rank's have moved; and the time in
+    which the busiest stage computes, as the benchmark measures it."""
     from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
 
     stages = ParallelConfig(**STAGES)
     model = build_on(*argument, stages)
-    samples, captures = [], []
+    samples, captures, seconds = [], [], 0.0
     with small_parts():
         engine = engine_on(model, Job(stages))
         for turn in range(4):
@@ -174,13 +191,16 @@ def phases_on_rank(rank: int, argument: Case) -> tuple[list[Samples], list[float
                 parameter.data = parameter.data.clone()
             engine.update_weights(turn)
             engine.start(DRAWN_BY_KERNELS, 4)
-            samples.append(sampled(engine))
+            if turn == 1:
+                seconds = longest_stage_seconds(engine, lambda: samples.append(sampled(engine)))
+            else:
+                samples.append(sampled(engine))
             captures.append(engine._steps.captures)
     reasons = [why_not_captured(model)]
     # Only the first stage has a reason, the one that all stages name.
     with mock.patch.object(model.config, "fp8", "hybrid" if rank == 0 else None):
         reasons.append(why_not_captured(model))
-    return samples, captures, reasons
+    return samples, captures, reasons, seconds
 
 
 @interpreter
@@ -193,13 +213,14 @@ def test_phases_are_repeatable_and_use_the_present_weights(tmp_path):
             parameter.mul_(1.1)
     after = sampled(started(whole, DRAWN_BY_KERNELS))
     ranks = run_on_ranks(phases_on_rank, case, 2, tmp_path / "mesh")
-    for samples, captures, reasons in ranks:
+    for samples, captures, reasons, seconds in ranks:
         for found, expected in zip(samples, (before, before, after, after), strict=True):
             assert_near(found, expected)
         for one, other in ((0, 1), (2, 3)):
             for (_, logprobs), (_, again) in zip(samples[one], samples[other], strict=True):
                 assert np.array_equal(logprobs, again)
         assert captures[0] == captures[1] == captures[2] < captures[3]
+        assert seconds == ranks[0][3] > 0
         assert "CUDA GPU" in reasons[0]
         assert "--fp8-format" in reasons[1]
     assert [token for tokens, _ in before for token in tokens] != [token for tokens, _ in after for token in tokens]
