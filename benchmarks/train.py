@@ -202,7 +202,9 @@ class Benchmark:
         if arguments.automatic:
             buffers = [buffer.grad_data for chunk in self.timer.chunks for buffer in chunk.buffers]
             states = [*self.timer.model.parameters(), *buffers]
-            self.tuner = Autotuner(self.engine, self.timer.constant, lambda: measure_gpu(self.device, states))
+            self.tuner = Autotuner(
+                self.engine, self.timer.constant, lambda graphs: measure_gpu(self.device, states, graphs)
+            )
             print(self.tuner.describe(), file=sys.stderr)
 
     def measure(self, file: str, mode: str) -> dict[str, Any]:

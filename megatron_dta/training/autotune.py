@@ -40,6 +40,8 @@ COMMUNICATOR_BYTES = 2 * GIB
 RETRY_SHARE = 0.85
 # The step whose ops correct the costs. In the first one kernels are compiled.
 MEASURED_STEP = 2
+# Steps after which the memory of CUDA graphs is measured again.
+GRAPH_INTERVAL = 16
 # The file in which a run that ran out of memory leaves a lower limit.
 LEFT_LIMIT = "memory_limit.json"
 
@@ -84,15 +86,21 @@ def states_of(optimizers: Iterable[TrainingOptimizer], frozen: Iterable[torch.nn
     yield from (parameter for chunk in frozen for parameter in chunk.parameters())
 
 
-def measure_gpu(device: torch.device, own: Iterable[torch.Tensor]) -> GpuMemory:
-    """The GPU's memory now; ``own`` are the tensors of weights, gradients and optimizer states."""
+def measure_gpu(device: torch.device, own: Iterable[torch.Tensor], graphs: float | None = None) -> GpuMemory:
+    """The GPU's memory now.
+
+    Args:
+        own: the tensors of weights, gradients and optimizer states.
+        graphs: bytes of CUDA graphs, if known; to find them takes milliseconds for a thousand tensors.
+    """
     free, total = torch.cuda.mem_get_info(device)
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in own if tensor.is_cuda}
-    graphs = sum(
-        part["total_size"] - part["allocated_size"]
-        for part in torch.cuda.memory_snapshot()
-        if tuple(part["segment_pool_id"]) != (0, 0)
-    )
+    if graphs is None:
+        graphs = sum(
+            part["total_size"] - part["allocated_size"]
+            for part in torch.cuda.memory_snapshot()
+            if tuple(part["segment_pool_id"]) != (0, 0)
+        )
     others = max(0, torch.cuda.memory_allocated(device) - sum(sizes.values()))
     return GpuMemory(total, total - free - torch.cuda.memory_reserved(device), graphs, others)
 
@@ -115,7 +123,7 @@ def build_autotuner(
     return Autotuner(
         engine,
         constant_bytes,
-        lambda: measure_gpu(engine.device, states_of(optimizers, frozen)),
+        lambda graphs: measure_gpu(engine.device, states_of(optimizers, frozen), graphs),
         decides_memory(config, engine),
         config.optimization.deterministic_mode,
         None if config.checkpoint.save is None else Path(config.checkpoint.save),
@@ -145,7 +153,7 @@ class Autotuner:
     Args:
         engine: plans with the decisions.
         constant_bytes: weights, gradients and optimizer states of all models on this rank.
-        measure: returns the use of this rank's GPU.
+        measure: returns the use of this rank's GPU; its argument is what CUDA graphs use, None to measure that, too.
         sets_memory: whether the memory of a step is decided here; otherwise only costs are corrected.
         folder: the run's folder, in which attempts leave their limits; None if it has none.
         deterministic: follow no clock: costs stay those of the data sheet.
@@ -159,7 +167,7 @@ class Autotuner:
         self,
         engine: TreeEngine,
         constant_bytes: float,
-        measure: Callable[[], GpuMemory],
+        measure: Callable[[float | None], GpuMemory],
         sets_memory: bool = True,
         deterministic: bool = False,
         folder: Path | None = None,
@@ -173,14 +181,16 @@ class Autotuner:
         self._most = _left_limit(folder)
         self.limit: int | None = None
         self.follows = False
-        self._total = 0.0
+        self._total, self._graphs = 0.0, 0.0
         self.update()
 
     def update(self) -> bool:
         """Measure the memory and set the limit of the next steps; returns whether plans of earlier calls exceed it."""
         if not self._sets_memory:
             return False
-        mesh, gpu = self._engine.mesh, self._measure()
+        is_usual = self._steps > MEASURED_STEP and self._steps % GRAPH_INTERVAL != 0
+        mesh, gpu = self._engine.mesh, self._measure(self._graphs if is_usual else None)
+        self._graphs = gpu.graphs
         reserved = COMMUNICATOR_BYTES if self._steps == 0 and mesh.world_size > 1 else 0.0
         limit, self._total = map(min, zip(*mesh.gather_from_all((gpu.limit(reserved), gpu.total)), strict=True))
         limit, before = min(limit, self._most), self.limit
@@ -247,7 +257,7 @@ class Autotuner:
         """The limit and the reasons for it; None if a flag decides it."""
         if not self._sets_memory:
             return None
-        gpu = self._measure()
+        gpu = self._measure(None)
         parts = [f"{gpu.total / GIB:.1f} on the GPU", f"{gpu.outside / GIB:.1f} outside PyTorch"]
         parts += [f"{gpu.graphs / GIB:.1f} of CUDA graphs"] if gpu.graphs else []
         parts += [f"{gpu.others / GIB:.1f} of other tensors"] if gpu.others >= GIB / 20 else []

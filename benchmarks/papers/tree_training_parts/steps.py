@@ -45,7 +45,7 @@ class StepTimer:
         if self.device.type == "cuda" and model.num_experts is None:
             states = [*built.parameters(), *(b.grad_data for chunk in self._chunks for b in chunk.buffers)]
             constant = constant_bytes(self._chunks)
-            self._tuner = Autotuner(self._engine, constant, lambda: measure_gpu(self.device, states))
+            self._tuner = Autotuner(self._engine, constant, lambda graphs: measure_gpu(self.device, states, graphs))
             self._first_steps = 2
 
     def compare(self, trees: TreeSet, capacity: int) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[GpuMemory]:
     """A trainer on the CPU decides as on a GPU with this memory; the entry may be replaced."""
     current = [GpuMemory(total=20 * GIB, outside=GIB, graphs=0.0, others=0.0)]
     monkeypatch.setattr(autotune, "decides_memory", lambda config, device: config.tree.tree_memory_gib is None)
-    monkeypatch.setattr(autotune, "measure_gpu", lambda device, own: current[0])
+    monkeypatch.setattr(autotune, "measure_gpu", lambda device, own, graphs=None: current[0])
     monkeypatch.setattr("megatron_dta.training.setup.TreeEngine", TimedEngine)
     return current
 
@@ -245,7 +245,7 @@ def test_a_continued_run_decides_as_before(memory: list[GpuMemory], rollouts: Pa
 
 def test_other_trainers_get_memory_back_that_servers_free(memory: list[GpuMemory], rollouts: Path) -> None:
     trainer, _ = make_trainer(f"--rollouts {rollouts} --global-batch-size 12 --train-iters 9")
-    tuner = Autotuner(trainer.engine, 0.0, lambda: memory[0])
+    tuner = Autotuner(trainer.engine, 0.0, lambda graphs: memory[0])
     tuner.follows = True
     memory[0] = replace(memory[0], outside=9 * GIB)
     assert tuner.update()
@@ -253,3 +253,21 @@ def test_other_trainers_get_memory_back_that_servers_free(memory: list[GpuMemory
     memory[0] = replace(memory[0], outside=GIB)
     assert not tuner.update()
     assert tuner.limit == 18
+
+
+def test_memory_of_graphs_is_measured_now_and_then(memory: list[GpuMemory], rollouts: Path) -> None:
+    trainer, _ = make_trainer(f"--rollouts {rollouts} --global-batch-size 12 --train-iters 40")
+    asked = []
+
+    def measure(graphs: float | None) -> GpuMemory:
+        asked.append(graphs)
+        return replace(memory[0], graphs=float(len(asked)) if graphs is None else graphs)
+
+    tuner = Autotuner(trainer.engine, 0.0, measure)
+    for step in range(20):
+        tuner._steps = step
+        tuner.update()
+    # At the start, in the first steps, and at step 16; otherwise the last value is used.
+    assert [index for index, graphs in enumerate(asked) if graphs is None] == [0, 1, 2, 3, 17]
+    assert asked[4] == 4.0
+    assert asked[18] == 18.0
