@@ -5,9 +5,17 @@ writes to pages that the processes share.
 from __future__ import annotations
 
 import gc
+import os
+
+import matplotlib.figure  # noqa: F401 (the plot at the end of a run)
 
 import mesh_trainer_cases  # noqa: F401 (with it pytest and the trainer)
 import mesh_worker  # noqa: F401
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import quick_interpreter
+
+    quick_interpreter.make_quick()
 
 gc.collect()
 gc.freeze()

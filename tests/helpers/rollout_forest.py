@@ -164,14 +164,14 @@ SETTINGS = {
 }
 
 
-def long_requests() -> list[GenerationRequest]:
+def long_requests(count: int = 12) -> list[GenerationRequest]:
     """Responses that are much longer than their prompts: they run out of pages after they have started."""
     prompts = random_prompts(np.random.default_rng(15), [3, 5, 9])
-    return [GenerationRequest(i, prompts[i % 3], 20 + 3 * i, 7 * i, hold=i % 2 == 0) for i in range(12)]
+    return [GenerationRequest(i, prompts[i % 3], 20 + 3 * i, 7 * i, hold=i % 2 == 0) for i in range(count)]
 
 
-def run_long(engine: Any) -> dict[int, tuple[GenerationRequest, GenerationResult]]:
-    requests = long_requests()
+def run_long(engine: Any, count: int = 12) -> dict[int, tuple[GenerationRequest, GenerationResult]]:
+    requests = long_requests(count)
     results = generate(engine, requests)
     engine.release([request.request_id for request in requests if request.hold])
     return {request.request_id: (request, result) for request, result in zip(requests, results, strict=True)}

@@ -16,8 +16,8 @@ from triton_device import interpreter
 
 # Tokens, and columns of a rank: the last rank has padding, two blocks besides, or nothing else.
 SIZES = {"odd": (5001, 2560), "padded by blocks": (5000, 4500), "one token": (4097, 4096), "nothing": (100, 128)}
-TEMPERATURES = (0.0, 0.7, 1.0)
-ROWS = 40
+DRAWS = ((torch.float32, 0.0), (torch.bfloat16, 0.7), (torch.float32, 1.0))
+ROWS = 9
 
 
 def logits_of(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,14 +39,13 @@ def drawn_on_rank(rank: int, _: Any) -> dict[tuple, tuple[torch.Tensor, torch.Te
     for name, (size, width) in SIZES.items():
         first = rank * width
         own = max(0, min(width, size - first))
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype, temperature in DRAWS:
             logits, noise = logits_of(name, dtype)
             # Padding holds anything.
             padded = torch.full((ROWS, width), 1e4, dtype=dtype)
             padded[:, :own] = logits[:, first : first + own]
             shard = VocabularyShard(first, torch.distributed.group.WORLD)
-            for temperature in TEMPERATURES:
-                found[name, dtype, temperature] = draw_from_shards(padded, own, noise, temperature, shard)
+            found[name, dtype, temperature] = draw_from_shards(padded, own, noise, temperature, shard)
     return found
 
 

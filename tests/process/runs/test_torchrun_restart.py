@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from conftest import REPOSITORY
+from forked import run_python
 from megatron_dta.training.monitor.metrics import read_metrics
 
 COMMAND = (
@@ -35,14 +33,8 @@ def test_a_killed_process_is_named_and_the_restart_resumes(tmp_path: Path) -> No
     (tmp_path / "reward.py").write_text(REWARD.format(save=str(save)))
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"{a}+1="}) for a in range(12)))
     files = f"--prompt-data {tmp_path}/prompts.jsonl --reward-function {tmp_path}/reward.py:reward --save {save}"
-    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m"
-    done = subprocess.run(
-        [*launcher.split(), "megatron_dta.train", *COMMAND.split(), *files.split()],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
+    launcher = REPOSITORY / "tests" / "helpers" / "elastic_train.py"
+    done = run_python([launcher, "2", "1", *COMMAND.split(), *files.split()])
     print(done.stdout[-2000:], done.stderr[-3000:])
     assert done.returncode == 0
     assert "error: died: rank 1 in" in done.stderr
