@@ -5,6 +5,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+# The gateway's server and its schemas; chat templates need transformers.
+GATEWAY = ["uvicorn>=0.30,<1", "starlette>=0.40,<2", "pydantic>=2.7,<3", "transformers>=4.57,<6"]
 
 setup(
     name="megatron_dta",
@@ -48,8 +50,8 @@ setup(
         "fa4": ["triton", "flash-attn-4==4.0.0b36"],
         "wandb": ["wandb"],
         "math": ["math-verify"],
-        # The client of --rollout-engine vllm and sglang.
-        "servers": ["aiohttp"],
+        # The client of --rollout-engine vllm and sglang, and the gateway for agents.
+        "servers": ["aiohttp", *GATEWAY],
         # The Hugging Face reference of tools/check_parity.py and the test-suite.
         "parity": ["transformers>=4.57,<6", "safetensors"],
         # The training engine of verl; the other packages are imported by verl's workers without being declared.
@@ -68,6 +70,9 @@ setup(
             "transformers>=4.57,<6",
             "safetensors",
             "aiohttp",
+            *GATEWAY,
+            # Clients that the gateway is tested with.
+            "openai",
             "pytest",
             "pytest-xdist",
             "hypothesis",

@@ -24,6 +24,7 @@ COMMANDS = {
     "sample-rollouts": "sample rollouts from a checkpoint",
     "evaluate-sampling": "measure pass@k and maj@k of a checkpoint",
     "replay-das": "replay speculative drafts on stored rollouts",
+    "gateway": "serve a model to agents and record their sessions as rollouts",
     "rollout-server-command": "print the command line of a vLLM or SGLang server",
     "report-run": "write the HTML report of a run",
 }

@@ -10,6 +10,7 @@ inspected, or trained on with ``--rollouts``.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from megatron_dta.training_flags import ENGINE, MESH, TASK, ToolFlags, passed_ov
 
 FLAGS = ToolFlags(
     "tools/sample_rollouts.py",
-    ("model", "reward", "treepo", "environment"),
+    ("model", "reward", "treepo", "environment", "agent"),
     f"{MESH} {TASK} {ENGINE} rollout_batch_size over_sampling_batch_size n_samples_per_prompt num_steps_per_rollout "
     "train_iters rollout_stop_degenerate dynamic_sampling dynamic_sampling_max_rounds overlong_buffer_len "
     "overlong_penalty_factor",
@@ -69,7 +70,9 @@ def main() -> None:
     load_weights(checkpoint, model_config, model, not config.checkpoint.skip_checkpoint_checks)
     stop, impl = config.speculation.rollout_stop_degenerate, config.tree.tree_attention_impl
     engine = build_engine(config.sampling, model, None, stop, impl)
-    rollouts = build_sampling_source(engine, task, config).next_batch(own.rollout_batch_index)
+    source = build_sampling_source(engine, task, config)
+    with closing(source):
+        rollouts = source.next_batch(own.rollout_batch_index)
     if current_mesh().rank == 0:
         write_rollouts(own.output, rollouts)
         mean = np.mean([rollout.reward for rollout in rollouts])

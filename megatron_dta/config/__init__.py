@@ -1,5 +1,6 @@
 """Settings as typed dataclasses, one module per topic; ``megatron_dta.arguments`` reads them from the command line."""
 
+from megatron_dta.config.agents import AgentConfig
 from megatron_dta.config.data import DataConfig
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective import CriticConfig, ObjectiveConfig
@@ -12,6 +13,7 @@ from megatron_dta.config.tree import TreeConfig
 from megatron_dta.config.treepo import TreePOConfig
 
 __all__ = [
+    "AgentConfig",
     "CheckpointConfig",
     "CriticConfig",
     "DataConfig",

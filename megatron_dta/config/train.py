@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from megatron_dta.config.agents import AgentConfig
 from megatron_dta.config.data import DataConfig
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective import CriticConfig, ObjectiveConfig
@@ -34,6 +35,7 @@ class TrainConfig:
     treepo: TreePOConfig = field(default_factory=TreePOConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -36,6 +36,11 @@ class SamplingTask:
     reward: RewardConfig = field(default_factory=RewardConfig)
     notes: tuple[str, ...] = ()
 
+    @property
+    def has_reward_function(self) -> bool:
+        """Whether responses can be scored; agents and environments may give the rewards instead."""
+        return self.reward_function is not _no_reward
+
     @cached_property
     def scorer(self) -> Scorer:
         """Calls the reward function according to the settings."""
@@ -68,7 +73,7 @@ def build_task(
     assert sampling.prompt_data is not None  # config.checks: one of the two is given
     kind, file = sampling.tokenizer_type or "", sampling.tokenizer_model
     tokenizer = build_tokenizer(kind, file, sampling.eos_id, vocab_size, checkpoint)
-    # Without a reward function an environment gives the rewards (config.checks).
+    # Without a reward function an environment or an agent gives the rewards (config.checks).
     reward_function = _no_reward
     if sampling.reward_function:
         reward_function = load_reward_function(sampling.reward_function, reward)

@@ -38,6 +38,7 @@ from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.planning.step.modes import plan_forest
 from megatron_dta.planning.step.passes import StepBudget
 from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.agents.service import check_agent
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import load_environment
 from megatron_dta.training.checkpoint.files import find_checkpoint, starting_point
@@ -121,6 +122,8 @@ def _check_folders(config: TrainConfig) -> None:
 def _tell_prompts(config: TrainConfig, task: SamplingTask, tell: Callable[[str, str], None]) -> int:
     """Report the prompts and the tokenizer, and return the largest possible number of tokens in a rollout."""
     sampling = config.sampling
+    if config.agent.is_used:
+        check_agent(config.agent)
     if config.environment.environment is not None:
         load_environment(config.environment.environment)
     if sampling.rollout_replay:

@@ -1,6 +1,7 @@
 """Builds the source of sampled rollouts, a chain of small transforms, and the evaluation on held-out prompts.
 
-independent rollouts (``sources.independent``), or trees and episodes with an environment (``treepo.source``)
+independent rollouts (``sources.independent``), trees and episodes with an environment (``treepo.source``), or sessions
+of agents (``agents.source``)
 -> over-sampling -> dynamic sampling and overlong shaping (``sources.filters``)
 -> counts of degenerate responses -> drafts in the checkpoint              in this process, on all ranks
 -> corpora for servers that draft -> rank 0's thread, broadcast to all     servers and recorded rollouts
@@ -15,6 +16,8 @@ from dataclasses import replace
 from megatron_dta.config import TrainConfig
 from megatron_dta.model import Model, current_mesh
 from megatron_dta.rollouts.batch_source import Evaluation, RolloutSource, SampledSource
+from megatron_dta.sampling.agents.service import AgentService
+from megatron_dta.sampling.agents.source import AgentEvaluation, AgentSource
 from megatron_dta.sampling.engines.build import build_drafting, build_engine, server_engine
 from megatron_dta.sampling.engines.in_process.pass_costs import measure_passes
 from megatron_dta.sampling.engines.interface import RolloutEngine
@@ -46,7 +49,8 @@ def build_sampled_data(
         drafting = build_drafting(config)
         stop, impl = config.speculation.rollout_stop_degenerate, config.tree.tree_attention_impl
         engine = build_engine(config.sampling, model, drafting, stop, impl, report)
-        source = build_sampling_source(engine, task, config)
+        agents = _agents(engine, task, config)
+        source = build_sampling_source(engine, task, config, agents)
         if stop:
             source = StoppingSource(source, engine)
         if drafting is not None:
@@ -55,13 +59,14 @@ def build_sampled_data(
                 params = sampling_params(task, config.sampling, config.optimization.seed)
                 drafting.learn_costs(measure_passes(engine, params, rows, model.max_sequence_length))
             source = SpeculatingSource(source, drafting)
-        return source, [build_sampling_evaluation(engine, task, config)] if evaluated else []
+        return source, [build_sampling_evaluation(engine, task, config, agents)] if evaluated else []
     is_replay = config.sampling.rollout_engine == "replay"
     first = current_mesh().rank == 0
     engine = None
     if first:
         engine = _replay(config) if is_replay else server_engine(config, report)
-    inner = build_sampling_source(engine, task, config) if first else None
+    agents = _agents(engine, task, config) if first else None
+    inner = build_sampling_source(engine, task, config, agents) if first else None
     if first and config.speculation.rollout_speculation == "das":
         corpus = None
         if config.sampling.rollout_engine == "sglang":
@@ -79,17 +84,27 @@ def build_sampled_data(
     )
     if not evaluated:
         return source, []
-    return source, [Rank0Evaluation(build_sampling_evaluation(engine, task, config) if first else None, source)]
+    evaluation = build_sampling_evaluation(engine, task, config, agents) if first else None
+    return source, [Rank0Evaluation(evaluation, source)]
 
 
-def build_sampling_source(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> RolloutSource:
+def _agents(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> AgentService | None:
+    """The agents of the flags, which training and evaluation share; None without any."""
+    return AgentService(engine, task, config) if config.agent.is_used else None
+
+
+def build_sampling_source(
+    engine: RolloutEngine, task: SamplingTask, config: TrainConfig, agents: AgentService | None = None
+) -> RolloutSource:
     """The source of rollouts from ``engine``, without what depends on the kind of engine."""
     sampling, filtering = config.sampling, config.filtering
     trained = sampling.rollout_batch_size
     sampled = max(trained, sampling.over_sampling_batch_size or 0)
     source_config = replace(config, sampling=replace(sampling, rollout_batch_size=sampled))
     source: SampledSource
-    if config.treepo.rollout_method == "treepo" or config.environment.environment is not None:
+    if config.agent.is_used:
+        source = AgentSource(engine, task, source_config, agents)
+    elif config.treepo.rollout_method == "treepo" or config.environment.environment is not None:
         source = TreeSource(engine, task, source_config)
     else:
         source = SamplingSource(engine, task, source_config.sampling, config.optimization.seed)
@@ -100,8 +115,12 @@ def build_sampling_source(engine: RolloutEngine, task: SamplingTask, config: Tra
     return source
 
 
-def build_sampling_evaluation(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> Evaluation:
+def build_sampling_evaluation(
+    engine: RolloutEngine, task: SamplingTask, config: TrainConfig, agents: AgentService | None = None
+) -> Evaluation:
     """The evaluation on held-out prompts; it samples independent rollouts for every training method."""
+    if agents is not None:
+        return AgentEvaluation(task, config, agents)
     if config.environment.environment is not None:
         return TreeEvaluation(engine, task, config)
     return SamplingEvaluation(engine, task, config.sampling, config.optimization.seed, config.logging.eval_iters)

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 
 from megatron_dta.common.errors import InputError, caught, raise_all
+from megatron_dta.config.checks.agents import agent_conditions, check_agents
 from megatron_dta.config.checks.experts import check_experts
 from megatron_dta.config.checks.lora import check_lora, check_reference
 from megatron_dta.config.checks.objectives import POLICY_GRADIENT, check_objective, objective_conditions
@@ -62,6 +63,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     yield from caught(check_states, config.model, config.optimization, config.parallel)
     yield from _check_hf(config)
     yield from check_rollout_engine(config)
+    yield from check_agents(config)
 
 
 def _check_bounds(config: TrainConfig) -> Iterator[str]:
@@ -174,7 +176,8 @@ def _check_data(config: TrainConfig) -> Iterator[str]:
         yield "--rollouts needs --global-batch-size, the number of rollouts per optimizer step"
     if data.rollouts and model.vocab_size is None and sampling.tokenizer_type is None:
         yield "--rollouts needs --vocab-size: the vocabulary size does not follow from stored token ids"
-    if sampling.prompt_data and not (sampling.reward_function or config.environment.environment):
+    rewarded = sampling.reward_function or config.environment.environment or config.agent.is_used
+    if sampling.prompt_data and not rewarded:
         yield ("--prompt-data needs --reward-function: exact_match, math_verify, code_tests, remote or FILE.py:NAME")
     if sampling.prompt_data and not sampling.tokenizer_type:
         yield "--prompt-data needs --tokenizer-type (and usually --tokenizer-model)"
@@ -320,6 +323,7 @@ def _check_no_effect(config: TrainConfig) -> Iterator[str]:
     full_recompute = config.model.recompute_granularity == "full"
     eval_prompts = config.sampling.eval_prompt_data is not None or config.sampling.task is not None
     conditions = {
+        **agent_conditions(config),
         **objective_conditions(config, sampled),
         "--prompt-data or --task": (
             sampled,

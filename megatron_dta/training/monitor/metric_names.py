@@ -56,6 +56,17 @@ METRICS: dict[str, dict[str, str]] = {
         "environment_failures": "environment steps that raised an error or timed out",
         "environment_timeouts": "environment steps that timed out",
     },
+    "Agents": {
+        "sessions": "sessions of agents in the rollout batch",
+        "failed_sessions": "sessions whose agent failed or that nobody rewarded; they are not trained",
+        "agent_timeouts": "agents that were stopped at --agent-timeout; they count as failed",
+        "agent_calls": "calls that the gateway answered",
+        "abandoned_calls": "calls whose clients did not wait for the answer; the answers are not trained",
+        "session_branches": "mean number of branches (leaves) of a session's tree",
+        "session_tokens": "tokens of all sessions' trees, each stored once",
+        "session_row_tokens": "tokens if every call were trained as a row of prompt and answer",
+        "session_reuse": "fraction of the prompts' tokens that the session had already; they are not tokenized again",
+    },
     "The policy's loss": {
         "ratio": "importance ratio of the surrogate, mean over trained tokens",
         "ratio_max": "largest importance ratio",
@@ -172,7 +183,7 @@ def is_known(name: str) -> bool:
     topics = [topic for topic in METRICS if topic not in topics and not topic.startswith("Evaluation")]
     if name.startswith("eval_"):
         # Evaluations count reward failures, too.
-        return _matches(name.removeprefix("eval_"), ["Evaluation (behind eval_)", "Rewards and environments"])
+        return _matches(name.removeprefix("eval_"), ["Evaluation (behind eval_)", "Rewards and environments", "Agents"])
     return _matches(name, topics)
 
 

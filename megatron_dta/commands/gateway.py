@@ -1,0 +1,204 @@
+"""Serves a model to agents and records their sessions as rollouts: OpenAI's and Anthropic's interfaces on loopback.
+
+    megatron-dta gateway --output sessions.jsonl --load-hf MODEL --tokenizer-type HuggingFaceTokenizer \\
+        --tokenizer-model MODEL --apply-chat-template --rollout-max-response-len 1024
+
+The model answers from this process (--load, --load-hf), or from servers (--rollout-engine vllm --rollout-server-url).
+A session is opened with the gateway's key, used with its own key, rewarded and closed:
+
+    POST /v1/sessions {"group_id": "task 7"}      -> {"id": ..., "key": "sk-..."}      with the gateway's key
+    ... calls with the session's key ...
+    POST /v1/session/reward {"reward": 1.0}       or {"reward": 0.2, "call": "chatcmpl-..."} for one call
+    POST /v1/session/close {}                     or {"failed": true}
+
+The rollouts of a closed session with a reward are appended to --output as one write; train on them with --rollouts.
+Failed sessions, and those that are open when the gateway ends, are counted and dropped. Started again with the same
+--output, a gateway that was killed continues the file.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_dta.common.command_line import CommandLineParser
+from megatron_dta.common.errors import InputError, raise_all
+from megatron_dta.config.checks.all import check_engine
+from megatron_dta.config.checks.rollouts import SERVERS
+from megatron_dta.train import quieten_libraries
+from megatron_dta.training_flags import ENGINE, MESH, ToolFlags, passed_over
+
+if TYPE_CHECKING:
+    from megatron_dta.config import TrainConfig
+    from megatron_dta.sampling.engines.interface import RolloutEngine
+    from megatron_dta.sampling.gateway.session_log import SessionLog
+    from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+
+FLAGS = ToolFlags(
+    "megatron-dta gateway",
+    ("model", "agent"),
+    f"{MESH} {ENGINE} load load_hf hf_checkpoint skip_checkpoint_checks tokenizer_type tokenizer_model "
+    "apply_chat_template apply_chat_template_kwargs eos_id rollout_engine rollout_server_url rollout_timeout_seconds "
+    "rollout_attempts",
+)
+_KEY = "MEGATRON_DTA_GATEWAY_KEY"
+
+
+def main() -> None:
+    """Read the flags, start the engine and the server, and serve until SIGINT or SIGTERM."""
+    parser = CommandLineParser(__doc__)
+    parser.add_argument("--output", required=True, metavar="FILE", help="file of rollouts to append to, .jsonl")
+    parser.add_argument(
+        "--key-file", metavar="FILE", help=f"file for the gateway's key (default: {_KEY}, or FILE.key beside --output)"
+    )
+    parser.add_argument(
+        "--max-sessions", type=int, default=1024, metavar="N", help="most open sessions (default: %(default)s)"
+    )
+    own, others = parser.parse_known_args()
+    if Path(own.output).suffix != ".jsonl":
+        raise InputError(f"--output {own.output}: must end in .jsonl")
+    if own.max_sessions < 1:
+        raise InputError(f"--max-sessions {own.max_sessions}: must be at least 1")
+    config, left_out = FLAGS.parse(others)
+    _check(config)
+    if left_out:
+        print(passed_over(left_out))
+    quieten_libraries()
+    _serve(config, own)
+
+
+def _check(config: TrainConfig) -> None:
+    check_engine(config)
+    sampling, checkpoint, agent = config.sampling, config.checkpoint, config.agent
+    lines = []
+    if sampling.tokenizer_type is None:
+        lines.append("--tokenizer-type is missing (and usually --tokenizer-model)")
+    if sampling.rollout_engine in SERVERS and not sampling.rollout_server_url:
+        lines.append(f"--rollout-engine {sampling.rollout_engine} needs --rollout-server-url http://HOST:PORT")
+    if sampling.rollout_engine == "replay":
+        lines.append("--rollout-engine replay cannot answer calls; leave it out, or give vllm or sglang")
+    if sampling.rollout_engine == "in-process" and checkpoint.load is None and checkpoint.load_hf is None:
+        lines.append("--load or --load-hf is missing: the model that answers")
+    if agent.is_used:
+        lines.append("--agent-command and --agent-callable run inside training; leave them out and call the gateway")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        lines.append("the gateway is one process; for a model that needs several use --rollout-engine vllm or sglang")
+    raise_all(lines)
+
+
+def _serve(config: TrainConfig, own: object) -> None:
+    from megatron_dta.sampling.agents.service import gateway_settings
+    from megatron_dta.sampling.engines.interface import phase
+    from megatron_dta.sampling.gateway.engine_loop import EngineLoop
+    from megatron_dta.sampling.gateway.gateway import Gateway
+    from megatron_dta.sampling.gateway.http.server import check_packages
+    from megatron_dta.sampling.gateway.session_log import SessionLog
+    from megatron_dta.sampling.params import SamplingParams
+    from megatron_dta.sampling.prompts.tokenizer import build_tokenizer
+    from megatron_dta.sampling.task import chat_template
+
+    check_packages("megatron-dta gateway")
+    sampling, model = config.sampling, config.model
+    tokenizer = build_tokenizer(
+        sampling.tokenizer_type or "", sampling.tokenizer_model, sampling.eos_id, model.vocab_size
+    )
+    template = chat_template(sampling)
+    log = SessionLog(Path(own.output))
+    engine = _engine(config, tokenizer)
+    params = SamplingParams(
+        sampling.rollout_max_response_len,
+        tokenizer.eos_id,
+        sampling.temperature,
+        sampling.rollout_top_p,
+        config.optimization.seed,
+    )
+    loop = EngineLoop(engine)
+    gateway = Gateway(loop, tokenizer, template, params, gateway_settings(config, own.max_sessions))
+    key = _key(own)
+    ends = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ends.set())
+    server = _server(config, gateway, log, key)
+    where = f"key in {_key_file(own)}" if _KEY not in os.environ else f"key from {_KEY}"
+    print(f"gateway: {server.url} ({where}), sessions to {own.output}", flush=True)
+    try:
+        with phase(engine, params, 0):
+            loop.run(ends.is_set)
+    finally:
+        server.close()
+        log.close()
+        engine.close()
+    dropped = log.failed + len(gateway.sessions)
+    print(f"{log.finished} sessions recorded, {dropped} failed or unfinished ones dropped")
+
+
+def _server(config: TrainConfig, gateway: object, log: SessionLog, key: str) -> object:
+    from megatron_dta.sampling.gateway.http.application import Administration, Application
+    from megatron_dta.sampling.gateway.http.server import GatewayServer
+
+    def opened(group_id: str) -> tuple[str, str]:
+        session, session_key = gateway.sessions.open(secrets.randbits(62), group_id)
+        return session.session_id, session_key
+
+    def closed(session: object, failed: bool) -> None:
+        gateway.close(session)
+        log.close_session(session, failed)
+
+    application = Application(gateway, Administration(key, opened, closed)).asgi()
+    limits = gateway.settings.limits
+    return GatewayServer(application, config.agent.gateway_host, config.agent.gateway_port, limits.max_connections)
+
+
+def _key_file(own: object) -> Path:
+    return Path(own.key_file) if own.key_file else Path(own.output).with_suffix(".key")
+
+
+def _key(own: object) -> str:
+    """The gateway's key: from the environment, or a new one in a file that only its owner may read."""
+    given = os.environ.get(_KEY)
+    if given is not None:
+        if len(given) < 16:
+            raise InputError(f"{_KEY}: must have at least 16 characters")
+        return given
+    key, path = secrets.token_urlsafe(32), _key_file(own)
+    try:
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(key + "\n")
+    except OSError as error:
+        raise InputError(f"--key-file {path}: cannot be written ({error.strerror})") from error
+    return key
+
+
+def _engine(config: TrainConfig, tokenizer: Tokenizer) -> RolloutEngine:
+    """The engine of the flags, with its model's weights."""
+    from megatron_dta.sampling.engines.build import build_engine, server_engine
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    if config.sampling.rollout_engine in SERVERS:
+        return server_engine(config, report)
+    from megatron_dta.model import build_model, initialize_parallel
+    from megatron_dta.training.checkpoint.files import find_checkpoint
+    from megatron_dta.training.checkpoint.save_load import load_weights
+    from megatron_dta.training.weights.huggingface import load_hf
+
+    vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    config = replace(config, model=replace(config.model, vocab_size=vocab_size))
+    checkpoint = find_checkpoint(config.checkpoint.load) if config.checkpoint.load is not None else None
+    if config.checkpoint.load is not None and checkpoint is None:
+        raise InputError(f"--load {config.checkpoint.load}: holds no checkpoint")
+    device = initialize_parallel(config.optimization.seed, config.parallel)
+    model = build_model(config.model, device, config.parallel)
+    if checkpoint is not None:
+        load_weights(checkpoint, config.model, model, not config.checkpoint.skip_checkpoint_checks)
+    else:
+        load_hf(config, model)
+    return build_engine(config.sampling, model, attention_impl=config.tree.tree_attention_impl, report=report)

@@ -1,0 +1,69 @@
+"""Settings of agents as a source of rollouts, and of the gateway that answers their calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dta.config.options import option
+
+
+@dataclass
+class AgentConfig:
+    """Settings of ``megatron_dta.sampling.agents`` and ``megatron_dta.sampling.gateway``."""
+
+    agent_command: str | None = option(
+        None,
+        "Program that is an agent: it is run once for each rollout, gets the prompt's record as JSON on standard "
+        "input, and calls the gateway through OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and "
+        "ANTHROPIC_API_KEY.",
+    )
+    agent_callable: str | None = option(
+        None,
+        "Python function that is an agent, FILE.py:NAME; called in a thread as NAME(record, access) with base_url, "
+        "api_key, anthropic_base_url and session_url in access. It may return its reward.",
+    )
+    agent_concurrency: int = option(32, "Agents that run at once, for each data-parallel replica.", minimum=1)
+    agent_timeout: float = option(
+        600.0, "Time limit in seconds for one run of an agent; after it the agent is stopped and has failed.", above=0
+    )
+    agent_failure: str = option(
+        "drop",
+        "What happens to the session of an agent that fails (a status other than 0, an exception, the time limit, no "
+        "reward): it is counted and left out of training (drop), or the run stops (stop).",
+        choices=("drop", "stop"),
+    )
+    gateway_host: str = option(
+        "127.0.0.1", "Address that the gateway listens on; others than this machine's own reach it if it is another."
+    )
+    gateway_port: int = option(
+        0, "Port of the gateway, plus the data-parallel rank; 0 for any free one.", minimum=0, maximum=65535
+    )
+    gateway_max_body_mib: float = option(16.0, "Longest request to the gateway in MiB.", above=0)
+    gateway_max_calls: int = option(512, "Most calls of a session.", minimum=1)
+    gateway_max_session_tokens: int = option(
+        4_000_000, "Most tokens of a session's tree, shared ones counted once.", minimum=1
+    )
+    gateway_call_timeout: float = option(600.0, "Time limit in seconds for one call of the gateway.", above=0)
+    gateway_piece_tokens: int = option(
+        32,
+        "Tokens of an answer that are sampled at once: the latency of streams, and of calls that come meanwhile. It "
+        "does not change the samples.",
+        minimum=1,
+    )
+    gateway_override_sampling: bool = option(
+        False,
+        "Sample with the run's temperature, nucleus and seed if a call asks for others, instead of refusing the call.",
+    )
+    tool_call_parser: str = option(
+        "hermes", "How the model writes tool calls.", choices=("hermes", "llama3_json", "none")
+    )
+    reasoning_parser: str = option(
+        "none",
+        "Where clients find the model's reasoning: in the content, or apart from it (think: up to </think>).",
+        choices=("none", "think"),
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether agents are the source of rollouts."""
+        return self.agent_command is not None or self.agent_callable is not None

@@ -1,0 +1,195 @@
+"""Runs agents, commands or Python functions, many at once and within a time limit.
+
+A command gets the prompt's record as one line of JSON on standard input and the gateway in its environment:
+
+    OPENAI_BASE_URL, OPENAI_API_KEY          for OpenAI's clients
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY    for Anthropic's
+    MEGATRON_DTA_SESSION_URL                 POST {"reward": 1.0} to its /reward, with the same key
+
+It ends with status 0. If the last line of its output is a JSON object with ``reward``, that is the session's reward. A
+function is called with the record and ``AgentAccess`` and may return the reward; an exception is a failure.
+
+At the time limit a command and its children are killed, and children that a command leaves behind are, too. A function
+cannot be killed: its session is closed, so its next call fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from megatron_dta.common.errors import InputError, one_line
+
+_SECONDS_TO_END = 3.0
+_TAIL_BYTES = 64 * 1024
+_TIMEOUT = "took longer than"
+
+
+@dataclass(frozen=True)
+class AgentAccess:
+    """How an agent reaches the gateway.
+
+    Attributes:
+        base_url: for OpenAI's clients, ends in /v1.
+        anthropic_base_url: for Anthropic's clients.
+        session_url: ``/reward`` behind it takes rewards of the session and of its calls.
+    """
+
+    base_url: str
+    anthropic_base_url: str
+    session_url: str
+    api_key: str
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables of a command."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "MEGATRON_DTA_SESSION_URL": self.session_url,
+        }
+
+
+@dataclass(frozen=True)
+class AgentEnd:
+    """How a run of an agent ended: its reward, if it gave one, or why it failed."""
+
+    reward: float | None = None
+    failure: str | None = None
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether it was stopped at the time limit."""
+        return self.failure is not None and self.failure.startswith(_TIMEOUT)
+
+
+Agent = Callable[[Mapping[str, Any], AgentAccess], AgentEnd]
+
+
+def command_agent(command: str, seconds: float) -> Agent:
+    """The agent of ``--agent-command``; ``InputError`` if there is no such program."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise InputError(f"--agent-command: cannot be divided into words: {error}") from error
+    if not words or shutil.which(words[0]) is None:
+        raise InputError(f"--agent-command {command!r}: there is no program {words[0] if words else ''!r}")
+
+    def run(record: Mapping[str, Any], access: AgentAccess) -> AgentEnd:
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as given:
+            given.write(json.dumps(dict(record), default=str).encode() + b"\n")
+            given.seek(0)
+            try:
+                process = subprocess.Popen(
+                    words,
+                    stdin=given,
+                    stdout=output,
+                    stderr=errors,
+                    env=os.environ | access.environment(),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                return AgentEnd(failure=f"cannot be started: {error.strerror}")
+            try:
+                status = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return AgentEnd(failure=f"{_TIMEOUT} {seconds:g} s")
+            finally:
+                _end_group(process)
+            if status:
+                last = _tail(errors).rstrip().rpartition("\n")[2]
+                return AgentEnd(failure=one_line(f"ended with status {status}: {last}")[:300])
+            return _printed_reward(_tail(output))
+
+    return run
+
+
+def _end_group(process: subprocess.Popen) -> None:
+    """End what is left of a command and its children: politely, then for good."""
+    for number, patience in ((signal.SIGTERM, _SECONDS_TO_END), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+
+
+def _tail(file: IO[bytes]) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _TAIL_BYTES))
+    return file.read().decode("utf-8", "replace")
+
+
+def _printed_reward(output: str) -> AgentEnd:
+    last = output.rstrip().rpartition("\n")[2]
+    try:
+        found = json.loads(last)
+    except ValueError:
+        return AgentEnd()
+    if not isinstance(found, dict) or "reward" not in found:
+        return AgentEnd()
+    return _checked(found["reward"])
+
+
+def _checked(reward: Any) -> AgentEnd:
+    is_number = isinstance(reward, bool | int | float | np.number)
+    if not is_number or not np.isfinite(float(reward)):
+        return AgentEnd(failure=one_line(f"gave the reward {reward!r}, which is not a finite number")[:300])
+    return AgentEnd(float(reward))
+
+
+def callable_agent(spec: str, seconds: float) -> Agent:
+    """The agent of ``--agent-callable``; ``InputError`` if there is no such function."""
+    function = _load(spec)
+
+    def run(record: Mapping[str, Any], access: AgentAccess) -> AgentEnd:
+        found: list[AgentEnd] = []
+
+        def call() -> None:
+            try:
+                reward = function(dict(record), access)
+                found.append(AgentEnd() if reward is None else _checked(reward))
+            except BaseException as error:  # also an agent that calls sys.exit
+                found.append(AgentEnd(failure=one_line(f"{type(error).__name__}: {error}")[:300]))
+
+        # A pool would wait for a function that never returns when the process ends.
+        thread = threading.Thread(target=call, name="agent", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return found[0] if found else AgentEnd(failure=f"{_TIMEOUT} {seconds:g} s")
+
+    return run
+
+
+def _load(spec: str) -> Callable[[dict[str, Any], AgentAccess], Any]:
+    path, separator, name = spec.rpartition(":")
+    where = f"--agent-callable {spec}"
+    if not separator or not path.endswith(".py") or not Path(path).is_file():
+        raise InputError(f"{where}: must be FILE.py:NAME of a file that exists")
+    module_spec = importlib.util.spec_from_file_location(f"megatron_dta_agent_{Path(path).stem}", path)
+    assert module_spec is not None  # the suffix is .py
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise InputError(one_line(f"{where}: the file does not run: {type(error).__name__}: {error}")) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"{where}: {path} has no function {name}")
+    return function

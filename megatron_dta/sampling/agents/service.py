@@ -1,0 +1,189 @@
+"""Runs a batch of agents against the gateway of this replica, with the weights that are being trained.
+
+    thread of the server      answers calls: prompts, trees (``gateway``)
+    threads of the agents     one for each run at once (``runs``)
+    the caller's thread       runs the engine until the last agent has ended (``engine_loop``)
+
+The first rank of each replica has the server and the agents; the other ranks follow its engine calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_dta.common.errors import one_line
+from megatron_dta.config import AgentConfig, TrainConfig
+from megatron_dta.model import Mesh, current_mesh
+from megatron_dta.sampling.agents.runs import Agent, AgentAccess, AgentEnd, callable_agent, command_agent
+from megatron_dta.sampling.engines.interface import RolloutEngine, phase
+from megatron_dta.sampling.gateway.engine_loop import EngineLoop
+from megatron_dta.sampling.gateway.gateway import Gateway, GatewaySettings
+from megatron_dta.sampling.gateway.messages import AnswerParser
+from megatron_dta.sampling.gateway.session import Session
+from megatron_dta.sampling.gateway.sessions import Limits
+from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.prompts.load import Prompt
+from megatron_dta.sampling.task import SamplingTask, chat_template
+
+
+@dataclass(frozen=True)
+class AgentJob:
+    """One run of an agent.
+
+    Attributes:
+        number: decides the random numbers of its answers.
+    """
+
+    prompt: Prompt
+    group_id: str
+    number: int
+
+
+def gateway_settings(config: TrainConfig, max_sessions: int) -> GatewaySettings:
+    """The gateway's settings from the flags."""
+    agent = config.agent
+    limits = Limits(
+        max_body_bytes=int(agent.gateway_max_body_mib * 2**20),
+        max_sessions=max_sessions,
+        max_calls=agent.gateway_max_calls,
+        max_session_tokens=agent.gateway_max_session_tokens,
+        call_seconds=agent.gateway_call_timeout,
+    )
+    return GatewaySettings(
+        config.checkpoint.hf_checkpoint or config.checkpoint.load_hf or "policy",
+        config.model.max_position_embeddings,
+        agent.gateway_piece_tokens,
+        agent.gateway_override_sampling,
+        AnswerParser(agent.tool_call_parser, agent.reasoning_parser),
+        limits,
+    )
+
+
+def check_agent(agent: AgentConfig) -> None:
+    """``InputError`` if the agent of the flags does not exist or the gateway's packages are missing."""
+    from megatron_dta.sampling.gateway.http.server import check_packages
+
+    check_packages("--agent-command" if agent.agent_command is not None else "--agent-callable")
+    _agent(agent)
+
+
+def _agent(agent: AgentConfig) -> Agent:
+    if agent.agent_command is not None:
+        return command_agent(agent.agent_command, agent.agent_timeout)
+    assert agent.agent_callable is not None  # config.checks
+    return callable_agent(agent.agent_callable, agent.agent_timeout)
+
+
+class AgentService:
+    """The gateway of a replica and its agents; created on all ranks, with a server from the first batch on."""
+
+    def __init__(self, engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> None:
+        check_agent(config.agent)
+        self._engine, self._task, self._config = engine, task, config
+        self._agent = _agent(config.agent)
+        self._loop: EngineLoop | None = None
+        self._gateway: Gateway | None = None
+        self._server = None
+        self._access: Callable[[str], AgentAccess] | None = None
+
+    def run(
+        self, jobs: Sequence[AgentJob], params: SamplingParams, iteration: int
+    ) -> list[tuple[Session, AgentEnd]] | None:
+        """Run the jobs; their sessions, closed, and how they ended, in order; None on other ranks than the first."""
+        mesh = current_mesh()
+        is_first = mesh.tensor_rank == 0 and mesh.pipeline_rank == 0
+        if self._loop is None:
+            self._loop = EngineLoop(self._engine, current_mesh)
+            if is_first:
+                self._serve(mesh)
+        if not is_first:
+            with phase(self._engine, params, iteration):
+                self._loop.run(lambda: True)
+            return None
+        self._gateway.params = params
+        batch = _Batch(jobs, self._run_one, self._config.agent.agent_concurrency)
+        with phase(self._engine, params, iteration):
+            try:
+                self._loop.run(batch.is_over)
+            finally:
+                batch.stop()
+        return batch.results()
+
+    def close(self) -> None:
+        """Stop the server. May be called twice."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _serve(self, mesh: Mesh) -> None:
+        from megatron_dta.sampling.gateway.http.application import Application
+        from megatron_dta.sampling.gateway.http.server import GatewayServer
+
+        agent, sampling = self._config.agent, self._config.sampling
+        settings = gateway_settings(self._config, agent.agent_concurrency)
+        params = SamplingParams(sampling.rollout_max_response_len, self._task.tokenizer.eos_id)
+        template = chat_template(sampling)
+        self._gateway = Gateway(self._loop, self._task.tokenizer, template, params, settings)
+        port = agent.gateway_port + mesh.data_rank if agent.gateway_port else 0
+        limit = settings.limits.max_connections
+        self._server = GatewayServer(Application(self._gateway).asgi(), agent.gateway_host, port, limit)
+        url = self._server.url
+        self._access = lambda key: AgentAccess(f"{url}/v1", url, f"{url}/v1/session", key)
+
+    def _run_one(self, job: AgentJob) -> tuple[Session, AgentEnd]:
+        session, key = self._gateway.sessions.open(job.number, job.group_id)
+        try:
+            end = self._agent(job.prompt.record, self._access(key))
+        except Exception as error:
+            end = AgentEnd(failure=one_line(f"{type(error).__name__}: {error}")[:300])
+        finally:
+            self._gateway.close(session)
+        if end.failure is None and not session.calls:
+            end = AgentEnd(failure="made no call that was answered")
+        return session, end
+
+
+class _Batch:
+    """Agents of a batch in daemon threads, ``concurrency`` at once."""
+
+    def __init__(
+        self, jobs: Sequence[AgentJob], run: Callable[[AgentJob], tuple[Session, AgentEnd]], concurrency: int
+    ) -> None:
+        self._jobs, self._run = jobs, run
+        self._results: list[tuple[Session, AgentEnd] | None] = [None] * len(jobs)
+        self._waiting, self._lock, self._stops = iter(range(len(jobs))), threading.Lock(), False
+        self._error: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._work, name=f"agents {i}", daemon=True)
+            for i in range(min(concurrency, len(jobs)))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self) -> None:
+        while not self._stops:
+            with self._lock:
+                place = next(self._waiting, None)
+            if place is None:
+                return
+            try:
+                self._results[place] = self._run(self._jobs[place])
+            except BaseException as error:
+                self._error = error
+                return
+
+    def is_over(self) -> bool:
+        """Whether all agents have ended."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def stop(self) -> None:
+        """Begin no further agent."""
+        self._stops = True
+
+    def results(self) -> list[tuple[Session, AgentEnd]]:
+        """The sessions and ends of all jobs."""
+        if self._error is not None:
+            raise self._error
+        return [result for result in self._results if result is not None]

@@ -1,0 +1,124 @@
+"""Samples one answer in pieces: for streams, for stop strings, and so that other requests need not wait for it.
+
+The random number of a token is keyed by its position (``engines.interface``), so the pieces are the same tokens as one
+long request would give. An answer ends with an end of sequence, at the first stop string, or at its length cap. At a
+stop string it ends with the token that completes it: what is sampled is a stopped sequence, and its logprobs are exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.sampling.engines.interface import GenerationRequest
+from megatron_dta.sampling.gateway.engine_loop import EngineLoop
+from megatron_dta.sampling.gateway.messages import safe_length
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+
+
+@dataclass
+class Sampled:
+    """An answer, or what there is of it.
+
+    Attributes:
+        text: without special tokens; up to the stop string, if one has ended it.
+        safe: number of characters of the text that will not change any more.
+        finish: stop, length or stop_sequence; empty while it is being sampled.
+        request_id: the engine's request whose K/V is that of prompt and answer.
+    """
+
+    output: np.ndarray
+    logprobs: np.ndarray
+    text: str
+    safe: int
+    policy_version: int
+    finish: str = ""
+    stop: str | None = None
+    request_id: int | None = None
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """What to sample.
+
+    Attributes:
+        parent: a held request whose tokens are a prefix of the prompt; None if there is none.
+    """
+
+    prompt_ids: np.ndarray
+    max_tokens: int
+    key: int
+    stops: tuple[str, ...] = ()
+    parent: int | None = None
+
+
+async def sample_answer(
+    loop: EngineLoop, tokenizer: Tokenizer, request: AnswerRequest, piece_tokens: int
+) -> AsyncIterator[Sampled]:
+    """Yield the answer after each piece; the last one has ``finish``. The caller releases its ``request_id``.
+
+    Raises:
+        RequestError: the engine refuses the prompt or is closing.
+    """
+    output, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    parent, own = request.parent, None
+    try:
+        while True:
+            left = request.max_tokens - len(output)
+            future = loop.sample(
+                GenerationRequest(
+                    0,
+                    np.concatenate([request.prompt_ids, output]),
+                    min(left, piece_tokens),
+                    request.key,
+                    parent=parent,
+                    prompt_length=len(request.prompt_ids),
+                    sampled_before=len(output),
+                )
+            )
+            result = await asyncio.wrap_future(future)
+            if own is not None:
+                loop.release(own)
+            own = parent = result.request_id
+            begin = len(output)
+            output = np.concatenate([output, result.token_ids])
+            logprobs = np.concatenate([logprobs.astype(result.logprobs.dtype), result.logprobs])
+            found = _stopped(tokenizer, output, begin, request.stops)
+            if found is not None:
+                count, text, stop = found
+                yield Sampled(
+                    output[:count], logprobs[:count], text, len(text), result.policy_version, "stop_sequence", stop, own
+                )
+                own = None
+                return
+            text = tokenizer.decode(output)
+            finish = "stop" if result.ended else "length" if len(output) >= request.max_tokens else ""
+            safe = len(text) if finish else safe_length(text, request.stops)
+            answer = Sampled(output, logprobs, text, safe, result.policy_version, finish, None, own)
+            if finish:
+                own = None
+                yield answer
+                return
+            yield answer
+    finally:
+        if own is not None:
+            loop.release(own)
+
+
+def _stopped(tokenizer: Tokenizer, output: np.ndarray, begin: int, stops: Sequence[str]) -> tuple[int, str, str] | None:
+    """(tokens, text, stop string) where one of ``stops`` has come with a token behind ``begin``; else None."""
+    if not stops:
+        return None
+    whole = tokenizer.decode(output)
+    if not any(stop in whole for stop in stops):
+        return None
+    for count in range(begin + 1, len(output) + 1):
+        text = tokenizer.decode(output[:count])
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
+        if found:
+            at, stop = min(found)
+            return count, text[:at], stop
+    return None

@@ -1,0 +1,214 @@
+"""The gateway without its HTTP side: builds prompts, samples answers and adds them to their sessions' trees."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from megatron_dta.sampling.gateway.answers import AnswerRequest, Sampled, sample_answer
+from megatron_dta.sampling.gateway.engine_loop import EngineLoop
+from megatron_dta.sampling.gateway.errors import refuse
+from megatron_dta.sampling.gateway.messages import Answer, AnswerParser
+from megatron_dta.sampling.gateway.prompts import GatewayPrompt, PromptBuilder
+from megatron_dta.sampling.gateway.session import Call, Session
+from megatron_dta.sampling.gateway.sessions import Limits, Sessions
+from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.prompts.chat_template import ChatTemplate
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """Settings of a gateway.
+
+    Attributes:
+        model_name: what /v1/models lists; every name is accepted in requests.
+        max_positions: the longest sequence.
+        piece_tokens: tokens that are sampled at once for an answer.
+        overrides_sampling: accept requests with other sampling settings and sample with those of the run.
+    """
+
+    model_name: str
+    max_positions: int
+    piece_tokens: int = 32
+    overrides_sampling: bool = False
+    parser: AnswerParser = field(default_factory=AnswerParser)
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True)
+class CallSettings:
+    """What a request asks for besides its prompt; None: the run's value."""
+
+    max_tokens: int | None = None
+    choices: int = 1
+    stops: tuple[str, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One finished answer of a call."""
+
+    call: Call
+    sampled: Sampled
+    answer: Answer
+
+
+class Gateway:
+    """Answers calls.
+
+    Attributes:
+        params: sampling parameters of the run; set before each phase.
+        tool_call_parser, limits: see ``GatewaySettings``.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        params: SamplingParams,
+        settings: GatewaySettings,
+    ) -> None:
+        self.loop, self.tokenizer, self.params, self.settings = loop, tokenizer, params, settings
+        self.sessions = Sessions(settings.limits)
+        self.prompts = PromptBuilder(tokenizer, template, settings.max_positions - 1)
+        self.parser = settings.parser
+
+    def room(self, prompt: GatewayPrompt, wanted: CallSettings) -> int:
+        """The most tokens that an answer may have; ``RequestError`` if a sampling setting differs from the run's."""
+        self._check_sampling(wanted)
+        most = min(self.params.max_response_tokens, self.settings.max_positions - len(prompt.token_ids))
+        return most if wanted.max_tokens is None else min(most, wanted.max_tokens)
+
+    def _check_sampling(self, wanted: CallSettings) -> None:
+        if self.settings.overrides_sampling:
+            return
+        for name, value, own in (
+            ("temperature", wanted.temperature, self.params.temperature),
+            ("top_p", wanted.top_p, self.params.top_p),
+        ):
+            if value is not None and value != own:
+                raise refuse(
+                    f"{name}: {value} is not the run's {own:g}, with which the tokens are trained; leave it out, or "
+                    "start the gateway with --gateway-override-sampling"
+                )
+        if wanted.seed is not None:
+            raise refuse("seed: the run's decides; leave it out, or start with --gateway-override-sampling")
+
+    async def answer(
+        self, session: Session, prompt: GatewayPrompt, wanted: CallSettings, has_tools: bool = False
+    ) -> list[Choice]:
+        """All choices of a call, added to the session's tree. If the caller is cancelled none of them is."""
+        end = self.sessions.reserve(session, wanted.choices)
+        try:
+            room = self.room(prompt, wanted)
+            tasks = [
+                asyncio.ensure_future(self._last(self._sampled(session, prompt, wanted, room)))
+                for _ in range(wanted.choices)
+            ]
+            began = time.monotonic()
+            try:
+                answers = await asyncio.gather(*tasks)
+            except BaseException:
+                session.counts.abandoned_calls += wanted.choices
+                for task in tasks:
+                    task.cancel()
+                    task.add_done_callback(self._release_result)
+                raise
+            return [self._finish(session, prompt, sampled, has_tools, began) for sampled in answers]
+        finally:
+            end()
+
+    async def stream(
+        self, session: Session, prompt: GatewayPrompt, wanted: CallSettings, has_tools: bool = False
+    ) -> AsyncIterator[Sampled | Choice]:
+        """One answer, piece by piece; the last item is the choice, which is in the session's tree by then."""
+        end = self.sessions.reserve(session, 1)
+        is_done, began, pieces = False, time.monotonic(), None
+        try:
+            pieces = self._sampled(session, prompt, wanted, self.room(prompt, wanted))
+            async for sampled in pieces:
+                if not sampled.finish:
+                    yield sampled
+                    continue
+                is_done = True
+                choice = self._finish(session, prompt, sampled, has_tools, began)
+                end()
+                yield choice
+        finally:
+            if pieces is not None:
+                await pieces.aclose()
+            if not is_done:
+                session.counts.abandoned_calls += pieces is not None
+                end()
+
+    def _sampled(
+        self, session: Session, prompt: GatewayPrompt, wanted: CallSettings, room: int
+    ) -> AsyncIterator[Sampled]:
+        parent = None if prompt.base is None else session.held.get(prompt.base.call.number)
+        key = session.random_key(prompt.token_ids)
+        request = AnswerRequest(prompt.token_ids, room, key, wanted.stops, parent)
+        return sample_answer(self.loop, self.tokenizer, request, self.settings.piece_tokens)
+
+    @staticmethod
+    async def _last(pieces: AsyncIterator[Sampled]) -> Sampled:
+        found = None
+        async for sampled in pieces:
+            found = sampled
+        return found
+
+    def _release_result(self, task: asyncio.Task[Sampled]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self.loop.release(task.result().request_id)
+
+    def _finish(
+        self, session: Session, prompt: GatewayPrompt, sampled: Sampled, has_tools: bool, began: float
+    ) -> Choice:
+        """Add a finished answer to the tree. The session may be closed by now: then the answer is of no use."""
+        call_id = secrets.token_hex(12)
+        answer = self.parser.parse(sampled.text, call_id, has_tools)
+        base = prompt.base
+        known = 0 if base is None else base.length
+        call = Call(
+            len(session.calls),
+            call_id,
+            None if base is None else base.call,
+            known,
+            prompt.token_ids[known:],
+            sampled.output,
+            sampled.logprobs,
+            sampled.policy_version,
+            "tool_calls" if answer.tool_calls else sampled.finish,
+            time.monotonic() - began,
+        )
+        if not session.is_open:
+            session.counts.abandoned_calls += 1
+            self.loop.release(sampled.request_id)
+            return Choice(call, sampled, answer)
+        session.add(call)
+        session.last_text = sampled.text
+        self.prompts.remember(session, prompt, call, sampled.text, answer if prompt.messages is not None else None)
+        self._hold(session, call, sampled.request_id)
+        return Choice(call, sampled, answer)
+
+    def _hold(self, session: Session, call: Call, request_id: int) -> None:
+        """Keep the K/V of the new call and no longer that of its base."""
+        if call.base is not None and call.parent is call.base:
+            old = session.held.pop(call.base.number, None)
+            if old is not None:
+                self.loop.release(old)
+        session.held[call.number] = request_id
+
+    def close(self, session: Session) -> None:
+        """Close a session and let go of its K/V."""
+        self.sessions.close(session)
+        for request_id in session.held.values():
+            self.loop.release(request_id)
+        session.held.clear()

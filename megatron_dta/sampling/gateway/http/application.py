@@ -1,0 +1,292 @@
+"""The ASGI application: routes, keys, limits on bodies and time, and errors as one line each.
+
+    POST /v1/chat/completions, /v1/completions    GET /v1/models       OpenAI's, with a session's key
+    POST /v1/messages                                                  Anthropic's, with a session's key
+    POST /v1/session/reward, /v1/session/close                         with a session's key
+    POST /v1/sessions                                                  with the gateway's key; opens a session
+    GET  /health
+
+The key is a bearer token or, as Anthropic's clients send it, ``x-api-key``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from megatron_dta.sampling.gateway.errors import RequestError, refuse
+from megatron_dta.sampling.gateway.gateway import CallSettings, Choice, Gateway
+from megatron_dta.sampling.gateway.http import anthropic
+from megatron_dta.sampling.gateway.http.openai_replies import OpenAIReplies
+from megatron_dta.sampling.gateway.http.schemas import (
+    AnthropicRequest,
+    ChatRequest,
+    CloseRequest,
+    CompletionRequest,
+    OpenRequest,
+    RewardRequest,
+    parsed,
+)
+from megatron_dta.sampling.gateway.prompts import GatewayPrompt
+from megatron_dta.sampling.gateway.session import Session
+
+_LOG = logging.getLogger(__name__)
+_KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+# A client that reads nothing for this long is given up.
+_SECONDS_TO_READ = 60.0
+
+
+@dataclass(frozen=True)
+class Administration:
+    """What the owner of the gateway may do over HTTP.
+
+    Attributes:
+        key: the gateway's key.
+        open: opens a session for a group and returns its id and key.
+        closed: called with a session that its client closes, and whether it failed.
+    """
+
+    key: str
+    open: Callable[[str], tuple[str, str]]
+    closed: Callable[[Session, bool], None]
+
+
+class Application:
+    """The routes on a gateway.
+
+    Args:
+        administration: None where sessions are opened and closed from inside (training).
+    """
+
+    def __init__(self, gateway: Gateway, administration: Administration | None = None) -> None:
+        self._gateway, self._administration = gateway, administration
+        # Tokenization of a body takes time on the event loop, and memory; one at a time.
+        self._prompts = asyncio.Lock()
+
+    def asgi(self) -> Starlette:
+        """The application for a server."""
+        routes = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._complete,
+            "/v1/messages": self._message,
+            "/v1/session/reward": self._reward,
+        }
+        if self._administration is not None:
+            routes |= {"/v1/sessions": self._open, "/v1/session/close": self._close}
+        return Starlette(
+            routes=[
+                *(Route(path, self._guarded(call), methods=["POST"]) for path, call in routes.items()),
+                Route("/v1/models", self._guarded(self._models), methods=["GET"]),
+                Route("/health", lambda request: Response(), methods=["GET"]),
+            ]
+        )
+
+    def _guarded(self, call: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """``call`` within the time limit; its errors become replies."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                async with asyncio.timeout(self._gateway.settings.limits.call_seconds):
+                    return await call(request)
+            except RequestError as error:
+                return _error(error, request.url.path)
+            except TimeoutError:
+                return _error(RequestError(504, "the call took longer than --gateway-call-timeout"), request.url.path)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception:
+                _LOG.exception("a call failed")
+                return _error(RequestError(500, "the gateway failed; its log says why"), request.url.path)
+
+        return guarded
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, no longer than it may be."""
+        most = self._gateway.settings.limits.max_body_bytes
+        declared = request.headers.get("content-length", "0")
+        if not declared.isascii() or not declared.isdigit() or int(declared) > most:
+            raise RequestError(413, f"the body is longer than {most} bytes (--gateway-max-body-mib)")
+        pieces, size = [], 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size > most:
+                raise RequestError(413, f"the body is longer than {most} bytes (--gateway-max-body-mib)")
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _session(self, request: Request) -> Session:
+        return self._gateway.sessions.find(_key(request))
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        name = self._gateway.settings.model_name
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "megatron_dta"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _chat(self, request: Request) -> Response:
+        session = self._session(request)
+        body = parsed(ChatRequest, await self._body(request))
+        settings = body.settings(body.max_completion_tokens or body.max_tokens)
+        tools = body.offered_tools
+        async with self._prompts:
+            prompt = self._gateway.prompts.chat(session, [m.model_dump() for m in body.messages], tools)
+        replies = self._replies(body.model, True, bool(body.logprobs), bool(tools))
+        if not body.stream:
+            return await self._whole(request, session, prompt, settings, replies)
+        items = self._gateway.stream(session, prompt, settings, bool(tools))
+        usage = bool((body.stream_options or {}).get("include_usage"))
+        return await self._stream(items, lambda checked: replies.stream(prompt, checked, self._gateway.parser, usage))
+
+    async def _complete(self, request: Request) -> Response:
+        session = self._session(request)
+        body = parsed(CompletionRequest, await self._body(request))
+        settings = body.settings(body.max_tokens)
+        async with self._prompts:
+            build = self._gateway.prompts.text if isinstance(body.prompt, str) else self._gateway.prompts.ids
+            prompt = build(session, body.prompt)
+        replies = self._replies(body.model, False, body.logprobs is not None, False)
+        if not body.stream:
+            return await self._whole(request, session, prompt, settings, replies)
+        items = self._gateway.stream(session, prompt, settings)
+        usage = bool((body.stream_options or {}).get("include_usage"))
+        return await self._stream(items, lambda checked: replies.stream(prompt, checked, self._gateway.parser, usage))
+
+    def _replies(self, model: str, is_chat: bool, wants_logprobs: bool, has_tools: bool) -> OpenAIReplies:
+        name = model or self._gateway.settings.model_name
+        return OpenAIReplies(self._gateway.tokenizer, name, is_chat, wants_logprobs, has_tools)
+
+    async def _whole(
+        self, request: Request, session: Session, prompt: GatewayPrompt, settings: CallSettings, replies: OpenAIReplies
+    ) -> Response:
+        has_tools = replies.has_tools
+        choices = await _unless_gone(request, self._gateway.answer(session, prompt, settings, has_tools))
+        return JSONResponse(replies.whole(prompt, choices))
+
+    async def _message(self, request: Request) -> Response:
+        session = self._session(request)
+        body = parsed(AnthropicRequest, await self._body(request))
+        tools, settings = anthropic.tools_of(body), body.settings()
+        async with self._prompts:
+            prompt = self._gateway.prompts.chat(session, anthropic.messages_of(body), tools)
+        model = body.model or self._gateway.settings.model_name
+        if body.stream:
+            items = self._gateway.stream(session, prompt, settings, bool(tools))
+            parser = self._gateway.parser
+            return await self._stream(items, lambda own: anthropic.stream(model, prompt, own, parser, bool(tools)))
+        choices = await _unless_gone(request, self._gateway.answer(session, prompt, settings, bool(tools)))
+        return JSONResponse(anthropic.whole(model, prompt, choices[0]))
+
+    async def _stream(
+        self, items: AsyncIterator[Any], write: Callable[[AsyncIterator[Any]], AsyncIterator[bytes]]
+    ) -> Response:
+        """A streamed reply. The first piece is awaited here, so that its errors still become a status."""
+        first = await anext(items)
+        seconds = self._gateway.settings.limits.call_seconds
+
+        async def checked() -> AsyncIterator[Any]:
+            yield first
+            if not isinstance(first, Choice):
+                async for item in items:
+                    yield item
+
+        async def limited() -> AsyncIterator[bytes]:
+            try:
+                async with asyncio.timeout(seconds):
+                    async for piece in write(checked()):
+                        yield piece
+            except (RequestError, TimeoutError) as error:
+                message = getattr(error, "message", "the call took longer than --gateway-call-timeout")
+                yield b"data: " + json.dumps({"error": {"message": message}}).encode() + b"\n\n"
+            finally:
+                await items.aclose()
+
+        return PatientResponse(limited(), media_type="text/event-stream")
+
+    async def _reward(self, request: Request) -> Response:
+        session = self._session(request)
+        body = parsed(RewardRequest, await self._body(request))
+        call = None if body.call is None else body.call.rpartition("-")[2].removeprefix("msg_")
+        self._gateway.sessions.set_reward(session, body.reward, call)
+        return JSONResponse({"calls": len(session.calls)})
+
+    async def _open(self, request: Request) -> Response:
+        assert self._administration is not None
+        if not hmac.compare_digest((_key(request) or "").encode("utf-8", "replace"), self._administration.key.encode()):
+            self._gateway.sessions.refused_keys += 1
+            raise RequestError(401, "opening a session needs the gateway's key")
+        body = parsed(OpenRequest, await self._body(request))
+        session_id, key = self._administration.open(body.group_id)
+        return JSONResponse({"id": session_id, "key": key})
+
+    async def _close(self, request: Request) -> Response:
+        assert self._administration is not None
+        session = self._session(request)
+        body = parsed(CloseRequest, await self._body(request))
+        if session.running:
+            raise refuse(f"{session.running} calls are running; wait for them and close the session then")
+        self._administration.closed(session, body.failed)
+        return JSONResponse({"calls": len(session.calls)})
+
+
+class PatientResponse(StreamingResponse):
+    """A stream that gives up clients that do not read."""
+
+    async def stream_response(self, send: Callable[[Any], Awaitable[None]]) -> None:
+        async def bounded(message: Any) -> None:
+            async with asyncio.timeout(_SECONDS_TO_READ):
+                await send(message)
+
+        try:
+            await super().stream_response(bounded)
+        except TimeoutError:
+            _LOG.info("a client does not read its answer; it is abandoned")
+        finally:
+            close = getattr(self.body_iterator, "aclose", None)
+            if close is not None:
+                await close()
+
+
+async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:
+    """The answer, or ``ClientDisconnect`` as soon as the client has closed its connection."""
+    work = asyncio.ensure_future(answer)
+    watch = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        return work.result()
+    finally:
+        watch.cancel()
+        if not work.done():
+            work.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Returns when the client has closed its connection; the body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _key(request: Request) -> str | None:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key")
+
+
+def _error(error: RequestError, path: str) -> Response:
+    kind = _KINDS.get(error.status, "api_error")
+    if path == "/v1/messages":
+        content: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
+    else:
+        content = {"error": {"message": error.message, "type": kind, "code": error.status, "param": None}}
+    headers = {"connection": "close"} if error.status == 413 else None
+    return JSONResponse(content, error.status, headers)

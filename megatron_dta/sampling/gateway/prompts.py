@@ -1,0 +1,201 @@
+"""Turns a request's messages, text or ids into prompt ids, and reuses every token that the session knows.
+
+The template writes the whole conversation as text. The longest known prefix of that text brings its ids with it; only
+the rest is tokenized. Known are: prompts, as a whole and up to each special token (no tokenizer merges across one), and
+prompts with their answers, in the form in which the template repeats the answer. The ids behind such a prefix are the
+sampled ones, also where the template writes an answer a little differently (blanks in the JSON of a tool call).
+
+An answer is only known if the template, asked at once, repeats it behind the unchanged prompt with its reasoning. If a
+later turn makes it drop the reasoning, the text differs there and the call is a branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.sampling.gateway.errors import refuse
+from megatron_dta.sampling.gateway.messages import Answer, template_messages, visible_digest
+from megatron_dta.sampling.gateway.session import Base, Call, Session
+from megatron_dta.sampling.prompts.chat_template import ChatTemplate
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class GatewayPrompt:
+    """The prompt of a call.
+
+    Attributes:
+        token_ids: int32 [T].
+        base: the known prefix; None: nothing was known.
+        known_bytes: bytes of ``content`` that the base covers.
+        content: the text as UTF-8, or the ids as int32 bytes.
+        is_text: which of the two.
+        messages, tools: the conversation, if the prompt is one.
+    """
+
+    token_ids: np.ndarray
+    base: Base | None
+    known_bytes: int
+    content: bytes
+    is_text: bool
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+
+
+class PromptBuilder:
+    """Builds prompts.
+
+    Args:
+        template: the chat template; None: requests with messages are refused.
+        max_tokens: the longest prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, max_tokens: int) -> None:
+        self._tokenizer, self._template, self._max_tokens = tokenizer, template, max_tokens
+
+    def chat(self, session: Session, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> GatewayPrompt:
+        """The prompt of a conversation; ``RequestError`` if the template refuses it or it is too long."""
+        if self._template is None:
+            raise refuse("messages need a chat template: start the gateway with --apply-chat-template")
+        written = template_messages(messages, session)
+        return self._of_text(session, self._render(written, tools, True), written, tools)
+
+    def text(self, session: Session, text: str) -> GatewayPrompt:
+        """The prompt of a plain text."""
+        return self._of_text(session, text, None, None)
+
+    def ids(self, session: Session, token_ids: Sequence[int]) -> GatewayPrompt:
+        """The prompt of token ids."""
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._tokenizer.vocab_size:
+            raise refuse(f"prompt: token ids must be in [0, {self._tokenizer.vocab_size}) and at least one")
+        array = np.array(token_ids, np.int32)
+        content = array.tobytes()
+        known = session.ids.find(content)
+        length, base = known if known is not None else (0, None)
+        session.counts.reused_tokens += 0 if base is None else base.length
+        return self._checked(GatewayPrompt(array, base, length, content, False))
+
+    def remember(self, session: Session, prompt: GatewayPrompt, call: Call, text: str, answer: Answer | None) -> None:
+        """Make the prompt of a finished call and its answer known.
+
+        Args:
+            text: the answer as text, up to a stop string.
+            answer: the message that the client received, for conversations.
+        """
+        if not prompt.is_text:
+            session.ids.add(prompt.content, [(len(prompt.content), Base(call, call.prompt_length))])
+            whole = call.token_ids().tobytes()
+            session.ids.add(whole, [(len(whole), Base(call, call.length))])
+            return
+        session.texts.add(prompt.content, self._boundaries(prompt, call))
+        if call.finish == "stop_sequence":
+            # The client's history ends before the stop string, the sampled ids behind it.
+            return
+        repeated = self._repeated(prompt, call, text, answer)
+        if repeated is not None:
+            content = repeated.encode()
+            session.texts.add(content, [(len(content), Base(call, call.length))])
+        if answer is not None and answer.reasoning is not None:
+            session.reasoning[visible_digest(answer.message())] = answer.reasoning
+
+    def _repeated(self, prompt: GatewayPrompt, call: Call, text: str, answer: Answer | None) -> str | None:
+        """The text of prompt and answer as a later prompt begins with it; None if the template alters it."""
+        before = prompt.content.decode()
+        if answer is None or prompt.messages is None:
+            return before + text
+        whole = self._render([*prompt.messages, answer.message()], prompt.tools, False)
+        if not whole.startswith(before):
+            return None
+        own = whole[len(before) :]
+        end = own.rfind(self._end)
+        if not self._end or end < 0:
+            return None
+        is_ended = int(call.output[-1]) == self._tokenizer.eos_id
+        thought = _thought(text, answer)
+        if thought and "".join(thought.split()) not in "".join(own.split()):
+            return None
+        return before + own[: end + len(self._end) if is_ended else end]
+
+    def _of_text(
+        self, session: Session, text: str, messages: list[dict[str, Any]] | None, tools: list[Any] | None
+    ) -> GatewayPrompt:
+        content = text.encode("utf-8", "replace")
+        known = session.texts.find(content)
+        length, base = known if known is not None else (0, None)
+        try:
+            rest = self._tokenizer.encode(content[length:].decode()) if length < len(content) else _NONE
+        except InputError as error:
+            raise refuse(f"prompt: {error}") from error
+        token_ids = rest if base is None else np.concatenate([base.call.token_ids(base.length), rest])
+        if not token_ids.size:
+            raise refuse("prompt: is empty")
+        prompt = self._checked(GatewayPrompt(token_ids, base, length, content, True, messages, tools))
+        session.counts.tokenized_tokens += len(rest)
+        session.counts.reused_tokens += len(token_ids) - len(rest)
+        return prompt
+
+    def _checked(self, prompt: GatewayPrompt) -> GatewayPrompt:
+        if len(prompt.token_ids) > self._max_tokens:
+            raise refuse(
+                f"the prompt has {len(prompt.token_ids)} tokens; there is room for {self._max_tokens} "
+                "(--max-position-embeddings)"
+            )
+        return prompt
+
+    def _boundaries(self, prompt: GatewayPrompt, call: Call) -> list[tuple[int, Base]]:
+        """(bytes, base) of the prefixes of a prompt that end at its special tokens, and of the prompt itself.
+
+        Only the part behind the base is new. Special tokens are found in the ids and then, in the same order, in the
+        text; if the text lacks one, the ones behind it are left out.
+        """
+        found: list[tuple[int, Base]] = []
+        known = 0 if prompt.base is None else prompt.base.length
+        at = prompt.known_bytes
+        for place, token in enumerate(prompt.token_ids[known:].tolist(), start=known):
+            special = self._special.get(token)
+            if special is None:
+                continue
+            begin = prompt.content.find(special, at)
+            if begin < 0:
+                break
+            if begin > at and place > known:
+                found.append((begin, Base(call, place)))
+            at = begin + len(special)
+            found.append((at, Base(call, place + 1)))
+        if not found or found[-1][0] < len(prompt.content):
+            found.append((len(prompt.content), Base(call, call.prompt_length)))
+        return found
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool) -> str:
+        assert self._template is not None
+        try:
+            return self._template.text(messages, tools, generation_prompt)
+        except InputError as error:
+            raise refuse(f"messages: {error}") from error
+
+    @cached_property
+    def _end(self) -> str:
+        return self._tokenizer.special_text(self._tokenizer.eos_id) or ""
+
+    @cached_property
+    def _special(self) -> dict[int, bytes]:
+        """The special tokens' texts."""
+        texts = ((token, self._tokenizer.special_text(token)) for token in range(self._tokenizer.vocab_size))
+        return {token: text.encode() for token, text in texts if text}
+
+
+_NONE = np.zeros(0, np.int32)
+
+
+def _thought(text: str, answer: Answer) -> str:
+    """The reasoning of an answer, wherever the client receives it."""
+    if answer.reasoning is not None:
+        return answer.reasoning
+    before, mark, _ = text.partition("</think>")
+    return before.rpartition("<think>")[2] if mark else ""

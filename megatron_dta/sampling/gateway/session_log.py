@@ -1,0 +1,71 @@
+"""Appends the rollouts of closed sessions to a file, so that a killed gateway loses open sessions only.
+
+The rollouts of a session are one write of whole lines. A line that a kill has cut off is removed when the file is
+opened again.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.rollouts import write_rollouts
+from megatron_dta.sampling.gateway.errors import RequestError
+from megatron_dta.sampling.gateway.records import session_rollouts
+from megatron_dta.sampling.gateway.session import Session
+
+
+class SessionLog:
+    """The file of a gateway.
+
+    Attributes:
+        finished, failed: sessions recorded and dropped by this process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock, self.finished, self.failed = threading.Lock(), 0, 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a+b")  # noqa: SIM115 (open until ``close``)
+        except OSError as error:
+            raise InputError(f"--output {path}: cannot be written ({error.strerror})") from error
+        self._remove_cut_line()
+
+    def _remove_cut_line(self) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - 2**16)
+            self._file.seek(begin)
+            piece = self._file.read(end - begin)
+            place = piece.rfind(b"\n")
+            if place >= 0:
+                end = begin + place + 1
+                break
+            end = begin
+        self._file.truncate(end)
+
+    def close_session(self, session: Session, failed: bool) -> None:
+        """Record a closed session, or drop it; ``RequestError`` if it has no reward or no call."""
+        with self._lock:
+            if failed or not session.calls:
+                self.failed += 1
+                return
+            try:
+                rollouts = session_rollouts(session, session.reward)
+            except ValueError as error:
+                self.failed += 1
+                raise RequestError(409, f"{error}; the session is dropped") from error
+            with tempfile.TemporaryDirectory() as folder:
+                write_rollouts(Path(folder) / "session.jsonl", rollouts)
+                self._file.write((Path(folder) / "session.jsonl").read_bytes())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.finished += 1
+
+    def close(self) -> None:
+        """Close the file. May be called twice."""
+        with self._lock:
+            self._file.close()

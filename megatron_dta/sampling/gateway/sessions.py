@@ -1,0 +1,126 @@
+"""Opens and closes sessions, finds them by their keys, and limits what they may use.
+
+A key is ``sk-ID-SECRET``. The id finds the session and the secret is compared in constant time; ids that do not exist
+are compared, too. A closed session's key is as good as none.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.sampling.gateway.errors import RequestError
+from megatron_dta.sampling.gateway.session import Session
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a gateway.
+
+    Attributes:
+        max_body_bytes: of a request.
+        max_sessions: open at the same time.
+        max_calls: of a session, answers that are being sampled included.
+        max_session_tokens: that the tree of a session holds.
+        max_concurrent: answers that a session samples at the same time.
+        max_connections: open at the same time; further ones are answered with status 503.
+        call_seconds: for a whole call, from its first byte to the last byte of the answer.
+    """
+
+    max_body_bytes: int = 16 * 2**20
+    max_sessions: int = 1024
+    max_calls: int = 512
+    max_session_tokens: int = 4_000_000
+    max_concurrent: int = 32
+    max_connections: int = 2048
+    call_seconds: float = 600.0
+
+
+class Sessions:
+    """The open sessions. Threads may call every method."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._open: dict[str, Session] = {}
+        self._lock = threading.Lock()
+        self._no_secret = secrets.token_urlsafe(24)
+        self.refused_keys = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, number: int, group_id: str = "0") -> tuple[Session, str]:
+        """Open a session; returns it and its key.
+
+        Args:
+            number: decides the random numbers of its answers.
+
+        Raises:
+            RequestError: too many are open.
+        """
+        with self._lock:
+            if len(self._open) >= self.limits.max_sessions:
+                raise RequestError(429, f"{len(self._open)} sessions are open, the most there may be; close some")
+            session = Session(secrets.token_hex(8), number, secrets.token_urlsafe(24), group_id)
+            self._open[session.session_id] = session
+        return session, f"sk-{session.session_id}-{session.secret}"
+
+    def find(self, key: str | None) -> Session:
+        """The open session of a key; ``RequestError`` 401 without telling which part of the key is wrong."""
+        _, _, rest = (key or "").partition("sk-")
+        session_id, _, secret = rest.partition("-")
+        session = self._open.get(session_id)
+        expected = self._no_secret if session is None else session.secret
+        is_equal = hmac.compare_digest(secret.encode("utf-8", "replace"), expected.encode())
+        if session is None or not is_equal or not session.is_open:
+            self.refused_keys += 1
+            raise RequestError(401, "the API key is missing or is not the key of an open session")
+        return session
+
+    def close(self, session: Session) -> None:
+        """Close a session: its key is invalid from now on. May be called twice."""
+        with self._lock:
+            session.is_open = False
+            self._open.pop(session.session_id, None)
+
+    def reserve(self, session: Session, choices: int) -> Callable[[], None]:
+        """Count ``choices`` answers as running; returns what ends them. ``RequestError`` 429 beyond a limit."""
+        limits = self.limits
+        with self._lock:
+            if session.running + choices > limits.max_concurrent:
+                session.counts.refused_calls += 1
+                raise RequestError(429, f"the session samples {session.running} answers already; wait for one of them")
+            if len(session.calls) + session.running + choices > limits.max_calls:
+                session.counts.refused_calls += 1
+                raise RequestError(429, f"the session has had its {limits.max_calls} calls")
+            if session.num_tokens > limits.max_session_tokens:
+                session.counts.refused_calls += 1
+                raise RequestError(429, f"the session holds {session.num_tokens} tokens, more than it may")
+            session.running += choices
+
+        def end() -> None:
+            with self._lock:
+                session.running -= choices
+
+        return end
+
+    def set_reward(self, session: Session, reward: float, call_id: str | None) -> None:
+        """Set the reward of a session or, with ``call_id``, of one of its calls.
+
+        Raises:
+            RequestError: the reward is not finite, or the session has no such call.
+        """
+        if not np.isfinite(reward):
+            raise RequestError(400, f"reward: {reward} is not finite")
+        if call_id is None:
+            session.reward = reward
+            return
+        call = session.call_of(call_id)
+        if call is None:
+            raise RequestError(404, "call: the session has no such call")
+        session.rewards[call.number] = reward
