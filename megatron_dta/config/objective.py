@@ -62,8 +62,8 @@ class ObjectiveConfig:
     )
     use_tis: bool = option(
         False,
-        "Weight the surrogate loss by the ratio of the trainer's to the sampler's probabilities on the weights that "
-        "sampled (truncated importance sampling).",
+        "Weight the surrogate loss by the ratio of the old to the sampler's probabilities (truncated importance "
+        "sampling; with --rollout-max-staleness decoupled PPO).",
     )
     tis_mode: str = option(
         "truncate",

@@ -36,7 +36,7 @@ from megatron_dta.training.checkpoint.save_load import CheckpointSaver
 from megatron_dta.training.critic import Critic
 from megatron_dta.training.data.prepare import SamplePreparation
 from megatron_dta.training.data.saved_rollouts import RolloutFiles
-from megatron_dta.training.data.step import StepSamples, pack_steps, unpack_steps
+from megatron_dta.training.data.step import STALENESS, StepSamples, pack_steps, unpack_steps
 from megatron_dta.training.monitor.console import RunConsole
 from megatron_dta.training.monitor.guard import Guard, GuardState
 from megatron_dta.training.monitor.metrics import TIMING, MetricsLog
@@ -278,7 +278,7 @@ class Trainer:
         if "grad_norm" in trained:
             record |= self.guard.check_norm(self.progress.iteration, trained["grad_norm"])
         if "sampler_logprob_gap" in trained:
-            fresh = step.age == 0
+            fresh = step.statistics.get(STALENESS, step.age) == 0
             record |= self.guard.check_sampler(self.progress.iteration, trained["sampler_logprob_gap"], fresh)
         return record
 

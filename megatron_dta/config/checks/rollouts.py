@@ -96,10 +96,11 @@ def _check_staleness(config: TrainConfig) -> Iterator[str]:
         )
     if sampling.rollout_engine == "replay":
         yield f"--rollout-max-staleness {bound} has no effect on --rollout-engine replay; leave it out"
-    if config.objective.old_logprobs != "rollout":
+    if config.objective.old_logprobs != "rollout" and not config.objective.use_tis:
         yield (
-            f"--rollout-max-staleness {bound} conflicts with --old-logprobs {config.objective.old_logprobs}: these "
-            "logprobs would come from newer weights than those that sampled; leave the latter out"
+            f"--rollout-max-staleness {bound} with --old-logprobs {config.objective.old_logprobs} takes old logprobs "
+            "from newer weights than those that sampled; add --use-tis, which weights tokens by what lies between "
+            "(decoupled PPO), or leave --old-logprobs out"
         )
     if bound < sampling.num_steps_per_rollout:
         yield (

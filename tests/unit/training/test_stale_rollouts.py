@@ -1,0 +1,112 @@
+"""Training on rollouts that servers sampled ahead: bounds of their age, and decoupled PPO."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.training.loop import Trainer
+from rollout_runs import Runs
+
+
+@pytest.fixture
+def runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runs]:
+    with ExitStack() as stack:
+        yield Runs(stack, tmp_path, seed_all(len(request.node.name)))
+
+
+def versions_used(trainer: Trainer) -> list[tuple[int, int]]:
+    """For each rollout batch the steps done when it was taken and the version that sampled it, filled as it runs."""
+    found: list[tuple[int, int]] = []
+    collect = trainer.source.next_batch
+
+    def record(number):
+        rollouts = collect(number)
+        (version,) = {rollout.policy_version for rollout in rollouts}
+        found.append((trainer.progress.iteration, version))
+        return rollouts
+
+    trainer.source.next_batch = record
+    return found
+
+
+@pytest.mark.parametrize(("bound", "steps"), [(1, 1), (2, 1), (3, 3)])
+def test_rollouts_are_never_older_than_the_bound(runs: Runs, bound: int, steps: int) -> None:
+    runs.add_servers("sglang", 2, delay_s=0.02)
+    trainer, _ = runs.trainer(
+        f"--train-iters {4 * steps} --rollout-weights-dir {runs.folder / 'w'} --rollout-max-staleness {bound} "
+        f"--num-steps-per-rollout {steps} --metrics-file {runs.folder / 'metrics.jsonl'}"
+    )
+    found = versions_used(trainer)
+    trainer.run()
+    trainer.metrics.close()
+    ages = [step - version for step, version in found]
+    assert [step for step, _ in found] == list(range(0, 4 * steps, steps))
+    assert ages[0] == 0
+    assert all(0 <= age <= bound for age in ages)
+    # Sampled ahead, as the bound allows; on a busy machine a rollout batch may begin late, and with newer weights.
+    assert max(ages[1:]) >= steps
+    assert len(runs.servers[0].bodies) + len(runs.servers[1].bodies) == 4 * 12
+    assert not any(server.violations for server in runs.servers)
+    rows = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
+    # At every step, also those that train a rollout batch further.
+    expected = [age + step for age in ages for step in range(steps)]
+    assert [row["rollout_staleness"] for row in rows] == expected
+
+
+def test_stale_rollouts_train_by_decoupled_ppo(runs: Runs) -> None:
+    """Ratios r are clipped around the trainer's logprobs from before the batch and weighted by what lies between these
+    and the sampler's: L = -mean(w min(r A, clip(r) A)) with w = exp(old - sampler's), 0 outside of the bounds.
+    """
+    runs.add_servers("sglang", 2, delay_s=0.02)
+    trainer, _ = runs.trainer(
+        f"--train-iters 6 --rollout-weights-dir {runs.folder / 'w'} --rollout-max-staleness 3 "
+        "--num-steps-per-rollout 3 --old-logprobs recompute --use-tis --tis-mode mask --tis-clip 20 "
+        "--tis-clip-low 1e-6 --eps-clip 0.01 --lr 1e-3 "
+        f"--sampler-mismatch-alarm 1.0001 --metrics-file {runs.folder / 'metrics.jsonl'}"
+    )
+    train, prepare = trainer._train_policy, trainer.preparation.prepare
+    weights: list[float] = []
+
+    def prepare_and_compare(rollouts):
+        steps = prepare(rollouts)
+        for step in steps:
+            for sample, now in zip(step.samples, trainer.engine.compute_logprobs(step.planned), strict=True):
+                np.testing.assert_array_equal(sample.old_logprobs[sample.loss_mask], now[sample.loss_mask])
+        return steps
+
+    def train_and_compare(step, watch):
+        present = trainer.engine.compute_logprobs(trainer._planned(step, watch))
+
+        def trained_tokens(arrays):
+            pairs = zip(arrays, step.samples, strict=True)
+            return np.concatenate([np.float64(array[sample.loss_mask]) for array, sample in pairs])
+
+        old = trained_tokens([sample.old_logprobs for sample in step.samples])
+        weight = np.exp(old - trained_tokens([sample.rollout_logprobs for sample in step.samples]))
+        weight[(weight > 20) | (weight < 1e-6)] = 0
+        advantages = trained_tokens([sample.advantages for sample in step.samples])
+        ratio = np.exp(trained_tokens(present) - old)
+        surrogate = np.minimum(ratio * advantages, np.clip(ratio, 0.99, 1.01) * advantages)
+        found = train(step, watch)
+        assert found["loss"] == pytest.approx(-np.mean(weight * surrogate), rel=1e-4, abs=1e-9)
+        assert found["tis_weight"] == pytest.approx(np.mean(weight), rel=1e-4)
+        weights.append(float(np.mean(weight)))
+        return found
+
+    trainer._train_policy, trainer.preparation.prepare = train_and_compare, prepare_and_compare
+    trainer.run()
+    trainer.metrics.close()
+    rows = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
+    assert min(weights) > 0
+    assert max(weights) > 0.01
+    # The sampler is compared with the trainer only where both have the same weights.
+    assert len(rows) == len(weights) == 6
+    assert [("sampler_mismatch_alarm" in row) for row in rows] == [row["rollout_staleness"] == 0 for row in rows]
+    assert max(row["rollout_staleness"] for row in rows) > 1
