@@ -24,9 +24,9 @@ mkdir -p "$out"
 rm -rf "$out/warmup" "$out/grpo"
 
 echo "== 1. supervised warm-up"
-"$python" examples/tool_agent.py --output "$out/data"
-"$python" -m megatron_dta.train "${model[@]}" --objective sft --rollouts "$out/data/warmup.jsonl" --global-batch-size 32 \
-  --train-iters "${WARMUP_STEPS:-150}" --lr 2e-3 --lr-warmup-iters 10 --save "$out/warmup" --log-interval 50
+"$python" examples/tool_agent.py --output "$out/data" --care 0.4 --count 8000
+"$python" -m megatron_dta.train "${model[@]}" --objective sft --rollouts "$out/data/warmup.jsonl" --global-batch-size 64 \
+  --train-iters "${WARMUP_STEPS:-500}" --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20 --save "$out/warmup" --log-interval 50
 
 echo "== 2. GRPO with $agent: $steps steps"
 "$python" -m megatron_dta.train "${model[@]}" --load "$out/warmup" --finetune \
@@ -34,7 +34,7 @@ echo "== 2. GRPO with $agent: $steps steps"
   --prompt-data "$out/data/prompts.jsonl" --eval-prompt-data "$out/data/held_out.jsonl" --eval-interval "$((steps / 3))" \
   --agent-callable "examples/tool_agent.py:$agent" --agent-timeout 60 --gateway-max-calls 8 \
   --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 8 --loss-aggregation trajectory-mean \
-  --train-iters "$steps" --lr 1e-3 --lr-warmup-iters 4 --save "$out/grpo" --save-rollouts-interval "$((steps / 2))" \
+  --train-iters "$steps" --lr 5e-4 --lr-warmup-iters 4 --save "$out/grpo" --save-rollouts-interval "$((steps / 2))" --advantage-estimator dr_grpo \
   --log-interval 5
 
 echo "== 3. the report"

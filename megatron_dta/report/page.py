@@ -16,6 +16,7 @@ from megatron_dta.report.line_chart import COLORS, Series, line_chart, metric_ch
 from megatron_dta.report.markup import Markup, join, number, tag
 from megatron_dta.report.run_files import RunFiles, SavedStep
 from megatron_dta.report.search import SCRIPT_SOURCE, search_bar, search_script
+from megatron_dta.report.sessions import session_trees
 from megatron_dta.report.transcripts import MOST_CHARACTERS, transcripts
 from megatron_dta.report.tree_picture import tree_picture
 from megatron_dta.rollouts import Rollout
@@ -53,6 +54,7 @@ details { margin: 8px 0; } summary { cursor: pointer; }
 .rollout summary { overflow-wrap: anywhere; font-size: 13px; }
 .turn { display: flex; border-top: 1px solid #eee; padding: 4px 0; }
 .turn > b { flex: 0 0 100px; font-size: 12px; color: #555; overflow-wrap: anywhere; }
+.call { display: block; border-left: 2px solid #ccc; padding-left: 8px; } .call > b { font-weight: 600; }
 .text { flex: 1; min-width: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 .text { font: 12.5px/1.4 ui-monospace, monospace; } .trained { background: #e3eefb; } .special { color: #999; }
 ::highlight(found) { background: #ffe08a; } ::highlight(here) { background: #ff9d3a; }
@@ -77,6 +79,8 @@ TREE_CHARTS: tuple[_Curve, ...] = (
     ("tokens in flight, recomputed tokens", "peak_in_flight_tokens", "recomputed_tokens"),
     ("segments", "segments"),
     ("leaves of sampled trees", "effective_leaves", "fallback_leaves"),
+    ("branches of a session", "session_branches"),
+    ("tokens of sessions: trees, and a row for every call", "session_tokens", "session_row_tokens"),
 )
 MISMATCH_CHARTS: tuple[_Curve, ...] = (
     ("|trainer's - sampler's logprob|, mean and maximum", "sampler_logprob_gap", "sampler_logprob_gap_max"),
@@ -93,6 +97,7 @@ FAILURE_CHARTS: tuple[_Curve, ...] = (
     ("responses that ran too long or could not be judged", "code_timeouts", "math_timeouts", "math_errors"),
     ("tool calls and errors", "tool_calls", "tool_errors"),
     ("failed environment steps", "environment_failures", "environment_timeouts"),
+    ("failed sessions of agents", "failed_sessions", "agent_timeouts", "abandoned_calls"),
 )
 
 
@@ -109,6 +114,7 @@ def report_html(run: RunFiles, most_prompts: int = 3, prompt: str | None = None)
         _section("Trees", metric_charts(run.records, TREE_CHARTS), "no step has been trained"),
         _trees(run, most_prompts, prompt),
         _transcripts(run, most_prompts, prompt),
+        _sessions(run, most_prompts, prompt),
         _section(
             "Time", [phase_chart(run.records), *metric_charts(run.records, SPEED_CHARTS)], "no times were recorded"
         ),
@@ -287,6 +293,19 @@ def chosen_groups(step: SavedStep, most: int, prompt: str | None = None) -> list
 
     best = sorted(groups, key=lambda name: -spread(groups[name]))[:most]
     return [(name, members) for name, members in groups.items() if name in best]
+
+
+def _sessions(run: RunFiles, most_prompts: int, prompt: str | None) -> Markup | Missing:
+    """Return the trees of the sessions of some groups of each saved batch."""
+    shown: list[Markup] = []
+    for batch in dict.fromkeys(session.batch for session in run.sessions):
+        own = [each for each in run.sessions if each.batch == batch and (prompt is None or prompt in each.group_id)]
+        groups = list(dict.fromkeys(session.group_id for session in own))[:most_prompts]
+        shown += session_trees([session for session in own if session.group_id in groups])
+    if not shown:
+        return Missing("Sessions of agents", "no agents, or no --save-rollouts-interval N")
+    note = "Each call below the one that it continues. Shaded: what was sampled and is trained, each answer once."
+    return tag("section", tag("h2", "Sessions of agents"), tag("p", note, class_="note"), shown)
 
 
 def _timelines(run: RunFiles) -> list[Markup]:

@@ -4,12 +4,14 @@ RUN/metrics.jsonl               one record per step                      (always
 RUN/settings.json               all settings by flag                     (always, with --save)
 RUN/best_checkpoint.json        the best checkpoint                      (--keep-best-checkpoint)
 RUN/rollouts/step_*             rollouts of some steps, with texts       (--save-rollouts-interval)
+RUN/sessions/batch_*.jsonl      sessions of agents                       (--agent-command, --save-rollouts-interval)
 --timeline-dir, step_*.json     the ops of each stage, with times        (--timeline-dir)
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from typing import Any
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.files import read_json
 from megatron_dta.planning.pipeline.timeline import TimelineEvent, read_timeline
+from megatron_dta.report.sessions import SavedSession, session_from
 from megatron_dta.rollouts import Rollout, load_rollouts
+from megatron_dta.rollouts.rows import read_rows
 from megatron_dta.training.checkpoint.best import BEST
 from megatron_dta.training.data.saved_rollouts import FOLDER, TEXTS_SUFFIX, TOKENS_SUFFIX
 from megatron_dta.training.monitor.metrics import SETTINGS, read_metrics
@@ -59,6 +63,7 @@ class RunFiles:
     best: dict[str, Any]
     steps: list[SavedStep]
     timelines: list[SavedTimeline]
+    sessions: list[SavedSession]
 
 
 def read_run(
@@ -100,7 +105,17 @@ def read_run(
         _json_object(folder / BEST),
         [_saved_step(iteration, path) for iteration, path in steps],
         [_timeline(iteration, path) for iteration, path in _spread(timelines, most_timelines)],
+        _sessions(_spread(_numbered(folder / "sessions", r"batch_(\d+)\.jsonl"), most_steps)),
     )
+
+
+def _sessions(files: Sequence[tuple[int, Path]]) -> list[SavedSession]:
+    """The sessions of these rollout batches."""
+    found = []
+    for batch, path in files:
+        for row, value in read_rows(path):
+            found.append(session_from(batch, f"{path}: row {row}", value))
+    return found
 
 
 def _saved_step(iteration: int, path: Path) -> SavedStep:

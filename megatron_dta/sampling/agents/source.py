@@ -28,7 +28,7 @@ from megatron_dta.sampling.agents.runs import AgentEnd
 from megatron_dta.sampling.agents.service import AgentJob, AgentService
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.evaluation import pass_rates
-from megatron_dta.sampling.gateway.records import SessionSizes, session_record, session_rollouts
+from megatron_dta.sampling.gateway.records import SessionSizes, context_of, session_record, session_rollouts
 from megatron_dta.sampling.gateway.session import Session
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt, prompts_at
@@ -218,7 +218,7 @@ def _result(
     if task is not None:
         record = session_record(session, reward) | {"failure": failure}
         for call, entry in zip(session.calls, record["calls"], strict=True):
-            entry["context_text"] = _text(call.context, task)
+            entry["context_text"] = _text(context_of(call), task)
             entry["output_text"] = _text(call.output, task)
     return SessionResult(
         group, rollouts, None if failure else reward, SessionSizes.of(session), failure, end.is_timeout, record

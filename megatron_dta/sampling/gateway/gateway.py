@@ -152,7 +152,7 @@ class Gateway:
     def _sampled(
         self, session: Session, prompt: GatewayPrompt, wanted: CallSettings, room: int
     ) -> AsyncIterator[Sampled]:
-        parent = None if prompt.base is None else session.held.get(prompt.base.call.number)
+        parent = session.held_before(prompt.node)
         key = session.random_key(prompt.token_ids)
         request = AnswerRequest(prompt.token_ids, room, key, wanted.stops, parent)
         return sample_answer(self.loop, self.tokenizer, request, self.settings.piece_tokens)
@@ -174,19 +174,16 @@ class Gateway:
         """Add a finished answer to the tree. The session may be closed by now: then the answer is of no use."""
         call_id = secrets.token_hex(12)
         answer = self.parser.parse(sampled.text, call_id, has_tools)
-        base = prompt.base
-        known = 0 if base is None else base.length
         call = Call(
-            len(session.calls),
-            call_id,
-            None if base is None else base.call,
-            known,
-            prompt.token_ids[known:],
-            sampled.output,
-            sampled.logprobs,
-            sampled.policy_version,
-            "tool_calls" if answer.tool_calls else sampled.finish,
-            time.monotonic() - began,
+            base=prompt.node,
+            base_length=len(prompt.token_ids),
+            own=sampled.output,
+            number=len(session.calls),
+            call_id=call_id,
+            logprobs=sampled.logprobs,
+            policy_version=sampled.policy_version,
+            finish="tool_calls" if answer.tool_calls else sampled.finish,
+            seconds=time.monotonic() - began,
         )
         if not session.is_open:
             session.counts.abandoned_calls += 1
@@ -199,9 +196,9 @@ class Gateway:
         return Choice(call, sampled, answer)
 
     def _hold(self, session: Session, call: Call, request_id: int) -> None:
-        """Keep the K/V of the new call and no longer that of its base."""
-        if call.base is not None and call.parent is call.base:
-            old = session.held.pop(call.base.number, None)
+        """Keep the K/V of the new call and no longer that of the call that it continues."""
+        if call.parent is not None:
+            old = session.held.pop(call.parent.number, None)
             if old is not None:
                 self.loop.release(old)
         session.held[call.number] = request_id

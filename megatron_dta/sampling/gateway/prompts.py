@@ -21,7 +21,7 @@ import numpy as np
 from megatron_dta.common.errors import InputError
 from megatron_dta.sampling.gateway.errors import refuse
 from megatron_dta.sampling.gateway.messages import Answer, template_messages, visible_digest
-from megatron_dta.sampling.gateway.session import Base, Call, Session
+from megatron_dta.sampling.gateway.session import Base, Call, Node, Session
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 
@@ -32,15 +32,17 @@ class GatewayPrompt:
 
     Attributes:
         token_ids: int32 [T].
-        base: the known prefix; None: nothing was known.
-        known_bytes: bytes of ``content`` that the base covers.
+        node: its end in the session's tree.
+        known: number of its tokens that the session had already.
+        known_bytes: bytes of ``content`` that these tokens are.
         content: the text as UTF-8, or the ids as int32 bytes.
         is_text: which of the two.
         messages, tools: the conversation, if the prompt is one.
     """
 
     token_ids: np.ndarray
-    base: Base | None
+    node: Node
+    known: int
     known_bytes: int
     content: bytes
     is_text: bool
@@ -76,24 +78,22 @@ class PromptBuilder:
             raise refuse(f"prompt: token ids must be in [0, {self._tokenizer.vocab_size}) and at least one")
         array = np.array(token_ids, np.int32)
         content = array.tobytes()
-        known = session.ids.find(content)
-        length, base = known if known is not None else (0, None)
-        session.counts.reused_tokens += 0 if base is None else base.length
-        return self._checked(GatewayPrompt(array, base, length, content, False))
+        length, base = session.ids.find(content) or (0, None)
+        node = self._node(session, base, array, array[0 if base is None else base.length :])
+        session.ids.add(content, [(len(content), Base(node, node.length))])
+        return GatewayPrompt(array, node, 0 if base is None else base.length, length, content, False)
 
     def remember(self, session: Session, prompt: GatewayPrompt, call: Call, text: str, answer: Answer | None) -> None:
-        """Make the prompt of a finished call and its answer known.
+        """Make the answer of a finished call known.
 
         Args:
             text: the answer as text, up to a stop string.
             answer: the message that the client received, for conversations.
         """
         if not prompt.is_text:
-            session.ids.add(prompt.content, [(len(prompt.content), Base(call, call.prompt_length))])
             whole = call.token_ids().tobytes()
             session.ids.add(whole, [(len(whole), Base(call, call.length))])
             return
-        session.texts.add(prompt.content, self._boundaries(prompt, call))
         if call.finish == "stop_sequence":
             # The client's history ends before the stop string, the sampled ids behind it.
             return
@@ -126,37 +126,43 @@ class PromptBuilder:
         self, session: Session, text: str, messages: list[dict[str, Any]] | None, tools: list[Any] | None
     ) -> GatewayPrompt:
         content = text.encode("utf-8", "replace")
-        known = session.texts.find(content)
-        length, base = known if known is not None else (0, None)
+        length, base = session.texts.find(content) or (0, None)
         try:
             rest = self._tokenizer.encode(content[length:].decode()) if length < len(content) else _NONE
         except InputError as error:
             raise refuse(f"prompt: {error}") from error
-        token_ids = rest if base is None else np.concatenate([base.call.token_ids(base.length), rest])
+        token_ids = rest if base is None else np.concatenate([base.node.token_ids(base.length), rest])
+        node = self._node(session, base, token_ids, rest)
+        session.counts.tokenized_tokens += len(rest)
+        known = len(token_ids) - len(rest)
+        prompt = GatewayPrompt(token_ids, node, known, length, content, True, messages, tools)
+        if len(rest):
+            session.texts.add(content, self._boundaries(prompt))
+        return prompt
+
+    def _node(self, session: Session, base: Base | None, token_ids: np.ndarray, rest: np.ndarray) -> Node:
+        """The node at the end of a prompt: a new one, unless nothing in it is new."""
         if not token_ids.size:
             raise refuse("prompt: is empty")
-        prompt = self._checked(GatewayPrompt(token_ids, base, length, content, True, messages, tools))
-        session.counts.tokenized_tokens += len(rest)
-        session.counts.reused_tokens += len(token_ids) - len(rest)
-        return prompt
-
-    def _checked(self, prompt: GatewayPrompt) -> GatewayPrompt:
-        if len(prompt.token_ids) > self._max_tokens:
+        if len(token_ids) > self._max_tokens:
             raise refuse(
-                f"the prompt has {len(prompt.token_ids)} tokens; there is room for {self._max_tokens} "
+                f"the prompt has {len(token_ids)} tokens; there is room for {self._max_tokens} "
                 "(--max-position-embeddings)"
             )
-        return prompt
+        session.counts.reused_tokens += len(token_ids) - len(rest)
+        session.num_tokens += len(rest)
+        if base is not None and not len(rest) and base.length == base.node.length:
+            return base.node
+        return Node(None if base is None else base.node, 0 if base is None else base.length, rest)
 
-    def _boundaries(self, prompt: GatewayPrompt, call: Call) -> list[tuple[int, Base]]:
+    def _boundaries(self, prompt: GatewayPrompt) -> list[tuple[int, Base]]:
         """(bytes, base) of the prefixes of a prompt that end at its special tokens, and of the prompt itself.
 
-        Only the part behind the base is new. Special tokens are found in the ids and then, in the same order, in the
-        text; if the text lacks one, the ones behind it are left out.
+        Only the part behind the known prefix is new. Special tokens are found in the ids and then, in the same order,
+        in the text; if the text lacks one, the ones behind it are left out.
         """
         found: list[tuple[int, Base]] = []
-        known = 0 if prompt.base is None else prompt.base.length
-        at = prompt.known_bytes
+        known, at, node = prompt.known, prompt.known_bytes, prompt.node
         for place, token in enumerate(prompt.token_ids[known:].tolist(), start=known):
             special = self._special.get(token)
             if special is None:
@@ -165,11 +171,11 @@ class PromptBuilder:
             if begin < 0:
                 break
             if begin > at and place > known:
-                found.append((begin, Base(call, place)))
+                found.append((begin, Base(node, place)))
             at = begin + len(special)
-            found.append((at, Base(call, place + 1)))
+            found.append((at, Base(node, place + 1)))
         if not found or found[-1][0] < len(prompt.content):
-            found.append((len(prompt.content), Base(call, call.prompt_length)))
+            found.append((len(prompt.content), Base(node, node.length)))
         return found
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool) -> str:

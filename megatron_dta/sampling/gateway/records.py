@@ -113,8 +113,13 @@ class SessionSizes:
         )
 
 
+def context_of(call: Call) -> np.ndarray:
+    """The tokens of a call's prompt behind the answer that it continues, int32."""
+    return call.token_ids(call.prompt_length)[0 if call.parent is None else call.parent.length :]
+
+
 def session_record(session: Session, reward: float | None) -> dict[str, Any]:
-    """The tree of a session as plain values, for files that reports read; token ids of every node once."""
+    """The tree of a session as plain values, for files that reports read."""
     return {
         "session": session.session_id,
         "group_id": session.group_id,
@@ -122,10 +127,9 @@ def session_record(session: Session, reward: float | None) -> dict[str, Any]:
         "calls": [
             {
                 "call": call.call_id,
-                "base": None if call.base is None else call.base.number,
                 "parent": None if call.parent is None else call.parent.number,
-                "base_length": call.base_length,
-                "context": call.context.tolist(),
+                "prompt_length": call.prompt_length,
+                "context": context_of(call).tolist(),
                 "output": call.output.tolist(),
                 "finish": call.finish,
                 "reward": session.rewards.get(call.number),

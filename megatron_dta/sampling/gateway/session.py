@@ -1,14 +1,14 @@
 """The tree of a session: every call as (prompt ids, output ids, logprobs, version), each token stored once.
 
-A call begins with a known prefix of the session, its ``base``: the first ``base_length`` tokens of an earlier call.
-Only the text behind it is tokenized. Where the prompt continues an earlier answer, the base includes the answer's ids
-as they were sampled. Where the history was changed (stripped reasoning, compaction, another system prompt), the longest
-prefix that is unchanged ends earlier, and the call is a branch.
+A node holds the new part of a prompt, or an answer. It begins with a known prefix, the first ``base_length`` tokens up
+to the end of an earlier node. Only the text behind that prefix is tokenized. Where a prompt continues an earlier
+answer, the prefix includes the answer's ids as they were sampled. Where the history was changed (stripped reasoning,
+compaction, another system prompt), the longest prefix that is unchanged ends earlier, and the call is a branch.
 
-    prompt A | answer A | tool result | answer B          base of B: A, whole
-                        | other question | answer C       base of C: A, whole
-    prompt A | answer D                                   a retry; base of D: A, the prompt
-    system of A | summary | answer E                      after a compaction; base of E: A, up to the end of the system
+    prompt A | answer A | tool result | answer B          the tool result begins with the end of answer A
+                        | other question | answer C       and so does the other question
+               answer D                                   a retry: the prompt is known as a whole
+    system of A | summary | answer E                      after a compaction: the first tokens of prompt A
 """
 
 from __future__ import annotations
@@ -23,16 +23,50 @@ from megatron_dta.sampling.gateway.prefix_index import PrefixIndex
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """One answer of the model.
+class Node:
+    """Tokens behind a known prefix: the new part of a prompt, or an answer (``Call``).
+
+    Attributes:
+        base: the node that it begins with; None: it begins with nothing known.
+        base_length: number of tokens that it has from ``base`` and those before it.
+        own: int32 [C]: its tokens behind those.
+    """
+
+    base: Node | None
+    base_length: int
+    own: np.ndarray
+
+    @property
+    def length(self) -> int:
+        """Tokens up to the end of the node."""
+        return self.base_length + len(self.own)
+
+    @property
+    def parent(self) -> Call | None:
+        """The latest call whose whole answer comes before this node; None for the first one of a branch."""
+        node, known = self.base, self.base_length
+        while node is not None and (node.length > known or not isinstance(node, Call)):
+            known = min(known, node.base_length)
+            node = node.base
+        return node
+
+    def token_ids(self, length: int | None = None) -> np.ndarray:
+        """The first ``length`` tokens up to the end of the node (default: all), int32."""
+        pieces, node, left = [], self, self.length if length is None else length
+        while node is not None and left > 0:
+            pieces.append(node.own[: max(0, left - node.base_length)])
+            left = min(left, node.base_length)
+            node = node.base
+        return np.concatenate(pieces[::-1]) if pieces else np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Call(Node):
+    """One answer of the model; ``base`` is its prompt, and ``own`` the answer as it was sampled.
 
     Attributes:
         number: place in the session, from 0.
         call_id: the id that the client received.
-        base: the earlier call that it begins with; None: it begins with nothing known.
-        base_length: number of tokens that it has from ``base``.
-        context: int32 [C]: the tokens of the prompt behind those.
-        output: int32 [R]: the answer as it was sampled.
         logprobs: float32 or float64 [R].
         finish: why the answer ended: stop, length, stop_sequence or tool_calls.
         seconds: time from the request to the end of the answer.
@@ -40,10 +74,6 @@ class Call:
 
     number: int
     call_id: str
-    base: Call | None
-    base_length: int
-    context: np.ndarray
-    output: np.ndarray
     logprobs: np.ndarray
     policy_version: int
     finish: str = "stop"
@@ -52,38 +82,19 @@ class Call:
     @property
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
-        return self.base_length + len(self.context)
+        return self.base_length
 
     @property
-    def length(self) -> int:
-        """Tokens of the prompt and the answer."""
-        return self.prompt_length + len(self.output)
-
-    @property
-    def parent(self) -> Call | None:
-        """The latest call whose whole answer is part of this call's prompt; None for the first one of a branch."""
-        call, known = self.base, self.base_length
-        while call is not None and call.length > known:
-            known = min(known, call.base_length)
-            call = call.base
-        return call
-
-    def token_ids(self, length: int | None = None) -> np.ndarray:
-        """The first ``length`` tokens of prompt and answer (default: all), int32."""
-        pieces, call, left = [], self, self.length if length is None else length
-        while call is not None and left > 0:
-            own = np.concatenate([call.context, call.output])[: max(0, left - call.base_length)]
-            pieces.append(own)
-            left = min(left, call.base_length)
-            call = call.base
-        return np.concatenate(pieces[::-1]) if pieces else np.zeros(0, np.int32)
+    def output(self) -> np.ndarray:
+        """int32 [R]: the answer."""
+        return self.own
 
 
 @dataclass(frozen=True)
 class Base:
-    """The value of a known prefix: the first ``length`` tokens of ``call``."""
+    """The value of a known prefix: the first ``length`` tokens up to the end of ``node``."""
 
-    call: Call
+    node: Node
     length: int
 
 
@@ -132,14 +143,13 @@ class Session:
     held: dict[int, int] = field(default_factory=dict)
     running: int = 0
     num_tokens: int = 0
-    reserved: int = 0
     is_open: bool = True
     last_text: str = ""
 
     def add(self, call: Call) -> None:
         """Append a finished call."""
         self.calls.append(call)
-        self.num_tokens += len(call.context) + len(call.output)
+        self.num_tokens += len(call.own)
 
     def random_key(self, prompt_ids: np.ndarray) -> int:
         """The key of the random numbers of one more answer to this prompt, in [0, 2^63).
@@ -150,6 +160,14 @@ class Session:
         self.asked[digest] = self.asked.get(digest, -1) + 1
         own = hashlib.blake2b(digest + b"%d,%d" % (self.number, self.asked[digest]), digest_size=8).digest()
         return int.from_bytes(own, "little") >> 1
+
+    def held_before(self, node: Node | None) -> int | None:
+        """The held request of the latest call that shares a prefix with ``node``; None if there is none."""
+        while node is not None:
+            if isinstance(node, Call) and node.number in self.held:
+                return self.held[node.number]
+            node = node.base
+        return None
 
     def call_of(self, call_id: str) -> Call | None:
         """The call that the client knows by this id."""

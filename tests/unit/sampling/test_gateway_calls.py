@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
 from megatron_dta.sampling.gateway.messages import AnswerParser
-from megatron_dta.sampling.gateway.records import SessionSizes, leaves, session_rollouts
+from megatron_dta.sampling.gateway.records import SessionSizes, context_of, leaves, session_rollouts
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
 
@@ -133,11 +133,10 @@ def test_changed_histories_branch(served) -> None:
     assert stripped.parent is None
     text = gateway.gateway.tokenizer.decode(stripped.token_ids(stripped.prompt_length))
     assert "hm hm" not in text
-    assert stripped.base is not None
-    assert stripped.base_length >= first.prompt_length - 3
+    assert stripped.base.base_length >= first.prompt_length - 3
     post(url, key, {"messages": [system, {"role": "user", "content": "summary: thought"}]})
     compacted = session.calls[4]
-    assert compacted.base_length > 10  # the system prompt
+    assert compacted.base.base_length > 10  # the system prompt
     post(url, key, {"messages": [{"role": "system", "content": "sub-agent"}, {"role": "user", "content": "go"}]})
     assert len(leaves(session.calls)) == 5
     rollouts = session_rollouts(session, 0.5)
@@ -166,7 +165,7 @@ def test_choices_stops_and_lengths(served) -> None:
     history = [*ask, reply["choices"][0]["message"], {"role": "user", "content": "on"}]
     post(url, key, {"messages": history})
     assert session.calls[2].parent is session.calls[1]
-    assert session.calls[2].context[0] == gateway.gateway.tokenizer.eos_id
+    assert context_of(session.calls[2])[0] == gateway.gateway.tokenizer.eos_id
     reply = post(url, key, {"messages": [{"role": "user", "content": "hello"}], "n": 3})
     texts = [choice["message"]["content"] for choice in reply["choices"]]
     assert len(set(texts)) == 3
@@ -209,11 +208,11 @@ def test_completions_continue_texts_and_ids(served) -> None:
     assert session.calls[1].parent is session.calls[0]
     whole = session.calls[1].token_ids().tolist()
     post(url, key, {"prompt": [*whole, 5, 6]})
-    assert session.calls[2].base is None  # ids and texts are told apart
+    assert session.calls[2].base.base is None  # ids and texts are told apart
     whole = session.calls[2].token_ids().tolist()
     post(url, key, {"prompt": [*whole, 7]})
     assert session.calls[3].parent is session.calls[2]
-    assert session.calls[3].context.tolist() == [7]
+    assert context_of(session.calls[3]).tolist() == [7]
 
 
 def test_anthropics_interface(served) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -88,7 +89,8 @@ class Application:
                 *(Route(path, self._guarded(call), methods=["POST"]) for path, call in routes.items()),
                 Route("/v1/models", self._guarded(self._models), methods=["GET"]),
                 Route("/health", lambda request: Response(), methods=["GET"]),
-            ]
+            ],
+            exception_handlers={HTTPException: _no_route},
         )
 
     def _guarded(self, call: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -254,6 +256,11 @@ class PatientResponse(StreamingResponse):
             close = getattr(self.body_iterator, "aclose", None)
             if close is not None:
                 await close()
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    return _error(RequestError(status, f"{request.method} {request.url.path[:100]}: no such route"), request.url.path)
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:

@@ -114,12 +114,11 @@ class OpenAIReplies:
 def usage(prompt: GatewayPrompt, choices: Sequence[Choice]) -> dict[str, Any]:
     """Numbers of tokens; ``cached_tokens`` are those that the session knew."""
     read, written = len(prompt.token_ids), sum(len(choice.call.output) for choice in choices)
-    cached = 0 if prompt.base is None else prompt.base.length
     return {
         "prompt_tokens": read,
         "completion_tokens": written,
         "total_tokens": read + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": prompt.known},
     }
 
 

@@ -1,0 +1,48 @@
+"""An agent as a program: two calls through the environment's gateway, without any client library.
+
+    python tiny_agent.py [none | fail | hang | print]
+
+The reward is the share of even characters in the answers: sent to the gateway, or printed as the last line of output.
+``fail`` ends with status 3 for prompts that contain a 3, ``hang`` never ends for those.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+
+
+def post(url: str, body: dict) -> dict:
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.loads(reply.read())
+
+
+def main() -> None:
+    record, what = json.loads(sys.stdin.readline()), sys.argv[1]
+    if what in ("fail", "hang") and "3" in record["prompt"]:
+        print("a reason", file=sys.stderr)
+        if what == "fail":
+            raise SystemExit(3)
+        # A child that outlives its parent, too.
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        time.sleep(600)
+    messages, texts = [{"role": "user", "content": record["prompt"]}], []
+    for _ in range(2):
+        reply = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": messages})
+        message = reply["choices"][0]["message"]
+        texts.append(message["content"])
+        messages += [message, {"role": "user", "content": "again"}]
+    answers = "".join(texts)
+    reward = sum(ord(character) % 2 == 0 for character in answers) / max(1, len(answers))
+    if what == "print":
+        print(json.dumps({"reward": reward}))
+    else:
+        post(os.environ["MEGATRON_DTA_SESSION_URL"] + "/reward", {"reward": reward})
+
+
+if __name__ == "__main__":
+    main()

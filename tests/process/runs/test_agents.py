@@ -1,0 +1,172 @@
+"""Agents in whole runs: commands that are killed with their run, fail and hang; the gateway as a command of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+import gateway_sessions
+from chat_folder import make_chat_folder
+from conftest import REPOSITORY
+from forked import Program, run_python
+from megatron_dta.rollouts import load_rollouts
+
+AGENT = REPOSITORY / "tests" / "helpers" / "tiny_agent.py"
+MODEL = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--max-position-embeddings", "128"]
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer in ``model`` and prompts."""
+    folder = tmp_path_factory.mktemp("agents")
+    make_chat_folder(folder / "model")
+    rows = [{"prompt": f"question {i}"} for i in range(6)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return folder
+
+
+def command(chat: Path, save: Path, what: str, *more: str) -> list[str]:
+    text = [
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        str(chat / "model"),
+        "--apply-chat-template",
+    ]
+    own = ["--prompt-data", str(chat / "prompts.jsonl"), "--agent-command", f"{sys.executable} {AGENT} {what}"]
+    sizes = [
+        "--rollout-batch-size",
+        "2",
+        "--n-samples-per-prompt",
+        "2",
+        "--rollout-max-response-len",
+        "6",
+        "--lr",
+        "1e-2",
+    ]
+    return ["-m", "megatron_dta.train", *MODEL, *text, *own, *sizes, "--save", str(save), *more]
+
+
+def rows(save: Path) -> list[dict]:
+    return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_killed_run_continues(chat: Path, tmp_path: Path) -> None:
+    """Killed while agents run, and started again: the steps and rewards of an unbroken run; no process is left."""
+    more = ["--train-iters", "4", "--save-interval", "1", "--save-rollouts-interval", "1"]
+    whole = run_python(command(chat, tmp_path / "whole", "post", *more))
+    assert whole.returncode == 0, whole.stderr
+    broken = Program(command(chat, tmp_path / "broken", "post", *more))
+    metrics = tmp_path / "broken" / "metrics.jsonl"
+    broken.wait_until(lambda: metrics.exists() and bool(metrics.read_text()))
+    os.kill(broken.pid, signal.SIGKILL)
+    broken.wait()
+    done = run_python(command(chat, tmp_path / "broken", "post", *more))
+    assert done.returncode == 0, done.stderr
+    found, expected = rows(tmp_path / "broken"), rows(tmp_path / "whole")
+    assert [row["iteration"] for row in found] == [1, 2, 3, 4]
+    for name in ("reward", "loss", "grad_norm", "sessions", "agent_calls", "session_tokens"):
+        assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], abs=1e-5)
+    assert found[0]["sessions"] == 4
+    assert found[0]["agent_calls"] == 8
+    assert found[0]["failed_sessions"] == 0
+    assert found[0]["session_tokens"] < found[0]["session_row_tokens"]
+    sessions = [json.loads(line) for line in (tmp_path / "whole/sessions/batch_0000001.jsonl").read_text().splitlines()]
+    assert [call["parent"] for call in sessions[0]["calls"]] == [None, 0]
+    report = run_python(["tools/report_run.py", tmp_path / "whole"])
+    assert report.returncode == 0, report.stderr
+    page = (tmp_path / "whole" / "report.html").read_text()
+    assert "Sessions of agents" in page
+    assert sessions[0]["session"] in page
+
+
+@pytest.mark.parametrize("what", ["fail", "hang", "print"])
+def test_failing_and_printing_agents(what: str, chat: Path, tmp_path: Path) -> None:
+    """Failed sessions are counted and dropped; a hanging agent is stopped with its children."""
+    sizes = ["--train-iters", "1", "--rollout-batch-size", "6", "--agent-timeout", "3" if what == "hang" else "60"]
+    begun = time.monotonic()
+    done = run_python(command(chat, tmp_path / "run", what, *sizes))
+    assert done.returncode == 0, done.stderr
+    (row,) = rows(tmp_path / "run")
+    failed = 0 if what == "print" else 2
+    assert (row["sessions"], row["failed_sessions"], row["rollouts"]) == (12, failed, 12 - failed)
+    assert row["agent_timeouts"] == (2 if what == "hang" else 0)
+    if what == "hang":
+        assert time.monotonic() - begun < 100
+        left = subprocess.run(["pgrep", "-f", "time.sleep(600)"], capture_output=True, text=True, check=False).stdout
+        mine = [pid for pid in left.split() if f"{tmp_path}" in Path(f"/proc/{pid}/environ").read_text(errors="ignore")]
+        assert not mine
+    if what == "fail":
+        stopped = run_python(command(chat, tmp_path / "stop", what, *sizes, "--agent-failure", "stop"))
+        assert stopped.returncode == 2
+        assert "ended with status 3: a reason" in stopped.stderr
+
+
+def test_the_gateway_as_a_command(chat: Path, tmp_path: Path) -> None:
+    """Opened, used, rewarded and closed sessions are rollouts in a file; after a kill the file goes on."""
+    trained = run_python(command(chat, tmp_path / "run", "print", "--train-iters", "1"))
+    assert trained.returncode == 0, trained.stderr
+    output = tmp_path / "sessions.jsonl"
+    text = [
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        str(chat / "model"),
+        "--apply-chat-template",
+    ]
+    own = ["tools/gateway.py", "--output", str(output), "--load", str(tmp_path / "run"), *MODEL, *text]
+    for round_number in (1, 2):
+        process = Program([*own, "--rollout-max-response-len", "6"])
+        process.wait_until(lambda process=process: "sessions to" in process.stdout())
+        line = next(line for line in process.stdout().splitlines() if line.startswith("gateway: http://127.0.0.1:"))
+        url, key = line.split()[1], output.with_suffix(".key").read_text().strip()
+        assert output.with_suffix(".key").stat().st_mode & 0o077 == 0
+        _drive(url, key)
+        assert len(load_rollouts(output)) == round_number
+        if round_number == 1:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            with output.open("a") as file:
+                file.write('{"token_ids": [1, 2')  # a write that the kill has cut off
+        else:
+            os.kill(process.pid, signal.SIGTERM)
+            said = process.wait(60)
+            assert said.returncode == 0, said.stderr
+            assert "1 sessions recorded, 2 failed or unfinished ones dropped" in said.stdout
+    (first, second) = load_rollouts(output)
+    assert first.reward == second.reward == 0.5
+    assert np.count_nonzero(first.loss_mask) > 1
+    assert first.group_id == "g"
+
+
+def _drive(url: str, key: str) -> None:
+    def post(path: str, own: str, body: dict) -> dict:
+        request = urllib.request.Request(url + path, json.dumps(body).encode(), {"authorization": f"Bearer {own}"})
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return json.loads(reply.read())
+
+    for end in ("close", "fail", "leave"):
+        session = post("/v1/sessions", key, {"group_id": "g"})["key"]
+        post("/v1/chat/completions", session, {"messages": [{"role": "user", "content": "hello"}]})
+        if end == "leave":
+            continue
+        post("/v1/session/reward", session, {"reward": 0.5})
+        post("/v1/session/close", session, {"failed": end == "fail"})
+
+
+def test_scripted_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short version of ``gateway_sessions.py``."""
+    monkeypatch.setattr(sys, "argv", ["gateway_sessions.py", "--sessions", "4", "--calls", "60"])
+    assert gateway_sessions.main() == 0
