@@ -50,7 +50,9 @@ def depth_first_schedule(plan: SegmentPlan) -> list[Op]:
     return ops
 
 
-def allocate_slots(plan: SegmentPlan, schedule: Sequence[Op]) -> tuple[np.ndarray, int]:
+def allocate_slots(
+    plan: SegmentPlan, schedule: Sequence[Op], sizes: np.ndarray | None = None
+) -> tuple[np.ndarray, int]:
     """Allocate slots for keys and values, one per token, so that segments alive at the same time never overlap.
 
     A segment is alive from its forward to its backward. If the schedule has no backward for it, it is alive until the
@@ -62,6 +64,7 @@ def allocate_slots(plan: SegmentPlan, schedule: Sequence[Op]) -> tuple[np.ndarra
         plan: the segments.
         schedule: every segment's forward once, and its backward at most once. Segments without tokens need no slots
             and may be left out.
+        sizes: slots of each segment, int64 [num_segments]; None for one per token. Segments of size 0 get slot 0.
 
     Returns:
         (first slot of each segment, int64 [num_segments]; number of slots).
@@ -70,9 +73,10 @@ def allocate_slots(plan: SegmentPlan, schedule: Sequence[Op]) -> tuple[np.ndarra
         ValueError: the schedule runs an op twice, lacks a forward, or runs an op before another that it depends on.
     """
     ends_with = _last_uses(plan, schedule)
-    slot_start = np.where(plan.lengths > 0, -1, 0).astype(np.int64)
+    sizes = plan.lengths if sizes is None else sizes
+    slot_start = np.where(sizes > 0, -1, 0).astype(np.int64)
     slots = _FreeSlots()
-    lengths = plan.lengths.tolist()
+    lengths = sizes.tolist()
     for (kind, segment), ended in zip(schedule, ends_with, strict=True):
         if kind is OpKind.FORWARD:
             slot_start[segment] = slots.take(lengths[segment]) if lengths[segment] else 0

@@ -1,0 +1,121 @@
+"""The gated delta rule in chunks and the short convolution along paths equal their token-by-token references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dta_kernels.recurrence.contract import Runs
+from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
+from dta_kernels.recurrence.reference import gated_delta_rule_by_token, short_convolution_by_token
+from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution, short_convolution_gradients
+
+H, J, K, V = 2, 4, 5, 3
+# Lengths around the chunk size, one-token runs, and a run of several chunks between short ones.
+LENGTHS = [[1], [64], [65], [1, 1, 1], [3, 130, 1, 64, 7], [2, 1, 33], [128, 5, 63]]
+
+
+def rule_inputs(lengths: list[int], dtype: torch.dtype, strong_decay: float = 1.0) -> list[torch.Tensor]:
+    torch.manual_seed(sum(lengths))
+    T, R = sum(lengths), len(lengths)
+    shapes = [(T, H, K), (T, H, K), (T, J, V), (T, J), (T, J), (R, J, K, V)]
+    q, k, v, g, beta, entry = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    g, beta = -strong_decay * torch.nn.functional.softplus(g), beta.sigmoid()
+    return [x.to(dtype).requires_grad_() for x in (q, k, v, g, beta, entry)]
+
+
+def by_token(inputs: list[torch.Tensor], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    *tokens, entry = inputs
+    pieces = zip(*(x.split(lengths) for x in tokens), strict=True)
+    found = [gated_delta_rule_by_token(*piece, entry[r]) for r, piece in enumerate(pieces)]
+    return torch.cat([out for out, _ in found]), torch.stack([state for _, state in found])
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_outputs_exits_and_all_gradients_of_the_rule(lengths):
+    inputs = rule_inputs(lengths, torch.float64)
+    out, exits = gated_delta_rule(tuple(inputs[:-1]), inputs[-1], Runs.of_lengths(lengths))
+    expected, expected_exits = by_token(inputs, lengths)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(exits, expected_exits, rtol=1e-12, atol=1e-13)
+    weights = torch.randn_like(out), torch.randn_like(exits)
+    found = torch.autograd.grad([out, exits], inputs, weights)
+    wanted = torch.autograd.grad([expected, expected_exits], inputs, weights)
+    for name, one, other in zip(("q", "k", "v", "g", "beta", "entry"), found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        assert other.abs().max() > 0
+
+
+def test_a_run_in_two_pieces_equals_the_run():
+    inputs = rule_inputs([77], torch.float64)
+    tokens, entry = tuple(x.detach() for x in inputs[:-1]), inputs[-1].detach()
+    whole, end = gated_delta_rule(tokens, entry, Runs.of_lengths([77]))
+    for cut in (1, 40, 76):
+        first, state = gated_delta_rule(tuple(x[:cut] for x in tokens), entry, Runs.of_lengths([cut]))
+        second, last = gated_delta_rule(tuple(x[cut:] for x in tokens), state, Runs.of_lengths([77 - cut]))
+        torch.testing.assert_close(torch.cat([first, second]), whole, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(last, end, rtol=1e-12, atol=1e-13)
+
+
+def test_strong_decay_overflows_nowhere_and_states_stay_in_float32():
+    inputs = [x.detach() for x in rule_inputs([200, 3], torch.bfloat16, strong_decay=40.0)]
+    inputs[-1] = inputs[-1].float().requires_grad_()
+    inputs[0].requires_grad_()
+    out, exits = gated_delta_rule(tuple(inputs[:-1]), inputs[-1], Runs.of_lengths([200, 3]))
+    assert (out.dtype, exits.dtype) == (torch.bfloat16, torch.float32)
+    gradients = torch.autograd.grad(out.float().sum() + exits.sum(), [inputs[0], inputs[-1]])
+    assert all(x.isfinite().all() for x in (out, exits, *gradients))
+
+
+def test_another_run_changes_no_bit():
+    inputs = [x.detach() for x in rule_inputs([9, 70, 1], torch.float32)]
+    changed = [x.clone() for x in inputs]
+    for x in changed[:-1]:
+        x[9:79] *= 0.5
+    one, other = (gated_delta_rule(tuple(x[:-1]), x[-1], Runs.of_lengths([9, 70, 1])) for x in (inputs, changed))
+    assert torch.equal(one[0][:9], other[0][:9])
+    assert torch.equal(one[0][79:], other[0][79:])
+    assert not torch.equal(one[0][9:79], other[0][9:79])
+    assert torch.equal(one[1][[0, 2]], other[1][[0, 2]])
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_convolution_along_paths_and_all_gradients(width):
+    """A fork behind two tokens, below it a run of one token with a child of its own, and rows from outside."""
+    torch.manual_seed(width)
+    C, before = 3, width - 1
+    runs = {
+        "trunk": range(0, 2),
+        "short": range(2, 3),
+        "below": range(3, 8),
+        "sibling": range(8, 9),
+        "root": range(9, 12),
+    }
+    outside = list(range(12, 12 + before))  # the rows before the trunk
+    zero = 12 + before
+    fork = [*outside, 0, 1]
+    ancestors = {"trunk": outside, "short": fork, "below": [*fork, 2], "sibling": fork}
+    source, place, paths = [], [], {}
+    for name, tokens in runs.items():
+        above = ([zero] * before + ancestors.get(name, []))[-before:]
+        paths[name] = above
+        place += [len(source) + before + i for i in range(len(tokens))]
+        source += above + list(tokens)
+    layout = PathLayout(torch.tensor(source), torch.tensor(place))
+    rows = torch.randn(12 + before, C, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(C, width, dtype=torch.float64, requires_grad=True)
+    found = short_convolution(rows.detach(), weight.detach(), layout)
+    padded = torch.cat([rows, rows.new_zeros(1, C)])
+    expected = torch.cat(
+        [
+            short_convolution_by_token(rows[list(tokens)], weight, padded[paths[name]])[0]
+            for name, tokens in runs.items()
+        ]
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, [rows, weight], grad)
+    gradients = short_convolution_gradients(grad, rows.detach(), weight.detach(), layout)
+    for one, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+        assert other.abs().min() > 0

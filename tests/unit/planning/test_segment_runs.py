@@ -1,0 +1,95 @@
+"""Runs of segments follow every path: states and rows come from where the path says, in levels that can be computed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_dta.planning.segments.cut import plan_segments
+from megatron_dta.planning.segments.plan import SegmentPlan
+from megatron_dta.planning.segments.runs import SegmentRuns
+from megatron_dta.planning.segments.schedule import allocate_slots, depth_first_schedule
+from megatron_dta.tree.build import build_prefix_tree
+from segment_planner_cases import random_sequences
+
+
+def plan(sequences: list, segment_tokens: int) -> SegmentPlan:
+    return plan_segments(build_prefix_tree([np.asarray(s, dtype=np.int32) for s in sequences]), segment_tokens)
+
+
+def check(segments: SegmentPlan, width: int) -> None:
+    """Run the plan on the token numbers themselves: a state is the path's tokens, a row is its token."""
+    runs, parent = SegmentRuns.of(segments), segments.tree.parent.tolist()
+    slot_start, num_slots = allocate_slots(segments, depth_first_schedule(segments), runs.open_forks)
+    assert num_slots == runs.forks_in_flight.max(initial=0)
+    states: list = [None] * num_slots
+    rows: list = [None] * num_slots
+
+    def path_of(token: int) -> tuple[int, ...]:
+        path = []
+        while token >= 0:
+            path.append(token)
+            token = parent[token]
+        return tuple(reversed(path))
+
+    for segment in range(segments.num_segments):
+        found = runs.states_of(segment, slot_start, width)
+        begin, end = segments.segment_start[segment : segment + 2].tolist()
+        own = [states[slot] for slot in found.entry_slots] + [()]
+        seen = []
+        for level in found.levels:
+            offsets = np.append(0, np.cumsum(level.lengths))
+            tokens = (level.tokens + begin).tolist()
+            exits = []
+            for run, entry in enumerate(level.entry):
+                state = own[entry]
+                for token in tokens[offsets[run] : offsets[run + 1]]:
+                    state = (*state, token)
+                    assert state == path_of(token)
+                exits.append(state)
+            own += [exits[run] for run in level.forks]
+            seen += tokens
+        assert sorted(seen) == list(range(begin, end))
+        table = list(range(begin, end)) + [row for slot in found.entry_slots for row in rows[slot]] + [None]
+        laid = [table[source] for source in found.row_source]
+        for token in range(begin, end):
+            at = found.row_place[token - begin]
+            wanted = [None] * width + list(path_of(token))
+            assert laid[at - width + 1 : at + 1] == wanted[-width:]
+        assert len(found.kept) == len(found.kept_rows) == runs.open_forks[segment]
+        for slot, (state, kept) in enumerate(zip(found.kept, found.kept_rows, strict=True), start=found.slot):
+            states[slot], rows[slot] = own[state], [table[row] for row in kept]
+            assert rows[slot] == ([None] * width + list(own[state]))[len(own[state]) + 1 :]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_states_and_rows_follow_every_path(seed):
+    rng = np.random.default_rng(seed)
+    sequences = random_sequences(rng, int(rng.integers(1, 40)), 3, int(rng.integers(2, 20)))
+    for segment_tokens in (1, 3, 8, 1000):
+        check(plan(sequences, segment_tokens), width=int(rng.integers(1, 6)))
+
+
+def test_forks_at_the_root_one_token_runs_and_hundreds_of_siblings():
+    check(plan([[i] for i in range(300)], 7), 4)
+    check(plan([[0, i] for i in range(300)], 64), 4)
+    check(plan([[0, 1, i, i] for i in range(100)] + [[0, 2]] + [[7]], 5), 3)
+    comb = [[0] * depth + [1, 1] for depth in range(40)] + [[0] * 40]
+    check(plan(comb, 6), 4)
+    check(plan([], 6), 4)
+
+
+def test_the_example_of_the_module():
+    segments = plan([[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8]], 5)
+    runs = SegmentRuns.of(segments)
+    assert segments.segment_start.tolist() == [0, 5, 9]
+    assert runs.start.tolist() == [0, 3, 5, 9]
+    assert runs.level.tolist() == [0, 1, 0]
+    assert runs.is_kept.tolist() == [True, False, False]
+    assert runs.num_levels.tolist() == [2, 1]
+
+
+def test_a_single_sequence_keeps_one_state_a_segment():
+    runs = SegmentRuns.of(plan([list(range(20))], 6))
+    assert runs.open_forks.tolist() == [1, 1, 1, 0]
+    assert runs.num_levels.tolist() == [1, 1, 1, 1]
