@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_dta.config.derived.moe_layers import parse_moe_layer_freq
+from megatron_dta.config.derived.moe_layers import parse_linear_attention_freq, parse_moe_layer_freq
 from megatron_dta.config.options import REQUIRED, option
 
 # Megatron's linear layers that can have a LoRA adapter.
@@ -83,6 +83,23 @@ class ModelConfig:
     add_qkv_bias: bool = option(False, "Add a bias to the query, key and value projection only.")
     disable_bias_linear: bool = option(False, "Omit the bias of the linear layers.")
     untie_embeddings_and_output_weights: bool = option(False, "Use an output matrix separate from the embedding.")
+    attention_output_gate: bool = option(False, "Multiply the output of attention by a learned gate for each channel.")
+    apply_layernorm_1p: bool = option(
+        False, "Store the weights of norms as deviations from 1 (all but the norm inside gated delta net)."
+    )
+    experimental_attention_variant: str | None = option(
+        None, "Attention of the layers that --linear-attention-freq selects.", choices=("gated_delta_net",)
+    )
+    linear_attention_freq: str | None = option(
+        None,
+        "Layers with linear attention: N for attention in every N-th layer and linear attention in the others, or a "
+        "list with one entry per layer, such as ([1]*3+[0])*2 (1 for linear attention).",
+    )
+    linear_conv_kernel_dim: int = option(4, "Tokens that the convolution of linear attention sees.", minimum=2)
+    linear_key_head_dim: int = option(128, "Size of a key head of linear attention.", minimum=1)
+    linear_value_head_dim: int = option(128, "Size of a value head of linear attention.", minimum=1)
+    linear_num_key_heads: int = option(16, "Number of key heads of linear attention.", minimum=1)
+    linear_num_value_heads: int = option(32, "Number of value heads of linear attention.", minimum=1)
     init_method_std: float = option(0.02, "Standard deviation of the initial weights.", minimum=0)
     attention_dropout: float = option(
         0.0, "Dropout on attention; must be 0, because sequences that share a prefix would share its dropout mask."
@@ -237,6 +254,8 @@ class ModelConfig:
         if self.num_experts is not None and self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
         self.moe_layer_freq = str(self.moe_layer_freq)
+        if self.linear_attention_freq is not None:
+            self.linear_attention_freq = str(self.linear_attention_freq)
         if self.lora_rank is not None:
             self.lora_alpha = float(self.lora_rank if self.lora_alpha is None else self.lora_alpha)
             self.lora_target_modules = list(self.lora_target_modules or LORA_TARGETS)
@@ -247,6 +266,13 @@ class ModelConfig:
         if self.num_experts is None:
             return [False] * self.num_layers
         return parse_moe_layer_freq(self.moe_layer_freq, self.num_layers)
+
+    @property
+    def linear_attention_layers(self) -> list[bool]:
+        """For each layer, whether it has linear attention instead of attention."""
+        if self.experimental_attention_variant is None or self.linear_attention_freq is None:
+            return [False] * self.num_layers
+        return parse_linear_attention_freq(self.linear_attention_freq, self.num_layers)
 
     @property
     def padded_vocab_size(self) -> int:

@@ -27,11 +27,20 @@ from megatron_dta.engine.loss_pass import LossPass, Objective
 from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.rank_model import RankModel
 from megatron_dta.engine.stage_transport import StageTransport
-from megatron_dta.model import AttentionShape, KVPool, SegmentAttentionPlans, SegmentContext, accumulation_dtype
+from megatron_dta.model import (
+    AttentionShape,
+    KVPool,
+    SegmentAttentionPlans,
+    SegmentContext,
+    StatePool,
+    StepStates,
+    accumulation_dtype,
+)
 from megatron_dta.model.parallel.stage_channels import stage_channels
 from megatron_dta.planning.pipeline.schedule import PipelineOp
 from megatron_dta.planning.segments.schedule import OpKind
-from megatron_dta.planning.step.passes import stage_program
+from megatron_dta.planning.step.passes import stage_program, state_slots
+from megatron_dta.planning.step.plan import StepPlan
 
 
 @dataclass
@@ -63,6 +72,8 @@ class StageRun:
         self.loss = LossPass(batch, self.plan, objective, accumulation_dtype(model.dtype), model.device)
         self.experts = self._expert_passes(batch)
         self.pools = [self._pool(chunk) for chunk in range(len(model.chunks))]
+        self.layer_rows = [part.attention_rows for part in model.tree_models]
+        self.states = self._step_states(step)
         self.attention_plans = None
         if model.uses_kernels:
             _, _, groups, head_size = self.pools[0].keys_LSGD.shape
@@ -97,7 +108,7 @@ class StageRun:
     def _pool(self, chunk: int) -> KVPool:
         config = self.model.config
         return KVPool(
-            num_layers=self.model.num_layers[chunk],
+            num_layers=len(self.model.tree_models[chunk].attention_rows),
             num_slots=self.program.num_slots[chunk],
             num_kv_heads=config.num_query_groups // config.tensor_model_parallel_size,
             head_size=config.kv_channels,
@@ -105,6 +116,18 @@ class StageRun:
             device=self.model.device,
             with_gradients=self.training,
         )
+
+    def _step_states(self, step: StepPlan) -> list[StepStates]:
+        """The states at forks of each model chunk; none for a model without a recurrence."""
+        layers = [part.recurrent_layers for part in self.model.tree_models]
+        if not any(layers):
+            return []
+        slots = state_slots(step.runs, self.pass_plan, self.model.mesh.pipeline_rank)
+        found = []
+        for of_chunk, (slot_start, num_slots) in zip(layers, slots, strict=True):
+            pool = StatePool(of_chunk, num_slots, self.model.dtype, self.model.device, self.training)
+            found.append(StepStates(step.runs, slot_start, pool))
+        return found
 
     def walk(self) -> None:
         """Run all ops; an overlapped reduction of gradients happens in the last backward of each model chunk."""
@@ -154,6 +177,8 @@ class StageRun:
         with self._timed(op):
             context = self._context(op)
             self.pools[chunk].open(context.slots)
+            if self.states:
+                self.states[chunk].open(segment)
             with torch.set_grad_enabled(keep):
                 graph = self._run_model(op, context, stage_input)
             if self.experts:
@@ -233,7 +258,8 @@ class StageRun:
             position_ids=plan.positions[own],
             routing=self.experts[chunk].routing(segment) if self.experts else None,
             pool=self.pools[chunk],
-            first_layer=self.model.tree_models[chunk].first_layer,
+            layer_rows=self.layer_rows[chunk],
+            path_states=self.states[chunk].of_segment(segment) if self.states else None,
             slots=slice(slot, slot + own.stop - own.start),
             ancestor_slots=plan.token_slot[chunk][path],
             query_index=plan.stream[own],

@@ -18,6 +18,9 @@ from megatron_dta.model.layers.transformer_engine import TreeTELinear, weights_q
 from megatron_dta.model.parallel.mesh import Mesh, current_mesh, destroy_parallel, initialize_parallel
 from megatron_dta.model.parallel.stage_channels import StageChannels, stage_channels
 from megatron_dta.model.parallel.staged_model import Model, StagedModel
+from megatron_dta.model.recurrent.gated_delta_net import GatedDeltaNet
+from megatron_dta.model.recurrent.segment_states import StepStates
+from megatron_dta.model.recurrent.state_pool import StatePool
 from megatron_dta.model.tree_model import TreeGPTModel
 from megatron_dta.model.value_model import TreeValueModel
 
@@ -25,6 +28,7 @@ __all__ = [
     "AttentionContext",
     "AttentionShape",
     "EmptyContext",
+    "GatedDeltaNet",
     "KVPool",
     "LoraAdapter",
     "Mesh",
@@ -34,6 +38,8 @@ __all__ = [
     "SegmentContext",
     "StageChannels",
     "StagedModel",
+    "StatePool",
+    "StepStates",
     "TokenRouting",
     "TreeGPTModel",
     "TreeTELinear",

@@ -24,6 +24,7 @@ from megatron_dta.config.checks.all import (
     check_tensor_parallel,
 )
 from megatron_dta.config.checks.experts import check_experts
+from megatron_dta.config.checks.hybrid import check_hybrid
 from megatron_dta.config.checks.lora import check_lora
 from megatron_dta.config.checks.transformer_engine import (
     DEFAULT_FP8_RECIPE,
@@ -42,6 +43,8 @@ from megatron_dta.model.layers.transformer_engine import use_transformer_engine
 from megatron_dta.model.main_grad import use_main_grad, with_main_grad_layers
 from megatron_dta.model.parallel.mesh import initial_seed
 from megatron_dta.model.parallel.staged_model import Model, StagedModel
+from megatron_dta.model.recurrent.gated_attention import GatedSelfAttention, ZeroCenteredRMSNorm
+from megatron_dta.model.recurrent.gated_delta_net import GatedDeltaNet, gated_delta_net_spec, hybrid_settings
 from megatron_dta.model.rotary import set_attention_factor, set_frequencies
 from megatron_dta.model.tree_model import TreeGPTModel
 from megatron_dta.model.value_model import TreeValueModel
@@ -55,6 +58,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     check_transformer_impl(model)
     check_tensor_parallel(model, parallel)
     check_experts(model, parallel)
+    check_hybrid(model, parallel)
     check_lora(model, parallel)
     check_fp8(model, parallel)
     has_cuda = torch.cuda.is_available()
@@ -91,6 +95,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
         **expert_settings(model),
+        **hybrid_settings(model),
         # Gradients of replicas are summed, not averaged: the loss weights include the step's one denominator.
         calculate_per_token_loss=True,
         use_cpu_initialization=not has_cuda,
@@ -127,10 +132,15 @@ def _pipeline_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str
 
 
 def layer_spec(
-    model: ModelConfig, layer: int = 0, tree_attention: bool = True, router: type | None = TreeRouter
+    model: ModelConfig,
+    layer: int = 0,
+    tree_attention: bool = True,
+    router: type | None = TreeRouter,
+    recurrent: type = GatedDeltaNet,
 ) -> ModuleSpec:
     """Megatron's spec of layer ``layer`` (from 0); with ``tree_attention`` its core attention is ours, otherwise the
-    stock one. ``router`` is the router class of experts, None for the stock one.
+    stock one. ``router`` is the router class of experts, None for the stock one, and ``recurrent`` the class of gated
+    delta net.
     """
     if model.moe_layers[layer]:
         spec = expert_layer_spec(model, router)
@@ -138,6 +148,12 @@ def layer_spec(
         spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
     if tree_attention:
         spec.submodules.self_attention.submodules.core_attention = TreeAttention
+    if model.attention_output_gate:
+        spec.submodules.self_attention.module = GatedSelfAttention
+    if model.apply_layernorm_1p:
+        set_norms(spec, ZeroCenteredRMSNorm, model.qk_layernorm)
+    if model.linear_attention_layers[layer]:
+        spec.submodules.self_attention = gated_delta_net_spec(recurrent)
     return spec
 
 
@@ -152,7 +168,8 @@ def block_spec(
         spec = sequence_parallel_spec(model, layers)
     else:
         # From a layer spec alone, Megatron would use Transformer Engine's final norm if that package is installed.
-        spec = TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=WrappedTorchNorm)
+        final_norm = ZeroCenteredRMSNorm if model.apply_layernorm_1p else WrappedTorchNorm
+        spec = TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=final_norm)
     if model.transformer_impl == "transformer_engine":
         check_fp8_support(model)
         use_transformer_engine(spec, not parallel.no_gradient_accumulation_fusion, rereads_input=fused)
@@ -166,13 +183,19 @@ def block_spec(
 
 def sequence_parallel_spec(model: ModelConfig, layers: range) -> TransformerBlockSubmodules:
     """The spec of ``layers`` and the final norm, with norms that support sequence parallelism."""
+    norm = ZeroCenteredRMSNorm if model.apply_layernorm_1p else SequenceParallelNorm
     specs = [layer_spec(model, layer) for layer in layers]
     for spec in specs:
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
-        if model.qk_layernorm:
-            attention = spec.submodules.self_attention.submodules
-            attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=SequenceParallelNorm)
+        set_norms(spec, norm, model.qk_layernorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
+
+
+def set_norms(spec: ModuleSpec, norm: type, of_heads: bool) -> None:
+    """Put ``norm`` into a layer's spec, and with ``of_heads`` also for queries and keys."""
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+    attention = spec.submodules.self_attention.submodules
+    if of_heads and hasattr(attention, "q_layernorm"):
+        attention.q_layernorm = attention.k_layernorm = norm
 
 
 def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, object]:
@@ -234,16 +257,22 @@ def build_model(
     return StagedModel(model_chunks) if num_stages > 1 else model_chunks[0]
 
 
-def build_stock_model(model: ModelConfig, device: torch.device, router: type | None = None) -> GPTModel:
+def build_stock_model(
+    model: ModelConfig, device: torch.device, router: type | None = None, recurrent: type = GatedDeltaNet
+) -> GPTModel:
     """Megatron's own ``GPTModel`` with its own attention: the reference that tree training must agree with.
 
     Its parameters have the same names as those of ``build_model``, so both can load the same state dictionary.
 
     Args:
         router: replaces Megatron's router, which computes in float32 for every model dtype.
+        recurrent: gated delta net for whole sequences; Megatron's own needs a GPU.
     """
-    specs = [layer_spec(model, layer, tree_attention=False, router=router) for layer in range(model.num_layers)]
-    spec = TransformerBlockSubmodules(specs, WrappedTorchNorm)
+    specs = [
+        layer_spec(model, layer, tree_attention=False, router=router, recurrent=recurrent)
+        for layer in range(model.num_layers)
+    ]
+    spec = TransformerBlockSubmodules(specs, ZeroCenteredRMSNorm if model.apply_layernorm_1p else WrappedTorchNorm)
     stock = GPTModel(transformer_config(model), spec, **model_arguments(model))
     set_frequencies(stock, model)
     return stock.to(device=device, dtype=model.params_dtype)

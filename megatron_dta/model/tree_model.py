@@ -26,6 +26,8 @@ from megatron_dta.model.attention.context import AttentionContext, check_context
 from megatron_dta.model.attention.paged_context import PagedContext
 from megatron_dta.model.main_grad import main_grad_of, output_rows
 from megatron_dta.model.parallel.tensor_sum import tensor_sum
+from megatron_dta.model.recurrent.gated_delta_net import GatedDeltaNet
+from megatron_dta.model.recurrent.path_states import RecurrentShape
 from megatron_dta.model.rotary import rotary_tables
 
 
@@ -52,6 +54,18 @@ class TreeGPTModel(GPTModel):
     def model_chunks(self) -> list[TreeGPTModel]:
         """A list of this one model chunk; ``StagedModel.model_chunks`` lists several."""
         return [self]
+
+    @property
+    def attention_rows(self) -> dict[int, int]:
+        """Index of each layer with attention among them, by its number: its place in a pool of keys and values."""
+        numbers = [layer.layer_number for layer in self.decoder.layers if hasattr(layer.self_attention, "core_attention")]
+        return {number: row for row, number in enumerate(numbers)}
+
+    @property
+    def recurrent_layers(self) -> dict[int, RecurrentShape]:
+        """Shape of what each layer with a recurrence keeps at a fork, by its number."""
+        attentions = {layer.layer_number: layer.self_attention for layer in self.decoder.layers}
+        return {number: each.shape for number, each in attentions.items() if isinstance(each, GatedDeltaNet)}
 
     @property
     def layer_numbers(self) -> list[int]:

@@ -20,6 +20,7 @@ from megatron_dta.objectives.weights import loss_weights
 from megatron_dta.parity.huggingface import build_huggingface
 from megatron_dta.parity.merged_adapters import load_merged, unmerged_name
 from megatron_dta.parity.outcome import Outcome
+from megatron_dta.parity.plain_gated_delta_net import PlainGatedDeltaNet
 from megatron_dta.parity.plain_router import PlainRouter
 from megatron_dta.planning.step.sample import FIELDS, TrainingSample
 
@@ -43,7 +44,7 @@ def run_stock(
     device = next(iter(weights.values())).device
     # No recomputation: the auxiliary losses of a forward that runs again in the backward would come too late.
     kept = replace(model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
-    stock = build_stock_model(kept, device, PlainRouter)
+    stock = build_stock_model(kept, device, PlainRouter, PlainGatedDeltaNet)
     if model.lora_rank is None:
         stock.load_state_dict(weights)
     else:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from megatron_dta.common.errors import InputError, caught, raise_all
 from megatron_dta.config.checks.agents import agent_conditions, check_agents
 from megatron_dta.config.checks.experts import check_experts
+from megatron_dta.config.checks.hybrid import check_hybrid
 from megatron_dta.config.checks.lora import check_lora, check_reference
 from megatron_dta.config.checks.objectives import POLICY_GRADIENT, check_objective, objective_conditions
 from megatron_dta.config.checks.optimizer_states import check_states
@@ -251,6 +252,7 @@ def _check_parallel(config: TrainConfig) -> Iterator[str]:
     if parallel.pipeline_model_parallel_size > 1:
         yield from caught(stage_layers, model, parallel)
     yield from caught(check_experts, model, parallel)
+    yield from caught(check_hybrid, model, parallel)
     yield from caught(check_lora, model, parallel)
     yield from caught(check_reference, model, config.objective, config.checkpoint)
     world_size = os.environ.get("WORLD_SIZE", "1")

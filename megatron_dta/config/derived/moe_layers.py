@@ -1,4 +1,4 @@
-"""Parses ``--moe-layer-freq``, Megatron's notation for the layers that have experts, without calling ``eval``."""
+"""Parses Megatron's notations for the layers that have experts or linear attention, without calling ``eval``."""
 
 from __future__ import annotations
 
@@ -31,6 +31,34 @@ def parse_moe_layer_freq(text: str, num_layers: int) -> list[bool]:
         raise InputError(f"--moe-layer-freq {text}: has {len(value)} entries for --num-layers {num_layers}")
     if not any(value):
         raise InputError(f"--moe-layer-freq {text}: no layer has experts; leave --num-experts out")
+    return [entry == 1 for entry in value]
+
+
+def parse_linear_attention_freq(text: str, num_layers: int) -> list[bool]:
+    """For each layer, whether it has linear attention.
+
+    Args:
+        text: "N" for attention in every N-th layer (the N-th, the 2 N-th, ...) and linear attention in the others, or a
+            list of 1 (linear attention) and 0, as in ``parse_moe_layer_freq``.
+
+    Raises:
+        InputError: the text is neither, or the length of the list is not ``num_layers``.
+    """
+    flag = f"--linear-attention-freq {text}"
+    try:
+        value = _value(ast.parse(text.strip(), mode="eval").body, num_layers)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise InputError(
+            f"{flag}: give a number N for attention in every N-th layer, or a list of 0 and 1 like ([1]*3+[0])*2"
+        ) from None
+    if isinstance(value, int):
+        if value < 1:
+            raise InputError(f"{flag}: must be at least 1")
+        value = [int((layer + 1) % value != 0) for layer in range(num_layers)]
+    if len(value) != num_layers:
+        raise InputError(f"{flag}: has {len(value)} entries for --num-layers {num_layers}")
+    if not any(value):
+        raise InputError(f"{flag}: no layer has linear attention; leave --experimental-attention-variant out")
     return [entry == 1 for entry in value]
 
 

@@ -9,12 +9,13 @@ one model.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_dta.model.attention.token_routing import TokenRouting
+from megatron_dta.model.recurrent.path_states import NoTokens, PathStates
 
 
 @dataclass
@@ -27,11 +28,13 @@ class AttentionContext(PackedSeqParams):
         rotary_tables: cosine and sine of the tokens' angles, float32 [n, rotated channels / 2] each, including rows for
             padding tokens; a model with fused layers sets them once for all layers.
         routing: per-token inputs of the routers in layers with experts; None if the routers need none.
+        path_states: states of the tokens' paths, for layers with a recurrence; None in passes that keep none.
     """
 
     position_ids: Tensor | None = None
     rotary_tables: tuple[Tensor, Tensor] | None = None
     routing: TokenRouting | None = None
+    path_states: PathStates | None = None
 
     def __post_init__(self) -> None:
         # 'sbhd' makes Megatron's layers keep the shape [n, 1, heads, head size]; any other value would flatten it.
@@ -55,6 +58,8 @@ class AttentionContext(PackedSeqParams):
 @dataclass
 class EmptyContext(AttentionContext):
     """A pass over no tokens, which only joins the collective operations of the ranks in every layer."""
+
+    path_states: PathStates | None = field(default_factory=NoTokens)
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         return query + key.sum() + value.sum()

@@ -11,7 +11,8 @@ Legend: N the segment's tokens, A its ancestors' tokens in earlier segments, G k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ class SegmentContext(AttentionContext):
 
     Attributes:
         pool: K/V pool of the model chunk.
-        first_layer: index of the model chunk's first layer in the whole model.
+        layer_rows: index in the pool of each of the model chunk's layers with attention, by its 1-based number.
         slots: the segment's own slots.
         ancestor_slots: int64 [A], slots of the tokens on the root path that lie in earlier segments, in stream order.
         query_index: int64 [N], stream indices of the segment's tokens.
@@ -47,7 +48,7 @@ class SegmentContext(AttentionContext):
     """
 
     pool: KVPool | None = None
-    first_layer: int = 0
+    layer_rows: Mapping[int, int] = field(default_factory=dict)
     slots: slice | None = None
     ancestor_slots: Tensor | None = None
     query_index: Tensor | None = None
@@ -60,7 +61,7 @@ class SegmentContext(AttentionContext):
         if query.shape[0] == 0:
             # An empty segment attends to nothing, but every parameter must still get a gradient of zero.
             return query + key.sum() + value.sum()
-        return _SegmentAttention.apply(query, key, value, self, layer_number - 1 - self.first_layer, scale)
+        return _SegmentAttention.apply(query, key, value, self, self.layer_rows[layer_number], scale)
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of [ancestors, own] in one layer of the model chunk, each [A + N, G, D]."""

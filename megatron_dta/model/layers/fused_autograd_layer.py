@@ -91,7 +91,7 @@ class FusedAutogradLayer:
         (N, _, C), (G, P, D) = x.shape, self.layout
         normed, _, rstd = rms_norm_forward(x, self.norms[0], self.eps[0])
         mixed = product(normed.view(N, C), self.qkv, self.biases[0])
-        rows, layer = self.mixed_qkv(mixed, context), self.index - context.first_layer
+        rows, layer = self.mixed_qkv(mixed, context), context.layer_rows[self.index + 1]
         query = x.new_empty(N, G * P, D)
         rows.write(query, context.own_keys(layer))
         out, lse = context.attend_by_kernels(layer, query, None, rows.values(), self.scale)
@@ -111,7 +111,7 @@ class FusedAutogradLayer:
         (``planning.costs.segment_bytes`` counts them).
         """
         x, stream, gated, out = kept.x, kept.stream, kept.gated, kept.out
-        (N, _, C), layer = x.shape, self.index - context.first_layer
+        (N, _, C), layer = x.shape, context.layer_rows[self.index + 1]
         qkv_bias, proj_bias, fc1_bias, fc2_bias = self.biases
         grad_rows = grad.reshape(N, C)
         active = gated.new_empty(N, gated.shape[1] // 2)

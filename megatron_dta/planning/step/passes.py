@@ -27,6 +27,7 @@ from megatron_dta.planning.pipeline.simulation import Message, Timeline, message
 from megatron_dta.planning.pipeline.timeline import TimelineEvent, timeline_events
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.recompute import kept_on_stages
+from megatron_dta.planning.segments.runs import SegmentRuns
 from megatron_dta.planning.segments.schedule import Op, allocate_slots, depth_first_schedule
 
 
@@ -191,6 +192,15 @@ def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StagePro
         for chunk in range(plan.schedule.num_model_chunks)
     ]
     return StageProgram(ops, [start for start, _ in slots], [number for _, number in slots], plan.messages)
+
+
+def state_slots(runs: SegmentRuns, plan: PassPlan, stage: int) -> list[tuple[np.ndarray, int]]:
+    """For each model chunk of ``stage``, the first slot of every segment's open forks, and the number of slots."""
+    ops = plan.schedule.ops[stage]
+    return [
+        allocate_slots(runs.segments, [Op(op.kind, op.segment) for op in ops if op.chunk == chunk], runs.open_forks)
+        for chunk in range(plan.schedule.num_model_chunks)
+    ]
 
 
 def stage_peak_bytes(segments: SegmentPlan, plan: PassPlan, shape: PipelineShape, stage: int) -> float:

@@ -21,11 +21,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from megatron_dta.planning.segments.ancestors import RootPaths, root_paths
 from megatron_dta.planning.segments.cut import SegmentPlan
+from megatron_dta.planning.segments.runs import SegmentRuns
 from megatron_dta.planning.step.evaluate import StepChoice
 from megatron_dta.planning.step.loss_batches import LossBatch, make_loss_batches
 from megatron_dta.planning.step.passes import PassPlan, PipelineShape, plan_passes
@@ -93,6 +95,11 @@ class StepPlan:
         ):
             content.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
         return content.hexdigest()
+
+    @cached_property
+    def runs(self) -> SegmentRuns:
+        """The runs of the segments, for layers that carry a state along a path."""
+        return SegmentRuns.of(self.segments)
 
     @property
     def num_pairs(self) -> int:

@@ -25,6 +25,7 @@ def segment_context(model: TreeGPTModel, tokens: int, device: torch.device) -> S
     return SegmentContext(
         position_ids=positions,
         pool=pool,
+        layer_rows={layer + 1: layer for layer in range(config.num_layers)},
         slots=slice(0, tokens),
         ancestor_slots=positions[:0],
         query_index=positions,

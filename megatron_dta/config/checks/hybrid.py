@@ -1,0 +1,54 @@
+"""Rejects settings of layers with linear attention that conflict, with a line that names the flag and the fix."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config.model import ModelConfig
+from megatron_dta.config.options import flag_of
+from megatron_dta.config.parallel import ParallelConfig
+
+
+def check_hybrid(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ``InputError`` for settings with which layers with linear attention cannot be built."""
+    if model.apply_layernorm_1p and model.normalization != "RMSNorm":
+        raise InputError(f"--apply-layernorm-1p with --normalization {model.normalization} is not supported")
+    if model.transformer_impl != "local" and (model.apply_layernorm_1p or model.attention_output_gate):
+        flag = "--apply-layernorm-1p" if model.apply_layernorm_1p else "--attention-output-gate"
+        raise InputError(f"{flag} needs --transformer-impl local")
+    if model.experimental_attention_variant is None:
+        _check_no_effect(model)
+        return
+    if model.linear_attention_freq is None:
+        raise InputError("--experimental-attention-variant gated_delta_net needs --linear-attention-freq, such as 4")
+    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
+    if all(model.linear_attention_layers):
+        raise InputError(f"--linear-attention-freq {model.linear_attention_freq}: no layer has attention; use 2 or more")
+    if values % keys:
+        raise InputError(
+            f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}; change one of them"
+        )
+    if model.transformer_impl != "local":
+        raise InputError("--experimental-attention-variant gated_delta_net needs --transformer-impl local")
+    if not (model.swiglu and model.normalization == "RMSNorm" and model.disable_bias_linear):
+        raise InputError(
+            "--experimental-attention-variant gated_delta_net needs --swiglu, --normalization RMSNorm and "
+            "--disable-bias-linear"
+        )
+    if model.lora_rank is not None:
+        raise InputError("--lora-rank does not support --experimental-attention-variant yet; leave one of them out")
+    size = parallel.tensor_model_parallel_size
+    for flag, count in (("--linear-num-key-heads", keys), ("--linear-num-value-heads", values)):
+        if count % size:
+            raise InputError(
+                f"--tensor-model-parallel-size {size} does not divide {flag} {count}; lower it to a divisor of {count}"
+            )
+
+
+def _check_no_effect(model: ModelConfig) -> None:
+    for setting in fields(ModelConfig):
+        if setting.name.startswith("linear_") and getattr(model, setting.name) != setting.default:
+            raise InputError(
+                f"{flag_of(setting)} has no effect without --experimental-attention-variant; leave it out or add that"
+            )

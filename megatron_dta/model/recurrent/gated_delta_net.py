@@ -1,0 +1,191 @@
+"""The gated delta net layer of Qwen3-Next and Qwen3.5, with Megatron's parameters (arXiv:2412.06464).
+
+Megatron-Core's own module passes no states and needs a GPU to be built. Of it, the names and the layout of parameters
+and checkpoints are kept:
+
+    in_proj    queries and keys of the key heads, values and output gates z of the value heads, beta, alpha
+    conv1d     one filter for each channel of queries, keys and values
+    A_log, dt_bias   decay of each value head: g = -exp(A_log) softplus(alpha + dt_bias)
+    out_norm   RMSNorm of each head's output, before the gate silu(z)
+    out_proj
+
+Tensor parallelism divides the heads: every rank has its key heads with their value heads, and its part of each section
+of ``in_proj``.
+
+Legend: N tokens, H key heads, J value heads, K and V sizes of their heads; H and J are those of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet as MegatronGatedDeltaNet
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Parameter
+
+from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
+from dta_kernels.tree_attention.reference import accumulation_dtype
+from megatron_dta.config import ModelConfig
+from megatron_dta.model.attention.context import AttentionContext, check_context
+from megatron_dta.model.recurrent.path_states import PathStates, RecurrentShape
+
+# Initial decay rates exp(A_log) are drawn between these.
+DECAY_RATES = (1.0, 16.0)
+
+
+def hybrid_settings(model: ModelConfig) -> dict[str, Any]:
+    """The settings of Megatron's ``TransformerConfig`` for gated attention and gated delta net."""
+    found: dict[str, Any] = dict(
+        attention_output_gate=model.attention_output_gate, layernorm_zero_centered_gamma=model.apply_layernorm_1p
+    )
+    if model.experimental_attention_variant is not None:
+        names = [setting.name for setting in fields(ModelConfig) if setting.name.startswith("linear_")]
+        found |= {name: getattr(model, name) for name in names}
+        found["experimental_attention_variant"] = model.experimental_attention_variant
+        found["linear_attention_freq"] = [int(is_linear) for is_linear in model.linear_attention_layers]
+    return found
+
+
+def gated_delta_net_spec(module: type) -> ModuleSpec:
+    """The spec of the layer in place of self-attention; ``module`` is ``GatedDeltaNet`` or a class derived from it."""
+    projections = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    return ModuleSpec(module=module, submodules=projections)
+
+
+class GatedDeltaNet(MegatronGatedDeltaNet):
+    """Takes the place of ``SelfAttention`` in a layer; checkpoints are written by Megatron's class.
+
+    Attributes:
+        recurrence: computes the gated delta rule.
+        shape: what is kept at a fork on this rank.
+    """
+
+    recurrence = staticmethod(gated_delta_rule)
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        # Megatron's own __init__ requires flash-linear-attention and a GPU.
+        MegatronModule.__init__(self, config)
+        self.layer_number, self.pg_collection = layer_number, pg_collection
+        self.tp_group, self.tp_size = pg_collection.tp, pg_collection.tp.size()
+        self._set_sizes(config)
+        options = dict(config=config, bias=False, is_expert=False, tp_group=pg_collection.tp)
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            self.in_proj_dim,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **options,
+        )
+        channels = self.shape.channels
+        self.conv1d = torch.nn.Conv1d(channels, channels, self.conv_kernel_dim, groups=channels, bias=False)
+        self.dt_bias = Parameter(torch.ones(self.num_v_heads_local_tp))
+        self.A_log = Parameter(torch.zeros(self.num_v_heads_local_tp))
+        self.out_norm = torch.nn.RMSNorm(self.value_head_dim, eps=config.layernorm_epsilon)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            self.v_dim,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **options,
+        )
+        for divided in (self.conv1d.weight, self.dt_bias, self.A_log):
+            tensor_parallel.set_tensor_model_parallel_attributes(divided, self.tp_size > 1, 0, 1)
+        self._initialize()
+
+    def _set_sizes(self, config: TransformerConfig) -> None:
+        """Sizes under the names that Megatron's ``sharded_state_dict`` reads."""
+        self.conv_bias, self.conv_kernel_dim = False, config.linear_conv_kernel_dim
+        self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.num_k_heads_local_tp = self.num_key_heads // self.tp_size
+        self.num_v_heads_local_tp = self.num_value_heads // self.tp_size
+        self.qk_dim, self.v_dim = self.key_head_dim * self.num_key_heads, self.value_head_dim * self.num_value_heads
+        self.qk_dim_local_tp, self.v_dim_local_tp = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
+        self.in_proj_split_names = ["query", "key", "value", "z", "beta", "alpha"]
+        self.in_proj_split_sections = (
+            *(self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp, self.v_dim_local_tp),
+            *(self.num_v_heads_local_tp, self.num_v_heads_local_tp),
+        )
+        self.in_proj_dim = self.tp_size * sum(self.in_proj_split_sections)
+        self.conv_dim = 2 * self.qk_dim + self.v_dim
+        self.conv_dim_local_tp = self.conv_dim // self.tp_size
+        state = (self.num_v_heads_local_tp, self.key_head_dim, self.value_head_dim)
+        self.shape = RecurrentShape(state, self.conv_dim_local_tp, self.conv_kernel_dim)
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        """Draw the parameters of all ranks and keep those of this one."""
+        rank = self.tp_group.rank()
+        bound = self.conv_kernel_dim**-0.5
+        filters = torch.empty(self.conv_dim, 1, self.conv_kernel_dim).uniform_(-bound, bound)
+        sections = filters.split([self.qk_dim, self.qk_dim, self.v_dim])
+        self.conv1d.weight.copy_(torch.cat([section.chunk(self.tp_size)[rank] for section in sections]))
+        rates = torch.empty(self.num_value_heads).uniform_(*DECAY_RATES)
+        self.A_log.copy_(rates.log().chunk(self.tp_size)[rank])
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: object = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Output [n, 1, hidden size] for ``hidden_states`` [n, 1, hidden size], and None for a bias."""
+        mixed = self.in_proj(hidden_states)[0].squeeze(1)
+        padded = mixed.shape[0]
+        out = self.mix(mixed, self.paths_of(packed_seq_params), self._num_tokens(padded, packed_seq_params))
+        # Padding tokens of sequence parallelism are in no path.
+        out = F.pad(out, (0, 0, 0, padded - out.shape[0])) if padded > out.shape[0] else out
+        return self.out_proj(out.unsqueeze(1))[0], None
+
+    def paths_of(self, context: object) -> PathStates:
+        """The states of the pass's paths; raises ValueError for a pass that has none."""
+        states = check_context(context).path_states
+        if states is None:
+            raise ValueError(f"{type(context).__name__} keeps no states for layers with a recurrence")
+        return states
+
+    def _num_tokens(self, padded: int, context: object) -> int:
+        return context.position_ids.shape[0] if isinstance(context, AttentionContext) else padded
+
+    def mix(self, mixed: Tensor, paths: PathStates, num_tokens: int) -> Tensor:
+        """Gated output [N, J V] of the tokens' rows of ``in_proj``, of which the first N are tokens."""
+        qkv, z, beta, alpha = mixed[:num_tokens].split(
+            [self.conv_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp, self.num_v_heads_local_tp], dim=-1
+        )
+        qkv = paths.convolve(self.layer_number, qkv, self.conv1d.weight.squeeze(1))
+        q, k, v = qkv.split([self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp], dim=-1)
+        keys = (-1, self.num_k_heads_local_tp, self.key_head_dim)
+        values = (-1, self.num_v_heads_local_tp, self.value_head_dim)
+        dtype = accumulation_dtype(mixed.dtype)
+        g = -self.A_log.to(dtype).exp() * F.softplus(alpha.to(dtype) + self.dt_bias.to(dtype))
+        inputs = (q.reshape(keys), k.reshape(keys), v.reshape(values), g, beta.sigmoid())
+        out = paths.recur(self.layer_number, self.recurrence, inputs, self.shape.state)
+        return self._gated(out, z.reshape(values)).flatten(1)
+
+    def _gated(self, out: Tensor, z: Tensor) -> Tensor:
+        """RMSNorm of each head [N, J, V], times ``silu(z)``."""
+        dtype = accumulation_dtype(out.dtype)
+        # Every rank normalizes its own heads with the same weight, so its gradient is summed over the ranks.
+        weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.tp_group)
+        x = out.to(dtype)
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.out_norm.eps)
+        return (normed * weight.to(dtype) * F.silu(z.to(dtype))).to(out.dtype)

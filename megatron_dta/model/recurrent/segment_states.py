@@ -1,0 +1,210 @@
+"""Convolution and recurrence of one tree segment, with states that enter from ancestors and leave for later segments.
+
+As in ``attention.segment_context``, two autograd functions are the only connection between segments. Forward: entry
+states and rows are read from the pool, and those at the segment's open forks are written to it. Backward: the gradients
+that later segments left at the open forks enter there; those of the entries are added to the ancestors' forks. The
+backward of a segment is then an ordinary ``backward`` of its own graph, and a second forward writes the same values.
+
+Between forward and backward only the inputs are kept and, for each run with children, its exit state. The backward
+runs each level's recurrence again, from the deepest level up.
+
+Legend: N tokens, E states from earlier segments, S rows (tokens, then W - 1 rows for each of the E states).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dta_kernels.recurrence.contract import Recurrence, Runs
+from dta_kernels.recurrence.short_convolution import (
+    PathLayout,
+    short_convolution,
+    short_convolution_gradients,
+    sum_rows_by_source,
+)
+from megatron_dta.model.recurrent.path_states import NoTokens
+from megatron_dta.model.recurrent.state_pool import StatePool
+from megatron_dta.planning.segments.runs import RunLevel, SegmentRuns, SegmentStates
+
+Upload = Callable[[np.ndarray], Tensor]
+
+
+class _Level(NamedTuple):
+    """``RunLevel`` on the device; ``tokens`` is None if they are all tokens of the segment in order."""
+
+    tokens: Tensor | None
+    runs: Runs
+    entry: Tensor
+    forks: Tensor
+    states: slice
+
+
+class SegmentTables:
+    """``SegmentStates`` on the device."""
+
+    def __init__(self, plan: SegmentStates, upload: Upload) -> None:
+        self.num_entries = len(plan.entry_slots)
+        self.entry_slots, self.kept = upload(plan.entry_slots), upload(plan.kept)
+        self.slots = slice(plan.slot, plan.slot + len(plan.kept))
+        self.layout = PathLayout(upload(plan.row_source), upload(plan.row_place))
+        self.kept_rows = upload(plan.kept_rows.ravel())
+        self.levels: list[_Level] = []
+        self.num_states = self.num_entries + 1
+        for level in plan.levels:
+            self.levels.append(self._level(level, len(plan.row_place), upload))
+
+    def _level(self, level: RunLevel, num_tokens: int, upload: Upload) -> _Level:
+        first, self.num_states = self.num_states, self.num_states + len(level.forks)
+        offsets = np.append(0, np.cumsum(level.lengths))
+        in_order = len(level.tokens) == num_tokens and np.array_equal(level.tokens, np.arange(num_tokens))
+        return _Level(
+            None if in_order else upload(level.tokens),
+            Runs(tuple(offsets.tolist()), upload(offsets)),
+            upload(level.entry),
+            upload(level.forks),
+            slice(first, self.num_states),
+        )
+
+
+class StepStates:
+    """The tables of a step's segments for one model chunk; each is made and uploaded when it is first requested."""
+
+    def __init__(self, runs: SegmentRuns, slot_start: np.ndarray, pool: StatePool) -> None:
+        self.pool = pool
+        self._runs, self._slot_start, self._device = runs, slot_start, pool.states.device
+        self._made: dict[int, SegmentTables] = {}
+
+    def open(self, segment: int) -> None:
+        """Prepare the slots of a segment's open forks at its first forward."""
+        first = int(self._slot_start[segment])
+        self.pool.open(slice(first, first + int(self._runs.open_forks[segment])))
+
+    def of_segment(self, segment: int) -> SegmentPathStates | NoTokens:
+        """The states of a segment's paths."""
+        if not self._runs.segments.lengths[segment]:
+            return NoTokens()
+        if segment not in self._made:
+            plan = self._runs.states_of(segment, self._slot_start, self.pool.shape.width)
+            self._made[segment] = SegmentTables(plan, self._upload)
+        return SegmentPathStates(self.pool, self._made[segment])
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
+        on_gpu = self._device.type == "cuda"
+        return tensor.pin_memory().to(self._device, non_blocking=True) if on_gpu else tensor
+
+
+class SegmentPathStates:
+    """``PathStates`` of one segment."""
+
+    def __init__(self, pool: StatePool, tables: SegmentTables) -> None:
+        self.pool, self.tables = pool, tables
+
+    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
+        return _Convolution.apply(rows_NC, weight_CW, self, self.pool.row_of_layer[layer_number])
+
+    def recur(
+        self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
+    ) -> Tensor:
+        return _Recurrence.apply(self, self.pool.row_of_layer[layer_number], recurrence, *inputs)
+
+    def rows_with_entries(self, layer: int, rows_NC: Tensor) -> Tensor:
+        """The segment's rows and those before its entries, [S, C]."""
+        if not self.tables.num_entries:
+            return rows_NC
+        return torch.cat([rows_NC, self.pool.rows[layer].index_select(0, self.tables.entry_slots).flatten(0, 1)])
+
+    def entry_states(self, layer: int) -> Tensor:
+        """States from earlier segments, then zeros: [E + 1, *state]."""
+        pool, slots = self.pool, self.tables.entry_slots
+        zero = torch.zeros(1, *pool.shape.state, dtype=pool.dtype, device=pool.states.device)
+        return torch.cat([pool.states[layer].index_select(0, slots), zero])
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_NC: Tensor, weight_CW: Tensor, segment: SegmentPathStates, layer: int) -> Tensor:
+        tables, pool = segment.tables, segment.pool
+        rows = segment.rows_with_entries(layer, rows_NC)
+        if len(tables.kept):
+            with_zero = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+            kept = with_zero.index_select(0, tables.kept_rows)
+            pool.rows[layer, tables.slots] = kept.view(len(tables.kept), *pool.rows.shape[2:])
+        ctx.save_for_backward(rows_NC, weight_CW)
+        ctx.segment, ctx.layer = segment, layer
+        return short_convolution(rows, weight_CW, tables.layout)
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        rows_NC, weight_CW = ctx.saved_tensors
+        segment, layer, tables, pool = ctx.segment, ctx.layer, ctx.segment.tables, ctx.segment.pool
+        # The entries' forks are alive until the backward of their own segments.
+        rows = segment.rows_with_entries(layer, rows_NC)
+        grad_rows, grad_weight = short_convolution_gradients(grad_out, rows, weight_CW, tables.layout)
+        if len(tables.kept):
+            from_later = pool.grad_rows[layer, tables.slots].flatten(0, 1)
+            grad_rows = grad_rows + sum_rows_by_source(from_later, tables.kept_rows, rows.shape[0] + 1)[:-1]
+        own = rows_NC.shape[0]
+        if tables.num_entries:
+            before = grad_rows[own:].view(tables.num_entries, *pool.grad_rows.shape[2:])
+            # Slots are distinct, so the scatter is deterministic on a GPU too.
+            pool.grad_rows[layer].index_add_(0, tables.entry_slots, before)
+        return grad_rows[:own].to(rows_NC.dtype), grad_weight, None, None
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, segment: SegmentPathStates, layer: int, recurrence: Recurrence, *inputs: Tensor) -> Tensor:
+        tables = segment.tables
+        states, output = segment.entry_states(layer), None
+        for level in tables.levels:
+            own = _own(inputs, level)
+            out, exits = recurrence(own, states.index_select(0, level.entry), level.runs)
+            if level.tokens is None:
+                output = out
+            else:
+                output = out.new_empty(inputs[0].shape[0], *out.shape[1:]) if output is None else output
+                output[level.tokens] = out
+            if len(level.forks):
+                states = torch.cat([states, exits.index_select(0, level.forks)])
+        if len(tables.kept):
+            segment.pool.states[layer, tables.slots] = states.index_select(0, tables.kept)
+        ctx.save_for_backward(*inputs, states[tables.num_entries + 1 :])
+        ctx.segment, ctx.layer, ctx.recurrence = segment, layer, recurrence
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        *inputs, forks = ctx.saved_tensors
+        segment, layer, tables, pool = ctx.segment, ctx.layer, ctx.segment.tables, ctx.segment.pool
+        states = torch.cat([segment.entry_states(layer), forks])
+        grad_states = torch.zeros_like(states)
+        if len(tables.kept):
+            grad_states[tables.kept] = pool.grad_states[layer, tables.slots]
+        grads = [torch.empty_like(each) for each in inputs]
+        for level in reversed(tables.levels):
+            own = [each.detach().requires_grad_() for each in _own(inputs, level)]
+            entry = states.index_select(0, level.entry).requires_grad_()
+            with torch.enable_grad():
+                out, exits = ctx.recurrence(tuple(own), entry, level.runs)
+            grad_exits = torch.zeros_like(exits)
+            if len(level.forks):
+                grad_exits[level.forks] = grad_states[level.states]
+            grad_level = grad_out if level.tokens is None else grad_out.index_select(0, level.tokens)
+            *found, grad_entry = torch.autograd.grad([out, exits], [*own, entry], [grad_level, grad_exits])
+            for each, value in zip(grads, found, strict=True):
+                each[slice(None) if level.tokens is None else level.tokens] = value
+            grad_states += sum_rows_by_source(grad_entry, level.entry, states.shape[0])
+        if tables.num_entries:
+            # Slots are distinct, so the scatter is deterministic on a GPU too.
+            pool.grad_states[layer].index_add_(0, tables.entry_slots, grad_states[: tables.num_entries])
+        return None, None, None, *grads
+
+
+def _own(inputs: Sequence[Tensor], level: _Level) -> tuple[Tensor, ...]:
+    return tuple(inputs) if level.tokens is None else tuple(each.index_select(0, level.tokens) for each in inputs)

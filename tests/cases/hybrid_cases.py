@@ -1,0 +1,26 @@
+"""Small hybrid models that tests share: gated delta net beside gated attention, as in Qwen3-Next and Qwen3.5."""
+
+from __future__ import annotations
+
+HYBRID = dict(
+    num_layers=3,
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq="[1,0,1]",
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    attention_output_gate=True,
+    apply_layernorm_1p=True,
+    qk_layernorm=True,
+    rotary_percent=0.5,
+    norm_epsilon=1e-6,
+)
+EXPERTS = dict(
+    num_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=16,
+    moe_shared_expert_intermediate_size=12,
+    moe_shared_expert_gate=True,
+)
