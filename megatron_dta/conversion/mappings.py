@@ -8,8 +8,9 @@ of its local layer specification.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from typing import Any
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig
@@ -18,7 +19,10 @@ from megatron_dta.conversion.parameters import (
     Parameter,
     Sharding,
     StoredAt,
+    concatenated_blocks,
+    gated_head_group_blocks,
     head_group_blocks,
+    interleaved_blocks,
     plain_blocks,
     stacked_blocks,
 )
@@ -40,12 +44,20 @@ class ModelShape:
     num_experts: int | None = None
     moe_ffn_hidden_size: int | None = None
     moe_layers: tuple[bool, ...] = ()
+    moe_shared_expert_intermediate_size: int | None = None
+    linear_attention_layers: tuple[bool, ...] = ()
+    linear_conv_kernel_dim: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelShape:
         """The shape of the model with these settings."""
         values = {item.name: getattr(model, item.name) for item in fields(cls) if hasattr(model, item.name)}
-        return cls(**{**values, "moe_layers": tuple(values.get("moe_layers", ()))})
+        lists = ("moe_layers", "linear_attention_layers")
+        return cls(**{**values, **{name: tuple(values.get(name, ())) for name in lists}})
 
     def padded_vocab_size(self, tensor_size: int) -> int:
         """Rows of the padded embedding with ``tensor_size`` tensor-parallel ranks."""
@@ -56,19 +68,41 @@ class ModelShape:
         """Whether a layer's feed-forward part is a mixture of experts."""
         return bool(self.num_experts) and self.moe_layers[layer]
 
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer has gated delta net instead of attention."""
+        return any(self.linear_attention_layers) and self.linear_attention_layers[layer]
+
+    @property
+    def recurrent_sections(self) -> dict[str, int]:
+        """Rows of the sections of gated delta net's input projection, in Megatron's order."""
+        keys, values = self.linear_num_key_heads * self.linear_key_head_dim, self.linear_num_value_heads
+        width = values * self.linear_value_head_dim
+        return {"query": keys, "key": keys, "value": width, "z": width, "beta": values, "alpha": values}
+
     def size_of(self, dimension: str) -> int:
         """The size of a dimension that the tables name."""
         heads, groups, head = self.num_attention_heads, self.num_query_groups, self.kv_channels
+        sections = self.recurrent_sections
         sizes = {
             "hidden": self.hidden_size,
             "head": head,
             "query": heads * head,
             "query_key_value": (heads + 2 * groups) * head,
+            "gated_query_key_value": 2 * (heads + groups) * head,
+            "recurrent": sum(sections.values()),
+            "filters": sections["query"] + sections["key"] + sections["value"],
+            "filter_width": self.linear_conv_kernel_dim,
+            "recurrent_values": sections["value"],
+            "recurrent_head": self.linear_value_head_dim,
+            "recurrent_heads": self.linear_num_value_heads,
             "feed_forward": self.ffn_hidden_size,
             "gate_up": 2 * self.ffn_hidden_size,
             "expert": self.moe_ffn_hidden_size or self.ffn_hidden_size,
             "expert_gate_up": 2 * (self.moe_ffn_hidden_size or self.ffn_hidden_size),
             "experts": self.num_experts or 0,
+            "shared_experts": self.moe_shared_expert_intermediate_size or 0,
+            "shared_gate_up": 2 * (self.moe_shared_expert_intermediate_size or 0),
+            "one": 1,
             "vocabulary": self.vocab_size,
         }
         return sizes[dimension]
@@ -79,6 +113,8 @@ class Place(Enum):
 
     EMBEDDING = "before the layers"
     LAYER = "every layer"
+    ATTENTION = "layers with attention"
+    RECURRENT = "layers with gated delta net"
     DENSE = "layers without experts"
     MIXTURE = "layers with experts"
     EXPERT = "every expert of a layer"
@@ -92,6 +128,9 @@ class Rule:
 
     Attributes:
         key: the parameter's name in checkpoints, if it differs.
+        arrangement: function that returns the blocks for the tensors' names; None for one tensor, the rows of query,
+            key and value, or a stack.
+        sections: names of the ``recurrent_sections`` that ranks divide.
     """
 
     place: Place
@@ -100,10 +139,14 @@ class Rule:
     shape: tuple[str, ...]
     sharding: Sharding = Sharding.WHOLE
     key: str | None = None
+    arrangement: Callable[[ModelShape, tuple[str, ...]], tuple[Block, ...]] | None = None
+    sections: tuple[str, ...] = ()
 
     def blocks(self, shape: ModelShape, rename: Callable[[str], str]) -> tuple[Block, ...]:
         """The blocks of the parameter; ``rename`` completes the tensors' names."""
         names, rows = tuple(rename(name) for name in self.huggingface), shape.size_of(self.shape[0])
+        if self.arrangement is not None:
+            return self.arrangement(shape, names)
         if len(names) == 1:
             return plain_blocks(names[0], rows)
         if len(names) == 3:
@@ -114,7 +157,7 @@ class Rule:
 
 def _query_key_value(kind: str, dimensions: tuple[str, ...]) -> Rule:
     tensors = tuple(f"self_attn.{part}_proj.{kind}" for part in "qkv")
-    return Rule(Place.LAYER, f"self_attention.linear_qkv.{kind}", tensors, dimensions, Sharding.ROWS)
+    return Rule(Place.ATTENTION, f"self_attention.linear_qkv.{kind}", tensors, dimensions, Sharding.ROWS)
 
 
 def _feed_forward(place: Place, megatron: str, gate: str, up: str, down: str, width: str, gate_up: str) -> list[Rule]:
@@ -149,7 +192,7 @@ ATTENTION = [
     ),
     _query_key_value("weight", ("query_key_value", "hidden")),
     Rule(
-        Place.LAYER,
+        Place.ATTENTION,
         "self_attention.linear_proj.weight",
         ("self_attn.o_proj.weight",),
         ("hidden", "query"),
@@ -165,9 +208,66 @@ ATTENTION = [
 ]
 QUERY_KEY_VALUE_BIAS = [_query_key_value("bias", ("query_key_value",))]
 QUERY_KEY_NORM = [
-    Rule(Place.LAYER, "self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head",)),
-    Rule(Place.LAYER, "self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head",)),
+    Rule(Place.ATTENTION, "self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head",)),
+    Rule(Place.ATTENTION, "self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head",)),
 ]
+
+
+def _gated_query_key_value(shape: ModelShape, names: tuple[str, ...]) -> tuple[Block, ...]:
+    per_group = shape.num_attention_heads // shape.num_query_groups
+    return gated_head_group_blocks(names, shape.num_query_groups, per_group, shape.kv_channels)
+
+
+def _by_head(shape: ModelShape, names: tuple[str, ...]) -> tuple[Block, ...]:
+    """Qwen3-Next's input projection of gated delta net: the parts of a key head lie together."""
+    rows = tuple(shape.recurrent_sections.values())
+    return interleaved_blocks(names, (rows[:4], rows[4:]), shape.linear_num_key_heads)
+
+
+def _by_section(shape: ModelShape, names: tuple[str, ...]) -> tuple[Block, ...]:
+    """Qwen3.5's: query, key and value of all heads in one tensor, then one tensor each."""
+    query, key, value, *rest = shape.recurrent_sections.values()
+    return concatenated_blocks(names, (query + key + value, *rest))
+
+
+def hybrid_layers(fused: bool) -> list[Rule]:
+    """Norms, gated attention and gated delta net; ``fused`` is for Qwen3-Next, whose projections are two tensors."""
+    norms = [rule for rule in ATTENTION if rule.place is Place.LAYER]
+    attention = [rule for rule in ATTENTION if rule.megatron == "self_attention.linear_proj.weight"]
+    gated = _query_key_value("weight", ("gated_query_key_value", "hidden"))
+    parts = ("in_proj_qkvz", "in_proj_ba") if fused else ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    sections, filters = ("query", "key", "value", "z", "beta", "alpha"), ("query", "key", "value")
+
+    def recurrent(megatron: str, huggingface: tuple[str, ...], shape: tuple[str, ...], *options: Any) -> Rule:
+        names = tuple(f"linear_attn.{name}" for name in huggingface)
+        return Rule(Place.RECURRENT, f"self_attention.{megatron}", names, shape, *options)
+
+    return [
+        *norms,
+        replace(gated, arrangement=_gated_query_key_value),
+        *attention,
+        *QUERY_KEY_NORM,
+        replace(
+            recurrent(
+                "in_proj.weight",
+                tuple(f"{part}.weight" for part in parts),
+                ("recurrent", "hidden"),
+                Sharding.SECTION_ROWS,
+            ),
+            arrangement=_by_head if fused else _by_section,
+            sections=sections,
+        ),
+        replace(
+            recurrent("conv1d.weight", ("conv1d.weight",), ("filters", "filter_width"), Sharding.SECTION_ROWS),
+            sections=filters,
+        ),
+        recurrent("dt_bias", ("dt_bias",), ("recurrent_heads",), Sharding.ROWS),
+        recurrent("A_log", ("A_log",), ("recurrent_heads",), Sharding.ROWS),
+        recurrent("out_norm.weight", ("norm.weight",), ("recurrent_head",)),
+        recurrent("out_proj.weight", ("out_proj.weight",), ("hidden", "recurrent_values"), Sharding.COLUMNS),
+    ]
+
+
 DENSE = _feed_forward(Place.DENSE, "mlp.", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "feed_forward", "gate_up")
 
 
@@ -181,6 +281,17 @@ def _mixture(module: str, gate: str, up: str, down: str) -> list[Rule]:
     ]
 
 
+SHARED_MIXTURE = [
+    *_mixture("mlp", "gate_proj", "up_proj", "down_proj"),
+    *_feed_forward(
+        Place.MIXTURE,
+        "mlp.shared_experts.",
+        *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+        "shared_experts",
+        "shared_gate_up",
+    ),
+    Rule(Place.MIXTURE, "mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), ("one", "hidden")),
+]
 ARCHITECTURES: dict[str, list[Rule]] = {
     "LlamaForCausalLM": [*OUTSIDE_LAYERS, *ATTENTION, *DENSE],
     "MistralForCausalLM": [*OUTSIDE_LAYERS, *ATTENTION, *DENSE],
@@ -194,6 +305,9 @@ ARCHITECTURES: dict[str, list[Rule]] = {
         *DENSE,
         *_mixture("mlp", "gate_proj", "up_proj", "down_proj"),
     ],
+    "Qwen3NextForCausalLM": [*OUTSIDE_LAYERS, *hybrid_layers(fused=True), *DENSE, *SHARED_MIXTURE],
+    "Qwen3_5ForCausalLM": [*OUTSIDE_LAYERS, *hybrid_layers(fused=False), *DENSE],
+    "Qwen3_5MoeForCausalLM": [*OUTSIDE_LAYERS, *hybrid_layers(fused=False), *SHARED_MIXTURE],
 }
 # Buffers that old versions of transformers saved and newer ones compute. They are not converted.
 COMPUTED_TENSORS = ("rotary_emb.inv_freq",)
@@ -218,7 +332,8 @@ def parameters_of(architecture: str, shape: ModelShape) -> list[Parameter]:
     parameters = [_parameter(rule, shape) for rule in rules if rule.place is Place.EMBEDDING]
     for layer in range(shape.num_layers):
         mixture = shape.has_experts(layer)
-        places = {Place.LAYER, Place.MIXTURE if mixture else Place.DENSE}
+        attention = Place.RECURRENT if shape.is_recurrent(layer) else Place.ATTENTION
+        places = {Place.LAYER, attention, Place.MIXTURE if mixture else Place.DENSE}
         parameters += [_parameter(rule, shape, layer) for rule in rules if rule.place in places]
         for expert in range(shape.num_experts or 0) if mixture else ():
             parameters += [_parameter(rule, shape, layer, expert) for rule in rules if rule.place is Place.EXPERT]
@@ -235,7 +350,7 @@ def _parameter(rule: Rule, shape: ModelShape, layer: int | None = None, expert: 
     if layer is not None:
         # Megatron stacks the parameters of all layers in one tensor unless layers differ, as with experts.
         joined = _stored_at(f"decoder.layers.{name}", [(layer, shape.num_layers), *experts])
-        places.insert(1 if shape.num_experts else 0, joined)
+        places.insert(1 if shape.num_experts or any(shape.linear_attention_layers) else 0, joined)
 
     def numbered(name: str) -> str:
         return name.replace("{expert}", str(expert))
@@ -248,6 +363,8 @@ def _parameter(rule: Rule, shape: ModelShape, layer: int | None = None, expert: 
         layer=layer,
         expert=expert,
         places=tuple(places),
+        sections=tuple(shape.recurrent_sections[section] for section in rule.sections),
+        is_filter=rule.shape == ("filters", "filter_width"),
     )
 
 

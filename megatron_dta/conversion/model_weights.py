@@ -149,7 +149,13 @@ class HfWeights:
         }
         for parameter in self._exported:
             held = own.get(parameter.name)
-            shards = {shard.name: shard for shard in _shards_of(held)} if held is not None else {}
+            own_shards = list(_shards_of(held)) if held is not None else []
+            shards = {shard.name: shard for shard in own_shards}
+            if len(shards) < len(own_shards):
+                raise InputError(
+                    f"{parameter.name}: a tensor-parallel rank holds several parts of one Hugging Face tensor, which "
+                    "this weight update cannot send; use --tensor-model-parallel-size 1"
+                )
             for name, shape in parameter.tensors.items():
                 yield name, shape, dtypes[parameter.name], shards.get(name)
 
@@ -208,6 +214,7 @@ class HfWeights:
             raise InputError(f"the model's parameter {name} has no place in the Hugging Face architecture")
         rank, size = _place_among_ranks(parameter)
         part = self._part(parameter, rank, size)
+        values = values.squeeze(1) if parameter.is_filter else values
         if part.shape != tuple(values.shape):
             raise InputError(
                 f"the model's parameter {name} has the shape {list(values.shape)}, not {list(part.shape)} as in the "
@@ -222,15 +229,28 @@ class HfWeights:
 def _shards_of(held: HeldPart) -> Iterator[HfShard]:
     shapes = held.parameter.tensors
     column = () if held.part.columns is None else (held.part.columns[0],)
+    column = (0, *column) if held.parameter.is_filter else column
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     exported = held.exported()
     for copy in held.parameter.copies(held.part):
         rows = exported[copy.part_row : copy.part_row + copy.rows]
         pieces.setdefault(copy.tensor, []).append((copy.tensor_row, rows))
     for name, found in pieces.items():
-        # A rank's head groups are consecutive, so its rows of a tensor are consecutive, too.
-        values = found[0][1] if len(found) == 1 else torch.cat([rows for _, rows in found])
-        yield HfShard(name, shapes[name], (found[0][0], *column), values)
+        # A rank's heads are consecutive, so its rows of a tensor are, too, except those of a tensor with sections.
+        for row, values in _joined(found):
+            values = values.unsqueeze(1) if held.parameter.is_filter else values
+            yield HfShard(name, shapes[name], (row, *column), values)
+
+
+def _joined(pieces: list[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    """Rows of a tensor, each with its first row, where consecutive pieces are concatenated."""
+    pieces = sorted(pieces, key=lambda piece: piece[0])
+    first = 0
+    for last, (row, values) in enumerate(pieces, start=1):
+        if last == len(pieces) or pieces[last][0] != row + len(values):
+            run = [rows for _, rows in pieces[first:last]]
+            yield pieces[first][0], run[0] if len(run) == 1 else torch.cat(run)
+            first = last
 
 
 def _global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor, Adapter | None]]:
@@ -290,4 +310,4 @@ def _place(parameter: Parameter, part: Part, values: Tensor, tensors: dict[str, 
         if part.columns is None:
             target.copy_(rows)
         else:
-            target[:, columns] = rows
+            target.flatten(1)[:, columns] = rows

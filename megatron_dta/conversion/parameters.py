@@ -28,6 +28,7 @@ class Sharding(Enum):
     WHOLE = "the same on every rank"
     ROWS = "rows"
     GATED_ROWS = "rows of each half"
+    SECTION_ROWS = "rows of each section"
     COLUMNS = "columns"
     VOCABULARY = "rows, padded to a multiple of the ranks"
 
@@ -93,6 +94,8 @@ class Parameter:
         shape: shape without padding of the vocabulary.
         layer, expert: numbers of the layer and the expert; None if the parameter belongs to none.
         places: possible places in a distributed checkpoint; this project's models use the first one.
+        sections: numbers of rows whose sum is that of all rows; ranks divide each of them (``SECTION_ROWS``).
+        is_filter: whether Hugging Face's tensor, like the module's, has an axis of size 1 between rows and columns.
     """
 
     name: str
@@ -102,6 +105,8 @@ class Parameter:
     layer: int | None
     expert: int | None
     places: tuple[StoredAt, ...]
+    sections: tuple[int, ...] = ()
+    is_filter: bool = False
 
     @property
     def stored_at(self) -> StoredAt:
@@ -114,7 +119,8 @@ class Parameter:
         rows: dict[str, int] = {}
         for block in self.blocks:
             rows[block.tensor] = rows.get(block.tensor, 0) + block.rows
-        return {name: (count, *self.shape[1:]) for name, count in rows.items()}
+        inner = (1,) if self.is_filter else ()
+        return {name: (count, *inner, *self.shape[1:]) for name, count in rows.items()}
 
     def whole(self) -> Part:
         """The part that covers the whole parameter, without padding."""
@@ -128,10 +134,11 @@ class Parameter:
             return Part(((0, rows),), (rank * width, (rank + 1) * width))
         if self.sharding is Sharding.WHOLE:
             return self.whole()
-        if self.sharding is Sharding.GATED_ROWS:
-            own = rows // 2 // size
-            starts = (rank * own, rows // 2 + rank * own)
-            return Part(tuple((start, start + own) for start in starts), columns)
+        if self.sharding in (Sharding.GATED_ROWS, Sharding.SECTION_ROWS):
+            sections = self.sections or (rows // 2, rows // 2)
+            starts = [sum(sections[:index]) + rank * (section // size) for index, section in enumerate(sections)]
+            ends = [start + section // size for start, section in zip(starts, sections, strict=True)]
+            return Part(tuple(zip(starts, ends, strict=True)), columns)
         own = (padded_vocab_size if self.sharding is Sharding.VOCABULARY else rows) // size
         return Part(((rank * own, (rank + 1) * own),), columns)
 
@@ -159,10 +166,11 @@ class Parameter:
     def split(self, whole: Tensor) -> dict[str, Tensor]:
         """The Hugging Face tensors of the whole parameter (or of its gradient)."""
         pieces: dict[str, list[tuple[int, Tensor]]] = {}
+        whole = whole.reshape(self.shape)
         for copy in self.copies(self.whole()):
             rows = whole[copy.part_row : copy.part_row + copy.rows]
             pieces.setdefault(copy.tensor, []).append((copy.tensor_row, rows))
-        return {name: _stacked(rows) for name, rows in pieces.items()}
+        return {name: _stacked(rows).reshape(self.tensors[name]) for name, rows in pieces.items()}
 
     def _all_columns(self) -> tuple[int, int] | None:
         return (0, self.shape[1]) if len(self.shape) > 1 else None
@@ -196,4 +204,49 @@ def head_group_blocks(
         blocks.append(Block(row, query, group * own, own))
         blocks.append(Block(row + own, key, group * head_size, head_size))
         blocks.append(Block(row + own + head_size, value, group * head_size, head_size))
+    return tuple(blocks)
+
+
+def concatenated_blocks(tensors: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Block, ...]:
+    """The blocks of a parameter that concatenates tensors of the given numbers of rows."""
+    return tuple(Block(sum(rows[:index]), tensor, 0, rows[index]) for index, tensor in enumerate(tensors))
+
+
+def gated_head_group_blocks(
+    tensors: tuple[str, ...], groups: int, queries_per_group: int, head_size: int
+) -> tuple[Block, ...]:
+    """Like ``head_group_blocks`` with a gate for each query head, whose rows follow the queries of the group.
+
+    The first tensor has the rows of each query head followed by those of its gate.
+    """
+    query, key, value = tensors
+    blocks, row = [], 0
+    for group in range(groups):
+        for is_gate in (0, 1):
+            for head in range(queries_per_group):
+                first = 2 * (group * queries_per_group + head) + is_gate
+                blocks.append(Block(row, query, first * head_size, head_size))
+                row += head_size
+        for tensor in (key, value):
+            blocks.append(Block(row, tensor, group * head_size, head_size))
+            row += head_size
+    return tuple(blocks)
+
+
+def interleaved_blocks(
+    tensors: tuple[str, ...], sections: tuple[tuple[int, ...], ...], heads: int
+) -> tuple[Block, ...]:
+    """The blocks of a parameter whose sections each hold one part of every head.
+
+    Args:
+        sections: for each tensor, the rows of each of its parts in all heads. The tensor has all parts of the first
+            head, then those of the second head, and so on; the parameter has the parts of all heads, part by part.
+    """
+    blocks, row = [], 0
+    for tensor, parts in zip(tensors, sections, strict=True):
+        of_head = [part // heads for part in parts]
+        for index, own in enumerate(of_head):
+            for head in range(heads):
+                blocks.append(Block(row, tensor, head * sum(of_head) + sum(of_head[:index]), own))
+                row += own
     return tuple(blocks)

@@ -58,8 +58,8 @@ class TreeGPTModel(GPTModel):
     @property
     def attention_rows(self) -> dict[int, int]:
         """Index of each layer with attention among them, by its number: its place in a pool of keys and values."""
-        numbers = [layer.layer_number for layer in self.decoder.layers if hasattr(layer.self_attention, "core_attention")]
-        return {number: row for row, number in enumerate(numbers)}
+        recurrent = self.recurrent_layers
+        return {number: row for row, number in enumerate(n for n in self.layer_numbers if n not in recurrent)}
 
     @property
     def recurrent_layers(self) -> dict[int, RecurrentShape]:

@@ -24,7 +24,7 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig) -> None:
         raise InputError("--experimental-attention-variant gated_delta_net needs --linear-attention-freq, such as 4")
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
     if all(model.linear_attention_layers):
-        raise InputError(f"--linear-attention-freq {model.linear_attention_freq}: no layer has attention; use 2 or more")
+        raise InputError(f"--linear-attention-freq {model.linear_attention_freq}: no layer has attention; raise it")
     if values % keys:
         raise InputError(
             f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}; change one of them"

@@ -1,8 +1,8 @@
 """Converts a Hugging Face ``config.json`` to the fields of ``ModelConfig``, for families that Megatron can compute.
 
 A key that changes the model's result is either converted or refused by name; nothing is guessed. An absent key has
-transformers' default for the family. Supported are Llama 2 and 3.x, Mistral, Mixtral, Qwen2 and 2.5, Qwen3 and
-Qwen3-MoE, as ``*ForCausalLM``.
+transformers' default for the family. Supported are Llama 2 and 3.x, Mistral, Mixtral, Qwen2 and 2.5, Qwen3, Qwen3-MoE,
+Qwen3-Next and Qwen3.5, as ``*ForCausalLM``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.config.derived.moe_layers import parse_moe_layer_freq
+from megatron_dta.config.derived.moe_layers import parse_linear_attention_freq, parse_moe_layer_freq
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.conversion.hf.families import FAMILIES, Family, architecture
@@ -40,6 +40,8 @@ _KEYS = {
     "moe_ffn_hidden_size": "moe_intermediate_size",
     "moe_router_pre_softmax": "norm_topk_prob",
     "moe_layer_freq": "decoder_sparse_step",
+    "linear_attention_freq": "layer_types",
+    "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
 }
 _ROPE_FIELDS = ("rotary", "rope", "yarn", "mscale", "position_embedding", "no_yarn", "use_rope")
 
@@ -84,13 +86,14 @@ def model_settings(
         "normalization": "RMSNorm",
         "norm_epsilon": values.number("rms_norm_eps"),
         "swiglu": True,
-        **rope_settings(values),
+        **rope_settings(values, family.hybrid),
         "qk_layernorm": family.qk_norm,
         "add_qkv_bias": family.qkv_bias,
         "disable_bias_linear": True,
         "untie_embeddings_and_output_weights": not values.flag("tie_word_embeddings"),
         "init_method_std": values.number("initializer_range"),
         **(_expert_settings(values, family) if family.experts else {}),
+        **(_hybrid_settings(values) if family.hybrid else {}),
     }
 
 
@@ -121,9 +124,10 @@ def settings_from_hf(folder: str | Path, explicit: Mapping[str, object]) -> dict
 
 def _same(name: str, value: object, settings: Mapping[str, object]) -> bool:
     """Whether a field given as ``value`` agrees with config.json."""
-    if name == "moe_layer_freq":
-        num_layers = int(str(settings["num_layers"]))
-        return parse_moe_layer_freq(str(value), num_layers) == parse_moe_layer_freq(str(settings[name]), num_layers)
+    parsers = {"moe_layer_freq": parse_moe_layer_freq, "linear_attention_freq": parse_linear_attention_freq}
+    if name in parsers:
+        num_layers, parse = int(str(settings["num_layers"])), parsers[name]
+        return parse(str(value), num_layers) == parse(str(settings[name]), num_layers)
     return value == settings[name]
 
 
@@ -199,6 +203,43 @@ def _expert_settings(values: HfValues, family: Family) -> dict[str, object]:
         "moe_router_pre_softmax": not normalized,
         "moe_ffn_hidden_size": values.integer("intermediate_size" if mixtral else "moe_intermediate_size"),
         "moe_layer_freq": 1 if mixtral else _expert_layers(values),
+        **(_shared_experts(values) if family.hybrid else {}),
+    }
+
+
+def _shared_experts(values: HfValues) -> dict[str, object]:
+    return {
+        "moe_shared_expert_intermediate_size": values.integer("shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": True,
+    }
+
+
+def _hybrid_settings(values: HfValues) -> dict[str, object]:
+    """The settings of gated delta net and gated attention."""
+    layers = values.integer("num_hidden_layers")
+    kinds = {"linear_attention": 1, "full_attention": 0}
+    if "layer_types" in values:
+        types = values.texts("layer_types")
+        other = sorted(set(types) - kinds.keys())
+        if other or len(types) != layers:
+            raise values.error(
+                f"layer_types has {f'the kind {other[0]}' if other else f'{len(types)} entries for {layers} layers'}; "
+                f"supported are {layers} of {' and '.join(kinds)}"
+            )
+        pattern = [kinds[name] for name in types]
+    else:
+        interval = values.integer("full_attention_interval")
+        pattern = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if all(pattern) or not any(pattern):
+        raise values.error("layer_types: a model needs layers of both kinds, linear_attention and full_attention")
+    names = [f"linear_{name}" for name in ("conv_kernel_dim", "key_head_dim", "value_head_dim")]
+    names += ["linear_num_key_heads", "linear_num_value_heads"]
+    return {
+        "attention_output_gate": True,
+        "apply_layernorm_1p": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": str(pattern).replace(" ", ""),
+        **{name: values.integer(name) for name in names},
     }
 
 

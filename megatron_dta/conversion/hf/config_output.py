@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ _TOKENIZER_FILES = (
     *("added_tokens.json", "chat_template.jinja", "generation_config.json"),
 )
 # Fields that are redundant with other fields.
-_SAID_OTHERWISE = ("group_query_attention", "moe_layer_freq")
+_SAID_OTHERWISE = ("group_query_attention", "moe_layer_freq", "linear_attention_freq")
 
 
 def config_from_settings(model: ModelConfig) -> dict[str, Any]:
-    """The config.json of a Llama, Qwen2, Qwen3, Mixtral or Qwen3-MoE model with these settings.
+    """The config.json of a Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, Qwen3-Next or Qwen3.5 model with these settings.
 
     Raises:
         InputError: none of them computes what these settings say; the message names a flag.
@@ -60,7 +60,7 @@ def huggingface_config(model: ModelConfig) -> dict[str, Any]:
     """The config.json of the closest family, in the format that transformers 4 writes and 5 reads.
 
     The family is Qwen2 with a QKV bias, Qwen3 with QK-norm, and otherwise Llama; with experts it is Mixtral or
-    Qwen3-MoE.
+    Qwen3-MoE. With gated delta net it is Qwen3.5, with experts Qwen3-Next.
     """
     if model.qk_layernorm and model.add_qkv_bias:
         raise InputError("--qk-layernorm with --add-qkv-bias: no Hugging Face model has both; leave one out")
@@ -83,7 +83,31 @@ def huggingface_config(model: ModelConfig) -> dict[str, Any]:
         tie_word_embeddings=not model.untie_embeddings_and_output_weights,
         attention_dropout=0.0,
     )
+    if model.experimental_attention_variant is not None:
+        return config | hybrid_config(model)
     return config if model.num_experts is None else config | expert_config(model)
+
+
+def hybrid_config(model: ModelConfig) -> dict[str, Any]:
+    """The entries of a config.json of Qwen3.5, or with experts of Qwen3-Next."""
+    kinds = ["linear_attention" if is_linear else "full_attention" for is_linear in model.linear_attention_layers]
+    names = [setting.name for setting in fields(ModelConfig) if setting.name.startswith("linear_")]
+    shape: dict[str, Any] = {name: getattr(model, name) for name in names if name != "linear_attention_freq"}
+    shape |= dict(
+        layer_types=kinds,
+        partial_rotary_factor=model.rotary_percent,
+        architectures=["Qwen3_5ForCausalLM"],
+        model_type="qwen3_5_text",
+    )
+    if model.num_experts is None:
+        return shape
+    plain = replace(model, moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False)
+    shared = dict(
+        architectures=["Qwen3NextForCausalLM"],
+        model_type="qwen3_next",
+        shared_expert_intermediate_size=model.moe_shared_expert_intermediate_size,
+    )
+    return shape | expert_config(plain) | shared
 
 
 def model_from_settings(settings: Mapping[str, Any]) -> ModelConfig:

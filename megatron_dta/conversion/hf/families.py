@@ -1,6 +1,6 @@
 """Lists the supported Hugging Face architectures and their differences.
 
-They are Llama 2 and 3.x, Mistral, Mixtral, Qwen2 and 2.5, Qwen3 and Qwen3-MoE.
+They are Llama 2 and 3.x, Mistral, Mixtral, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Qwen3-Next and the text models of Qwen3.5.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Family:
         experts: whether the layers have a mixture of experts.
         window: condition for sliding-window attention: "none", "set" (``sliding_window`` is set) or "use" (also
             ``use_sliding_window`` must be true).
+        hybrid: whether layers have gated delta net, or gated attention whose heads are rotated in part.
         own_defaults: defaults of the keys whose default differs between families.
     """
 
@@ -33,6 +34,7 @@ class Family:
     qk_norm: bool = False
     experts: bool = False
     window: str = "none"
+    hybrid: bool = False
     own_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -41,6 +43,18 @@ class Family:
         return {**COMMON_DEFAULTS, **self.own_defaults}
 
 
+# Defaults of Qwen3-Next and Qwen3.5.
+_HYBRID = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "norm_topk_prob": True,
+}
 COMMON_DEFAULTS = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
@@ -97,6 +111,30 @@ FAMILIES = {
             # Its window, unlike the two others', holds for all layers.
             own_defaults={"num_key_value_heads": 4, "sliding_window": 4096, "max_window_layers": 0},
         ),
+        Family(
+            "Qwen3NextForCausalLM",
+            "qwen3_next",
+            qk_norm=True,
+            experts=True,
+            hybrid=True,
+            own_defaults={**_HYBRID, "num_key_value_heads": 2, "intermediate_size": 5632},
+        ),
+        Family(
+            "Qwen3_5ForCausalLM",
+            "qwen3_5_text",
+            qk_norm=True,
+            hybrid=True,
+            own_defaults={**_HYBRID, "num_key_value_heads": 4},
+        ),
+        Family(
+            "Qwen3_5MoeForCausalLM",
+            "qwen3_5_moe_text",
+            qk_norm=True,
+            experts=True,
+            hybrid=True,
+            # Its layers have no other feed-forward part than experts.
+            own_defaults={**_HYBRID, "num_key_value_heads": 2, "intermediate_size": 512},
+        ),
     )
 }
 
@@ -117,6 +155,11 @@ def architecture(config: Mapping[str, Any], origin: str = CONFIG_FILE) -> Family
         names = [by_type.get(model_type, f"of model_type {model_type}")]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise values.error(f"architectures is {str(names)[:60]}; it must be a list of one name")
+    if "vision_config" in values:
+        raise values.error(
+            f"{names[0]} has a vision tower, which is not supported; give a checkpoint of its text model alone "
+            "(transformers' Qwen3_5ForCausalLM or Qwen3_5MoeForCausalLM, saved with save_pretrained)"
+        )
     if names[0] not in FAMILIES:
         raise values.error(f"the architecture {names[0]} is not supported; supported are {', '.join(FAMILIES)}")
     family = FAMILIES[names[0]]

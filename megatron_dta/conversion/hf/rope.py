@@ -25,6 +25,8 @@ _YARN_KEYS = {
 _KEYS = {"default": set(), "linear": {"factor"}, "llama3": _LLAMA3_KEYS, "yarn": _YARN_KEYS}
 # Keys without effect: some files contain keys of a scaling type that they do not use.
 _IGNORED_KEYS = {"finetuned", "original_max_position_embeddings"}
+# How Qwen3.5 divides channels among the positions of images, which are all the same for text.
+_IMAGE_KEYS = {"mrope_section", "mrope_interleaved"}
 _UNSCALED: dict[str, object] = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
@@ -33,18 +35,23 @@ _UNSCALED: dict[str, object] = {
 }
 
 
-def rope_settings(config: HfValues) -> dict[str, object]:
+def rope_settings(config: HfValues, in_part: bool = False) -> dict[str, object]:
     """Values of the rotary fields of ``ModelConfig``.
+
+    Args:
+        in_part: whether the family may rotate only a part of each head.
 
     Raises:
         InputError: the type of scaling is not supported, or a value is missing or has the wrong type.
     """
-    rope = _rope_object(config)
+    rope = _rope_object(config, in_part)
     settings = {**_UNSCALED, "rotary_base": _base(config, rope)}
+    if in_part:
+        settings["rotary_percent"] = _rotated_part(config, rope)
     if rope is None:
         return settings
     kind = _kind(rope)
-    unknown = sorted(rope.given() - _SHARED_KEYS - _KEYS[kind] - _IGNORED_KEYS)
+    unknown = sorted(rope.given() - _SHARED_KEYS - _KEYS[kind] - _IGNORED_KEYS - (_IMAGE_KEYS if in_part else set()))
     if unknown:
         raise rope.error(f"{unknown[0]} is not supported for rope_type {kind}")
     if kind == "linear":
@@ -56,7 +63,15 @@ def rope_settings(config: HfValues) -> dict[str, object]:
     return settings
 
 
-def _rope_object(config: HfValues) -> HfValues | None:
+def _rotated_part(config: HfValues, rope: HfValues | None) -> float:
+    holder = rope if rope is not None and "partial_rotary_factor" in rope else config
+    part = holder.number("partial_rotary_factor")
+    if part > 1:
+        raise holder.error(f"{holder.as_written('partial_rotary_factor')} is not supported; it is a share of the head")
+    return part
+
+
+def _rope_object(config: HfValues, in_part: bool) -> HfValues | None:
     """The object with the rotary settings; None if there is no scaling."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     if new is not None and old is not None and new != old:
@@ -65,7 +80,8 @@ def _rope_object(config: HfValues) -> HfValues | None:
     if rope is not None and any(isinstance(value, dict) for value in rope.values()):
         raise rope.error("one rope for each kind of layer is not supported")
     for holder in (config, rope):
-        if holder is not None and "partial_rotary_factor" in holder and holder.number("partial_rotary_factor") != 1:
+        given = holder is not None and "partial_rotary_factor" in holder and not in_part
+        if given and holder.number("partial_rotary_factor") != 1:
             raise holder.error(f"{holder.as_written('partial_rotary_factor')} is not supported: the whole head rotates")
     return rope
 

@@ -184,9 +184,7 @@ class SegmentRuns:
             levels.append(RunLevel(self._tokens(own + first), self._lengths(own + first), entry, forks))
         kept = runs[self.is_kept[first:last]] - first
         source, place, kept_rows = self._rows(segment, outside, kept, width)
-        return SegmentStates(
-            levels, entry_slots, state[kept], int(slot_start[segment]), source, place, kept_rows
-        )
+        return SegmentStates(levels, entry_slots, state[kept], int(slot_start[segment]), source, place, kept_rows)
 
     def _lengths(self, runs: np.ndarray) -> list[int]:
         return (self.start[runs + 1] - self.start[runs]).tolist()
@@ -211,7 +209,7 @@ class SegmentRuns:
         last_token = self.start[np.maximum(parent, 0) + 1] - 1 - begin
         outer = num_tokens + (np.searchsorted(outside, parent) + 1) * before - 1
         above = np.where(parent < 0, zero, np.where(parent >= first, last_token, outer))
-        previous[num_tokens:zero:before or 1] = zero
+        previous[num_tokens : zero : before or 1] = zero
         previous[zero] = zero
         previous[head] = above if before else zero
         tails = np.empty((last - first, before), dtype=np.int64)

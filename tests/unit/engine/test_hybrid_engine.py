@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from hybrid_cases import EXPERTS, HYBRID
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from conftest import seed_all
+from hybrid_cases import EXPERTS, HYBRID
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.engine.stage_run import StageRun
+from megatron_dta.model import build_model
+from megatron_dta.model.recurrent.segment_states import SegmentPathStates
+from megatron_dta.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
+from megatron_dta.parity.huggingface import to_huggingface
 from tree_engine_cases import (
     GRPO,
     TEMPERATURE,
-    VOCABULARY,
     branching_sequences,
     check_siblings,
     model_config,
@@ -23,11 +29,14 @@ from tree_engine_cases import (
 
 
 def spread(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """The weights with norms and decay away from their initial values, which could hide a lost factor."""
+    """The weights with norms away from 0 and 1, which could hide a factor, and decay so slow that states matter."""
     generator = torch.Generator().manual_seed(seed)
-    for name, weight in weights.items():
+    for name in weights:
+        weight = weights[name]
         if weight.ndim == 1:
             weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight)
+        if name.endswith("A_log"):
+            weight -= 4.0
     return weights
 
 
@@ -42,9 +51,12 @@ def references():
     return found
 
 
-@pytest.mark.parametrize("activation_tokens", [None, 12, 0], ids=["kept", "mixed", "recomputed"])
 @pytest.mark.parametrize(
-    ("mode", "segment_tokens"), [("dense", 9), ("packed", 45), ("dta", 1), ("dta", 6), ("dta", 1000)]
+    ("mode", "segment_tokens", "activation_tokens"),
+    [
+        *(("dense", 9, None), ("dense", 64, 0), ("packed", 45, None), ("packed", 45, 0)),
+        *(("dta", 1, 12), ("dta", 6, None), ("dta", 6, 0), ("dta", 13, 12), ("dta", 1000, None)),
+    ],
 )
 def test_equals_one_sequence_at_a_time_in_float64(references, mode, segment_tokens, activation_tokens):
     model, weights, samples, expected = references["dense"]
@@ -63,3 +75,76 @@ def test_with_experts(references):
         outcome, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
         errors = compare_outcomes(outcome, expected)
         assert errors.largest() < 1e-12, errors
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_equals_hugging_face_in_float32(references, kind):
+    """Qwen3.5, and Qwen3-Next with experts."""
+    pytest.importorskip("transformers", reason="the Hugging Face reference needs transformers (extra 'test')")
+    model, weights, samples, _ = references[kind]
+    single = replace(model, params_dtype=torch.float32)
+    single_weights = {name: weight.float() for name, weight in weights.items()}
+    expected = run_huggingface(single, single_weights, samples, GRPO, TEMPERATURE)
+    for mode, segment_tokens in (("dense", 16), ("dta", 8)):
+        outcome, _ = run_tree(single, single_weights, samples, GRPO, tree_config(mode, segment_tokens), TEMPERATURE)
+        renamed = replace(outcome, gradients=to_huggingface(outcome.gradients, single))
+        errors = compare_outcomes(renamed, expected)
+        assert errors.largest() < 1e-5, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_sibling_changes_no_bit_of_another_sequence(dtype):
+    model = model_config(dtype, **HYBRID)
+    weights = weights_of(model, seed=8)
+    for segment_tokens in (4, 16, 200):
+        before, after = (
+            run_tree(model, weights, siblings(changed), GRPO, tree_config("dta", segment_tokens))[0].logprobs
+            for changed in (False, True)
+        )
+        check_siblings(before, after)
+
+
+def test_one_token_runs_forks_at_the_root_and_many_siblings():
+    sequences = [[i % 7, i // 7 % 7, i % 5, i % 3] for i in range(120)] + [[1] * 30 + [2], [1] * 17 + [3, 3]]
+    samples = random_training_samples([np.asarray(each, np.int32) for each in sequences], seed=4)
+    model = model_config(**HYBRID)
+    weights = spread(weights_of(model, seed=9), seed=1)
+    expected = run_stock(model, weights, samples, GRPO)
+    for segment_tokens, activation_tokens in ((2, 0), (11, None), (400, None)):
+        outcome, _ = run_tree(model, weights, samples, GRPO, tree_config("dta", segment_tokens, activation_tokens))
+        errors = compare_outcomes(outcome, expected)
+        assert errors.largest() < 1e-12, errors
+
+
+@pytest.mark.parametrize("lost", ["grad_states", "grad_rows"])
+def test_a_lost_gradient_would_be_seen(references, lost, monkeypatch):
+    """The control of the tests above: without the gradients that children leave at forks, the error is large."""
+    model, weights, samples, expected = references["dense"]
+    read = SegmentPathStates.rows_with_entries if lost == "grad_rows" else SegmentPathStates.entry_states
+    # Both are called at the start of each backward, before the gradients at the forks are read.
+
+    def forgetful(states: SegmentPathStates, layer: int, *arguments: torch.Tensor) -> torch.Tensor:
+        if states.pool.grad_states is not None:
+            getattr(states.pool, lost)[layer].zero_()
+        return read(states, layer, *arguments)
+
+    monkeypatch.setattr(SegmentPathStates, read.__name__, forgetful)
+    outcome, _ = run_tree(model, weights, samples, GRPO, tree_config("dta", 6), TEMPERATURE)
+    errors = compare_outcomes(outcome, expected)
+    assert errors.logprob < 1e-12
+    assert errors.gradient > 1e-4
+
+
+def test_forks_are_kept_on_one_path_only(references):
+    """The pool has as many slots as the plan says that one path needs, not one for each fork of the forest."""
+    model, weights, samples, _ = references["dense"]
+    batch = prepare_batch(samples, tree_config("dta", 6))
+    runs = batch.plan.runs
+    tree_model = build_model(model, torch.device("cpu"))
+    tree_model.load_state_dict(weights)
+    run = StageRun(TreeEngine(tree_model), batch, GRPO)
+    pool = run.states[0].pool
+    assert pool.states.shape == (2, runs.forks_in_flight.max(), 4, 6, 5)
+    assert pool.rows.shape == (2, runs.forks_in_flight.max(), 3, 2 * 12 + 20)
+    assert runs.forks_in_flight.max() < runs.open_forks.sum()
+    assert pool.grad_states.dtype is pool.states.dtype is torch.float64
