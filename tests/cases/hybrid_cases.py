@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 HYBRID = dict(
     num_layers=3,
     experimental_attention_variant="gated_delta_net",
@@ -24,3 +26,15 @@ EXPERTS = dict(
     moe_shared_expert_intermediate_size=12,
     moe_shared_expert_gate=True,
 )
+
+
+def spread(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """The weights with norms away from 0 and 1, which could hide a factor, and decay so slow that states matter."""
+    generator = torch.Generator().manual_seed(seed)
+    for name in weights:
+        weight = weights[name]
+        if weight.ndim == 1:
+            weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight)
+        if name.endswith("A_log"):
+            weight -= 4.0
+    return weights

@@ -18,7 +18,9 @@ from megatron_dta.config import ModelConfig
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 _ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
 _ROWS += ("linear_qkv_adapter.lora_B", "linear_fc1_adapter.lora_B")
+_ROWS += ("in_proj.weight", "conv1d.weight", "dt_bias", "A_log")
 _COLUMNS = ("linear_proj.weight", "linear_fc2.weight", "linear_proj_adapter.lora_A", "linear_fc2_adapter.lora_A")
+_COLUMNS += ("out_proj.weight",)
 
 
 def shard_weights(whole: dict[str, Tensor], model: ModelConfig, rank: int, size: int) -> dict[str, Tensor]:
@@ -39,8 +41,7 @@ def _part(name: str, tensor: Tensor, model: ModelConfig, rank: int, size: int) -
         return tensor.chunk(size, dim=1)[rank]
     if not name.endswith(_ROWS):
         return tensor
-    halves = tensor.chunk(2) if _is_gated(name, model) else (tensor,)
-    return torch.cat([half.chunk(size)[rank] for half in halves])
+    return torch.cat([section.chunk(size)[rank] for section in _sections(name, tensor, model)])
 
 
 def _joined(name: str, parts: list[Tensor], model: ModelConfig) -> Tensor:
@@ -49,12 +50,19 @@ def _joined(name: str, parts: list[Tensor], model: ModelConfig) -> Tensor:
     if name.endswith(_COLUMNS):
         return torch.cat(parts, dim=1)
     if name.endswith(_ROWS):
-        halves = [part.chunk(2) if _is_gated(name, model) else (part,) for part in parts]
-        return torch.cat([torch.cat(half) for half in zip(*halves, strict=True)])
+        sections = [_sections(name, part, model, len(parts)) for part in parts]
+        return torch.cat([torch.cat(section) for section in zip(*sections, strict=True)])
     if not all(torch.equal(part, parts[0]) for part in parts):
         raise ValueError(f"{name} is not the same on every rank")
     return parts[0]
 
 
-def _is_gated(name: str, model: ModelConfig) -> bool:
-    return model.swiglu and "linear_fc1" in name
+def _sections(name: str, tensor: Tensor, model: ModelConfig, size: int = 1) -> tuple[Tensor, ...]:
+    """The parts of a tensor (or of one of its ``size`` shards) that the ranks divide separately."""
+    if model.swiglu and "linear_fc1" in name:
+        return tensor.chunk(2)
+    keys, values = model.linear_num_key_heads * model.linear_key_head_dim, model.linear_num_value_heads
+    filters = [keys, keys, values * model.linear_value_head_dim]
+    rows = {"in_proj.weight": [*filters, filters[2], values, values], "conv1d.weight": filters}
+    found = next((rows[end] for end in rows if name.endswith(end)), None)
+    return (tensor,) if found is None else tensor.split([each // size for each in found])

@@ -185,7 +185,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         """RMSNorm of each head [N, J, V], times ``silu(z)``."""
         dtype = accumulation_dtype(out.dtype)
         # Every rank normalizes its own heads with the same weight, so its gradient is summed over the ranks.
-        weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.tp_group)
+        weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm.weight)
         x = out.to(dtype)
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.out_norm.eps)
         return (normed * weight.to(dtype) * F.silu(z.to(dtype))).to(out.dtype)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import seed_all
-from hybrid_cases import EXPERTS, HYBRID
+from hybrid_cases import EXPERTS, HYBRID, spread
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.model import build_model
@@ -26,18 +26,6 @@ from tree_engine_cases import (
     tree_config,
     weights_of,
 )
-
-
-def spread(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """The weights with norms away from 0 and 1, which could hide a factor, and decay so slow that states matter."""
-    generator = torch.Generator().manual_seed(seed)
-    for name in weights:
-        weight = weights[name]
-        if weight.ndim == 1:
-            weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight)
-        if name.endswith("A_log"):
-            weight -= 4.0
-    return weights
 
 
 @pytest.fixture(scope="module")

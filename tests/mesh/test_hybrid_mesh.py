@@ -1,0 +1,73 @@
+"""Hybrid models divided among processes: float64, against one process that trains each sequence alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import seed_all
+from hybrid_cases import EXPERTS, HYBRID, spread
+from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.parity import random_training_samples
+from mesh_cases import FULL_RECOMPUTE, MeshSuite
+from mesh_worker import RankResult
+from tree_engine_cases import branching_sequences, model_config, weights_of
+
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+MODELS = {
+    "hybrid": HYBRID,
+    "recompute": HYBRID | FULL_RECOMPUTE,
+    "experts": HYBRID | EXPERTS | {"moe_aux_loss_coeff": 0.3},
+    # The first stage has no attention, the last one no gated delta net.
+    "uneven": HYBRID | {"num_layers": 4, "linear_attention_freq": "[1,1,1,0]"},
+}
+CUTS = {"dense": ("dense", 9, None), "dta": ("dta", 6, None), "dta-mixed": ("dta", 7, 12), "packed": ("packed", 45, 0)}
+MESHES = {
+    "tp2": (2, ParallelConfig(tensor_model_parallel_size=2), [0]),
+    "tp2-sp": (2, ParallelConfig(**SP), [0]),
+    "dp2": (2, ParallelConfig(), [4, 0]),
+    "dp2-idle-overlap": (2, ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=900), [0, 0]),
+    "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*3|tL"), [0]),
+    "pp2-vp2": (
+        2,
+        ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
+        [0],
+    ),
+    "ep2": (2, ParallelConfig(expert_model_parallel_size=2), [4, 0]),
+    "ep2-idle": (2, ParallelConfig(expert_model_parallel_size=2), [0, 0]),
+    "tp2-ep2": (2, ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=1, **SP), [0]),
+}
+COMBINATIONS = [
+    *(("tp2", "hybrid", cut) for cut in ("dta", "dta-mixed")),
+    *(("tp2-sp", "hybrid", cut) for cut in ("dta", "packed")),
+    *(("tp2-sp", "recompute", "dta-mixed"), ("tp2-ep2", "experts", "dta-mixed")),
+    *(("dp2", "hybrid", "dta-mixed"), ("dp2-idle-overlap", "hybrid", "dta")),
+    *(("pp2", "uneven", "dta"), ("pp2", "uneven", "dense"), ("pp2-vp2", "uneven", "dta-mixed")),
+    *(("ep2", "experts", "dta-mixed"), ("ep2-idle", "experts", "dta")),
+]
+
+
+def slow_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
+    return spread(weights_of(model, seed), seed)
+
+
+@pytest.fixture(scope="module")
+def suite() -> MeshSuite:
+    samples = random_training_samples(branching_sequences(seed_all(17), count=6, longest=20), seed=17)
+    models = {name: model_config(vocab_size=8, **settings) for name, settings in MODELS.items()}
+    return MeshSuite(models, MESHES, {"": samples}, CUTS, slow_weights)
+
+
+@pytest.fixture(scope="module")
+def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
+    more = {"tp2 hidden": suite.case("tp2", "hybrid", "dta", sabotage="hidden")}
+    return suite.run(COMBINATIONS, tmp_path_factory.mktemp("hybrid"), more)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
+def test_equals_one_process(suite, results, combination):
+    suite.check(results[" ".join(combination)], *combination[:2])
+
+
+def test_a_missing_sum_would_be_seen(suite, results):
+    assert suite.sees_fault(results["tp2 hidden"], "tp2", "hybrid")
