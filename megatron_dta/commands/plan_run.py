@@ -256,6 +256,8 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         shape = replace(read_shape(arguments), moe_grouped_gemm=arguments.moe_grouped_gemm)
         states = read_states(arguments)
         looked_at = choices(arguments, shape, cluster)
+    if any(shape.linear_attention_layers):
+        raise InputError("plan-run does not count the time and memory of gated delta net; give another model")
     measured = None if arguments.cost_model is None else load_cost_file(arguments.cost_model)
     if measured is not None:
         cluster = calibrated(cluster, measured)

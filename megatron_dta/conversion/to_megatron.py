@@ -52,6 +52,7 @@ class ToMegatron:
     common: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        check_convertible(self.shape, "train from the Hugging Face folder itself (--load-hf)")
         check_mesh(self.shape, self.tensor_size, self.pipeline_size, self.expert_size)
         check_tensors(self.reader, self.parameters, self.shape)
         self._check_dtypes()
@@ -238,6 +239,12 @@ def _same_values(reader: SafetensorsFolder, left: str, right: str) -> bool:
         if not torch.equal(values[0].view(torch.uint8), values[1].view(torch.uint8)):
             return False
     return True
+
+
+def check_convertible(shape: ModelShape, fix: str) -> None:
+    """Refuse a model whose distributed checkpoints are not read and written by these conversions."""
+    if any(shape.linear_attention_layers):
+        raise InputError(f"distributed checkpoints of models with gated delta net cannot be converted; {fix}")
 
 
 def check_mesh(shape: ModelShape, tensor_size: int, pipeline_size: int, expert_size: int) -> None:

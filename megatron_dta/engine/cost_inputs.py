@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -33,11 +34,23 @@ def decoder_shape(config: TransformerConfig, vocab_size: int) -> DecoderShape:
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
         moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
         moe_layers=tuple(map(bool, config.moe_layer_freq)) if has_experts else (),
+        **_linear_attention(config),
     )
 
 
+def _linear_attention(config: TransformerConfig) -> dict[str, Any]:
+    if config.experimental_attention_variant is None:
+        return {}
+    names = [field.name for field in fields(DecoderShape) if field.name.startswith("linear_")]
+    sizes = {name: getattr(config, name) for name in names if name != "linear_attention_layers"}
+    layers = tuple(map(bool, config.linear_attention_freq))
+    return sizes | dict(linear_attention_layers=layers, attention_output_gate=config.attention_output_gate)
+
+
 def cost_shape(config: TransformerConfig, shape: DecoderShape, dtype: torch.dtype) -> CostShape:
-    """The properties for which a measurement of the model is valid; raises InputError for a model with experts."""
+    """The properties for which a measurement of the model is valid; raises InputError if it cannot be measured."""
+    if any(shape.linear_attention_layers):
+        raise InputError("--cost-model: models with gated delta net cannot be measured; leave it out")
     if shape.num_experts is not None:
         raise InputError("--cost-model: models with experts cannot be measured; leave it out")
     return CostShape.of(
@@ -46,11 +59,13 @@ def cost_shape(config: TransformerConfig, shape: DecoderShape, dtype: torch.dtyp
 
 
 def why_not_predicted(model: TreeGPTModel) -> str | None:
-    """Why time and memory of a segment cannot be predicted for the model's experts; None if they can.
+    """Why time and memory of a segment cannot be predicted for the model's layers; None if they can.
 
     With all experts on a rank, every token has as many rows as experts, whichever these are.
     """
     config = model.config
+    if config.experimental_attention_variant is not None:
+        return "the time and memory of gated delta net are not counted (--experimental-attention-variant)"
     if config.num_moe_experts is None:
         return None
     if config.expert_model_parallel_size > 1 or config.expert_tensor_parallel_size > 1:

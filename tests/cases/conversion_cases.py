@@ -50,6 +50,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(num_experts=4, moe_intermediate_size=20, head_dim=8, mlp_only_layers=[1], norm_topk_prob=True, **EXPERTS),
     ),
 }
+_HYBRID = dict(
+    head_dim=8,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+_SHARED = dict(num_experts=4, moe_intermediate_size=20, shared_expert_intermediate_size=12, **EXPERTS)
+# They have no distributed checkpoints that the conversion tools read.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": ("Qwen3Next", _HYBRID | _SHARED),
+    "qwen3-next-some": ("Qwen3Next", _HYBRID | _SHARED | dict(mlp_only_layers=[1], layer_types=None)),
+    "qwen3.5": ("Qwen3_5", _HYBRID | dict(tie_word_embeddings=True)),
+    "qwen3.5-moe": ("Qwen3_5Moe", _HYBRID | _SHARED),
+}
 DENSE = [name for name in CASES if "moe" not in name and name != "mixtral"]
 QUIET = Console(quiet=True)
 
@@ -60,9 +75,10 @@ def save_huggingface(
     """A random model of a case, saved in several files; norms and biases are random too."""
     import transformers
 
-    prefix, other = CASES[case]
+    prefix, other = (CASES | HYBRIDS)[case]
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{prefix}Config")(**{**COMMON, **other})
+    of_text = "TextConfig" if prefix.startswith("Qwen3_5") else "Config"
+    config = getattr(transformers, f"{prefix}{of_text}")(**{**COMMON, **other})
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():

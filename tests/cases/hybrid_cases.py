@@ -19,6 +19,13 @@ HYBRID = dict(
     rotary_percent=0.5,
     norm_epsilon=1e-6,
 )
+FLAGS = (
+    "--num-layers 3 --hidden-size 24 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--kv-channels 8 --swiglu --disable-bias-linear --max-position-embeddings 32 --lr 1e-2 --norm-epsilon 1e-6 "
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq [1,0,1] --linear-key-head-dim 6 "
+    "--linear-value-head-dim 5 --linear-num-key-heads 2 --linear-num-value-heads 4 --attention-output-gate "
+    "--apply-layernorm-1p --qk-layernorm --rotary-percent 0.5 --untie-embeddings-and-output-weights"
+)
 EXPERTS = dict(
     num_experts=4,
     moe_router_topk=2,

@@ -42,6 +42,11 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
                 f"--rollout-temperature {sampling.temperature:g} and --rollout-top-p {sampling.rollout_top_p:g}: vLLM "
                 f"returns no logprobs of the tempered softmax before the nucleus; {fix}"
             )
+    if engine == "in-process" and config.model.experimental_attention_variant is not None:
+        yield (
+            "--rollout-engine in-process cannot decode with gated delta net; sample with --rollout-engine vllm or "
+            "sglang, or train on stored rollouts (--rollouts)"
+        )
     if engine == "replay" and not sampling.rollout_replay:
         yield "--rollout-engine replay needs --rollout-replay FILE, the rollouts to return"
     if sampling.reward_function == "remote" and not config.reward.reward_server_url:

@@ -26,6 +26,13 @@ def check_tree(config: TrainConfig) -> Iterator[str]:
             if value is not None:
                 yield f"--tree-memory-gib conflicts with {flag} {value}, which it decides itself; keep one of them"
     yield from _check_experts(config)
+    if config.model.experimental_attention_variant is not None:
+        for flag, value in (("--tree-memory-gib", tree.tree_memory_gib), ("--cost-model", tree.cost_model)):
+            if value is not None:
+                yield (
+                    f"{flag} {value}: does not support --experimental-attention-variant; leave it out (and give "
+                    "--tree-memory-tokens or --tree-activation-tokens)"
+                )
 
 
 def _check_experts(config: TrainConfig) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Describes a decoder by its sizes and counts its parameters: on each rank of a mesh, and those a token passes through.
 
-The counts cover the layers that this package builds: attention, gated or plain feed-forward
+The counts cover the layers that this package builds: attention or gated delta net, gated or plain feed-forward
 layers without biases, RMSNorm, optional norms of queries and keys, optional biases on queries, keys and values, and
 experts. A tensor group divides every matrix; norms and routers are replicated on its ranks.
 """
@@ -41,6 +41,7 @@ class DecoderShape:
 
     Attributes:
         moe_layers: whether each layer has experts; empty means all layers if ``num_experts`` is set, else none.
+        linear_attention_layers: whether each layer has gated delta net instead of attention; empty means none.
         moe_grouped_gemm: whether the experts of a rank run as grouped products instead of one by one.
         norm_epsilon, rotary_base, use_rope_scaling: do not affect the counts; used in the flags of a training command.
     """
@@ -63,6 +64,13 @@ class DecoderShape:
     moe_shared_expert_gate: bool = False
     moe_layers: tuple[bool, ...] = ()
     moe_grouped_gemm: bool = False
+    attention_output_gate: bool = False
+    linear_attention_layers: tuple[bool, ...] = ()
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
     norm_epsilon: float = 1e-5
     rotary_base: float = 10000.0
     use_rope_scaling: bool = False
@@ -80,6 +88,12 @@ class DecoderShape:
             )
         if not self.moe_layers:
             object.__setattr__(self, "moe_layers", (self.num_experts is not None,) * self.num_layers)
+        if not self.linear_attention_layers:
+            object.__setattr__(self, "linear_attention_layers", (False,) * self.num_layers)
+        if len(self.linear_attention_layers) != self.num_layers:
+            raise InputError(
+                f"--linear-attention-freq names {len(self.linear_attention_layers)} of {self.num_layers} layers"
+            )
         if len(self.moe_layers) != self.num_layers:
             raise InputError(f"--moe-layer-freq names {len(self.moe_layers)} of {self.num_layers} layers")
         if self.num_experts is not None and self.moe_router_topk > self.num_experts:
@@ -96,7 +110,7 @@ class DecoderShape:
         values = {field.name: getattr(settings, field.name) for field in fields(cls)} | known
         if values["vocab_size"] is None:
             raise InputError("--vocab-size is needed to plan a run: without it the tokenizer would decide")
-        return cls(**values | {"moe_layers": tuple(values["moe_layers"])})
+        return cls(**values | {name: tuple(values[name]) for name in ("moe_layers", "linear_attention_layers")})
 
     @property
     def query_width(self) -> int:
@@ -110,8 +124,48 @@ class DecoderShape:
 
     @property
     def attention_weights(self) -> int:
-        """Matrix entries of a layer's attention."""
-        return self.hidden_size * 2 * (self.query_width + self.kv_width)
+        """Matrix entries of the attention of a layer that has it."""
+        gate = self.query_width if self.attention_output_gate else 0
+        return self.hidden_size * (2 * (self.query_width + self.kv_width) + gate)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return self.num_layers - sum(self.linear_attention_layers)
+
+    @property
+    def linear_channels(self) -> int:
+        """Channels of queries, keys and values of gated delta net, which its convolution filters."""
+        return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.linear_width
+
+    @property
+    def linear_width(self) -> int:
+        """Channels of all value heads of gated delta net."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def linear_state(self) -> int:
+        """Numbers in the state of a layer with gated delta net."""
+        return self.linear_width * self.linear_key_head_dim
+
+    @property
+    def linear_attention_weights(self) -> int:
+        """Matrix entries of the gated delta net of a layer that has it."""
+        inputs = self.linear_channels + self.linear_width + 2 * self.linear_num_value_heads
+        return self.hidden_size * (inputs + self.linear_width)
+
+    @property
+    def linear_token_operations(self) -> int:
+        """Operations of the forward for a token in the gated delta net of all layers, without products with weights.
+
+        A token reads its state twice and changes it once, each a product of a key or query with it; and it is filtered.
+        """
+        of_layer = 6 * self.linear_state + 2 * self.linear_conv_kernel_dim * self.linear_channels
+        return sum(self.linear_attention_layers) * of_layer
+
+    def mixer_weights(self, layer: int) -> int:
+        """Matrix entries of a layer's attention or gated delta net."""
+        return self.linear_attention_weights if self.linear_attention_layers[layer] else self.attention_weights
 
     @property
     def expert_width(self) -> int:
@@ -126,15 +180,23 @@ class DecoderShape:
         return self._ffn(self.moe_shared_expert_intermediate_size or 0)
 
     def kinds(self, layers: Sequence[int]) -> list[tuple[int, int]]:
-        """(index of a layer, number of such layers) for the ``layers`` without and with experts."""
-        sparse = [layer for layer in layers if self.moe_layers[layer]]
-        dense = [layer for layer in layers if not self.moe_layers[layer]] if len(sparse) < len(layers) else []
-        return [(kind[0], len(kind)) for kind in (dense, sparse) if kind]
+        """(index of a layer, number of such layers) for the ``layers`` without and with experts, each with attention or
+        with gated delta net.
+        """
+        found: dict[tuple[bool, bool], list[int]] = {}
+        for layer in layers:
+            found.setdefault((self.moe_layers[layer], self.linear_attention_layers[layer]), []).append(layer)
+        return [(found[kind][0], len(found[kind])) for kind in sorted(found)]
 
     def layer_parameters(self, layer: int, tensor: int = 1, experts: int = 1, expert_tensor: int = 1) -> RankParameters:
         """Parameters of a layer (from 0) on one rank."""
-        whole = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
-        divided = self.attention_weights + (self.query_width + 2 * self.kv_width) * self.add_qkv_bias
+        if self.linear_attention_layers[layer]:
+            whole = 2 * self.hidden_size + self.linear_value_head_dim
+            divided = self.linear_attention_weights + self.linear_conv_kernel_dim * self.linear_channels
+            divided += 2 * self.linear_num_value_heads
+        else:
+            whole = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
+            divided = self.attention_weights + (self.query_width + 2 * self.kv_width) * self.add_qkv_bias
         if not self.moe_layers[layer]:
             return RankParameters(whole + (divided + self._ffn(self.ffn_hidden_size)) // tensor)
         whole += self.num_experts * self.hidden_size + self.hidden_size * self.moe_shared_expert_gate
@@ -172,9 +234,9 @@ class DecoderShape:
     def token_weights(self, layer: int) -> int:
         """Matrix entries that a token is multiplied with in a layer."""
         if not self.moe_layers[layer]:
-            return self.attention_weights + self._ffn(self.ffn_hidden_size)
+            return self.mixer_weights(layer) + self._ffn(self.ffn_hidden_size)
         router = self.num_experts * self.hidden_size
-        return self.attention_weights + router + self._shared + self.moe_router_topk * self._ffn(self.expert_width)
+        return self.mixer_weights(layer) + router + self._shared + self.moe_router_topk * self._ffn(self.expert_width)
 
     @property
     def layer_weights(self) -> int:

@@ -1,8 +1,10 @@
 """Counts the floating-point operations that a step's forward and backward need at least.
 
 A product with a weight of n entries takes 2 n operations per token in the forward and 4 n in the backward. Attention
-takes 4 and 8 operations per visible pair for each channel of each query head. Work that is done a second time
-(recomputation, the scores in attention's backward) is not counted, and neither are logits of rows that nothing trains.
+takes 4 and 8 operations per visible pair for each channel of each query head. Gated delta net has a fixed number of
+operations per token (``DecoderShape.linear_token_operations``), and twice as many in the backward. Work that is done a
+second time (recomputation, the scores in attention's backward) is not counted, and neither are logits of rows that
+nothing trains.
 """
 
 from __future__ import annotations
@@ -38,5 +40,6 @@ class StepCounts:
     def flops(self, shape: DecoderShape) -> float:
         """Operations of forward and backward of a decoder."""
         gemm = 6.0 * shape.layer_weights * self.tokens
-        attention = 12.0 * shape.num_layers * shape.query_width * self.pairs
-        return gemm + attention + 6.0 * shape.hidden_size * shape.vocab_size * self.rows
+        attention = 12.0 * shape.num_attention_layers * shape.query_width * self.pairs
+        recurrence = 3.0 * shape.linear_token_operations * self.tokens
+        return gemm + attention + recurrence + 6.0 * shape.hidden_size * shape.vocab_size * self.rows

@@ -57,6 +57,12 @@ Sampled = tuple[np.ndarray, np.ndarray]
 """What was drawn for one row in a pass or burst: tokens (int32) and their logprobs (float64)."""
 
 
+def check_decodable(model: Model) -> None:
+    """Raise ``InputError`` for a model that this engine cannot sample from."""
+    if any(part.recurrent_layers for part in model.model_chunks):
+        raise InputError("the in-process engine cannot decode with gated delta net; sample with vLLM or SGLang")
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """Settings of the engine. None of them changes the samples but ``stop_degenerate``.
@@ -93,6 +99,7 @@ class InProcessEngine(RolloutEngine):
     """
 
     def __init__(self, model: Model, settings: EngineSettings | None = None, drafting: Drafting | None = None) -> None:
+        check_decodable(model)
         self.drafting: Drafting = drafting or NoDrafting()
         self._settings = settings = settings or EngineSettings()
         self._model, self._passes = model, DecodingPasses(model)

@@ -1,0 +1,116 @@
+"""Runs of hybrid models: from and to Hugging Face folders, interrupted and continued, and what is refused."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import seed_all
+from conversion_cases import HYBRIDS, QUIET, save_huggingface
+from hybrid_cases import FLAGS
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.errors import InputError
+from megatron_dta.config.checks.all import check_config
+from megatron_dta.conversion.hf.config import settings_from_hf
+from megatron_dta.rollouts import write_rollouts
+from megatron_dta.training.setup import build_trainer
+from megatron_dta.training.weights.huggingface import write_hf
+from resume_cases import final_tensors, rows_without_timing
+from trainer_cases import VOCABULARY, make_rollouts, run
+
+MODEL = f"{FLAGS} --vocab-size {VOCABULARY}"
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> str:
+    write_rollouts(tmp_path / "r.jsonl", make_rollouts(seed_all(31), 5, 3))
+    return f"--rollouts {tmp_path}/r.jsonl --global-batch-size 6"
+
+
+@pytest.mark.parametrize("dtype", ["", "--bf16"])
+def test_a_continued_run_is_the_unbroken_one(rollouts: str, tmp_path: Path, dtype: str) -> None:
+    arguments = f"{rollouts} {dtype} --save-interval 2 --tree-segment-tokens 5"
+    run(f"{arguments} --train-iters 4 --save {tmp_path}/whole", MODEL)
+    run(f"{arguments} --train-iters 2 --save {tmp_path}/parts", MODEL)
+    _, output = run(f"{arguments} --train-iters 4 --save {tmp_path}/parts", MODEL)
+    assert "continuing" in output
+    expected, found = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "parts")
+    assert expected.keys() == found.keys()
+    # Megatron's names: the sections of fused projections are stored apart.
+    assert any(name.endswith("decoder.layers.0.self_attention.in_proj.weight.alpha") for name in expected)
+    for name, values in expected.items():
+        assert torch.equal(values, found[name]), name
+    assert rows_without_timing(tmp_path / "parts") == rows_without_timing(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("case", list(HYBRIDS))
+def test_folder_in_equals_folder_out_byte_for_byte(rollouts: str, tmp_path: Path, case: str) -> None:
+    pytest.importorskip("transformers", reason="makes the folders (extra 'test')")
+    dtype = torch.bfloat16 if case == "qwen3.5" else torch.float32
+    save_huggingface(tmp_path / "hf", case, seed=len(case), dtype=dtype)
+    bf16 = "--bf16" if dtype is torch.bfloat16 else ""
+    arguments = f"{rollouts} --train-iters 1 --lr 1e-2 --load-hf {tmp_path}/hf {bf16}"
+    trainer = build_trainer(parse_arguments(arguments.split()), QUIET)
+    write_hf(trainer.config, trainer.model, tmp_path / "out", "--save-hf")
+    names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert filecmp.cmpfiles(tmp_path / "hf", tmp_path / "out", names, shallow=False)[0] == names
+
+
+def test_a_run_from_scratch_exports_a_folder_that_transformers_loads(rollouts: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="loads the folder (extra 'test')")
+    trainer, _ = run(f"{rollouts} --train-iters 1 --save-hf {tmp_path}/hf", MODEL)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    weight = trainer.model.decoder.layers[0].self_attention.conv1d.weight
+    assert torch.equal(loaded.model.layers[0].linear_attn.conv1d.weight, weight)
+    settings = settings_from_hf(tmp_path / "hf", {})
+    assert (settings["rotary_percent"], settings["linear_attention_freq"]) == (0.5, "[1,0,1]")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--linear-num-value-heads 3", "--linear-num-value-heads 3 is not a multiple of --linear-num-key-heads 2"),
+        ("--linear-attention-freq [1,1]", "has 2 entries for --num-layers 3"),
+        ("--linear-attention-freq [0,0,0]", "no layer has linear attention"),
+        ("--linear-attention-freq 4", "no layer has attention"),
+        ("--linear-attention-freq x", "give a number N for attention in every N-th layer"),
+        ("--tensor-model-parallel-size 4", "does not divide --linear-num-key-heads 2"),
+        ("--transformer-impl transformer_engine", "needs --transformer-impl local"),
+        ("--normalization LayerNorm", "--apply-layernorm-1p with --normalization LayerNorm"),
+        ("--lora-rank 2", "--lora-rank does not support --experimental-attention-variant"),
+        ("--tree-memory-gib 3", "--tree-memory-gib 3.0: does not support --experimental-attention-variant"),
+        ("--cost-model x.json", "--cost-model x.json: does not support --experimental-attention-variant"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(more: str, message: str) -> None:
+    if "tensor" in more:
+        more += " --num-query-groups 4"
+    with pytest.raises(InputError) as caught:
+        check_config(parse_arguments(f"{MODEL} --rollouts r.jsonl --global-batch-size 4 {more}".split()))
+    assert any(message in line for line in str(caught.value).splitlines()), caught.value
+
+
+def test_in_process_sampling_and_flags_without_effect_are_refused() -> None:
+    sampled = "--task arithmetic --tokenizer-type NullTokenizer"
+    for arguments, message in (
+        (f"{MODEL} {sampled}", "--rollout-engine in-process cannot decode with gated delta net"),
+        (
+            "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --linear-key-head-dim 4 --rollouts r.jsonl "
+            "--global-batch-size 2 --vocab-size 5",
+            "--linear-key-head-dim has no effect without --experimental-attention-variant",
+        ),
+    ):
+        with pytest.raises(InputError, match=message):
+            check_config(parse_arguments(arguments.split()))
+
+
+def test_a_vision_tower_is_refused_by_name(tmp_path: Path) -> None:
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {"depth": 2}, "text_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="Qwen3_5ForConditionalGeneration has a vision tower"):
+        settings_from_hf(tmp_path, {})
