@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.model import Model, current_mesh
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import HeadShape
@@ -25,6 +26,12 @@ def head_shape(model: Model) -> HeadShape:
     size = config.tensor_model_parallel_size
     dtype = next(model.parameters()).dtype
     return HeadShape(config.num_attention_heads // size, config.num_query_groups // size, config.kv_channels, dtype)
+
+
+def check_decodable(model: Model) -> None:
+    """Raise ``InputError`` for a model that the in-process engine cannot sample from."""
+    if any(part.recurrent_layers for part in model.model_chunks):
+        raise InputError("the in-process engine cannot decode with gated delta net; sample with vLLM or SGLang")
 
 
 @dataclass(frozen=True)

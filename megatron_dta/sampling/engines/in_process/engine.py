@@ -29,7 +29,7 @@ from megatron_dta.model import Model, choose_attention
 from megatron_dta.model.attention.decode_context import append_context
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import paged_context
-from megatron_dta.sampling.engines.in_process.cache_size import head_shape, max_pages
+from megatron_dta.sampling.engines.in_process.cache_size import check_decodable, head_shape, max_pages
 from megatron_dta.sampling.engines.in_process.cuda_graphs import MOST_TOKENS, Burst, DecodeSteps, noise_of
 from megatron_dta.sampling.engines.in_process.drafting import Drafting, NoDrafting, Round, drafts_of
 from megatron_dta.sampling.engines.in_process.expert_passes import DecodingPasses
@@ -55,12 +55,6 @@ _COUNTS += ("stopped_degenerate", "static_forwards", "captures")
 
 Sampled = tuple[np.ndarray, np.ndarray]
 """What was drawn for one row in a pass or burst: tokens (int32) and their logprobs (float64)."""
-
-
-def check_decodable(model: Model) -> None:
-    """Raise ``InputError`` for a model that this engine cannot sample from."""
-    if any(part.recurrent_layers for part in model.model_chunks):
-        raise InputError("the in-process engine cannot decode with gated delta net; sample with vLLM or SGLang")
 
 
 @dataclass(frozen=True)
