@@ -88,9 +88,9 @@ class DecoderShape:
             )
         if not self.moe_layers:
             object.__setattr__(self, "moe_layers", (self.num_experts is not None,) * self.num_layers)
-        if not self.linear_attention_layers:
-            object.__setattr__(self, "linear_attention_layers", (False,) * self.num_layers)
-        if len(self.linear_attention_layers) != self.num_layers:
+        if not any(self.linear_attention_layers):
+            object.__setattr__(self, "linear_attention_layers", ())
+        if self.linear_attention_layers and len(self.linear_attention_layers) != self.num_layers:
             raise InputError(
                 f"--linear-attention-freq names {len(self.linear_attention_layers)} of {self.num_layers} layers"
             )
@@ -163,9 +163,13 @@ class DecoderShape:
         of_layer = 6 * self.linear_state + 2 * self.linear_conv_kernel_dim * self.linear_channels
         return sum(self.linear_attention_layers) * of_layer
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has gated delta net instead of attention."""
+        return bool(self.linear_attention_layers) and self.linear_attention_layers[layer]
+
     def mixer_weights(self, layer: int) -> int:
         """Matrix entries of a layer's attention or gated delta net."""
-        return self.linear_attention_weights if self.linear_attention_layers[layer] else self.attention_weights
+        return self.linear_attention_weights if self.is_linear(layer) else self.attention_weights
 
     @property
     def expert_width(self) -> int:
@@ -185,12 +189,12 @@ class DecoderShape:
         """
         found: dict[tuple[bool, bool], list[int]] = {}
         for layer in layers:
-            found.setdefault((self.moe_layers[layer], self.linear_attention_layers[layer]), []).append(layer)
+            found.setdefault((self.moe_layers[layer], self.is_linear(layer)), []).append(layer)
         return [(found[kind][0], len(found[kind])) for kind in sorted(found)]
 
     def layer_parameters(self, layer: int, tensor: int = 1, experts: int = 1, expert_tensor: int = 1) -> RankParameters:
         """Parameters of a layer (from 0) on one rank."""
-        if self.linear_attention_layers[layer]:
+        if self.is_linear(layer):
             whole = 2 * self.hidden_size + self.linear_value_head_dim
             divided = self.linear_attention_weights + self.linear_conv_kernel_dim * self.linear_channels
             divided += 2 * self.linear_num_value_heads

@@ -21,17 +21,13 @@ _MARGIN_BYTES, _MARGIN_SHARE = 2**30, 0.04
 
 
 def head_shape(model: Model) -> HeadShape:
-    """The attention heads of this rank."""
+    """The attention heads of this rank; raises ``InputError`` for a model that the engine cannot sample from."""
+    if any(part.recurrent_layers for part in model.model_chunks):
+        raise InputError("the in-process engine cannot decode with gated delta net; sample with vLLM or SGLang")
     config = model.config
     size = config.tensor_model_parallel_size
     dtype = next(model.parameters()).dtype
     return HeadShape(config.num_attention_heads // size, config.num_query_groups // size, config.kv_channels, dtype)
-
-
-def check_decodable(model: Model) -> None:
-    """Raise ``InputError`` for a model that the in-process engine cannot sample from."""
-    if any(part.recurrent_layers for part in model.model_chunks):
-        raise InputError("the in-process engine cannot decode with gated delta net; sample with vLLM or SGLang")
 
 
 @dataclass(frozen=True)

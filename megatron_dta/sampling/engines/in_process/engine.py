@@ -29,7 +29,7 @@ from megatron_dta.model import Model, choose_attention
 from megatron_dta.model.attention.decode_context import append_context
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import paged_context
-from megatron_dta.sampling.engines.in_process.cache_size import check_decodable, head_shape, max_pages
+from megatron_dta.sampling.engines.in_process.cache_size import head_shape, max_pages
 from megatron_dta.sampling.engines.in_process.cuda_graphs import MOST_TOKENS, Burst, DecodeSteps, noise_of
 from megatron_dta.sampling.engines.in_process.drafting import Drafting, NoDrafting, Round, drafts_of
 from megatron_dta.sampling.engines.in_process.expert_passes import DecodingPasses
@@ -93,7 +93,6 @@ class InProcessEngine(RolloutEngine):
     """
 
     def __init__(self, model: Model, settings: EngineSettings | None = None, drafting: Drafting | None = None) -> None:
-        check_decodable(model)
         self.drafting: Drafting = drafting or NoDrafting()
         self._settings = settings = settings or EngineSettings()
         self._model, self._passes = model, DecodingPasses(model)
