@@ -2,9 +2,10 @@
 
     python benchmarks/grouped_products.py [--experts 32 128] [--rows 32768] [--output benchmarks/results/grouped.json]
 
-Shapes are those of Qwen3-30B-A3B's first map by default. Beside our kernels runs PyTorch's ``grouped_mm``, for which
-the matrices of all experts are one tensor: its weight gradients are those in bfloat16, not yet added to float32
-buffers.
+Shapes are those of Qwen3-30B-A3B's first map by default. "by index" reads the rows of the inputs (of the weight
+gradients: one of the two tensors) from those of an eighth as many tokens. Beside our kernels runs PyTorch's
+``grouped_mm``, for which the matrices of all experts are one tensor: its weight gradients are those in bfloat16, not
+yet added to float32 buffers.
 """
 
 from __future__ import annotations
@@ -36,21 +37,31 @@ def calls(counts: list[int], outputs: int, inputs: int, device: torch.device) ->
     sums = torch.zeros(len(counts), outputs, inputs, device=device).unbind()
     table, sums_table, loop = MatrixTable(matrices), MatrixTable(sums), PlainRows(counts)
     on_device = torch.tensor(counts, device=device)
+    tokens = max(1, len(x) // 8)
+    index = torch.randint(tokens, (len(x),), device=device)
+    few_x, few_grad = normal(tokens, inputs), normal(tokens, outputs)
+
+    def rows() -> GroupedRows:
+        return GroupedRows(on_device, x, len(x), index)
+
     ends = on_device.cumsum(0).int()
     grouped_mm = torch.nn.functional.grouped_mm
     return {
         "product": {
-            "grouped": lambda: GroupedRows(on_device, x, len(x)).product(x, table),
+            "grouped": lambda: rows().product(x, table),
+            "by index": lambda: rows().product(few_x, table, indexed=True),
             "one by one": lambda: loop.product(x, matrices),
             "grouped_mm": lambda: grouped_mm(x, stacked.transpose(1, 2), offs=ends),
         },
         "input gradient": {
-            "grouped": lambda: GroupedRows(on_device, x, len(x)).input_gradient(grad, table),
+            "grouped": lambda: rows().input_gradient(grad, table),
+            "by index": lambda: rows().input_gradient(few_grad, table, indexed=True),
             "one by one": lambda: loop.input_gradient(grad, matrices),
             "grouped_mm": lambda: grouped_mm(grad, stacked, offs=ends),
         },
         "weight gradients": {
-            "grouped": lambda: GroupedRows(on_device, x, len(x)).add_weight_gradients(sums_table, grad, x),
+            "grouped": lambda: rows().add_weight_gradients(sums_table, grad, x),
+            "by index": lambda: rows().add_weight_gradients(sums_table, grad, few_x, "x"),
             "one by one": lambda: loop.add_weight_gradients(sums, grad, x),
             "grouped_mm": lambda: grouped_mm(grad.t(), x, offs=ends),
         },

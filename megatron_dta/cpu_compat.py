@@ -46,7 +46,6 @@ def install() -> None:
     _patch_type_names()
     _patch_recomputation()
     _patch_token_dispatcher()
-    _patch_uneven_collectives()
     _installed = True
 
 
@@ -155,34 +154,6 @@ def _patch_token_dispatcher() -> None:
 
 def _as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _patch_uneven_collectives() -> None:
-    """Gloo gathers and scatters equal parts only; the tokens of an expert that several ranks share are not equal."""
-    from megatron.core.tensor_parallel import mappings
-
-    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
-
-    def gather_parts(tensor: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        if output_split_sizes is None or group.size() == 1:
-            return gather(tensor, group, output_split_sizes, use_global_buffer)
-        largest = max(1, *output_split_sizes)
-        parts = gather(_lengthened(tensor, largest), group, None, use_global_buffer).split(largest)
-        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
-
-    def scatter_sums(tensor: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        if input_split_sizes is None or group.size() == 1:
-            return reduce_scatter(tensor, group, input_split_sizes, use_global_buffer)
-        largest = max(1, *input_split_sizes)
-        parts = [_lengthened(part, largest) for part in tensor.split(input_split_sizes)]
-        own = reduce_scatter(torch.cat(parts), group, None, use_global_buffer)
-        return own[: input_split_sizes[group.rank()]]
-
-    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_parts, scatter_sums
-
-
-def _lengthened(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.cat([tensor, tensor.new_zeros(length - tensor.shape[0], *tensor.shape[1:])])
 
 
 def write_checkpoints_in_process() -> None:

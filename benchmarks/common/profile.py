@@ -18,7 +18,8 @@ def profile_step(step: Callable[[], Any], num_kernels: int = 25) -> dict[str, An
 
     Returns:
         ``span_ms``: from the start of the first kernel to the end of the last; ``idle_ms``: the part of it without a
-        kernel or copy; ``kernels``: those that take most, ``name``, ``ms`` and ``calls`` each; ``others_ms``: the rest.
+        kernel or copy; ``exposed_communication_ms``: the part with kernels of NCCL only; ``kernels``: those that take
+        most, ``name``, ``ms`` and ``calls`` each; ``others_ms``: the rest.
     """
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         step()
@@ -35,19 +36,38 @@ def summary(spans: list[tuple[float, float, str]], num_kernels: int) -> dict[str
     """``spans``: begin and end in microseconds and the name of every kernel, in order of their begins."""
     total: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
-    covered, idle = spans[0][0] if spans else 0.0, 0.0
     for begin, end, name in spans:
         total[name] += end - begin
         calls[name] += 1
-        idle += max(0.0, begin - covered)
-        covered = max(covered, end)
+    covered, idle = _covered(spans)
+    _, without_computation = _covered([span for span in spans if "nccl" not in span[2].lower()], *_ends(spans))
     most = sorted(total, key=lambda name: -total[name])
     return {
         "span_ms": (covered - spans[0][0]) / 1e3 if spans else 0.0,
         "idle_ms": idle / 1e3,
+        "exposed_communication_ms": (without_computation - idle) / 1e3,
         "kernels": [{"name": name[:120], "ms": total[name] / 1e3, "calls": calls[name]} for name in most[:num_kernels]],
         "others_ms": sum(total[name] for name in most[num_kernels:]) / 1e3,
     }
+
+
+def _covered(
+    spans: list[tuple[float, float, str]], begin: float | None = None, end: float | None = None
+) -> tuple[float, float]:
+    """The end of the last of ``spans``, and the time between ``begin`` and ``end`` that none of them covers."""
+    if not spans:
+        return end or 0.0, (end or 0.0) - (begin or 0.0)
+    covered, gaps = spans[0][0] if begin is None else begin, 0.0
+    for start, stop, _ in spans:
+        gaps += max(0.0, start - covered)
+        covered = max(covered, stop)
+    if end is not None:
+        gaps += max(0.0, end - covered)
+    return covered, gaps
+
+
+def _ends(spans: list[tuple[float, float, str]]) -> tuple[float, float]:
+    return (spans[0][0], max(end for _, end, _ in spans)) if spans else (0.0, 0.0)
 
 
 def gemm_peak(device: torch.device, dtype: torch.dtype) -> float:

@@ -36,6 +36,11 @@ class ParallelConfig:
     expert_tensor_parallel_size: int | None = option(
         None, "Ranks that share each expert (default: --tensor-model-parallel-size).", minimum=1
     )
+    overlap_moe_expert_parallel_comm: bool = option(
+        False,
+        "Run segments in pairs, so that one computes while the tokens of the other one travel to the experts of other "
+        "ranks; one segment more is in flight.",
+    )
     use_distributed_optimizer: bool = option(False, "Shard the optimizer state over the data-parallel ranks.")
     overlap_grad_reduce: bool = option(
         False, "Reduce gradients over the replicas while the last backward of the step is still running."

@@ -122,9 +122,10 @@ class TreeEngine(RankModel):
         reduction in the same order.
         """
         ranks, least = self.mesh.expert_data_ranks, int(self.syncs_in_backward)
+        overlaps = self.tree_models[0].overlaps_experts
         group = None
-        if len(ranks) > 1 or least:
-            group = RankGroup(ranks.index(self.mesh.data_rank), self.mesh.gather_over_experts, least)
+        if len(ranks) > 1 or least or overlaps:
+            group = RankGroup(ranks.index(self.mesh.data_rank), self.mesh.gather_over_experts, least, overlaps)
         return PipelineShape(
             num_stages=self.mesh.pipeline_size,
             num_model_chunks=len(self.chunks),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ from megatron_dta.model import (
     accumulation_dtype,
 )
 from megatron_dta.model.parallel.stage_channels import stage_channels
+from megatron_dta.model.parallel.turns import Turn, TurnRunner
+from megatron_dta.planning.expert_parallel.overlap import pieces
 from megatron_dta.planning.pipeline.schedule import PipelineOp
 from megatron_dta.planning.segments.schedule import OpKind
 from megatron_dta.planning.step.passes import stage_program, state_slots
@@ -131,20 +134,42 @@ class StageRun:
 
     def walk(self) -> None:
         """Run all ops; an overlapped reduction of gradients happens in the last backward of each model chunk."""
-        for op in self.program.ops:
-            try:
-                if op.kind is OpKind.FORWARD:
-                    self._forward(op, keep=self._keeps(op))
-                else:
-                    is_last = self.last_backward[op.chunk] == op.segment
-                    with self.model.gradient_sync(op.chunk, allowed=is_last):
-                        self._backward(op, is_last)
-            except Exception as error:
-                # In a job of many processes, the op that failed first locates the cause.
-                error.add_note(f"in {self._describe(op)}")
-                raise
+        runner = TurnRunner(self.model.device) if self.program.pairs else None
+        for piece in pieces(len(self.program.ops), self.program.pairs):
+            if len(piece) == 1:
+                self._run(*piece)
+                continue
+            # Two losses are computed in the order of their forwards. A loss is computed by autograd, which cannot
+            # begin on a GPU while a backward waits for its turn.
+            last = 1 if self.program.ops[piece[1]].kind is OpKind.FORWARD else 0
+            runner.run(*(partial(self._run, at) for at in piece), last=last)
+        if runner is not None:
+            runner.close()
         if self.transport is not None:
             self.transport.finish()
+
+    def _run(self, at: int, turn: Turn | None = None) -> None:
+        """Run op number ``at``, in turns with another one if ``turn`` is given."""
+        op, tokens = self.program.ops[at], None
+        if self.program.most_tokens is not None:
+            tokens = self.program.most_tokens[at]
+        rows_per_rank = None if tokens is None else self.model.tree_models[op.chunk].stage_shape(tokens)[0]
+        try:
+            if op.kind is OpKind.FORWARD:
+                context = self._context(op)
+                context.rows_per_rank, context.turn = rows_per_rank, turn
+                self._forward(op, context, self._keeps(op))
+            else:
+                context = self.in_flight[op.segment, op.chunk].context
+                context.rows_per_rank, context.turn = rows_per_rank, turn
+                is_last = self.last_backward[op.chunk] == op.segment
+                with self.model.gradient_sync(op.chunk, allowed=is_last):
+                    self._backward(op, is_last)
+            context.turn = None
+        except Exception as error:
+            # In a job of many processes, the op that failed first locates the cause.
+            error.add_note(f"in {self._describe(op)}")
+            raise
 
     def _describe(self, op: PipelineOp) -> str:
         mesh = self.model.mesh
@@ -168,19 +193,20 @@ class StageRun:
     def _is_last(self, chunk: int) -> bool:
         return self._virtual_stage(chunk) == len(self.pools) * self.model.mesh.pipeline_size - 1
 
-    def _forward(self, op: PipelineOp, keep: bool) -> None:
+    def _forward(self, op: PipelineOp, context: SegmentContext, keep: bool) -> None:
         """F: run the segment; with ``keep``, its graph is kept for the backward."""
         segment, chunk = op.segment, op.chunk
         stage, stage_input = self._virtual_stage(chunk), None
         if stage > 0:
             stage_input = self._receive(op, stage).requires_grad_(self.training)
         with self._timed(op):
-            context = self._context(op)
             self.pools[chunk].open(context.slots)
             if self.states:
                 self.states[chunk].open(segment)
             with torch.set_grad_enabled(keep):
                 graph = self._run_model(op, context, stage_input)
+            if context.turn is not None:
+                context.turn.end_in_order()
             if self.experts:
                 self.experts[chunk].after_forward(segment, context.routing)
             if self._is_last(chunk):

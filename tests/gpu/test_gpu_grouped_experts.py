@@ -24,6 +24,7 @@ from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, no_waiting
 from megatron_dta.config import ModelConfig, ObjectiveConfig
 from megatron_dta.engine import prepare_batch
 from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.model.experts.expert_rows import expert_rows
 from megatron_dta.objectives import make_objective
 from megatron_dta.parity import random_training_samples
 from tree_attention_cases import poisoned_memory
@@ -68,10 +69,19 @@ def test_products_are_as_near_to_float64_as_single_ones(name):
         rows, table = grouped_rows(counts, x), MatrixTable(matrices)
         found = [rows.product(x, table), rows.input_gradient(grad, table)]
         rows.add_weight_gradients(MatrixTable(views[0]), grad, x)
-        again = kept.clone()
-        sums = again[offset:].view(len(counts), out, inner).unbind()
-        grouped_rows(counts, x).add_weight_gradients(MatrixTable(sums), grad, x)
-    assert torch.equal(again, found_sums)
+        # The same bits again, and through an index.
+        index = torch.randperm(2 * len(x), device="cuda")[: len(x)]
+        spread = [
+            each.new_full((2 * len(x), each.shape[1]), torch.nan).index_copy_(0, index, each) for each in (x, grad)
+        ]
+        indexed = grouped_rows(counts, x, index)
+        assert torch.equal(indexed.product(spread[0], table, indexed=True), found[0])
+        assert torch.equal(indexed.input_gradient(spread[1], table, indexed=True), found[1])
+        for which, given in {None: (grad, x), "grad": (spread[1], x), "x": (grad, spread[0])}.items():
+            again = kept.clone()
+            sums = again[offset:].view(len(counts), out, inner).unbind()
+            indexed.add_weight_gradients(MatrixTable(sums), *given, which)
+            assert torch.equal(again, found_sums)
     loop, doubles = PlainRows(counts), [matrix.double() for matrix in matrices]
     single = [loop.product(x, matrices), loop.input_gradient(grad, matrices)]
     loop.add_weight_gradients(views[1], grad, x)
@@ -109,9 +119,11 @@ def test_sums_of_rows_are_rounded_once(num_sums, each, width, dtype):
     seed_all(width)
     rows = torch.randn(num_sums * each, width, device="cuda").to(dtype)
     places = torch.randperm(num_sums * each, device="cuda").view(num_sums, each)
+    skipped = torch.rand(places.shape, device="cuda") < 0.1
+    places = places.masked_fill(skipped, -1)
     with poisoned_memory():
         found = sum_rows(rows, places)
-    exact = rows.double()[places].sum(1)
+    exact = rows.double()[places].masked_fill(skipped.unsqueeze(-1), 0).sum(1)
     half_a_unit = torch.finfo(dtype).eps / 2
     assert ((found - exact).abs() <= (1.01 if dtype == torch.bfloat16 else 8) * half_a_unit * exact.abs() + 1e-5).all()
     assert torch.equal(found, sum_rows(rows, places))
@@ -146,7 +158,11 @@ def run_alone(model: ModelConfig, weights: dict, counts: Tensor, rows: Tensor, g
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.promote_types(dtype, torch.float32))
         parameter.grad_added_to_main_grad = False
     inputs = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (rows, given)]
-    output, _ = experts(inputs[0], counts, inputs[1])
+    if model.moe_grouped_gemm:
+        expert = torch.arange(len(counts)).repeat_interleave(counts).to(rows.device).unsqueeze(1)
+        output = experts(inputs[0], inputs[1].unsqueeze(1), expert_rows(expert, 0, len(counts), True))
+    else:
+        output, _ = experts(inputs[0], counts, inputs[1])
     output.backward(grad.to(dtype))
     parameters = torch.cat([parameter.main_grad.flatten() for parameter in experts.parameters()])
     return [output.detach(), *(each.grad for each in inputs), parameters]

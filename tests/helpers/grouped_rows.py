@@ -8,5 +8,5 @@ from torch import Tensor
 from dta_kernels.experts.grouped_products import GroupedRows
 
 
-def grouped_rows(counts: list[int], like: Tensor) -> GroupedRows:
-    return GroupedRows(torch.tensor(counts, device=like.device), like, sum(counts))
+def grouped_rows(counts: list[int], like: Tensor, index: Tensor | None = None) -> GroupedRows:
+    return GroupedRows(torch.tensor(counts, device=like.device), like, sum(counts), index)

@@ -9,7 +9,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class RankResult:
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     expert_biases: dict[str, torch.Tensor] = field(default_factory=dict)
     grad_norm: float = 0.0
+    num_pairs: int = 0
 
 
 def run_on_ranks(
@@ -236,6 +237,9 @@ def _run_case(case: MeshCase) -> RankResult:
     counts = count_trained([sample.num_trained for sample in case.samples])
     pipeline = engine.pipeline(case.tree.tree_segment_tokens)
     batch = prepare_batch(own, case.tree, case.aggregation, pipeline, part=StepPart(counts))
+    if case.sabotage == "turns":
+        plans = (replace(plan, pairs=()) for plan in (batch.plan.training, batch.plan.forward_only))
+        batch = replace(batch, plan=replace(batch.plan, **dict(zip(("training", "forward_only"), plans, strict=True))))
     result.logprobs = engine.compute_logprobs(batch)
     if case.parallel.overlap_grad_reduce:
         # In its first step Megatron only learns which gradients to expect; from the second on it overlaps.
@@ -245,7 +249,7 @@ def _run_case(case: MeshCase) -> RankResult:
     optimizer.zero_grad()
     with _sabotaged(case.sabotage):
         step = engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
-    result.loss = float(step.loss)
+    result.loss, result.num_pairs = float(step.loss), len(batch.plan.training.pairs)
     result.metrics = {name: float(value) for name, value in step.metrics.items()}
     if case.sabotage != "reduction":
         optimizer.reduce_gradients()

@@ -19,6 +19,7 @@ from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.conversion.mappings import ModelShape
 from megatron_dta.conversion.model_weights import HfWeights
 from megatron_dta.model import build_model, build_stock_model, initialize_parallel
+from megatron_dta.model.experts.expert_rows import expert_rows
 from megatron_dta.model.experts.grouped_experts import GroupedExperts
 from megatron_dta.model.experts.weights import SameOnEveryMesh
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
@@ -71,7 +72,9 @@ def test_a_lost_group_is_noticed(references, monkeypatch):
     model, weights, samples, expected = references["qwen3"]
     product = PlainRows.input_gradient
     monkeypatch.setattr(
-        PlainRows, "input_gradient", lambda self, grad, each: product(self, grad, [each[1], each[0], *each[2:]])
+        PlainRows,
+        "input_gradient",
+        lambda self, grad, each, indexed=False: product(self, grad, [each[1], each[0], *each[2:]], indexed),
     )
     outcome, _ = run_tree(grouped(model), weights, samples, GRPO, tree_config("dta", 9), TEMPERATURE)
     assert compare_outcomes(outcome, expected).gradient > 1e-3
@@ -119,8 +122,13 @@ class Alone:
         """Output, gradients by rows and weights, gradients by all parameters."""
         inputs = self.rows.clone().requires_grad_(), self.weights.clone().requires_grad_()
         with poisoned_memory():
-            output, bias = experts(inputs[0], self.counts, inputs[1])
-            assert bias is None
+            if isinstance(experts, GroupedExperts):
+                expert = torch.arange(len(self.counts)).repeat_interleave(self.counts).unsqueeze(1)
+                rows = expert_rows(expert, 0, len(self.counts), True)
+                output = experts(inputs[0], inputs[1].unsqueeze(1), rows)
+            else:
+                output, bias = experts(inputs[0], self.counts, inputs[1])
+                assert bias is None
             return [output.detach(), *torch.autograd.grad(output, (*inputs, *experts.parameters()), self.grad)]
 
 

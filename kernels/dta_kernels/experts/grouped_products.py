@@ -29,8 +29,9 @@ from dta_kernels.launch import Launcher, ceil_div
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _rows_kernel(
-    x_in, matrices_in, like_in, table_in, y_out, num_tiles, num_groups, OUT: tl.constexpr, INNER: tl.constexpr,
-    BACKWARD: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    x_in, matrices_in, like_in, table_in, index_in, y_out, num_tiles, num_groups, OUT: tl.constexpr,
+    INNER: tl.constexpr, BACKWARD: tl.constexpr, ALIGNED: tl.constexpr, INDEXED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -44,6 +45,8 @@ def _rows_kernel(
         matrix = tl.multiple_of(matrix, 16)
     own = first + tl.arange(0, ROWS)
     row = tl.minimum(own, end - 1).to(tl.int64)
+    if INDEXED:
+        row = tl.load(index_in + row).to(tl.int64)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, STEP)
     x_at = x_in + row[:, None] * INNER + inner[None, :]
@@ -71,8 +74,8 @@ def _rows_kernel(
 
 @triton.jit
 def _gradients_kernel(
-    grad_in, x_in, sums_io, like_in, table_in, OUT: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    grad_in, x_in, sums_io, like_in, table_in, index_in, OUT: tl.constexpr, INNER: tl.constexpr,
+    ALIGNED: tl.constexpr, INDEXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
     tiles: tl.constexpr = blocks * ((OUT + ROWS - 1) // ROWS)
@@ -88,9 +91,15 @@ def _gradients_kernel(
     step = tl.arange(0, STEP)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for first in range(begin, end, STEP):
-        row, is_own = (first + step).to(tl.int64)[:, None], (first + step < end)[:, None]
-        grad = tl.load(grad_in + row * OUT + out[None, :], mask=is_own & (out < OUT)[None, :], other=0.0)
-        x = tl.load(x_in + row * INNER + inner[None, :], mask=is_own & (inner < INNER)[None, :], other=0.0)
+        row, is_own = (first + step).to(tl.int64), (first + step < end)[:, None]
+        grad_row, x_row = row, row
+        if INDEXED == 1:
+            grad_row = tl.load(index_in + row, mask=first + step < end, other=0).to(tl.int64)
+        if INDEXED == 2:
+            x_row = tl.load(index_in + row, mask=first + step < end, other=0).to(tl.int64)
+        grad_at, x_at = grad_in + grad_row[:, None] * OUT + out[None, :], x_in + x_row[:, None] * INNER + inner[None, :]
+        grad = tl.load(grad_at, mask=is_own & (out < OUT)[None, :], other=0.0)
+        x = tl.load(x_at, mask=is_own & (inner < INNER)[None, :], other=0.0)
         total = tl.dot(tl.trans(grad), x, total, input_precision="ieee")
     target = sums + out[:, None] * INNER + inner[None, :]
     inside = (out < OUT)[:, None] & (inner < INNER)[None, :]
@@ -141,13 +150,13 @@ _SMALL = {2: _Tiles(64, 256, 64, 4, 3), 4: _Tiles(64, 64, 32, 4, 2)}
 
 
 @lru_cache
-def _rows_launcher(tiles: _Tiles, out: int, inner: int, backward: bool, aligned: bool) -> Launcher:
-    return tiles.launcher(_rows_kernel, OUT=out, INNER=inner, BACKWARD=backward, ALIGNED=aligned)
+def _rows_launcher(tiles: _Tiles, out: int, inner: int, backward: bool, aligned: bool, indexed: bool) -> Launcher:
+    return tiles.launcher(_rows_kernel, OUT=out, INNER=inner, BACKWARD=backward, ALIGNED=aligned, INDEXED=indexed)
 
 
 @lru_cache
-def _gradients_launcher(tiles: _Tiles, out: int, inner: int, aligned: bool) -> Launcher:
-    return tiles.launcher(_gradients_kernel, OUT=out, INNER=inner, ALIGNED=aligned)
+def _gradients_launcher(tiles: _Tiles, out: int, inner: int, aligned: bool, indexed: int) -> Launcher:
+    return tiles.launcher(_gradients_kernel, OUT=out, INNER=inner, ALIGNED=aligned, INDEXED=indexed)
 
 
 @lru_cache
@@ -187,17 +196,22 @@ def _upload(values: np.ndarray, device: torch.device) -> Tensor:
 class GroupedRows:
     """Rows of G groups, one group after another, and the products of each with its group's matrix.
 
+    A product reads its rows from a tensor [R, ...] or, through the index, from a tensor of any number of rows, so that
+    rows in several groups need no copies.
+
     Only the device needs the number of rows of each group. The number of tiles is the largest that ``num_rows`` rows in
     G groups can need; unused tiles do nothing.
 
     Args:
         counts_G: integers on the rows' device, rows of each group, any number.
         like: a tensor of the rows' dtype (float32, bfloat16 or float16), on their device.
-        num_rows: the sum of the counts, on the host.
+        num_rows: the sum of the counts, on the host, or more; rows beyond the sum are not computed.
+        index_R: integers on the rows' device, for each row its row in an indexed tensor.
     """
 
-    def __init__(self, counts_G: Tensor, like: Tensor, num_rows: int) -> None:
+    def __init__(self, counts_G: Tensor, like: Tensor, num_rows: int, index_R: Tensor | None = None) -> None:
         self._counts, self.num_rows, self._num_groups = counts_G, num_rows, len(counts_G)
+        self._index = index_R
         size = like.element_size()
         self._columns = _LARGE[size]
         self._tiles = _LARGE[size] if num_rows > _LARGE[size].rows * self._num_groups else _SMALL[size]
@@ -211,36 +225,48 @@ class GroupedRows:
         _table_launcher(size, groups)((groups + 1,), self._counts, table, num_tiles, groups)
         return table, num_tiles
 
-    def product(self, x_RK: Tensor, matrices_NK: MatrixTable) -> Tensor:
+    def product(self, x_RK: Tensor, matrices_NK: MatrixTable, indexed: bool = False) -> Tensor:
         """``x @ matrix.T`` [R, N]."""
-        return self._multiply(x_RK, matrices_NK, *matrices_NK.shape, False)
+        return self._multiply(x_RK, matrices_NK, *matrices_NK.shape, False, indexed)
 
-    def input_gradient(self, grad_RN: Tensor, matrices_NK: MatrixTable) -> Tensor:
+    def input_gradient(self, grad_RN: Tensor, matrices_NK: MatrixTable, indexed: bool = False) -> Tensor:
         """``grad @ matrix`` [R, K]."""
-        return self._multiply(grad_RN, matrices_NK, *reversed(matrices_NK.shape), True)
+        return self._multiply(grad_RN, matrices_NK, *reversed(matrices_NK.shape), True, indexed)
 
-    def _multiply(self, x: Tensor, matrices: MatrixTable, out: int, inner: int, backward: bool) -> Tensor:
-        x = self._checked(x, inner)
+    def _multiply(
+        self, x: Tensor, matrices: MatrixTable, out: int, inner: int, backward: bool, indexed: bool
+    ) -> Tensor:
+        x = self._checked(x, inner, indexed)
         y = x.new_empty(self.num_rows, out)
         if y.numel():
             table, num_tiles = self._table
-            launch = _rows_launcher(self._tiles, out, inner, backward, matrices.is_aligned)
+            launch = _rows_launcher(self._tiles, out, inner, backward, matrices.is_aligned, indexed)
             launch(
                 (num_tiles * ceil_div(out, self._tiles.columns),), x, matrices.on_device, matrices.matrices[0], table,
-                y, num_tiles, self._num_groups,
+                self._index if indexed else table, y, num_tiles, self._num_groups,
             )  # fmt: skip
         return y
 
-    def add_weight_gradients(self, sums_NK: MatrixTable, grad_RN: Tensor, x_RK: Tensor) -> None:
-        """``sum += grad.T @ x`` over each group's rows, accumulated in float32 in a fixed order and rounded once."""
-        out, inner = sums_NK.shape
-        grad, x, tiles = self._checked(grad_RN, out), self._checked(x_RK, inner), self._columns
-        if self.num_rows:
-            launch = _gradients_launcher(tiles, out, inner, sums_NK.is_aligned)
-            programs = ceil_div(out, tiles.rows) * ceil_div(inner, tiles.columns)
-            launch((self._num_groups * programs,), grad, x, sums_NK.on_device, sums_NK.matrices[0], self._table[0])
+    def add_weight_gradients(
+        self, sums_NK: MatrixTable, grad_RN: Tensor, x_RK: Tensor, indexed: str | None = None
+    ) -> None:
+        """``sum += grad.T @ x`` over each group's rows, accumulated in float32 in a fixed order and rounded once.
 
-    def _checked(self, x: Tensor, columns: int) -> Tensor:
-        if x.shape != (self.num_rows, columns):
+        Args:
+            indexed: "grad" or "x" if that tensor is read through the index.
+        """
+        out, inner = sums_NK.shape
+        grad, x = self._checked(grad_RN, out, indexed == "grad"), self._checked(x_RK, inner, indexed == "x")
+        if self.num_rows:
+            which = {None: 0, "grad": 1, "x": 2}[indexed]
+            launch, tiles = _gradients_launcher(self._columns, out, inner, sums_NK.is_aligned, which), self._columns
+            programs, table = ceil_div(out, tiles.rows) * ceil_div(inner, tiles.columns), self._table[0]
+            index = self._index if which else table
+            launch((self._num_groups * programs,), grad, x, sums_NK.on_device, sums_NK.matrices[0], table, index)
+
+    def _checked(self, x: Tensor, columns: int, indexed: bool) -> Tensor:
+        if indexed and self._index is None:
+            raise ValueError("rows are read through an index, and there is none")
+        if x.shape[1:] != (columns,) or (not indexed and len(x) != self.num_rows):
             raise ValueError(f"{self.num_rows} rows of {columns} columns are needed, not {tuple(x.shape)}")
         return x.contiguous()

@@ -18,31 +18,44 @@ class PlainRows:
 
     Args:
         counts: rows of each group, any number.
+        index_R: for each row its row in an indexed tensor.
     """
 
-    def __init__(self, counts: Sequence[int]) -> None:
-        self._counts = list(counts)
+    def __init__(self, counts: Sequence[int], index_R: Tensor | None = None) -> None:
+        self._counts, self._index = list(counts), index_R
 
-    def product(self, x_RK: Tensor, matrices_NK: Sequence[Tensor]) -> Tensor:
+    def product(self, x_RK: Tensor, matrices_NK: Sequence[Tensor], indexed: bool = False) -> Tensor:
         """``x @ matrix.T`` [R, N]."""
-        return torch.cat([x @ matrix.t() for x, matrix in zip(x_RK.split(self._counts), matrices_NK, strict=True)])
+        groups = self._groups(x_RK, indexed)
+        return torch.cat([x @ matrix.t() for x, matrix in zip(groups, matrices_NK, strict=True)])
 
-    def input_gradient(self, grad_RN: Tensor, matrices_NK: Sequence[Tensor]) -> Tensor:
+    def input_gradient(self, grad_RN: Tensor, matrices_NK: Sequence[Tensor], indexed: bool = False) -> Tensor:
         """``grad @ matrix`` [R, K]."""
-        return torch.cat([grad @ matrix for grad, matrix in zip(grad_RN.split(self._counts), matrices_NK, strict=True)])
+        groups = self._groups(grad_RN, indexed)
+        return torch.cat([grad @ matrix for grad, matrix in zip(groups, matrices_NK, strict=True)])
 
-    def add_weight_gradients(self, sums_NK: Sequence[Tensor], grad_RN: Tensor, x_RK: Tensor) -> None:
-        """``sum += grad.T @ x`` over each group's rows."""
-        groups = zip(sums_NK, grad_RN.split(self._counts), x_RK.split(self._counts), strict=True)
-        for each, grad, x in groups:
+    def add_weight_gradients(
+        self, sums_NK: Sequence[Tensor], grad_RN: Tensor, x_RK: Tensor, indexed: str | None = None
+    ) -> None:
+        """``sum += grad.T @ x`` over each group's rows; ``indexed`` is "grad" or "x" for the indexed tensor."""
+        grads, inputs = self._groups(grad_RN, indexed == "grad"), self._groups(x_RK, indexed == "x")
+        for each, grad, x in zip(sums_NK, grads, inputs, strict=True):
             add_weight_gradient(each, grad, x)
+
+    def _groups(self, rows: Tensor, indexed: bool) -> Sequence[Tensor]:
+        return (rows.index_select(0, self._index) if indexed else rows).split(self._counts)
 
 
 def sum_rows(rows_RC: Tensor, places_NK: Tensor) -> Tensor:
-    """Sums [N, C] of the K rows at each of N ``places``, in order, rounded once; without autograd."""
+    """Sums [N, C] of up to K rows at each of N ``places``, in order, rounded once; without autograd.
+
+    A negative place is skipped.
+    """
     dtype = torch.promote_types(rows_RC.dtype, torch.float32)
-    first, *others = places_NK.unbind(1)
-    total = rows_RC.index_select(0, first).to(dtype)
-    for place in others:
-        total += rows_RC.index_select(0, place)
+    total = torch.zeros(len(places_NK), rows_RC.shape[1], dtype=dtype, device=rows_RC.device)
+    if not len(rows_RC):
+        return total.to(rows_RC.dtype)
+    for place in places_NK.unbind(1):
+        row = rows_RC.index_select(0, place.clamp(min=0)).to(dtype)
+        total += row.masked_fill_((place < 0).unsqueeze(1), 0)
     return total.to(rows_RC.dtype)

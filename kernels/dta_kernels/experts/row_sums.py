@@ -3,7 +3,7 @@
 PyTorch's ops either add with atomic operations, in varying order and with a rounding after each addition, or write all
 rows once more before the sum. This kernel reads each row once, adds in float32 and rounds once.
 
-Legend: R rows, N sums of K rows each, C columns.
+Legend: R rows, N sums of up to K rows each, C columns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def _kernel(rows_in, places_in, sums_out, EACH: tl.constexpr, WIDTH: tl.constexp
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for k in tl.static_range(EACH):
             row = tl.load(places_in + own * EACH + k).to(tl.int64)
-            total += tl.load(rows_in + row * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
+            is_read = column < tl.where(row >= 0, WIDTH, 0)
+            total += tl.load(rows_in + row * WIDTH + column, mask=is_read, other=0.0).to(tl.float32)
         tl.store(sums_out + own * WIDTH + column, total.to(sums_out.dtype.element_ty), mask=exists)
 
 
@@ -39,7 +40,7 @@ def _launcher(each: int, width: int) -> Launcher:
 
 
 def sum_rows(rows_RC: Tensor, places_NK: Tensor) -> Tensor:
-    """Sums [N, C] of the rows at ``places`` (int64), without autograd."""
+    """Sums [N, C] of the rows at ``places`` (integers; negative ones are skipped), without autograd."""
     rows = rows_RC.contiguous()
     sums = rows.new_empty(places_NK.shape[0], rows.shape[1])
     if sums.numel():

@@ -28,7 +28,10 @@ def check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
 def _check_no_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
     for settings, names in (
         (model, EXPERT_SETTINGS),
-        (parallel, ("expert_model_parallel_size", "expert_tensor_parallel_size")),
+        (
+            parallel,
+            ("expert_model_parallel_size", "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm"),
+        ),
     ):
         for setting in fields(settings):
             value = getattr(settings, setting.name)
@@ -128,6 +131,16 @@ def _check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
         raise InputError(
             f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} neither divides "
             f"--tensor-model-parallel-size {tensor} nor is a multiple of it; change one of them"
+        )
+    if parallel.overlap_moe_expert_parallel_comm and expert_tensor * experts == 1:
+        raise InputError(
+            "--overlap-moe-expert-parallel-comm has no effect, because no tokens travel: each rank has all experts; "
+            "leave it out or add --expert-model-parallel-size"
+        )
+    if parallel.overlap_moe_expert_parallel_comm and parallel.pipeline_model_parallel_size > 1:
+        raise InputError(
+            "--overlap-moe-expert-parallel-comm does not work with --pipeline-model-parallel-size above 1 yet; leave "
+            "one of them out"
         )
     if model.moe_ffn_hidden_size % expert_tensor:
         raise InputError(

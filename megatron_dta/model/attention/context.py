@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_dta.model.attention.token_routing import TokenRouting
+from megatron_dta.model.parallel.turns import Turn
 from megatron_dta.model.recurrent.path_states import NoTokens, PathStates
 
 
@@ -29,12 +30,16 @@ class AttentionContext(PackedSeqParams):
             padding tokens; a model with fused layers sets them once for all layers.
         routing: per-token inputs of the routers in layers with experts; None if the routers need none.
         path_states: states of the tokens' paths, for layers with a recurrence; None in passes that keep none.
+        rows_per_rank: most rows of this pass on any rank that shares experts with this one; None if all have as many.
+        turn: of the pass, if it runs beside another one (``model.parallel.turns``).
     """
 
     position_ids: Tensor | None = None
     rotary_tables: tuple[Tensor, Tensor] | None = None
     routing: TokenRouting | None = None
     path_states: PathStates | None = None
+    rows_per_rank: int | None = None
+    turn: Turn | None = None
 
     def __post_init__(self) -> None:
         # 'sbhd' makes Megatron's layers keep the shape [n, 1, heads, head size]; any other value would flatten it.

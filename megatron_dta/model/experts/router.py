@@ -7,7 +7,7 @@ and group-limited choice stay Megatron's. The differences are:
 - Scores are computed in float32, and in float64 if the logits are float64.
 - The experts chosen in a pass are stored with the pass (``TokenRouting``). A recomputed forward uses the same experts,
   and rollouts may supply them.
-- The result has the shape [N, K], for ``token_dispatcher``, instead of a map over all experts.
+- The result has the shape [N, K], for ``expert_rows``, instead of a map over all experts.
 - The balancing loss, the z-loss and the loads of the loss-free balance count a token once for every sequence through
   it. They equal those of training each sequence alone and do not depend on how the tree is cut.
 
@@ -22,13 +22,10 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_dta.model.attention.context import AttentionContext, check_context
+from megatron_dta.model.attention.context import AttentionContext
 from megatron_dta.model.attention.token_routing import TokenRouting, rows_of
-from megatron_dta.model.experts.grouped_experts import GroupedExperts
-from megatron_dta.model.experts.token_dispatcher import TreeDispatcher
 
 
 class TreeRouter(TopKRouter):
@@ -137,28 +134,6 @@ class _BalancingLoss(torch.autograd.Function):
         own_NE = ctx.router._rows(ctx.routing.balance(ctx.router.layer_number), len(scores_NE))
         ctx.routing.add_loss("seq_load_balancing_loss", (own_NE * scores_NE).sum())
         return grad_NK, own_NE.type_as(scores_NE), None, None
-
-
-class RoutedLayer(TransformerLayer):
-    """Megatron's transformer layer, which passes the context to its router and its grouped experts.
-
-    The core attention gets the pass's context as an argument, also in a recomputation. The experts do not, so this
-    layer hands the context to them.
-    """
-
-    dispatcher: type[TreeDispatcher] = TreeDispatcher
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        # Megatron's MoE layer chooses its dispatcher from a fixed list.
-        self.mlp.token_dispatcher = self.dispatcher.like(self.mlp.token_dispatcher)
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        context = check_context(kwargs.get("packed_seq_params"))
-        self.mlp.router.context = context
-        if isinstance(self.mlp.experts, GroupedExperts):
-            self.mlp.experts.context = context
-        return super().forward(*args, **kwargs)
 
 
 def keep_balance_in_float32(model: torch.nn.Module) -> None:

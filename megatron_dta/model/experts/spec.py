@@ -1,4 +1,4 @@
-"""Layer specs with experts: Megatron's own, with our router and our experts.
+"""Layer specs with experts: Megatron's own, with our router, our exchange of tokens and our experts.
 
 The spec is a ``ModuleSpec`` up to Megatron-Core 0.16 and a ``functools.partial`` later; both are edited here.
 """
@@ -14,7 +14,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_dta.config import ModelConfig
 from megatron_dta.model.experts.grouped_experts import GroupedExperts
-from megatron_dta.model.experts.router import RoutedLayer, TreeRouter
+from megatron_dta.model.experts.routed_layer import RoutedLayer, TreeMoELayer
+from megatron_dta.model.experts.router import TreeRouter
 from megatron_dta.model.experts.weights import SameOnEveryMesh
 
 
@@ -58,6 +59,10 @@ def expert_layer_spec(model: ModelConfig, router: type | None = TreeRouter) -> M
         submodules.router = router
     if router is TreeRouter:
         spec.module = RoutedLayer
+        if isinstance(mlp, functools.partial):
+            spec.submodules.mlp = functools.partial(TreeMoELayer, *mlp.args, **mlp.keywords)
+        else:
+            mlp.module = TreeMoELayer
     is_grouped = model.moe_grouped_gemm and router is TreeRouter
     replace_experts(spec, SequentialMLP, GroupedExperts if is_grouped else SameOnEveryMesh)
     return spec

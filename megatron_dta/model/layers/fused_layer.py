@@ -24,9 +24,8 @@ from megatron_dta.model.attention.context import check_context
 from megatron_dta.model.attention.paged_context import PagedContext
 from megatron_dta.model.experts.fused_experts import FusedGroupedExperts
 from megatron_dta.model.experts.grouped_experts import GroupedExperts
-from megatron_dta.model.experts.router import RoutedLayer
+from megatron_dta.model.experts.routed_layer import RoutedLayer
 from megatron_dta.model.experts.spec import replace_experts
-from megatron_dta.model.experts.token_dispatcher import TreeDispatcher
 from megatron_dta.model.layers.decode_layer import DecodeLayer
 from megatron_dta.model.layers.fused_attention import FusedSelfAttention
 from megatron_dta.model.layers.fused_autograd_layer import FusedAutogradLayer, has_plain_modules, is_plain
@@ -54,14 +53,10 @@ def fuse_layers(spec: TransformerBlockSubmodules, model: ModelConfig) -> None:
         spec.layer_norm = FusedRMSNorm
 
 
-class _FusedDispatcher(TreeDispatcher):
-    sum_rows = staticmethod(sum_rows)
-
-
 class FusedRoutedLayer(RoutedLayer):
-    """A layer with experts whose dispatcher runs on the kernels."""
+    """A layer with experts that adds up their outputs on the kernels."""
 
-    dispatcher = _FusedDispatcher
+    row_sums = staticmethod(sum_rows)
 
 
 class FusedLayer(TransformerLayer):

@@ -146,6 +146,7 @@ def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> to
     cpu_compat.install()
     # From 0.19 on, every GPTModel logs a notice about its successor; ``provider`` is the place to adopt it.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+    logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_is_no_notice_of_experts)
     has_cuda = torch.cuda.is_available()
     if has_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
@@ -170,6 +171,11 @@ def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> to
     # The inference tracker has no CUDA states, which suffices if nothing is drawn from it.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=not has_cuda, force_reset_rng=True)
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+
+
+def _is_no_notice_of_experts(record: logging.LogRecord) -> bool:
+    """0.16 mentions that it does not know our class of layers with experts, which gets the default groups then."""
+    return "Unknown MLP type" not in record.getMessage()
 
 
 def initial_seed() -> int:

@@ -9,6 +9,8 @@ A node or op stands for one of the rank's segments or for an *empty segment*. An
 trained edges, (edge, sequence) pairs or losses, and starts at the end of the stream. Its forward and backward take part
 in the collective communication of every layer and change nothing. No other part of a plan treats it specially.
 
+On a single stage, pairs of ops may run in turns (``overlap``).
+
 The segments to recompute are chosen on the merged tree too, as all ranks must recompute together. A list of ops
 recomputes nearly all segments, so it is used only where it saves more empty segments than that costs.
 """
@@ -33,6 +35,7 @@ from megatron_dta.planning.expert_parallel.merged_segment_tree import (
     SegmentTree,
     build_merged_segment_tree,
 )
+from megatron_dta.planning.expert_parallel.overlap import with_pairs
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.schedule import (
     PipelineOp,
@@ -76,31 +79,29 @@ class RankPlan:
 
 def synchronize(step: StepPlan, shape: PipelineShape) -> StepPlan:
     """Exchange plans with the ranks of ``shape.group`` and return the plan with the same ops on all of them."""
-    group = shape.group
-    return synchronized_plan(step, group.gather(RankPlan.of(step)), group.rank, shape, group.min_segments)
+    return synchronized_plan(step, shape.group.gather(RankPlan.of(step)), shape.group.rank, shape)
 
 
-def synchronized_plan(
-    step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, min_segments: int = 0
-) -> StepPlan:
+def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape) -> StepPlan:
     """Return ``step`` with empty segments added and with passes that have the same ops on all ranks.
 
     Args:
         step: plan of this rank alone.
         ranks: counts of all ranks of the group.
         own: index of this rank in ``ranks``.
-        shape: stages of the pipeline and its costs.
-        min_segments: run at least this many segments, even if no rank has any.
+        shape: stages of the pipeline, its costs, and the group.
     """
+    min_segments = 0 if shape.group is None else shape.group.min_segments
+    overlaps = shape.group is not None and shape.group.overlaps
     if len(ranks) == 1 and step.segments.num_segments >= min_segments:
-        return step
-    tree = build_merged_segment_tree([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
+        return _with_own_pairs(step, ranks) if overlaps else step
+    tree = build_merged_segment_tree([rank.forest for rank in ranks], _memory_tokens(ranks))
     kept = choose_kept_segments(tree, step.activation_tokens, shape.num_stages)
     num_forwards = max([min_segments, *(len(rank.edges) for rank in ranks)])
     if shape.num_stages == 1 and len(ranks) > 1 and tree.num_segments >= max(1, min_segments):
-        merged = build_merged_op_list([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
+        merged = build_merged_op_list([rank.forest for rank in ranks], _memory_tokens(ranks))
         if merged.cost < _tree_cost(tree, ranks, kept):
-            return _plan_op_list(step, ranks, own, shape, merged, num_forwards)
+            return _plan_op_list(step, ranks, own, shape, merged)
     segment_of = tree.segment_of[own]
     if tree.num_segments < min_segments:
         tree, segment_of = _empty_tree(min_segments, len(ranks)), np.full(min_segments, -1, dtype=np.int32)
@@ -110,12 +111,26 @@ def synchronized_plan(
     number = segment_of.astype(np.int64)
     number[number < 0] = num_own + np.arange(np.count_nonzero(number < 0))
     training = plan_training_pass(tree, _largest_counts(tree, ranks), kept, shape)
+    training = replace(training, most_tokens=_most_tokens(training.schedule, tree.lengths))
+    if overlaps:
+        nodes = [tree.segment_of[:, op.segment].tolist() for op in training.schedule.ops[0]]
+        training = _paired(training, nodes, ranks)
     return replace(
         _with_empty_segments(step, num_empty),
         training=_renumbered(training, number, num_own + num_empty),
         forward_only=_forward_pass(num_forwards, ranks, shape),
         num_ranks=len(ranks),
     )
+
+
+def _with_own_pairs(step: StepPlan, ranks: Sequence[RankPlan]) -> StepPlan:
+    """``step`` with pairs, for a rank that shares experts with no other data-parallel rank."""
+
+    def paired(plan: PassPlan) -> PassPlan:
+        plan = replace(plan, most_tokens=_most_tokens(plan.schedule, step.segments.lengths))
+        return _paired(plan, [[op.segment] for op in plan.schedule.ops[0]], ranks)
+
+    return replace(step, training=paired(step.training), forward_only=paired(step.forward_only))
 
 
 def _tree_cost(tree: MergedSegmentTree, ranks: Sequence[RankPlan], kept: np.ndarray) -> int:
@@ -126,14 +141,16 @@ def _tree_cost(tree: MergedSegmentTree, ranks: Sequence[RankPlan], kept: np.ndar
 
 
 def _plan_op_list(
-    step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, merged: MergedOpList, num_forwards: int
+    step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, merged: MergedOpList
 ) -> StepPlan:
     """``synchronized_plan`` with a list of ops. Of a rank's empty segments, the last one begun ends first."""
-    num_own = step.segments.num_segments
+    num_own, num_forwards = step.segments.num_segments, max(len(rank.edges) for rank in ranks)
     num_empty, open_empty, kept = 0, list[int](), list[int]()
-    ops = []
+    ops, most_tokens = [], []
     for op in merged.ops:
         segment = op.segments[own]
+        lengths = [rank.forest.lengths[each] for rank, each in zip(ranks, op.segments, strict=True) if each >= 0]
+        most_tokens.append(max(lengths, default=0))
         if segment < 0 and op.is_backward:
             segment = open_empty.pop()
         elif segment < 0:
@@ -145,9 +162,12 @@ def _plan_op_list(
     num_empty = max(num_empty, num_forwards - num_own)
     kept_mask = np.zeros((1, num_own + num_empty), dtype=bool)
     kept_mask[0, kept] = True
+    training = PassPlan(PipelineSchedule(1, 1, [ops]), [], None, kept_mask, [most_tokens])
+    if shape.group is not None and shape.group.overlaps:
+        training = _paired(training, [op.segments for op in merged.ops], ranks)
     return replace(
         _with_empty_segments(step, num_empty),
-        training=PassPlan(PipelineSchedule(1, 1, [ops]), [], None, kept_mask),
+        training=training,
         forward_only=_forward_pass(num_forwards, ranks, shape),
         num_ranks=len(ranks),
     )
@@ -178,8 +198,6 @@ def _at_nodes(counts: Sequence[int], segment_of: np.ndarray) -> np.ndarray:
 def _forward_pass(num_forwards: int, ranks: Sequence[RankPlan], shape: PipelineShape) -> PassPlan:
     """Forward pass over the i-th segments of all ranks, with empty segments on ranks that have fewer."""
     schedule = forward_only_pipeline(num_forwards, shape.num_stages, shape.num_model_chunks)
-    if shape.num_stages == 1:
-        return PassPlan(schedule, [])
     tokens, pairs, edges = (
         np.max([np.pad(np.asarray(counts, dtype=np.int64), (0, num_forwards - len(counts))) for counts in of_ranks], 0)
         for of_ranks in (
@@ -188,9 +206,32 @@ def _forward_pass(num_forwards: int, ranks: Sequence[RankPlan], shape: PipelineS
             [rank.edges for rank in ranks],
         )
     )
+    most_tokens = _most_tokens(schedule, tokens)
+    if shape.num_stages == 1:
+        plan = PassPlan(schedule, [], most_tokens=most_tokens)
+        if shape.group is None or not shape.group.overlaps:
+            return plan
+        each = [[i if i < len(rank.edges) else -1 for rank in ranks] for i in range(num_forwards)]
+        return _paired(plan, each, ranks)
     costs = PipelineCosts.of_segments(shape.cost_model, tokens, pairs, edges, shape.layers)
     timeline = simulate(schedule, np.full(num_forwards, -1, dtype=np.int32), costs)
-    return PassPlan(schedule, message_order(schedule, timeline), timeline)
+    return PassPlan(schedule, message_order(schedule, timeline), timeline, most_tokens=most_tokens)
+
+
+def _paired(plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan]) -> PassPlan:
+    """``plan`` with pairs of ops, of which all ranks' ``segments`` are given."""
+    forests = [rank.forest for rank in ranks]
+    parents, lengths = [forest.segment_parent for forest in forests], [forest.lengths for forest in forests]
+    return with_pairs(plan, segments, parents, lengths, _memory_tokens(ranks))
+
+
+def _memory_tokens(ranks: Sequence[RankPlan]) -> int:
+    return max(rank.memory_tokens for rank in ranks)
+
+
+def _most_tokens(schedule: PipelineSchedule, lengths: np.ndarray) -> list[list[int]]:
+    """Tokens of each op, for segments or nodes of these ``lengths``."""
+    return [[int(lengths[op.segment]) for op in ops] for ops in schedule.ops]
 
 
 def _renumbered(plan: PassPlan, number: np.ndarray, num_segments: int) -> PassPlan:

@@ -56,11 +56,13 @@ class RankGroup:
         rank: this rank's index in the group.
         gather: function that returns the argument of every rank, in the order of the group.
         min_segments: every rank runs at least this many segments, even if no rank has any.
+        overlaps: whether pairs of ops run in turns, so that one computes while the other one communicates.
     """
 
     rank: int
     gather: Callable[[Any], list[Any]]
     min_segments: int = 0
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,17 @@ class PassPlan:
         timeline: predicted times of the ops; None for a single stage.
         kept: bool [virtual stages, segments], segments that keep their activations from forward to backward; the others
             run their forward again before the backward. None for a pass without backwards.
+        most_tokens: for each stage and op, the most tokens that any rank which shares experts with this one runs in it;
+            None if this rank plans alone.
+        pairs: numbers of the ops of a single stage that run in turns with the next op (``expert_parallel.overlap``).
     """
 
     schedule: PipelineSchedule
     messages: list[Message]
     timeline: Timeline | None = None
     kept: np.ndarray | None = None
+    most_tokens: list[list[int]] | None = None
+    pairs: tuple[int, ...] = ()
 
     def planned_events(self) -> list[TimelineEvent]:
         """The events of the timeline; none for a single stage."""
@@ -119,12 +126,16 @@ class StageProgram:
         slot_start, num_slots: for each model chunk, the first K/V slot of every segment (int64 [num_segments]) and the
             number of slots.
         messages: the messages of all stages.
+        most_tokens: of each op, see ``PassPlan``; None if the rank plans alone.
+        pairs: see ``PassPlan``.
     """
 
     ops: list[PipelineOp]
     slot_start: list[np.ndarray]
     num_slots: list[int]
     messages: list[Message]
+    most_tokens: list[int] | None
+    pairs: tuple[int, ...] = ()
 
 
 def plan_passes(
@@ -191,7 +202,10 @@ def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StagePro
         allocate_slots(segments, [Op(op.kind, op.segment) for op in ops if op.chunk == chunk])
         for chunk in range(plan.schedule.num_model_chunks)
     ]
-    return StageProgram(ops, [start for start, _ in slots], [number for _, number in slots], plan.messages)
+    most = None if plan.most_tokens is None else plan.most_tokens[stage]
+    return StageProgram(
+        ops, [start for start, _ in slots], [number for _, number in slots], plan.messages, most, plan.pairs
+    )
 
 
 def state_slots(runs: SegmentRuns, plan: PassPlan, stage: int) -> list[tuple[np.ndarray, int]]:

@@ -65,6 +65,54 @@ def by_kernels(counts: list[int], x: Tensor, grad: Tensor, matrices: list[Tensor
     return rows.product(x, table), rows.input_gradient(grad, table), sums
 
 
+def through_an_index(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """An index, and tensors of which it reads ``x`` and ``grad``: every other row, backwards."""
+    index = torch.arange(2 * len(x) - 2, -2, -2)
+    spread = [rows.new_full((2 * len(x), rows.shape[1]), torch.nan) for rows in (x, grad)]
+    for each, rows in zip(spread, (x, grad), strict=True):
+        each[index] = rows
+    return index, *spread
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", SHAPES)
+def test_rows_are_read_through_an_index(name, dtype):
+    """The same bits as for copied rows; float64 on the loop, float32 on the kernels."""
+    counts, x, grad, matrices, _ = inputs(name, dtype)
+    index, spread_x, spread_grad = through_an_index(x, grad)
+    if dtype == torch.float64:
+        plain, indexed, tables = PlainRows(counts), PlainRows(counts, index), list
+    else:
+        plain, indexed, tables = grouped_rows(counts, x), grouped_rows(counts, x, index), MatrixTable
+    sums = [[torch.zeros_like(each) for each in matrices] for _ in range(3)]
+    with poisoned_memory():
+        assert torch.equal(indexed.product(spread_x, tables(matrices), True), plain.product(x, tables(matrices)))
+        found = indexed.input_gradient(spread_grad, tables(matrices), indexed=True)
+        assert torch.equal(found, plain.input_gradient(grad, tables(matrices)))
+        plain.add_weight_gradients(tables(sums[0]), grad, x)
+        indexed.add_weight_gradients(tables(sums[1]), spread_grad, x, "grad")
+        indexed.add_weight_gradients(tables(sums[2]), grad, spread_x, "x")
+    for wanted, *others in zip(*sums, strict=True):
+        assert all(torch.equal(wanted, other) for other in others)
+
+
+@interpreter
+def test_rows_beyond_the_counts_are_not_computed():
+    counts, x, grad, matrices, sums = inputs("odd", torch.float32)
+    wanted, more = [each.clone() for each in sums], torch.full((9, x.shape[1]), torch.nan)
+    exact = grouped_rows(counts, x)
+    rows = grouped_products.GroupedRows(torch.tensor(counts), x, sum(counts) + 9)
+    found = rows.product(torch.cat([x, more]), MatrixTable(matrices))[: sum(counts)]
+    assert torch.equal(found, exact.product(x, MatrixTable(matrices)))
+    zeros = grad.new_zeros(9, grad.shape[1])
+    rows.add_weight_gradients(MatrixTable(sums), torch.cat([grad, zeros]), torch.cat([x, more]))
+    exact.add_weight_gradients(MatrixTable(wanted), grad, x)
+    assert all(torch.equal(each, other) for each, other in zip(sums, wanted, strict=True))
+    with pytest.raises(ValueError, match="through an index, and there is none"):
+        rows.product(x, MatrixTable(matrices), indexed=True)
+
+
 def worst(run: Callable[..., Products], name: str, dtype: torch.dtype) -> float:
     given = inputs(name, dtype)
     with poisoned_memory():

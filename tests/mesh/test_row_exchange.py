@@ -1,0 +1,218 @@
+"""Tokens to experts and back on one rank and several: against sums over the experts of each token, in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import seed_all
+from dta_kernels.experts import reference
+from megatron_dta.config import ParallelConfig
+from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.model.experts import expert_rows as rows_module
+from megatron_dta.model.experts.expert_rows import ToRows, ToTokens, expert_rows
+from megatron_dta.model.experts.routed_layer import TreeMoELayer
+from megatron_dta.model.experts.row_exchange import RowExchange
+from mesh_worker import run_on_ranks
+from tree_attention_cases import poisoned_memory
+from tree_engine_cases import model_config
+from triton_device import interpreter
+
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+MODEL = model_config(torch.float64, num_experts=8, moe_router_topk=3, moe_ffn_hidden_size=4, num_layers=1)
+E, K, C = MODEL.num_experts, MODEL.moe_router_topk, MODEL.hidden_size
+
+Given = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def random_tokens(num_tokens: int, kind: str, seed: int, dtype: torch.dtype = torch.float64) -> Given:
+    """Tokens [N, 1, C], experts [N, K], weights [N, K], and a gradient [N, 1, C].
+
+    All tokens of "skewed" choose expert 5 and others beside it on the last rank; "few" leaves out experts 0 to 2.
+    """
+    seed_all(seed)
+    first = {"any": 0, "few": 3, "skewed": 5}[kind]
+    chosen = first + torch.rand(num_tokens, E - first).argsort(dim=1)[:, :K]
+    x, grad = torch.randn(2, num_tokens, 1, C, dtype=dtype)
+    return x, chosen, torch.rand(num_tokens, K, dtype=dtype), grad
+
+
+class Scaling(torch.nn.Module):
+    """Experts that multiply each column by another number, and by the row's weight; a tensor rank has a part of it."""
+
+    def __init__(self, first: int, share: float) -> None:
+        super().__init__()
+        self.first, self.share = first, share
+
+    def forward(self, rows: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        expert = torch.arange(len(counts)).repeat_interleave(counts) + self.first
+        return rows * factors(rows.dtype)[expert] * (weights * self.share).unsqueeze(-1), None
+
+
+def factors(dtype: torch.dtype) -> Tensor:
+    return torch.sin(torch.arange(E * C).view(E, C) + 1.0).to(dtype)
+
+
+def plain(given: Given) -> list[Tensor]:
+    """Output, and gradients by tokens and weights, without any exchange."""
+    x, chosen, weights, grad = given
+    inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+    output = (inputs[0] * factors(x.dtype)[chosen] * inputs[1].unsqueeze(-1)).sum(1, keepdim=True)
+    return [output.detach(), *torch.autograd.grad(output, inputs, grad)]
+
+
+def through(layer: TreeMoELayer, given: Given, rows_per_rank: int) -> list[Tensor]:
+    """The same through the layer."""
+    x, chosen, weights, grad = given
+    inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+    layer.router.forward = lambda _: (inputs[1], chosen)
+    layer.experts = Scaling(layer.local_expert_indices[0], 1 / layer.token_dispatcher.tp_size)
+    layer.context = SimpleNamespace(rows_per_rank=rows_per_rank, turn=None)
+    with poisoned_memory():
+        output, _ = layer(inputs[0])
+        return [output.detach(), *torch.autograd.grad(output, inputs, grad)]
+
+
+def exchange(rank: int, meshes: dict[str, tuple[ParallelConfig, list[int]]]) -> dict[str, list[list[Tensor]]]:
+    """What the layer makes of this rank's tokens, twice, and what it should; a mesh comes with each rank's number."""
+    from megatron_dta.model import build_model, destroy_parallel, initialize_parallel
+
+    found = {}
+    for number, (name, (parallel, tokens)) in enumerate(meshes.items()):
+        layer = build_model(MODEL, initialize_parallel(3, parallel), parallel).decoder.layers[0].mlp
+        for kind in ("any", "few", "skewed"):
+            given = random_tokens(tokens[rank], kind, seed=7 * number + rank)
+            most = max(tokens) + (kind == "few")
+            found[f"{name} {kind}"] = [through(layer, given, most), through(layer, given, most), plain(given)]
+        with pytest.raises(ValueError, match=r"\d+ rows in a pass planned for at most \d+"):
+            RowExchange(layer.token_dispatcher.tp_ep_group, max(tokens) + 1, max(tokens), None, reference.sum_rows)
+        destroy_parallel()
+    return found
+
+
+MESHES = {
+    2: {
+        "ep2": (ParallelConfig(expert_model_parallel_size=2), [31, 14]),
+        "ep2-idle": (ParallelConfig(expert_model_parallel_size=2), [1, 9]),
+        "etp2": (ParallelConfig(**SP), [12, 12]),
+    },
+    4: {
+        "ep4": (ParallelConfig(expert_model_parallel_size=4), [5, 17, 1, 8]),
+        "ep2-etp2": (ParallelConfig(expert_model_parallel_size=2, **SP), [6, 6, 19, 19]),
+        "ep2-dp4": (ParallelConfig(expert_model_parallel_size=2), [5, 1, 3, 11]),
+    },
+}
+
+
+@pytest.mark.parametrize("world_size", MESHES)
+def test_several_ranks_sum_over_all_experts(world_size, tmp_path):
+    ranks = run_on_ranks(exchange, MESHES[world_size], world_size, tmp_path / "ranks")
+    for rank, found in enumerate(ranks):
+        assert len(found) == 3 * len(MESHES[world_size])
+        for name, (own, again, expected) in found.items():
+            for tensor, other, wanted in zip(own, again, expected, strict=True):
+                assert torch.equal(tensor, other), (rank, name)
+                torch.testing.assert_close(tensor, wanted, rtol=1e-14, atol=1e-14, msg=f"{rank} {name}")
+
+
+def layer_here() -> TreeMoELayer:
+    layer = build_model(MODEL, initialize_parallel(1)).decoder.layers[0].mlp
+    assert type(layer) is TreeMoELayer
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("num_tokens", "kind"), [(61, "any"), (7, "few"), (1, "skewed")])
+def test_one_rank_gets_the_bits_of_megatrons_dispatcher(num_tokens, kind, dtype):
+    x, chosen, weights, grad = given = random_tokens(num_tokens, kind, num_tokens, dtype)
+    layer = layer_here()
+    found = through(layer, given, num_tokens)
+    inputs = x.clone().requires_grad_(), torch.zeros(num_tokens, E, dtype=dtype).scatter(1, chosen, weights)
+    inputs[1].requires_grad_()
+    routed, dispatcher = torch.zeros(num_tokens, E, dtype=torch.bool).scatter(1, chosen, True), layer.token_dispatcher
+    rows, counts, row_weights = dispatcher.dispatch_postprocess(
+        *dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(inputs[0], routed, inputs[1]))
+    )
+    made, _ = Scaling(0, 1)(rows, counts, row_weights)
+    output = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(made)))
+    *expected, by_map = output.detach(), *torch.autograd.grad(output, inputs, grad)
+    for own, other in zip(found, [*expected, by_map.gather(1, chosen)], strict=True):
+        assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("wrong", ["tokens", "places", "entries"])
+def test_a_lost_place_is_noticed(wrong, monkeypatch):
+    """The control of the tests above."""
+    made = rows_module.expert_rows
+
+    def spoilt(*arguments: object) -> rows_module.ExpertRows:
+        rows = made(*arguments)
+        spoilt_one = getattr(rows, wrong).clone()
+        spoilt_one.view(-1)[[2, 40]] = spoilt_one.view(-1)[[40, 2]]
+        return rows._replace(**{wrong: spoilt_one})
+
+    monkeypatch.setattr("megatron_dta.model.experts.routed_layer.expert_rows", spoilt)
+    given = random_tokens(61, "any", 4)
+    pairs = zip(through(layer_here(), given, 61), plain(given), strict=True)
+    assert not all(torch.allclose(found, wanted) for found, wanted in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_16_bits_are_rounded_once(dtype):
+    """Forward of what the experts have made, backward of their gradients."""
+    x, chosen, weights, _ = random_tokens(83, "any", 5, dtype)
+    x = x[:, 0].requires_grad_()
+    places = expert_rows(chosen, 0, E, True)
+    rows, _ = ToRows.apply(x, weights, places, reference.sum_rows)
+    made, grad = torch.randn(2, *rows.shape, dtype=dtype)
+    rows.backward(grad)
+    half_a_unit = torch.finfo(dtype).eps / 2
+    for found, summands in ((ToTokens.apply(made, places, reference.sum_rows), made), (x.grad, grad)):
+        parts = summands[places.places]
+        exact, one_by_one = parts.double().sum(1), (parts[:, 0] + parts[:, 1]) + parts[:, 2]
+        allowed = 1.001 * half_a_unit * exact.abs() + 1e-6
+        assert found.dtype == dtype
+        assert ((found - exact).abs() <= allowed).all()
+        assert ((one_by_one - exact).abs() > allowed).any()
+
+
+@pytest.mark.parametrize(("first", "num_local"), [(0, 8), (0, 3), (5, 2), (7, 1)])
+def test_rows_are_ordered_by_expert(first, num_local):
+    _, chosen, *_ = random_tokens(29, "few", first)
+    chosen[7] = -1 if num_local < E else chosen[7]
+    rows = expert_rows(chosen, first, num_local, num_local == E)
+    entries = [(e, n, k) for n, each in enumerate(chosen.tolist()) for k, e in enumerate(each)]
+    wanted = sorted(entry for entry in entries if first <= entry[0] < first + num_local)
+    assert rows.host.total == len(wanted) <= rows.most == 29 * min(K, num_local)
+    assert rows.entries[: len(wanted)].tolist() == [n * K + k for _, n, k in wanted]
+    assert rows.tokens[: len(wanted)].tolist() == [n for _, n, _ in wanted]
+    counts = [sum(e == first + i for e, *_ in wanted) for i in range(num_local)]
+    assert rows.counts.tolist() == rows.host.tolist() == counts
+    for token, places in enumerate(rows.places.tolist()):
+        own = [row for row, (_, n, _) in enumerate(wanted) if n == token]
+        assert places == own + [-1] * (K - len(own))
+
+
+@interpreter
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float16, 5e-4)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_sums", "each", "width"), [(50, 9, 5, 67), (8, 3, 1, 2050), (4, 0, 2, 16), (0, 3, 2, 5)]
+)
+def test_sums_of_rows_on_the_kernel(num_rows, num_sums, each, width, dtype, bound):
+    """Some places are of no row."""
+    from dta_kernels.experts.row_sums import sum_rows
+
+    seed_all(width)
+    rows = torch.randn(num_rows + 1, width).to(dtype)
+    places = torch.randint(-1, num_rows, (num_sums, each))
+    exact = (rows.double()[places] * (places >= 0).unsqueeze(-1)).sum(1)
+    rows = rows[:num_rows]
+    with poisoned_memory():
+        found = sum_rows(rows, places)
+        twin = reference.sum_rows(rows, places)
+    assert found.dtype == twin.dtype == dtype
+    for sums in (found, twin):
+        torch.testing.assert_close(sums.double(), exact, rtol=bound, atol=4 * bound)
