@@ -144,7 +144,7 @@ class Planner:
         by_tokens = np.zeros(segments.num_segments, dtype=bool)
         if not choice.full_recompute:
             by_tokens = choose_kept_segments(segments, choice.activation_tokens, mesh.pipeline)
-        kept = by_tokens[None]
+        kept = np.broadcast_to(by_tokens, (len(mesh.layers), segments.num_segments))
         if mesh.pipeline == 1:
             ops = [PipelineOp(kind, segment) for kind, segment in depth_first_schedule(segments)]
             schedule = PipelineSchedule(1, 1, [ops])

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_dta.capacity.memory import StateSettings
 from megatron_dta.capacity.meshes import Choice, MeshSizes, make_mesh
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.files import read_json
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
+
+if TYPE_CHECKING:
+    from megatron_dta.config import TrainConfig
 
 SIZES = (1024, 2048, 4096, 8192)
 
@@ -65,6 +69,23 @@ def read_hf_config(path: str) -> DecoderShape:
     return DecoderShape.of(ModelConfig(**model_settings(values, origin=path)))
 
 
+def states_of_run(config: TrainConfig) -> StateSettings:
+    """The states of the run that ``config`` describes."""
+    model, optimization = config.model, config.optimization
+    full = model.recompute_granularity == "full"
+    return StateSettings(
+        weights="bf16" if model.bf16 else "fp32",
+        main_grads=optimization.main_grads_dtype,
+        main_params=optimization.main_params_dtype,
+        exp_avg=optimization.exp_avg_dtype,
+        exp_avg_sq=optimization.exp_avg_sq_dtype,
+        distributed_optimizer=config.parallel.use_distributed_optimizer,
+        offload_fraction=optimization.optimizer_offload_fraction if optimization.optimizer_cpu_offload else 0.0,
+        logprob_chunk_tokens=config.tree.logprob_chunk_tokens,
+        full_recompute_layers=model.recompute_num_layers if full else None,
+    )
+
+
 def read_args_file(path: str, num_gpus: int) -> tuple[DecoderShape, list[Choice], StateSettings, list[str]]:
     """Read and check an argument file of ``megatron_dta.train`` for ``num_gpus`` processes.
 
@@ -80,7 +101,7 @@ def read_args_file(path: str, num_gpus: int) -> tuple[DecoderShape, list[Choice]
     if not os.path.isfile(path):
         raise InputError(f"--args-file {path}: there is no such file")
     config = parse_settings([f"@{path}"])
-    model, parallel, tree, optimization = config.model, config.parallel, config.tree, config.optimization
+    model, parallel, tree = config.model, config.parallel, config.tree
     check_world_size(parallel, num_gpus)
     check_tensor_parallel(model, parallel)
     check_experts(model, parallel)
@@ -98,16 +119,6 @@ def read_args_file(path: str, num_gpus: int) -> tuple[DecoderShape, list[Choice]
             tuple(stage_layers(model, parallel)),
         ),
     )
-    states = StateSettings(
-        weights="bf16" if model.bf16 else "fp32",
-        main_grads=optimization.main_grads_dtype,
-        main_params=optimization.main_params_dtype,
-        exp_avg=optimization.exp_avg_dtype,
-        exp_avg_sq=optimization.exp_avg_sq_dtype,
-        distributed_optimizer=parallel.use_distributed_optimizer,
-        offload_fraction=optimization.optimizer_offload_fraction if optimization.optimizer_cpu_offload else 0.0,
-        logprob_chunk_tokens=tree.logprob_chunk_tokens,
-    )
     full = model.recompute_granularity == "full"
     if model.recompute_granularity == "selective" or (
         full and (model.recompute_method, model.recompute_num_layers) != ("uniform", 1)
@@ -117,10 +128,10 @@ def read_args_file(path: str, num_gpus: int) -> tuple[DecoderShape, list[Choice]
             "--recompute-num-layers 1 can be planned"
         )
     # If training chooses the segment size by memory, try the sizes that it can choose.
-    sizes = (
-        (tree.tree_segment_tokens,) if tree.tree_segment_tokens else (2048,) if tree.tree_memory_gib is None else SIZES
-    )
+    by_memory = tree.tree_memory_gib is not None or config.leaves_memory_open
+    sizes = (tree.tree_segment_tokens,) if tree.tree_segment_tokens else SIZES if by_memory else (2048,)
     kept = None if full else tree.tree_activation_tokens
     given = ["save"] * (config.checkpoint.save is not None)
     given += ["load_hf"] * (config.checkpoint.load_hf is not None or config.checkpoint.load is not None)
-    return shape, [Choice(mesh, size, tree.tree_memory_tokens, kept, full) for size in sizes], states, given
+    choices = [Choice(mesh, size, tree.tree_memory_tokens, kept, full) for size in sizes]
+    return shape, choices, states_of_run(config), given

@@ -41,6 +41,13 @@ class TrainConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
+    @property
+    def leaves_memory_open(self) -> bool:
+        """Whether no flag bounds the memory of a step, so that a run on GPUs decides it. Packs are cut by tokens."""
+        given = (self.tree.tree_memory_gib, self.tree.tree_memory_tokens, self.tree.tree_activation_tokens)
+        is_given = any(value is not None for value in (*given, self.model.recompute_granularity))
+        return self.tree.tree_mode != "packed" and not is_given
+
 
 def settings_of(config: TrainConfig) -> Iterator[tuple[str, Field, Any]]:
     """Yield (topic, field, value) for every setting."""

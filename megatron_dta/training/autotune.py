@@ -69,12 +69,8 @@ class GpuMemory:
 
 def decides_memory(config: TrainConfig, engine: TreeEngine) -> bool:
     """Whether the limit of a step's memory is left to this module."""
-    tree = config.tree
-    given = (tree.tree_memory_gib, tree.tree_memory_tokens, tree.tree_activation_tokens)
-    is_given = any(value is not None for value in (*given, config.model.recompute_granularity))
-    # Packs are cut by tokens.
-    can_predict = why_not_predicted(engine.tree_models[0]) is None and tree.tree_mode != "packed"
-    return engine.device.type == "cuda" and can_predict and not is_given
+    can_predict = why_not_predicted(engine.tree_models[0]) is None
+    return engine.device.type == "cuda" and can_predict and config.leaves_memory_open
 
 
 def states_of(optimizers: Iterable[TrainingOptimizer], frozen: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:

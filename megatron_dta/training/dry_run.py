@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_dta.capacity.memory import InFlight, RankMemory, RunMesh, StateSettings, stage_memory
+from megatron_dta.capacity.memory import InFlight, RankMemory, RunMesh, stage_memory
+from megatron_dta.capacity.settings import states_of_run
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.derived.lora_sizes import adapter_parameters
@@ -265,15 +266,7 @@ def _memory(
     config: TrainConfig, objective: Objective, shape: DecoderShape, mesh: RunMesh, flight: InFlight | None
 ) -> tuple[int, RankMemory, float]:
     """The pipeline stage that needs most memory, its memory, and the bytes of the critic and reference there."""
-    model = config.model
-    dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    full = model.recompute_granularity == "full"
-    states = StateSettings(
-        weights=dtypes.get(model.params_dtype, "fp32"),
-        distributed_optimizer=config.parallel.use_distributed_optimizer,
-        logprob_chunk_tokens=config.tree.logprob_chunk_tokens,
-        full_recompute_layers=model.recompute_num_layers if full else None,
-    )
+    model, states = config.model, states_of_run(config)
     flight = flight or InFlight(0.0, 0.0, 0.0)
     adapters = adapter_parameters(model)
     trained = adapters / shape.num_parameters if adapters else 1.0
@@ -283,8 +276,8 @@ def _memory(
     for stage in range(mesh.pipeline):
         whole = stage_memory(shape, mesh, states, stage, flight)
         # An approximation: adapters are assumed to be spread over the stages as the weights are.
-        gradients, optimizer = whole.gradients * trained, whole.optimizer * trained
-        of_stage = replace(whole, gradients=gradients, optimizer=optimizer)
+        gradients, optimizer, host = (part * trained for part in (whole.gradients, whole.optimizer, whole.host))
+        of_stage = replace(whole, gradients=gradients, optimizer=optimizer, host=host)
         more = 0.0
         if objective.needs_critic:
             more += whole.weights + whole.gradients + whole.optimizer
@@ -302,9 +295,11 @@ def _tell_memory(config: TrainConfig, memory: tuple[int, RankMemory, float], tel
     named = {**parts.parts(), "further models": more}
     text = ", ".join(f"{name.replace('_', ' ')} {value / GIB:.2f}" for name, value in named.items() if value)
     tell("memory", f"about {needed:.2f} GiB on a rank of stage {stage} (estimate): {text}")
+    if parts.host:
+        tell("", f"{parts.host / GIB:.2f} GiB of the rank's optimizer states are on the host")
     limit = config.tree.tree_memory_gib
+    constant = (parts.weights + parts.gradients + parts.optimizer + more) / GIB
     if limit is not None:
-        constant = (parts.weights + parts.gradients + parts.optimizer + more) / GIB
         tell("", f"--tree-memory-gib {limit:g}: the planner keeps the step within it")
         if constant > limit:
             raise InputError(
@@ -314,8 +309,13 @@ def _tell_memory(config: TrainConfig, memory: tuple[int, RankMemory, float], tel
     elif torch.cuda.is_available():
         there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
         tell("", f"the GPU has {there:.2f} GiB")
+        how = "lower --tree-memory-tokens or --tree-activation-tokens, or take more processes"
+        if config.leaves_memory_open:
+            # Training recomputes what does not fit.
+            needed = constant + parts.keys_values / GIB
+            how = "take more processes, or keep optimizer states on the host (--optimizer-cpu-offload)"
         if needed > there:
             raise InputError(
                 f"memory: the run needs about {needed:.2f} GiB on a rank of stage {stage}, and the GPU has "
-                f"{there:.2f}; lower --tree-memory-tokens or --tree-activation-tokens, or take more processes"
+                f"{there:.2f}; {how}"
             )

@@ -134,10 +134,47 @@ def test_memory_of_a_large_model_is_that_of_its_parts(monkeypatch: pytest.Monkey
     }
     for name, each in (("weights", 2), ("gradients", 4), ("optimizer", 12)):
         assert abs(parts[name] - each * count / 2**30) < 0.006, name
+    states = "--use-precision-aware-optimizer --use-distributed-optimizer --main-grads-dtype bf16"
+    small = check(f"{flags} {states} --optimizer-cpu-offload --optimizer-offload-fraction 0.5", model)
+    for name, each in (("gradients", 2), ("optimizer", 6)):
+        found = float(re.search(rf"{name} ([\d.]+)", line_of(small, "memory"))[1])
+        assert abs(found - each * count / 2**30) < 0.006, name
+    on_host = float(small[small.index(line_of(small, "memory")) + 1].split()[0])
+    assert on_host > 6 * count / 2**30
     monkeypatch.setenv("WORLD_SIZE", "4")
     divided = check(f"{flags} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", model)
     weights = float(re.search(r"weights ([\d.]+)", line_of(divided, "memory"))[1])
     assert weights < parts["weights"] / 3
+
+
+@pytest.mark.parametrize(
+    ("row", "more"),
+    [
+        ("as in the file", ""),
+        (
+            "on the host",
+            "--main-params-dtype fp32 --exp-avg-dtype fp32 --exp-avg-sq-dtype fp32 --optimizer-cpu-offload",
+        ),
+    ],
+)
+def test_70b_on_one_node_fits_as_its_page_says(row: str, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (REPOSITORY / "docs" / "one_node_70b.md").read_text()
+    command = re.search(r"megatron_dta.train (@examples/llama3_70b_one_node.*?)```", page, re.DOTALL)[1]
+    # Without the files that a run has of its own.
+    own = r"--(load-hf|tokenizer-type|tokenizer-model|prompt-data|reward-function|save) \S+"
+    flags = re.sub(own, "", command.replace("\\\n", " ")).replace("--async-save", "")
+    flags = re.sub(r"--save-interval \d+", "--task arithmetic", flags)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.chdir(REPOSITORY)
+    lines = check(f"{flags} {more}", model="")
+    found = dict(re.findall(r"([a-z]+) ([\d.]+)(?:,|$)", line_of(lines, "memory").split(":")[1]))
+    found["together"] = re.search(r"about ([\d.]+) GiB", line_of(lines, "memory"))[1]
+    host = lines[lines.index(line_of(lines, "memory")) + 1]
+    found["host"] = host.split()[0] if "host" in host else "0"
+    names = ("weights", "gradients", "optimizer", "values", "activations", "together", "host")
+    expected = [float(cell) for cell in re.search(rf"^\| {row} \|(.*)\|$", page, re.MULTILINE)[1].split("|")]
+    assert [float(found.get(name, 0)) for name in names] == pytest.approx(expected, abs=0.05)
+    assert expected[-2] < 0.94 * 140
 
 
 def test_hugging_face_weights(tmp_path: Path) -> None:

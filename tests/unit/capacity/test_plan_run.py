@@ -245,6 +245,13 @@ def test_recomputation_takes_time_and_less_memory() -> None:
     assert everything.memory.activations >= some.memory.activations >= nothing.memory.activations
 
 
+def test_full_recomputation_is_timed_where_the_last_stage_is_the_busiest() -> None:
+    plan, mesh = planner(2), make_mesh(SMALL, 2, MeshSizes(pipeline=2, layers=(4, 8)))
+    full, kept = (plan.simulate(Choice(mesh, 128, full_recompute=value)) for value in (True, False))
+    assert full.recomputed == 1
+    assert kept.time.total < full.time.total < 2 * kept.time.total
+
+
 def test_the_search_finds_what_trying_all_would() -> None:
     plan = planner(4)
     choices = list(possible_choices(SMALL, plan.cluster, SearchSpace((128, 512), recompute=("tree",))))
