@@ -7,8 +7,8 @@ Every kind of run (``RUNS``; all of them unless some are named) is killed ``--ki
 processes. A run saves after every step. A third of the kills (SIGKILL) come while a checkpoint is being written, a
 third in the steps, a third while the run starts and loads. With several processes one of them is killed, and the rest
 as torchrun would. Between kills the folder must hold a complete checkpoint that is never older than before; the metrics
-at the end must be those of the unbroken run, bit for bit. Further training flags are added to the commands. Status 0 if
-so.
+at the end must be those of the unbroken run, bit for bit. Status 0 if so. A run that ends before its last kill begins
+again. Further training flags are added to the commands.
 
 Training processes are forked off this one, which has imported everything, so a start takes a fraction of a second.
 """
@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -213,7 +214,7 @@ def kill_repeatedly(argv: list[str], processes: int, kills: int, folder: Path) -
     times = unbroken_run(argv, processes, straight, log)
     print(f"    start {times[0]:.2f} s, step and save {times[1]:.3f} s", flush=True)
     killed.mkdir()
-    counts, latest, began = dict.fromkeys(MOMENTS, 0), 0, time.monotonic()
+    counts, latest, ended, began = dict.fromkeys(MOMENTS, 0), 0, 0, time.monotonic()
     while sum(counts.values()) < kills:
         moment = random.choice(MOMENTS)
         run = Run([*argv, "--save", str(killed)], processes, log)
@@ -223,7 +224,13 @@ def kill_repeatedly(argv: list[str], processes: int, kills: int, folder: Path) -
             # It had come to its end, or it has failed.
             if any(statuses):
                 raise SystemExit(f"a start after {counts} failed with {statuses}; see {log}")
-            break
+            ended += 1
+            if ended > 10:
+                break
+            shutil.rmtree(killed)
+            killed.mkdir()
+            latest = 0
+            continue
         counts[moment] += 1
         iteration = saved_iteration(killed)
         if iteration < latest:
@@ -243,7 +250,7 @@ def kill_repeatedly(argv: list[str], processes: int, kills: int, folder: Path) -
     if left:
         print(f"    files DIFFERENT: {sorted(map(str, left))[:10]}", flush=True)
     if number < kills:
-        print(f"    the run ended before {kills} kills; give more --train-iters", flush=True)
+        print(f"    the run ended before {kills} kills again and again; give more --train-iters", flush=True)
     return same and not left and number == kills
 
 

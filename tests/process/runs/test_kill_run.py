@@ -28,12 +28,14 @@ def kill(folder: Path, *options: str) -> str:
 
 
 def test_killed_runs_end_like_unbroken_ones(tmp_path: Path) -> None:
-    output = kill(tmp_path, "--runs", "async-save", "--kills", "2", "--processes", "1", "2", *KEPT)
+    output = kill(
+        tmp_path, "--runs", "async-save", "--kills", "2", "--processes", "1", "2", "--train-iters", "9", *KEPT
+    )
     assert output.count("metrics bit for bit the same") == 2
 
 
 def test_every_kind_of_run_is_killed(tmp_path: Path) -> None:
     kinds = ["plain", "treepo-das", "critic", "async-rollouts"]
-    output = kill(tmp_path, "--runs", *kinds, "--kills", "1", "--processes", "2")
+    output = kill(tmp_path, "--runs", *kinds, "--kills", "1", "--processes", "2", "--train-iters", "7")
     assert output.count("metrics bit for bit the same") == len(kinds)
     assert "4 kills of 4 runs, 4 of which ended as if unbroken" in output
