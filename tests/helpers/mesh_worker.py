@@ -82,8 +82,10 @@ def run_on_ranks(
     context = forkserver() if backend == "gloo" else multiprocessing.get_context("spawn")
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(argument, folder / "argument.pt")
+    # A store that ranks ask over a socket; they would read a file again and again.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
-        context.Process(target=_process, args=(function, rank, world_size, str(folder), backend))
+        context.Process(target=_process, args=(function, rank, world_size, str(folder), store.port, backend))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -123,14 +125,16 @@ def _processor_seconds(processes: list[Any]) -> float:
     return total
 
 
-def _process(function: Callable[[int, Any], Any], rank: int, world_size: int, folder: str, backend: str) -> None:
+def _process(
+    function: Callable[[int, Any], Any], rank: int, world_size: int, folder: str, port: int, backend: str
+) -> None:
     torch.set_num_threads(1)
     path = Path(folder)
     if backend != "gloo":
         os.environ["LOCAL_RANK"] = str(rank)
         torch.cuda.set_device(rank)
     try:
-        store = torch.distributed.FileStore(str(path / "store"), world_size)
+        store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
         torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         argument = torch.load(path / "argument.pt", weights_only=False)
         torch.save(call_with_room(function, rank, argument), path / f"result_{rank}.tmp")

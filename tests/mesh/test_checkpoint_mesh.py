@@ -28,11 +28,17 @@ CASES = {
     "fp32 sharded": (MODEL, True),
     "bf16 sharded": (in_bf16(MODEL), True),
 }
-WITH_EXPERTS = {
-    "fp32": (EXPERTS, False),
-    "bf16": (in_bf16(EXPERTS), False),
-    "bf16 sharded": (in_bf16(EXPERTS), True),
-}
+WITH_EXPERTS = {"fp32": (EXPERTS, False), "bf16 sharded": (in_bf16(EXPERTS), True)}
+# The meshes that the cases begin on and move from.
+MESHES = {"fp32": ("tp2",), "bf16": ("dp2",), "fp32 sharded": ("dp2",), "bf16 sharded": ("tp2", "dp2")}
+MOVED = {"tp2": "dp2", "dp2": "tp2"}
+STARTED = [(case, f"{mesh}-4") for case, meshes in MESHES.items() for mesh in meshes]
+CONTINUED = [
+    (case, name)
+    for case, meshes in MESHES.items()
+    for mesh in meshes
+    for name in (f"{mesh}-6", f"{mesh}-{MOVED[mesh]}", f"{mesh}-one")
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +47,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("runs")
     # One process first: the other meshes start from its weights, as their vocabularies are padded differently.
     run_on_ranks(run_stretches, stretches(folder, CASES, (ONE, "one", None)), 1, folder / "a")
-    pairs = stretches(
-        folder,
-        CASES,
-        (TP2, "tp2-4", "one"),
-        (ONE, "dp2-4", "one"),
-        (TP2, "tp2-6", "tp2-4"),
-        (ONE, "dp2-6", "dp2-4"),
-        (ONE, "tp2-dp2", "tp2-4"),
-        (TP2, "dp2-tp2", "dp2-4"),
-    )
-    legs = ((ONE, "one-4", "one"), (ONE, "one-6", "one-4"), (ONE, "tp2-one", "tp2-4"), (ONE, "dp2-one", "dp2-4"))
+    parallel = {"tp2": TP2, "dp2": ONE}
+    pairs, alone = [], []
+    for case, meshes in MESHES.items():
+        own = {case: CASES[case]}
+        alone += stretches(folder, own, (ONE, "one-4", "one"), (ONE, "one-6", "one-4"))
+        for mesh in meshes:
+            here, there = parallel[mesh], parallel[MOVED[mesh]]
+            legs = ((here, "4", "one"), (here, "6", f"{mesh}-4"), (there, MOVED[mesh], f"{mesh}-4"))
+            pairs += stretches(folder, own, *((on, f"{mesh}-{name}", load) for on, name, load in legs))
+            alone += stretches(folder, own, (ONE, f"{mesh}-one", f"{mesh}-4"))
     found = {"two": run_on_ranks(run_stretches, pairs, 2, folder / "b")}
-    found["one"] = run_on_ranks(run_stretches, stretches(folder, CASES, *legs), 1, folder / "c")
+    found["one"] = run_on_ranks(run_stretches, alone, 1, folder / "c")
     return folder, found
 
 
@@ -95,27 +100,29 @@ def test_experts_are_whole_and_differ(experts: Path) -> None:
         assert len({tuple(expert.flatten().tolist()) for expert in weights}) == EXPERTS.num_experts
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["tp2-4", "dp2-4"])
+@pytest.mark.parametrize(("case", "name"), STARTED)
 def test_one_process_continues_on_two(runs: tuple[Path, dict], case: str, name: str) -> None:
     assert_same_tensors(runs[0] / case / name, runs[0] / case / "one-4")
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["tp2-6", "dp2-6", "tp2-dp2", "dp2-tp2", "tp2-one", "dp2-one"])
+@pytest.mark.parametrize(("case", "name"), CONTINUED)
 def test_every_mesh_continues_every_other(runs: tuple[Path, dict], case: str, name: str) -> None:
     assert_same_tensors(runs[0] / case / name, runs[0] / case / "one-6")
 
 
 def test_another_mesh_is_told(runs: tuple[Path, dict]) -> None:
+    one, names = "TP 1 PP 1 DP 1", {"tp2": "TP 2 PP 1 DP 1", "dp2": "TP 1 PP 1 DP 2"}
     for results in runs[1]["two"]:
         notes = [[line for line in result["changed"] if line.startswith("mesh: ")] for result in results]
-        assert [len(lines) for lines in notes] == [1, 1, 0, 0, 1, 1] * len(CASES)
-        one, tensor, data = "TP 1 PP 1 DP 1", "TP 2 PP 1 DP 1", "TP 1 PP 1 DP 2"
-        # The last one has as many processes as before.
-        for lines, before, now in ((notes[0], one, tensor), (notes[1], one, data), (notes[4], tensor, data)):
-            assert lines[0].startswith(f"mesh: saved with {before}, continued with {now}; random states start from")
-    assert [len(result["changed"]) for result in runs[1]["one"][0]] == [0, 0, 2, 1] * len(CASES)
+        begun = [mesh for meshes in MESHES.values() for mesh in meshes]
+        for mesh, (first, same, moved) in zip(begun, zip(*[iter(notes)] * 3, strict=True), strict=True):
+            assert same == []
+            # The last one has as many processes as before.
+            for lines, before, now in ((first, one, mesh), (moved, mesh, MOVED[mesh])):
+                before, now = (names.get(name, name) for name in (before, now))
+                assert len(lines) == 1
+                assert lines[0].startswith(f"mesh: saved with {before}, continued with {now}; random states start from")
+    assert [len(result["changed"]) for result in runs[1]["one"][0]] == [0, 0, 2, 0, 0, 1, 0, 0, 1, 0, 0, 2, 1]
 
 
 def test_random_states_of_ranks(tmp_path: Path) -> None:
