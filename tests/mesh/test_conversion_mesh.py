@@ -36,12 +36,12 @@ PP2 = ParallelConfig(pipeline_model_parallel_size=2)
 MODELS = ("llama", "qwen2-tied", "qwen3-tied")
 EP2 = ParallelConfig(expert_model_parallel_size=2)
 SP2 = replace(EP2, tensor_model_parallel_size=2, sequence_parallel=True)
-EXPERTS = {
-    "ep2-pp2": replace(EP2, pipeline_model_parallel_size=2),
-    "ep2-etp2": SP2,
-    "ep2-tp2": replace(SP2, expert_tensor_parallel_size=1),
-    "ep4-tp2": replace(SP2, expert_model_parallel_size=4, expert_tensor_parallel_size=1),
-}
+EXPERTS = [
+    ("mixtral", replace(EP2, pipeline_model_parallel_size=2)),
+    ("qwen3-moe-some", SP2),
+    ("mixtral", replace(SP2, expert_tensor_parallel_size=1)),
+    ("qwen3-moe-some", replace(SP2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)),
+]
 
 
 def on_mesh(rank: int, jobs: list[tuple[Path, ParallelConfig]]) -> list[dict[str, Any]]:
@@ -96,10 +96,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def check_mesh(
-    folders: dict[str, Path], parallels: list[ParallelConfig], world: int, folder: Path, models: tuple = MODELS
-) -> None:
-    jobs = [(folders[case], parallel) for parallel in parallels for case in models]
+def check_mesh(folders: dict[str, Path], cases: list[tuple[str, ParallelConfig]], world: int, folder: Path) -> None:
+    jobs = [(folders[case], parallel) for case, parallel in cases]
     results = run_on_ranks(on_mesh, jobs, world, folder)
     for index, (source, _) in enumerate(jobs):
         ranks, expected = [result[index] for result in results], tensors_in(source / "hf")
@@ -119,11 +117,13 @@ def check_mesh(
 
 
 def test_two_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
-    check_mesh(folders, [TP2, PP2, ONE], 2, tmp_path)
+    cases = [("llama", TP2), ("qwen2-tied", TP2), ("qwen3-tied", PP2), ("llama", PP2), ("qwen2-tied", ONE)]
+    check_mesh(folders, cases, 2, tmp_path)
 
 
 def test_four_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
-    check_mesh(folders, [replace(TP2, pipeline_model_parallel_size=2)], 4, tmp_path)
+    both = replace(TP2, pipeline_model_parallel_size=2)
+    check_mesh(folders, [("llama", both), ("qwen3-tied", both)], 4, tmp_path)
 
 
 def test_experts_on_four_ranks(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_experts_on_four_ranks(tmp_path: Path) -> None:
         folders[case] = tmp_path / case
         save_huggingface(folders[case] / "hf", case, 40 + index)
         to_megatron(folders[case] / "hf", folders[case] / "megatron", tensor_size=1)
-    check_mesh(folders, list(EXPERTS.values()), 4, tmp_path / "run", tuple(folders))
+    check_mesh(folders, EXPERTS, 4, tmp_path / "run")
 
 
 def experts_on_mesh(rank: int, folder: Path) -> dict[str, torch.Tensor]:

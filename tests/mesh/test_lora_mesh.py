@@ -9,7 +9,7 @@ from conftest import seed_all
 from lora_cases import is_adapter, lora_config, lora_weights
 from megatron_dta.config import ParallelConfig
 from megatron_dta.parity import random_training_samples
-from mesh_cases import CUTS, FULL_RECOMPUTE, MeshSuite
+from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import RankResult
 from tree_engine_cases import QWEN2, QWEN3, branching_sequences, weights_of
 from weight_shards import join_shards
@@ -54,10 +54,14 @@ MESHES = {
     "tp2-dp2-overlap": (4, ParallelConfig(tensor_model_parallel_size=2, **OVERLAP), [5, 0]),
 }
 COMBINATIONS = [
-    *(("tp2-sp", "qwen3", cut) for cut in CUTS),
-    *((mesh, "qwen3", cut) for mesh in ("tp2", "pp2", "dp2-overlap") for cut in ("dense", "packed-recomputed", "dta")),
-    *((mesh, name, "dta") for mesh in ("tp2", "tp2-sp") for name in ("gpt", "recompute", "qwen2")),
-    *((mesh, "qwen2", cut) for mesh in ("pp2", "pp2-alone") for cut in ("dta-mixed", "packed-recomputed")),
+    *(("tp2-sp", "qwen3", cut) for cut in ("dense", "packed-recomputed", "dta-mixed")),
+    ("tp2", "qwen3", "dta"),
+    *(("pp2", "qwen3", cut) for cut in ("dense", "dta")),
+    *(("dp2-overlap", "qwen3", cut) for cut in ("packed-recomputed", "dta")),
+    *(("tp2-sp", name, "dta") for name in ("gpt", "recompute", "qwen2")),
+    ("tp2", "qwen2", "dta-recomputed"),
+    ("pp2", "qwen2", "dta-mixed"),
+    *(("pp2-alone", "qwen2", cut) for cut in ("dta-mixed", "packed-recomputed")),
     ("pp2", "recompute", "dta"),
     ("dp2-idle-overlap", "qwen3", "dta"),
     *(("ep2", "experts", cut) for cut in ("dense", "dta-mixed")),

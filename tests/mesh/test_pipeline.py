@@ -8,21 +8,22 @@ from mesh_cases import MeshSuite
 from mesh_worker import RankResult
 from pipeline_shared import CUTS, pipeline_suite
 
-# (mesh, architecture, cut, forest): all cuts on the meshes whose schedules differ most, pairs of the rest.
+# (mesh, architecture, cut, forest): all cuts on two ranks, pairs of the rest on four.
 COMBINATIONS = [
-    *((mesh, "tied", cut, "bushy") for mesh in ("pp2-vpp2", "pp2-tp2-sp-vpp2") for cut in CUTS),
+    *(("pp2-vpp2", "tied", cut, "bushy") for cut in CUTS),
+    *(("pp2-tp2-sp-vpp2", "tied", cut, "bushy") for cut in ("packed", "dta-mixed")),
     *((mesh, "tied", "dta-mixed", "bushy") for mesh in ("pp2", "pp2-uneven", "pp2-embedding-alone", "pp4", "pp2-tp2")),
     *((mesh, "tied", "dta", "bushy") for mesh in ("pp2-dp2", "pp2-dp2-idle-overlap")),
     *((mesh, "tied", "one", "bushy") for mesh in ("pp2-uneven", "pp4", "pp2-dp2")),
-    *((mesh, "tied", "dense", "bushy") for mesh in ("pp2", "pp2-embedding-alone", "pp2-tp2", "pp2-dp2-idle-overlap")),
+    *((mesh, "tied", "dense", "bushy") for mesh in ("pp2", "pp2-embedding-alone", "pp2-dp2-idle-overlap")),
     *((mesh, "untied", "dta-mixed", "bushy")
-      for mesh in ("pp2", "pp2-uneven", "pp2-embedding-alone", "pp2-tp2-sp-vpp2", "pp2-dp2")),
+      for mesh in ("pp2", "pp2-uneven", "pp2-embedding-alone", "pp2-tp2-sp-vpp2")),
     *((mesh, "recompute", "dta-mixed", "bushy")
-      for mesh in ("pp2-vpp2", "pp2-embedding-alone", "pp4", "pp2-tp2", "pp2-tp2-sp-vpp2", "pp2-dp2-idle-overlap")),
-    *(("pp2-ep2", "experts", cut, "bushy") for cut in ("dense", "packed", "dta-mixed", "dta-recomputed")),
+      for mesh in ("pp2-vpp2", "pp2-embedding-alone", "pp2-tp2-sp-vpp2", "pp2-dp2-idle-overlap")),
+    *(("pp2-ep2", "experts", cut, "bushy") for cut in ("packed", "dta-mixed")),
     *(("pp2-vpp2-ep2-idle", "experts", cut, "bushy") for cut in ("dta", "one")),
     *((mesh, "experts", "dta-mixed", "bushy") for mesh in ("pp2-vpp2", "pp4", "pp2-dp2")),
-    *((mesh, "tied", "dta", "deep") for mesh in ("pp2-vpp2", "pp4", "pp2-dp2-idle-overlap")),
+    *((mesh, "tied", "dta", "deep") for mesh in ("pp2-vpp2", "pp4")),
     *((mesh, "tied", "dta", "wide") for mesh in ("pp2", "pp2-vpp2", "pp4")),
 ]  # fmt: skip
 

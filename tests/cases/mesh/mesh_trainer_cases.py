@@ -100,7 +100,6 @@ def folder(tmp_path_factory) -> Path:
     half = stored.replace("--train-iters 4", "--train-iters 2")
     ones = [job("stored-1", even), job("sampled-1", SAMPLED)]
     twos = [
-        job("stored-tp2", stored, TP),
         job("stored-sp2", stored, SP),
         job("stored-dp2", even),
         job("sampled-tp2", SAMPLED, SP),
