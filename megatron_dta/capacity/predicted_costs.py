@@ -72,7 +72,13 @@ def _scaled_costs(arguments: argparse.Namespace, measured: CostFile | None) -> C
     """Costs of a named model on H200s, with the shares of the peaks that were measured on another model."""
     shape = SHAPES[arguments.model]
     arguments.num_layers = arguments.num_layers or shape.num_layers
-    shape = replace(shape, num_layers=arguments.num_layers, moe_layers=shape.moe_layers[: arguments.num_layers])
+    layers = arguments.num_layers
+    shape = replace(
+        shape,
+        num_layers=layers,
+        moe_layers=shape.moe_layers[:layers],
+        linear_attention_layers=shape.linear_attention_layers[:layers],
+    )
     cluster = Cluster(**PRESETS["h200"] | {"num_gpus": 8})
     if measured is not None:
         cluster = calibrated(cluster, measured)

@@ -100,6 +100,12 @@ class ModelConfig:
     linear_value_head_dim: int = option(128, "Size of a value head of linear attention.", minimum=1)
     linear_num_key_heads: int = option(16, "Number of key heads of linear attention.", minimum=1)
     linear_num_value_heads: int = option(32, "Number of value heads of linear attention.", minimum=1)
+    gated_delta_rule_impl: str = option(
+        "auto",
+        "Implementation of the gated delta rule: the kernels of flash-linear-attention (extra hybrid; a GPU, 16 bits), "
+        "plain PyTorch (reference), or the kernels on a GPU in 16 bits and plain PyTorch elsewhere (auto).",
+        choices=("auto", "fla", "reference"),
+    )
     init_method_std: float = option(0.02, "Standard deviation of the initial weights.", minimum=0)
     attention_dropout: float = option(
         0.0, "Dropout on attention; must be 0, because sequences that share a prefix would share its dropout mask."

@@ -36,7 +36,7 @@ from megatron_dta.config.derived.pipeline_layout import stage_layers
 from megatron_dta.model.attention.core_attention import TreeAttention
 from megatron_dta.model.experts.router import TreeRouter, keep_balance_in_float32
 from megatron_dta.model.experts.spec import expert_layer_spec, expert_settings
-from megatron_dta.model.kernels import choose_fused_layers
+from megatron_dta.model.kernels import choose_fused_layers, choose_gated_delta_rule
 from megatron_dta.model.layers.lora import add_adapters
 from megatron_dta.model.layers.sequence_parallel import SequenceParallelNorm
 from megatron_dta.model.layers.transformer_engine import use_transformer_engine
@@ -44,7 +44,12 @@ from megatron_dta.model.main_grad import use_main_grad, with_main_grad_layers
 from megatron_dta.model.parallel.mesh import initial_seed
 from megatron_dta.model.parallel.staged_model import Model, StagedModel
 from megatron_dta.model.recurrent.gated_attention import GatedSelfAttention, ZeroCenteredRMSNorm
-from megatron_dta.model.recurrent.gated_delta_net import GatedDeltaNet, gated_delta_net_spec, hybrid_settings
+from megatron_dta.model.recurrent.gated_delta_net import (
+    GatedDeltaNet,
+    gated_delta_net_spec,
+    hybrid_settings,
+    use_gated_delta_rule,
+)
 from megatron_dta.model.rotary import set_attention_factor, set_frequencies
 from megatron_dta.model.tree_model import TreeGPTModel
 from megatron_dta.model.value_model import TreeValueModel
@@ -229,6 +234,8 @@ def build_model(
     layers = stage_layers(model, parallel)
     config = transformer_config(model, parallel)
     fused = choose_fused_layers(model.fused_layer_impl, model.params_dtype, device)
+    is_hybrid = any(model.linear_attention_layers)
+    rule = choose_gated_delta_rule(model.gated_delta_rule_impl, model.params_dtype, device) if is_hybrid else None
     chunk_class, arguments = TreeGPTModel, model_arguments(model, parallel.tensor_model_parallel_size)
     if value_head:
         chunk_class, arguments = TreeValueModel, arguments | {"share_embeddings_and_output_weights": False}
@@ -253,6 +260,7 @@ def build_model(
         if not parallel.no_gradient_accumulation_fusion:
             use_main_grad(chunk)
         keep_balance_in_float32(chunk)
+        use_gated_delta_rule(chunk, rule)
         if model.lora_rank is not None:
             add_adapters(chunk, model, initial_seed())
     return StagedModel(model_chunks) if num_stages > 1 else model_chunks[0]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dta_kernels.recurrence.contract import Recurrence
+from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
 from megatron_dta.common.errors import InputError
 
 
@@ -60,6 +62,29 @@ def choose_fused_layers(impl: str, dtype: torch.dtype, device: torch.device) -> 
             f" takes float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}; use auto or reference"
         )
     return choose_triton("--fused-layer-impl", impl, device, refusal)
+
+
+def choose_gated_delta_rule(impl: str, dtype: torch.dtype, device: torch.device) -> Recurrence:
+    """The implementation of ``--gated-delta-rule-impl``.
+
+    Raises:
+        InputError: "fla", or "auto" on a GPU in 16 bits, and the package is missing or too old; or "fla" elsewhere.
+    """
+    from dta_kernels.recurrence import library
+
+    has_kernels = device.type == "cuda" and dtype in library.DTYPES
+    if impl == "reference" or (impl == "auto" and not has_kernels):
+        return gated_delta_rule
+    flag, found = f"--gated-delta-rule-impl {impl}", library.installed_version()
+    oldest = ".".join(map(str, library.OLDEST))
+    fix = f"install it (pip install 'megatron_dta[hybrid]' or '{library.PACKAGE}>={oldest}') or give reference"
+    if not has_kernels:
+        raise InputError(f"{flag} needs a CUDA GPU and --bf16; use auto or reference")
+    if found is None:
+        raise InputError(f"{flag}: {library.PACKAGE} is not installed; {fix}")
+    if not library.is_supported(found):
+        raise InputError(f"{flag}: {library.PACKAGE} has version {found}, which is older than {oldest}; {fix}")
+    return library.gated_delta_rule
 
 
 def draw_by_kernels(model: Any, hidden_BC: Tensor, noise_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,14 @@ Legend: T tokens of all runs, R runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+# Tokens of a chunk, in which recurrences compute with products of matrices.
+CHUNK = 64
 
 
 class Runs(NamedTuple):
@@ -24,21 +27,26 @@ class Runs(NamedTuple):
     Attributes:
         offsets: R + 1 offsets of the runs, from 0 to T, on the host; no run is empty.
         on_device: the same as int64 [R + 1] on the inputs' device.
+        chunks: int64 [B, 2] there: for each chunk of ``CHUNK`` tokens, its run and its number in the run.
     """
 
     offsets: tuple[int, ...]
     on_device: Tensor
+    chunks: Tensor
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Runs:
-        """Runs of these lengths."""
+        """Runs of these lengths. Nothing waits for the device."""
         offsets = (0, *accumulate(lengths))
-        return cls(offsets, torch.tensor(offsets, dtype=torch.int64).to(device, non_blocking=True))
+        chunks = [(run, chunk) for run, length in enumerate(lengths) for chunk in range(-(-length // CHUNK))]
+        on_gpu = torch.device(device).type == "cuda"
+        tensors = (torch.tensor(each, dtype=torch.int64, pin_memory=on_gpu) for each in (offsets, chunks))
+        return cls(offsets, *(each.to(device, non_blocking=True) for each in tensors))
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each run."""
-        return [end - begin for begin, end in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+        return [end - begin for begin, end in pairwise(self.offsets)]
 
 
 class Recurrence(Protocol):

@@ -10,7 +10,7 @@ sum of g up to a token of the chunk, and E_ij = exp(G_i - G_j) for j <= i:
     O = exp(G) q S + (E_ij q_i k_j) (U - D S) outputs
     S' = exp(G_C) S + (exp(G_C - G) k)^T (U - D S)
 
-``fla.py`` beside this file runs the same on a GPU. ``reference.gated_delta_rule_by_token`` is the definition.
+``library.py`` beside this file runs the same on a GPU. ``reference.gated_delta_rule_by_token`` is the definition.
 
 Legend: T tokens, R runs, B chunks of all runs, C tokens of a chunk, H key heads, J value heads, K and V sizes of heads.
 """
@@ -21,11 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dta_kernels.recurrence.contract import Runs
+from dta_kernels.recurrence.contract import CHUNK, Runs
 from dta_kernels.recurrence.reference import unit_heads
 from dta_kernels.tree_attention.reference import accumulation_dtype
-
-MAX_CHUNK = 64
 
 
 def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
@@ -82,7 +80,7 @@ def _chunks(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     length = np.asarray(lengths, dtype=np.int64)
     begin = np.cumsum(length) - length
-    size = min(MAX_CHUNK, 1 << int(length.max() - 1).bit_length())
+    size = min(CHUNK, 1 << int(length.max() - 1).bit_length())
     count = -(-length // size)
     order = np.argsort(-count, kind="stable")
     active = (count[None, :] > np.arange(count.max())[:, None]).sum(1)

@@ -48,7 +48,8 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 def _check_no_effect(model: ModelConfig) -> None:
     for setting in fields(ModelConfig):
-        if setting.name.startswith("linear_") and getattr(model, setting.name) != setting.default:
+        is_own = setting.name.startswith("linear_") or setting.name == "gated_delta_rule_impl"
+        if is_own and getattr(model, setting.name) != setting.default:
             raise InputError(
                 f"{flag_of(setting)} has no effect without --experimental-attention-variant; leave it out or add that"
             )

@@ -12,12 +12,15 @@ TINY = {
     "tiny-moe": DecoderShape(2, 64, 192, 8, 8, 8, 1, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=48),
 }
 _NAMES = ("qwen3-1.7b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "llama3-70b")
+_NAMES += ("qwen3.5-9b", "qwen3.5-35b-a3b")
 MODELS: dict[str, DecoderShape] = TINY | {name: SHAPES[name] for name in _NAMES}
 # Settings taken from the shape; the others are those of all benchmarks.
 _COPIED = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
 )
+_LINEAR = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 
 
 def benchmark_model(
@@ -37,6 +40,8 @@ def benchmark_model(
     values = {field: getattr(shape, field) for field in _COPIED}
     if num_layers is not None:
         values["num_layers"] = num_layers
+    if shape.linear_attention_layers:
+        values |= _hybrid(shape, values["num_layers"])
     return ModelConfig(
         **values,
         vocab_size=vocab_size if name in TINY else shape.vocab_size,
@@ -47,3 +52,17 @@ def benchmark_model(
         bf16=bf16,
         fused_layer_impl=fused_layer_impl,
     )
+
+
+def _hybrid(shape: DecoderShape, num_layers: int) -> dict[str, object]:
+    """The settings of gated delta net and gated attention, for the first layers of a shape."""
+    layers = [int(is_linear) for is_linear in shape.linear_attention_layers[:num_layers]]
+    return {
+        **{f"linear_{name}": getattr(shape, f"linear_{name}") for name in _LINEAR},
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": str(layers).replace(" ", ""),
+        "attention_output_gate": shape.attention_output_gate,
+        "apply_layernorm_1p": True,
+        "rotary_percent": 0.25,
+        "norm_epsilon": shape.norm_epsilon,
+    }

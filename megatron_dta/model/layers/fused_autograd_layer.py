@@ -201,14 +201,13 @@ def _buffers(weights: tuple[Parameter, ...]) -> tuple[Tensor, ...]:
 def has_plain_modules(layer: Module) -> bool:
     """Whether a ``FusedLayer`` with SwiGLU consists of modules whose forward ``FusedAutogradLayer`` computes, up to the
     communication of a tensor group."""
-    if not all(hasattr(layer, name) for name in _HOOKS):
+    if not all(hasattr(layer, name) for name in _HOOKS) or not getattr(layer.self_attention, "is_fused", False):
         return False
     attention, mlp, norms = layer.self_attention, layer.mlp, (layer.input_layernorm, layer.pre_mlp_layernorm)
     linear = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
     return (
         all(type(each) in (*_LINEAR, ColumnParallelLinear, RowParallelLinear) for each in linear)
         and all(type(norm) is FusedRMSNorm for norm in norms)
-        and attention.is_fused
     )
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -29,8 +30,9 @@ from megatron_dta.model.experts.spec import replace_experts
 from megatron_dta.model.layers.decode_layer import DecodeLayer
 from megatron_dta.model.layers.fused_attention import FusedSelfAttention
 from megatron_dta.model.layers.fused_autograd_layer import FusedAutogradLayer, has_plain_modules, is_plain
-from megatron_dta.model.layers.fused_norm import FusedRMSNorm
+from megatron_dta.model.layers.fused_norm import FusedRMSNorm, FusedZeroCenteredRMSNorm
 from megatron_dta.model.layers.rematerialize import call_without_keeping_input, mark_recomputable
+from megatron_dta.model.recurrent.gated_attention import GatedSelfAttention
 
 
 def fuse_layers(spec: TransformerBlockSubmodules, model: ModelConfig) -> None:
@@ -40,17 +42,22 @@ def fuse_layers(spec: TransformerBlockSubmodules, model: ModelConfig) -> None:
     fused attention.
     """
     has_fused_norm = model.normalization == "RMSNorm"
+    norm = FusedZeroCenteredRMSNorm if model.apply_layernorm_1p else FusedRMSNorm
     for layer in spec.layer_specs:
-        layer.submodules.self_attention.module = FusedSelfAttention
+        attention = layer.submodules.self_attention
+        if attention.module is SelfAttention:
+            attention.module = FusedSelfAttention
         if has_fused_norm:
-            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = FusedRMSNorm
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        if attention.module is GatedSelfAttention and model.qk_layernorm and has_fused_norm:
+            attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
         if layer.module is TransformerLayer:
             layer.module = FusedLayer
         elif layer.module is RoutedLayer:
             layer.module = FusedRoutedLayer
         replace_experts(layer, GroupedExperts, FusedGroupedExperts)
     if has_fused_norm:
-        spec.layer_norm = FusedRMSNorm
+        spec.layer_norm = norm
 
 
 class FusedRoutedLayer(RoutedLayer):

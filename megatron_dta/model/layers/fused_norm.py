@@ -27,8 +27,26 @@ class FusedRMSNorm(torch.nn.RMSNorm):
         """Normed ``x`` [..., hidden size]."""
         return self.with_residual(x)[0]
 
+    @property
+    def factor(self) -> Tensor:
+        """Factor on the normed values, [hidden size]."""
+        return self.weight
+
     def with_residual(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``(normed, residual)`` of ``x``, or of ``x + added``; use the residual in place of the input afterwards."""
-        normed, residual, rstd = rms_norm(x, self.weight, self.eps, added)
-        again = partial(rms_norm_again, residual.detach(), rstd, self.weight.detach())
+        factor = self.factor
+        normed, residual, rstd = rms_norm(x, factor, self.eps, added)
+        again = partial(rms_norm_again, residual.detach(), rstd, factor.detach())
         return mark_recomputable(normed, again), residual
+
+
+class FusedZeroCenteredRMSNorm(FusedRMSNorm):
+    """``FusedRMSNorm`` with the factor ``1 + weight``, in float32."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(config, hidden_size, eps)
+        torch.nn.init.zeros_(self.weight)
+
+    @property
+    def factor(self) -> Tensor:
+        return 1 + self.weight.float()

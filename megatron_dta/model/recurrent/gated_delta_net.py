@@ -32,10 +32,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
+from dta_kernels.recurrence.contract import Recurrence
 from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
 from dta_kernels.tree_attention.reference import accumulation_dtype
 from megatron_dta.config import ModelConfig
 from megatron_dta.model.attention.context import AttentionContext, check_context
+from megatron_dta.model.layers.rematerialize import call_without_keeping_input
 from megatron_dta.model.recurrent.path_states import PathStates, RecurrentShape
 
 # Initial decay rates exp(A_log) are drawn between these.
@@ -61,15 +63,22 @@ def gated_delta_net_spec(module: type) -> ModuleSpec:
     return ModuleSpec(module=module, submodules=projections)
 
 
+def use_gated_delta_rule(model: torch.nn.Module, rule: Recurrence | None) -> None:
+    """Let the layers of ``model`` compute the gated delta rule with ``rule``; it may be None if there are none."""
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNet):
+            module.recurrence = rule
+
+
 class GatedDeltaNet(MegatronGatedDeltaNet):
     """Takes the place of ``SelfAttention`` in a layer; checkpoints are written by Megatron's class.
 
     Attributes:
-        recurrence: computes the gated delta rule.
+        recurrence: computes the gated delta rule; ``use_gated_delta_rule`` sets it.
         shape: what is kept at a fork on this rank.
     """
 
-    recurrence = staticmethod(gated_delta_rule)
+    recurrence: Recurrence = staticmethod(gated_delta_rule)
 
     def __init__(
         self,
@@ -149,7 +158,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: object = None, **_: Any
     ) -> tuple[Tensor, None]:
         """Output [n, 1, hidden size] for ``hidden_states`` [n, 1, hidden size], and None for a bias."""
-        mixed = self.in_proj(hidden_states)[0].squeeze(1)
+        mixed = call_without_keeping_input(self.in_proj, hidden_states)[0].squeeze(1)
         padded = mixed.shape[0]
         out = self.mix(mixed, self.paths_of(packed_seq_params), self._num_tokens(padded, packed_seq_params))
         # Padding tokens of sequence parallelism are in no path.

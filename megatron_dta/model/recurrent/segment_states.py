@@ -60,11 +60,10 @@ class SegmentTables:
 
     def _level(self, level: RunLevel, num_tokens: int, upload: Upload) -> _Level:
         first, self.num_states = self.num_states, self.num_states + len(level.forks)
-        offsets = np.append(0, np.cumsum(level.lengths))
         in_order = len(level.tokens) == num_tokens and np.array_equal(level.tokens, np.arange(num_tokens))
         return _Level(
             None if in_order else upload(level.tokens),
-            Runs(tuple(offsets.tolist()), upload(offsets)),
+            Runs.of_lengths(level.lengths, self.entry_slots.device),
             upload(level.entry),
             upload(level.forks),
             slice(first, self.num_states),

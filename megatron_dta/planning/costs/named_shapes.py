@@ -11,6 +11,15 @@ _QWEN3 = dict(
 )
 _QWEN25 = dict(vocab_size=152064, kv_channels=128, num_query_groups=8, add_qkv_bias=True, rotary_base=1e6)
 _LLAMA31 = dict(vocab_size=128256, kv_channels=128, num_query_groups=8, rotary_base=5e5, use_rope_scaling=True)
+# 3 layers of gated delta net for each with attention.
+_QWEN35 = dict(
+    vocab_size=248320,
+    kv_channels=256,
+    qk_layernorm=True,
+    attention_output_gate=True,
+    norm_epsilon=1e-6,
+    rotary_base=1e7,
+)
 _NAMES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 
 
@@ -41,6 +50,20 @@ SHAPES: dict[str, DecoderShape] = {
         moe_router_topk=8,
         moe_ffn_hidden_size=1536,
     ),
+    "qwen3.5-9b": _shape(
+        _QWEN35, *(32, 4096, 12288, 16), num_query_groups=4, linear_attention_layers=(True, True, True, False) * 8
+    ),
+    "qwen3.5-35b-a3b": _shape(
+        _QWEN35,
+        *(40, 2048, 512, 16),
+        num_query_groups=2,
+        linear_attention_layers=(True, True, True, False) * 10,
+        num_experts=256,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=512,
+        moe_shared_expert_intermediate_size=512,
+        moe_shared_expert_gate=True,
+    ),
     "qwen2.5-7b": _shape(_QWEN25 | dict(num_query_groups=4, norm_epsilon=1e-6), 28, 3584, 18944, 28),
     "qwen2.5-32b": _shape(_QWEN25, 64, 5120, 27648, 40),
     "qwen2.5-72b": _shape(_QWEN25, 80, 8192, 29568, 64),
@@ -56,6 +79,8 @@ HUB_NAMES = {
     "qwen3-32b": "Qwen/Qwen3-32B",
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
     "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "qwen3.5-9b": "Qwen/Qwen3.5-9B",
+    "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B",
     "qwen2.5-7b": "Qwen/Qwen2.5-7B",
     "qwen2.5-32b": "Qwen/Qwen2.5-32B",
     "qwen2.5-72b": "Qwen/Qwen2.5-72B",
