@@ -129,7 +129,7 @@ class StageRun:
         found = []
         for of_chunk, (slot_start, num_slots) in zip(layers, slots, strict=True):
             pool = StatePool(of_chunk, num_slots, self.model.dtype, self.model.device, self.training)
-            found.append(StepStates(step.runs, slot_start, pool))
+            found.append(StepStates(step.runs, slot_start, pool, self.model.tree_models[0].has_fused_layers))
         return found
 
     def walk(self) -> None:

@@ -260,7 +260,7 @@ def build_model(
         if not parallel.no_gradient_accumulation_fusion:
             use_main_grad(chunk)
         keep_balance_in_float32(chunk)
-        use_gated_delta_rule(chunk, rule)
+        use_gated_delta_rule(chunk, rule, fused)
         if model.lora_rank is not None:
             add_adapters(chunk, model, initial_seed())
     return StagedModel(model_chunks) if num_stages > 1 else model_chunks[0]

@@ -6,10 +6,19 @@ from megatron_dta.config.model import ModelConfig
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.named_shapes import SHAPES
 
-# "tiny" and "tiny-moe" are for trying things on a laptop; their vocabulary size follows from the data.
+# The tiny shapes are for trying things on a laptop; their vocabulary size follows from the data.
 TINY = {
     "tiny": DecoderShape(2, 64, 192, 8, 8, 8, 1),
     "tiny-moe": DecoderShape(2, 64, 192, 8, 8, 8, 1, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=48),
+    "tiny-hybrid": DecoderShape(
+        *(4, 64, 192, 4, 2, 16, 1),
+        attention_output_gate=True,
+        linear_attention_layers=(True, True, True, False),
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    ),
 }
 _NAMES = ("qwen3-1.7b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "llama3-70b")
 _NAMES += ("qwen3.5-9b", "qwen3.5-35b-a3b")

@@ -205,9 +205,8 @@ def has_plain_modules(layer: Module) -> bool:
         return False
     attention, mlp, norms = layer.self_attention, layer.mlp, (layer.input_layernorm, layer.pre_mlp_layernorm)
     linear = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
-    return (
-        all(type(each) in (*_LINEAR, ColumnParallelLinear, RowParallelLinear) for each in linear)
-        and all(type(norm) is FusedRMSNorm for norm in norms)
+    return all(type(each) in (*_LINEAR, ColumnParallelLinear, RowParallelLinear) for each in linear) and all(
+        type(norm) is FusedRMSNorm for norm in norms
     )
 
 

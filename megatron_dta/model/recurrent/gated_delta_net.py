@@ -63,11 +63,13 @@ def gated_delta_net_spec(module: type) -> ModuleSpec:
     return ModuleSpec(module=module, submodules=projections)
 
 
-def use_gated_delta_rule(model: torch.nn.Module, rule: Recurrence | None) -> None:
-    """Let the layers of ``model`` compute the gated delta rule with ``rule``; it may be None if there are none."""
+def use_gated_delta_rule(model: torch.nn.Module, rule: Recurrence | None, fused: bool) -> None:
+    """Let the layers of ``model`` compute the gated delta rule with ``rule``, and with ``fused`` the gated norm on its
+    kernels. ``rule`` is None if the model has no such layers.
+    """
     for module in model.modules():
         if isinstance(module, GatedDeltaNet):
-            module.recurrence = rule
+            module.recurrence, module.fuses_norm = rule, fused
 
 
 class GatedDeltaNet(MegatronGatedDeltaNet):
@@ -75,10 +77,12 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
 
     Attributes:
         recurrence: computes the gated delta rule; ``use_gated_delta_rule`` sets it.
+        fuses_norm: whether the gated norm runs on its kernels.
         shape: what is kept at a fork on this rank.
     """
 
     recurrence: Recurrence = staticmethod(gated_delta_rule)
+    fuses_norm: bool = False
 
     def __init__(
         self,
@@ -192,9 +196,14 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
 
     def _gated(self, out: Tensor, z: Tensor) -> Tensor:
         """RMSNorm of each head [N, J, V], times ``silu(z)``."""
-        dtype = accumulation_dtype(out.dtype)
         # Every rank normalizes its own heads with the same weight, so its gradient is summed over the ranks.
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm.weight)
+        if self.fuses_norm:
+            # Imported here because the reference does not need Triton.
+            from dta_kernels.recurrence.gated_norm import gated_norm
+
+            return gated_norm(out, z, weight, self.out_norm.eps)
+        dtype = accumulation_dtype(out.dtype)
         x = out.to(dtype)
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.out_norm.eps)
         return (normed * weight.to(dtype) * F.silu(z.to(dtype))).to(out.dtype)

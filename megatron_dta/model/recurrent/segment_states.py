@@ -47,11 +47,12 @@ class _Level(NamedTuple):
 class SegmentTables:
     """``SegmentStates`` on the device."""
 
-    def __init__(self, plan: SegmentStates, upload: Upload) -> None:
+    def __init__(self, plan: SegmentStates, upload: Upload, uses_kernels: bool) -> None:
         self.num_entries = len(plan.entry_slots)
         self.entry_slots, self.kept = upload(plan.entry_slots), upload(plan.kept)
         self.slots = slice(plan.slot, plan.slot + len(plan.kept))
-        self.layout = PathLayout(upload(plan.row_source), upload(plan.row_place))
+        arrays = (plan.row_source, plan.row_place, plan.head, plan.run_end)
+        self.layout = PathLayout(*map(upload, arrays), uses_kernels)
         self.kept_rows = upload(plan.kept_rows.ravel())
         self.levels: list[_Level] = []
         self.num_states = self.num_entries + 1
@@ -71,10 +72,14 @@ class SegmentTables:
 
 
 class StepStates:
-    """The tables of a step's segments for one model chunk; each is made and uploaded when it is first requested."""
+    """The tables of a step's segments for one model chunk; each is made and uploaded when it is first requested.
 
-    def __init__(self, runs: SegmentRuns, slot_start: np.ndarray, pool: StatePool) -> None:
-        self.pool = pool
+    Args:
+        uses_kernels: whether the convolution runs on its kernels.
+    """
+
+    def __init__(self, runs: SegmentRuns, slot_start: np.ndarray, pool: StatePool, uses_kernels: bool = False) -> None:
+        self.pool, self._uses_kernels = pool, uses_kernels
         self._runs, self._slot_start, self._device = runs, slot_start, pool.states.device
         self._made: dict[int, SegmentTables] = {}
 
@@ -89,7 +94,7 @@ class StepStates:
             return NoTokens()
         if segment not in self._made:
             plan = self._runs.states_of(segment, self._slot_start, self.pool.shape.width)
-            self._made[segment] = SegmentTables(plan, self._upload)
+            self._made[segment] = SegmentTables(plan, self._upload, self._uses_kernels)
         return SegmentPathStates(self.pool, self._made[segment])
 
     def _upload(self, array: np.ndarray) -> Tensor:
@@ -112,11 +117,9 @@ class SegmentPathStates:
     ) -> Tensor:
         return _Recurrence.apply(self, self.pool.row_of_layer[layer_number], recurrence, *inputs)
 
-    def rows_with_entries(self, layer: int, rows_NC: Tensor) -> Tensor:
-        """The segment's rows and those before its entries, [S, C]."""
-        if not self.tables.num_entries:
-            return rows_NC
-        return torch.cat([rows_NC, self.pool.rows[layer].index_select(0, self.tables.entry_slots).flatten(0, 1)])
+    def entry_rows(self, layer: int) -> Tensor:
+        """The rows before the entries, [E (W - 1), C]."""
+        return self.pool.rows[layer].index_select(0, self.tables.entry_slots).flatten(0, 1)
 
     def entry_states(self, layer: int) -> Tensor:
         """States from earlier segments, then zeros: [E + 1, *state]."""
@@ -129,31 +132,33 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_NC: Tensor, weight_CW: Tensor, segment: SegmentPathStates, layer: int) -> Tensor:
         tables, pool = segment.tables, segment.pool
-        rows = segment.rows_with_entries(layer, rows_NC)
+        before = segment.entry_rows(layer)
         if len(tables.kept):
-            with_zero = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-            kept = with_zero.index_select(0, tables.kept_rows)
+            kept = _rows_at(tables.kept_rows, rows_NC, before)
             pool.rows[layer, tables.slots] = kept.view(len(tables.kept), *pool.rows.shape[2:])
         ctx.save_for_backward(rows_NC, weight_CW)
         ctx.segment, ctx.layer = segment, layer
-        return short_convolution(rows, weight_CW, tables.layout)
+        return short_convolution(rows_NC, before, weight_CW, tables.layout)
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         rows_NC, weight_CW = ctx.saved_tensors
         segment, layer, tables, pool = ctx.segment, ctx.layer, ctx.segment.tables, ctx.segment.pool
         # The entries' forks are alive until the backward of their own segments.
-        rows = segment.rows_with_entries(layer, rows_NC)
-        grad_rows, grad_weight = short_convolution_gradients(grad_out, rows, weight_CW, tables.layout)
+        before = segment.entry_rows(layer)
+        grad_rows, grad_before, grad_weight = short_convolution_gradients(
+            grad_out, rows_NC, before, weight_CW, tables.layout
+        )
         if len(tables.kept):
             from_later = pool.grad_rows[layer, tables.slots].flatten(0, 1)
-            grad_rows = grad_rows + sum_rows_by_source(from_later, tables.kept_rows, rows.shape[0] + 1)[:-1]
-        own = rows_NC.shape[0]
+            both = torch.cat([grad_rows, grad_before])
+            both = sum_rows_by_source(from_later, tables.kept_rows, both.shape[0] + 1, both)
+            grad_rows, grad_before, _ = both.split([rows_NC.shape[0], before.shape[0], 1])
         if tables.num_entries:
-            before = grad_rows[own:].view(tables.num_entries, *pool.grad_rows.shape[2:])
+            grad_before = grad_before.view(tables.num_entries, *pool.grad_rows.shape[2:])
             # Slots are distinct, so the scatter is deterministic on a GPU too.
-            pool.grad_rows[layer].index_add_(0, tables.entry_slots, before)
-        return grad_rows[:own].to(rows_NC.dtype), grad_weight, None, None
+            pool.grad_rows[layer].index_add_(0, tables.entry_slots, grad_before)
+        return grad_rows.to(rows_NC.dtype), grad_weight, None, None
 
 
 class _Recurrence(torch.autograd.Function):
@@ -203,6 +208,14 @@ class _Recurrence(torch.autograd.Function):
             # Slots are distinct, so the scatter is deterministic on a GPU too.
             pool.grad_states[layer].index_add_(0, tables.entry_slots, grad_states[: tables.num_entries])
         return None, None, None, *grads
+
+
+def _rows_at(index: Tensor, rows_NC: Tensor, before: Tensor) -> Tensor:
+    """Rows of ``[rows, before, a row of zeros]``, without joining them."""
+    num_rows = rows_NC.shape[0]
+    outside = torch.cat([before, rows_NC.new_zeros(1, rows_NC.shape[1])])
+    own = rows_NC.index_select(0, index.clamp_max(num_rows - 1))
+    return torch.where((index < num_rows).unsqueeze(1), own, outside.index_select(0, (index - num_rows).clamp_min(0)))
 
 
 def _own(inputs: Sequence[Tensor], level: _Level) -> tuple[Tensor, ...]:

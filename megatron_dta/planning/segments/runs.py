@@ -55,7 +55,7 @@ class SegmentStates:
         kept: int64 [K], the states of this segment that later segments continue, in slot order.
         slot: first slot of the kept states.
         row_source: int64 [M], ``PathLayout.source`` among the rows.
-        row_place: int64 [N], ``PathLayout.place``.
+        row_place, head, run_end: ``PathLayout.place``, ``head`` and ``run_end``.
         kept_rows: int64 [K, W - 1], the last rows of the path up to each kept state.
     """
 
@@ -65,6 +65,8 @@ class SegmentStates:
     slot: int
     row_source: np.ndarray
     row_place: np.ndarray
+    head: np.ndarray
+    run_end: np.ndarray
     kept_rows: np.ndarray
 
 
@@ -184,7 +186,10 @@ class SegmentRuns:
             levels.append(RunLevel(self._tokens(own + first), self._lengths(own + first), entry, forks))
         kept = runs[self.is_kept[first:last]] - first
         source, place, kept_rows = self._rows(segment, outside, kept, width)
-        return SegmentStates(levels, entry_slots, state[kept], int(slot_start[segment]), source, place, kept_rows)
+        bounds = self.start[first : last + 1] - self.segments.segment_start[segment]
+        run_end = np.repeat(bounds[1:], np.diff(bounds))
+        slot = int(slot_start[segment])
+        return SegmentStates(levels, entry_slots, state[kept], slot, source, place, bounds[:-1], run_end, kept_rows)
 
     def _lengths(self, runs: np.ndarray) -> list[int]:
         return (self.start[runs + 1] - self.start[runs]).tolist()

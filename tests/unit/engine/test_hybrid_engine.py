@@ -108,7 +108,7 @@ def test_one_token_runs_forks_at_the_root_and_many_siblings():
 def test_a_lost_gradient_would_be_seen(references, lost, monkeypatch):
     """The control of the tests above: without the gradients that children leave at forks, the error is large."""
     model, weights, samples, expected = references["dense"]
-    read = SegmentPathStates.rows_with_entries if lost == "grad_rows" else SegmentPathStates.entry_states
+    read = SegmentPathStates.entry_rows if lost == "grad_rows" else SegmentPathStates.entry_states
     # Both are called at the start of each backward, before the gradients at the forks are read.
 
     def forgetful(states: SegmentPathStates, layer: int, *arguments: torch.Tensor) -> torch.Tensor:

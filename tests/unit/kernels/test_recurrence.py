@@ -101,10 +101,13 @@ def test_convolution_along_paths_and_all_gradients(width):
         paths[name] = above
         place += [len(source) + before + i for i in range(len(tokens))]
         source += above + list(tokens)
-    layout = PathLayout(torch.tensor(source), torch.tensor(place))
+    ends = [tokens.stop for tokens in runs.values() for _ in tokens]
+    heads = [tokens.start for tokens in runs.values()]
+    layout = PathLayout(*map(torch.tensor, (source, place, heads, ends)))
     rows = torch.randn(12 + before, C, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(C, width, dtype=torch.float64, requires_grad=True)
-    found = short_convolution(rows.detach(), weight.detach(), layout)
+    own, before_rows = rows.detach().split([12, before])
+    found = short_convolution(own, before_rows, weight.detach(), layout)
     padded = torch.cat([rows, rows.new_zeros(1, C)])
     expected = torch.cat(
         [
@@ -115,7 +118,8 @@ def test_convolution_along_paths_and_all_gradients(width):
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
     grad = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, [rows, weight], grad)
-    gradients = short_convolution_gradients(grad, rows.detach(), weight.detach(), layout)
+    *of_rows, of_weight = short_convolution_gradients(grad, own, before_rows, weight.detach(), layout)
+    gradients = (torch.cat(of_rows), of_weight)
     for one, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
         assert other.abs().min() > 0

@@ -1,0 +1,101 @@
+"""Triton kernels of the norm behind gated delta net: RMSNorm of each head, times a weight and ``silu`` of a gate.
+
+The gate is read in place, also where it is a part of a wider row. Only the inputs are kept for the backward. Arithmetic
+is in float32, results are rounded once, and weight gradients are summed in a fixed order.
+
+Legend: N tokens, J heads, V size of a head, P programs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dta_kernels.launch import Launcher, ceil_div
+
+_ROWS = 16
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _forward_kernel(
+    x_in, z_in, weight_in, y_out, num_rows, z_stride, num_heads, size, eps, BR: tl.constexpr, BV: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    channel = tl.arange(0, BV)[None, :]
+    exists = (row < num_rows)[:, None] & (channel < size)
+    x = tl.load(x_in + row[:, None] * size + channel, mask=exists, other=0.0).to(tl.float32)
+    place = (row // num_heads)[:, None] * z_stride + (row % num_heads)[:, None] * size + channel
+    z = tl.load(z_in + place, mask=exists, other=0.0).to(tl.float32)
+    weight = tl.load(weight_in + channel, mask=channel < size, other=0.0).to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / size + eps)
+    y = x * rstd[:, None] * weight * (z * tl.sigmoid(z))
+    tl.store(y_out + row[:, None] * size + channel, y.to(y_out.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _backward_kernel(
+    grad_in, x_in, z_in, weight_in, grad_x_out, grad_z_out, grad_weight_out, num_rows, z_stride, num_heads, size, eps,
+    BR: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    row = program * BR + tl.arange(0, BR)
+    channel = tl.arange(0, BV)[None, :]
+    exists = (row < num_rows)[:, None] & (channel < size)
+    own = row[:, None] * size + channel
+    x = tl.load(x_in + own, mask=exists, other=0.0).to(tl.float32)
+    place = (row // num_heads)[:, None] * z_stride + (row % num_heads)[:, None] * size + channel
+    z = tl.load(z_in + place, mask=exists, other=0.0).to(tl.float32)
+    grad = tl.load(grad_in + own, mask=exists, other=0.0).to(tl.float32)
+    weight = tl.load(weight_in + channel, mask=channel < size, other=0.0).to(tl.float32)
+    rstd = (1.0 / tl.sqrt(tl.sum(x * x, 1) / size + eps))[:, None]
+    hat, sigmoid = x * rstd, tl.sigmoid(z)
+    grad_normed = grad * (z * sigmoid)
+    grad_z = grad * hat * weight * (sigmoid * (1 + z * (1 - sigmoid)))
+    grad_hat = grad_normed * weight
+    grad_x = (grad_hat - hat * (tl.sum(grad_hat * hat, 1) / size)[:, None]) * rstd
+    tl.store(grad_x_out + own, grad_x.to(grad_x_out.dtype.element_ty), mask=exists)
+    tl.store(grad_z_out + own, grad_z.to(grad_z_out.dtype.element_ty), mask=exists)
+    total = tl.sum(grad_normed * hat, 0)[None, :]
+    tl.store(grad_weight_out + program * size + channel, total, mask=channel < size)
+
+
+_KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel}
+
+
+@lru_cache
+def _launcher(name: str, size: int) -> Launcher:
+    """Takes the kernel's name, because hashing the kernel takes as long as a launch."""
+    return Launcher(_KERNELS[name], BR=_ROWS, BV=triton.next_power_of_2(size), num_warps=4)
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_NJV: Tensor, z_NJV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
+        N, J, V = x_NJV.shape
+        x, y = x_NJV.contiguous(), torch.empty((N, J, V), dtype=x_NJV.dtype, device=x_NJV.device)
+        if N:
+            _launcher("forward", V)((ceil_div(N * J, _ROWS),), x, z_NJV, weight_V, y, N * J, z_NJV.stride(0), J, V, eps)
+        ctx.save_for_backward(x, z_NJV, weight_V)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        x, z, weight = ctx.saved_tensors
+        (N, J, V), programs = x.shape, ceil_div(x.shape[0] * x.shape[1], _ROWS)
+        grad_x, grad_z = torch.empty_like(x), torch.empty(x.shape, dtype=z.dtype, device=z.device)
+        partial = torch.empty(programs, V, dtype=torch.float32, device=x.device)
+        if N:
+            _launcher("backward", V)(
+                (programs,), grad.contiguous(), x, z, weight, grad_x, grad_z, partial, N * J, z.stride(0), J, V, ctx.eps
+            )
+        return grad_x, grad_z, partial.sum(0).to(weight.dtype), None
+
+
+def gated_norm(x_NJV: Tensor, z_NJV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
+    """``rms_norm(x) * weight * silu(z)``, [N, J, V]; the heads of a row of ``z`` must be adjacent in memory."""
+    return _GatedNorm.apply(x_NJV, z_NJV, weight_V, eps)

@@ -1,0 +1,56 @@
+"""The gated delta rule by flash-linear-attention on a GPU, against plain PyTorch in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dta_kernels.recurrence import library
+from dta_kernels.recurrence.contract import Runs
+from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(library.installed_version() is None, reason="needs fla-core (extra hybrid)"),
+]
+
+
+@pytest.mark.parametrize("lengths", [[1], [64, 1, 3], [200, 65, 1, 1, 130]], ids=str)
+def test_outputs_states_and_gradients_are_within_bfloat16s_own_error(lengths):
+    torch.manual_seed(sum(lengths))
+    T, R, H, J, K, V = sum(lengths), len(lengths), 2, 4, 128, 128
+    shapes = [(T, H, K), (T, H, K), (T, J, V), (T, J), (T, J), (R, J, K, V)]
+    q, k, v, g, beta, entry = (torch.randn(shape, device="cuda") for shape in shapes)
+    g, beta = -torch.nn.functional.softplus(g - 3), beta.sigmoid()
+    # float32 decay and states, as in the layer.
+    rounded = [q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta.bfloat16(), entry]
+    runs = Runs.of_lengths(lengths, "cuda")
+    results = []
+    for rule, dtype in ((library.gated_delta_rule, None), (gated_delta_rule, torch.float64)):
+        inputs = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in rounded]
+        out, exits = rule(tuple(inputs[:-1]), inputs[-1], runs)
+        assert exits.dtype == (torch.float32 if dtype is None else dtype)
+        generator = torch.Generator("cuda").manual_seed(1)
+        weights = [torch.randn(x.shape, device="cuda", generator=generator) for x in (out, exits)]
+        weights = [w.to(x.dtype) for w, x in zip(weights, (out, exits), strict=True)]
+        grads = torch.autograd.grad([out, exits], inputs, weights)
+        results.append([out, exits, *grads])
+    for name, one, other in zip(("out", "exits", "q", "k", "v", "g", "beta", "entry"), *results, strict=True):
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error < 2e-2, (name, float(error))
+
+
+def test_the_second_run_of_a_call_is_bitwise_that_of_another_call():
+    torch.manual_seed(0)
+    T, H, J, K = 150, 2, 4, 128
+    q, k = (torch.randn(T, H, K, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    v = torch.randn(T, J, K, device="cuda", dtype=torch.bfloat16)
+    g, beta = -torch.rand(T, J, device="cuda"), torch.rand(T, J, device="cuda").bfloat16()
+    entry, runs = torch.randn(2, J, K, K, device="cuda"), Runs.of_lengths([100, 50], "cuda")
+    before = library.gated_delta_rule((q, k, v, g, beta), entry, runs)
+    q[:100] *= 0.5
+    after = library.gated_delta_rule((q, k, v, g, beta), entry, runs)
+    assert torch.equal(before[0][100:], after[0][100:])
+    assert torch.equal(before[1][1], after[1][1])
+    assert not torch.equal(before[0][:100], after[0][:100])

@@ -1,0 +1,115 @@
+"""The kernels of gated delta net's convolution and norm in Triton's interpreter, and what they need to be chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from conftest import seed_all
+from dta_kernels.recurrence import library
+from dta_kernels.recurrence.gated_norm import gated_norm
+from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution, short_convolution_gradients
+from hybrid_cases import HYBRID, spread
+from megatron_dta.common.errors import InputError
+from megatron_dta.model import kernels as model_kernels
+from megatron_dta.parity import compare_outcomes, random_training_samples, run_tree
+from tree_engine_cases import GRPO, branching_sequences, model_config, tree_config, weights_of
+from triton_device import interpreter
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    """Memory that a kernel must fill starts as NaN."""
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(float("nan")))
+
+    def poisoned(*arguments: object, **options: object) -> torch.Tensor:
+        found = empty(*arguments, **options)
+        return found.fill_(float("nan")) if found.is_floating_point() else found
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@interpreter
+@pytest.mark.parametrize("width", [2, 4])
+def test_convolution_reads_rows_in_place_and_by_index(width):
+    """Runs of several blocks and of one token, below a fork of rows from outside and below each other."""
+    generator, before = torch.Generator().manual_seed(width), width - 1
+    lengths, C = [37, 1, 1, 40, 3], 150
+    N = sum(lengths)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    zero, outside = N + before, list(range(N, N + before))
+    ends = [N, bounds[1] - 1, bounds[2] - 1, bounds[1] - 1, -1]  # last row before each run; -1 before a root
+    paths = [outside, list(range(37)), [*range(37), 37], list(range(37)), []]
+    source, place = [], []
+    for run, (begin, end) in enumerate(pairwise(bounds)):
+        above = [zero] * before + (outside if run else []) + paths[run] if ends[run] >= 0 else [zero] * before
+        source += above[len(above) - before :]
+        place += range(len(source), len(source) + end - begin)
+        source += range(begin, end)
+    run_end = [end for begin, end in pairwise(bounds) for _ in range(begin, end)]
+    plain = PathLayout(*map(torch.tensor, (source, place, bounds[:-1], run_end)))
+    fused = plain._replace(uses_kernels=True)
+    # Rows are columns of a wider product.
+    rows = torch.randn(N, C + 11, generator=generator)[:, :C]
+    outer, weight = torch.randn(before, C, generator=generator), torch.randn(C, width, generator=generator)
+    found, expected = (short_convolution(rows, outer, weight, layout) for layout in (fused, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    grad = torch.randn(N, C, generator=generator)
+    gradients = (short_convolution_gradients(grad, rows, outer, weight, layout) for layout in (fused, plain))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@interpreter
+@pytest.mark.parametrize(("N", "J", "V"), [(9, 3, 20), (1, 1, 128), (0, 2, 16)])
+def test_gated_norm_equals_its_formula(N, J, V):
+    generator = torch.Generator().manual_seed(N)
+    x = torch.randn(N, J, V, generator=generator, requires_grad=True)
+    wide = torch.randn(N, J * V + 7, generator=generator, requires_grad=True)
+    weight = torch.randn(V, generator=generator, requires_grad=True)
+    z = wide[:, : J * V].reshape(N, J, V) if N else torch.zeros(0, J, V, requires_grad=True)
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    expected = normed * weight * torch.nn.functional.silu(z)
+    found = gated_norm(x, z, weight, 1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    grad = torch.randn(found.shape, generator=generator)
+    inputs = (x, wide, weight) if N else (x, z, weight)
+    gradients = (torch.autograd.grad(out, inputs, grad) for out in (found, expected))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@interpreter
+def test_a_hybrid_model_on_fused_layers_equals_the_plain_one():
+    samples = random_training_samples(branching_sequences(seed_all(5), count=6, longest=16), seed=5)
+    model = model_config(torch.float32, **HYBRID, fused_layer_impl="reference")
+    weights = spread(weights_of(model, seed=5), seed=3)
+    for tree in (tree_config("dta", 6), tree_config("dta", 9, 0)):
+        expected, _ = run_tree(model, weights, samples, GRPO, tree)
+        found, _ = run_tree(replace(model, fused_layer_impl="triton"), weights, samples, GRPO, tree)
+        errors = compare_outcomes(found, expected)
+        assert errors.largest() < 2e-5, errors
+
+
+def test_missing_and_old_libraries_are_refused_in_one_line(monkeypatch):
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    choose = model_kernels.choose_gated_delta_rule
+    assert choose("auto", torch.bfloat16, cpu) is choose("auto", torch.float32, cuda)
+    for version, impl, message in (
+        (None, "auto", "fla-core is not installed; install it .*megatron_dta.hybrid.* or give reference"),
+        ("0.5.1", "fla", "fla-core has version 0.5.1, which is older than 0.6.0; install it"),
+    ):
+        monkeypatch.setattr(library, "installed_version", lambda version=version: version)
+        with pytest.raises(InputError, match=message):
+            choose(impl, torch.bfloat16, cuda)
+    monkeypatch.setattr(library, "installed_version", lambda: "0.6.1.dev3")
+    assert choose("auto", torch.bfloat16, cuda) is library.gated_delta_rule
+    assert choose("reference", torch.bfloat16, cuda) is not library.gated_delta_rule
+    with pytest.raises(InputError, match="--gated-delta-rule-impl fla needs a CUDA GPU and --bf16; use auto"):
+        choose("fla", torch.float32, cuda)
