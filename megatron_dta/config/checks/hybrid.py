@@ -38,6 +38,11 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
     if model.lora_rank is not None:
         raise InputError("--lora-rank does not support --experimental-attention-variant yet; leave one of them out")
+    if parallel.context_parallel_size > 1:
+        raise InputError(
+            f"--context-parallel-size {parallel.context_parallel_size} does not support "
+            "--experimental-attention-variant; leave one of them out"
+        )
     size = parallel.tensor_model_parallel_size
     for flag, count in (("--linear-num-key-heads", keys), ("--linear-num-value-heads", values)):
         if count % size:
