@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -168,11 +167,11 @@ def _written(
         for name in names:
             yield name, _complete(job, folder, name, advance)
         return
-    context = multiprocessing.get_context("spawn")
+    # The server imports PyTorch once and forks the processes; it runs no thread, so that is safe.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([type(job).__module__])
     count = context.Value("q", 0)
-    pool = ProcessPoolExecutor(
-        min(processes, len(names)), context, initializer=_start_worker, initargs=(job, count, os.getpid())
-    )
+    pool = ProcessPoolExecutor(min(processes, len(names)), context, initializer=_start_worker, initargs=(job, count))
     seen = 0
     try:
         waiting: dict[Future, str] = {pool.submit(_complete_in_worker, folder, name): name for name in names}
@@ -192,7 +191,7 @@ def _complete(job: Job, folder: Path, name: str, advance: Callable[[int], None])
     return record
 
 
-def _start_worker(job: Job, count: Any, parent: int) -> None:
+def _start_worker(job: Job, count: Any) -> None:
     global _worker
 
     def advance(bytes_written: int) -> None:
@@ -200,8 +199,9 @@ def _start_worker(job: Job, count: Any, parent: int) -> None:
             count.value += bytes_written
 
     def end_with_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
         os._exit(1)
 
     _worker = job, advance

@@ -12,6 +12,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
+from forked import forkserver
 from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf.config import architecture, model_settings, read_hf_config
 from megatron_dta.conversion.job import run_job
@@ -116,6 +117,8 @@ def architecture_in(folder: Path) -> str:
 
 def to_megatron(source: Path, target: Path, processes: int = 1, **options: Any) -> Path:
     """Convert a folder; returns the checkpoint itself."""
+    if processes > 1:
+        forkserver()  # the warm one, from which the job then forks them
     run_job(ToMegatron(source, architecture_in(source), shape_of(source), **options), target, processes, QUIET)
     return target / "release"
 
@@ -123,6 +126,8 @@ def to_megatron(source: Path, target: Path, processes: int = 1, **options: Any) 
 def to_huggingface(checkpoint: Path, template: Path, target: Path, processes: int = 1, **options: Any) -> Path:
     """Convert a checkpoint back."""
     job = ToHuggingFace(checkpoint, template, architecture_in(template), shape_of(template), **options)
+    if processes > 1:
+        forkserver()  # the warm one, from which the job then forks them
     run_job(job, target, processes, QUIET)
     return target
 

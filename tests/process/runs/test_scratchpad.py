@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -30,9 +29,14 @@ def load(name: str) -> ModuleType:
 scratchpad, report = load("scratchpad"), load("scratchpad_report")
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **environment}
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=variables, check=False)
+def commands_of(folder: Path, **environment: str) -> list[list[str]]:
+    """Arguments of each Python program that the script starts."""
+    recorder, record = folder / "python", folder / "record"
+    recorder.write_text(f"#!/usr/bin/env bash\nprintf '%s\\n' \"$@\" '' >> {record}\n")
+    recorder.chmod(0o755)
+    variables = {**os.environ, "PYTHON": str(recorder), **environment}
+    subprocess.run(["bash", "examples/scratchpad.sh"], cwd=REPOSITORY, env=variables, check=True, capture_output=True)
+    return [command.split("\n") for command in record.read_text().removesuffix("\n\n").split("\n\n")]
 
 
 @pytest.mark.parametrize("base", [2, 4, 10])
@@ -96,7 +100,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, flags: str, message: str) 
 
 
 def test_the_script_in_miniature(tmp_path: Path) -> None:
-    done = run("bash", "examples/scratchpad.sh", SIZE="tiny", OUT=str(tmp_path), STEPS="6", DENSE_STEPS="4")
+    commands = commands_of(tmp_path, SIZE="tiny", OUT=str(tmp_path), STEPS="6", DENSE_STEPS="4")
+    assert len(commands) == 6
+    for command in commands:
+        done = run_python(command)
+        assert done.returncode == 0 or command == commands[-1], done.stderr
     # A model this small learns nothing in six steps, and the report says so.
     assert "FAILED: the held-out reward rose by" in done.stdout, done.stdout + done.stderr
     (found,) = json.loads((tmp_path / "summary.json").read_text())["runs"]

@@ -8,8 +8,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ from checkpoint_worker import small_files_only
 from conftest import REPOSITORY
 from conversion_cases import save_huggingface, to_huggingface, to_megatron
 from conversion_refused_cases import run_tool
+from forked import Program, run_python
 from megatron_dta.common.errors import InputError
 from megatron_dta.conversion import job as job_module
 from megatron_dta.conversion import to_megatron as to_megatron_module
@@ -326,7 +325,8 @@ def test_a_killed_conversion_continues(original: Path, tmp_path: Path, monkeypat
         str(REPOSITORY / "kernels"),
     ]
     script = KILLED.format(paths=paths, pieces=60, source=str(original / "hf"), target=str(tmp_path / "out"))
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
+    (tmp_path / "killed.py").write_text(script)
+    assert run_python([tmp_path / "killed.py"]).returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     unfinished = tmp_path / "out.tmp" / "release"
     complete = {path.name.removesuffix(".done") for path in unfinished.glob("*.done")}
@@ -354,22 +354,18 @@ def test_a_killed_conversion_continues(original: Path, tmp_path: Path, monkeypat
 def test_kills_at_random_moments(original: Path, tmp_path: Path, seed: int) -> None:
     """Two processes write many files, are killed again and again, and end with the right ones."""
     rng = np.random.default_rng(seed)
-    tool = [sys.executable, str(REPOSITORY / "tools" / "convert_megatron_to_hf.py"), "--processes", "2"]
-    tool += ["--load", str(original / "megatron"), "--hf-checkpoint", str(original / "hf"), "--max-shard-size", "3e-6"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")])}
+    command = ["tools/convert_megatron_to_hf.py", "--processes", "2", "--save-hf", tmp_path / "out"]
+    command += ["--load", original / "megatron", "--hf-checkpoint", original / "hf", "--max-shard-size", "3e-6"]
     for attempt in range(3):
-        command = [*tool, "--save-hf", str(tmp_path / "out")]
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        program = Program(command)
         if attempt < 2:
-            deadline = time.monotonic() + 60
-            while not (tmp_path / "out.tmp").exists() and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+            program.wait_until((tmp_path / "out.tmp").exists)
             time.sleep(rng.uniform(0.0, 1.5))
-            process.kill()
-        _, errors = process.communicate(timeout=100)
+            os.kill(program.pid, signal.SIGKILL)
+        done = program.wait()
         # Its processes end by themselves; until then they keep the folder.
         time.sleep(0.5)
-    assert process.returncode == 0, errors
+    assert done.returncode == 0, done.stderr
     expected = to_huggingface(
         original / "megatron" / "release", original / "hf", tmp_path / "expected", max_shard_bytes=3000
     )
