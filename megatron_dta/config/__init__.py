@@ -2,6 +2,7 @@
 
 from megatron_dta.config.agents import AgentConfig
 from megatron_dta.config.data import DataConfig
+from megatron_dta.config.distillation import DistillationConfig
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective import CriticConfig, ObjectiveConfig
 from megatron_dta.config.optimization import OptimizationConfig
@@ -17,6 +18,7 @@ __all__ = [
     "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
+    "DistillationConfig",
     "EnvironmentConfig",
     "FilterConfig",
     "LoggingConfig",

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_dta.config.agents import AgentConfig
 from megatron_dta.config.data import DataConfig
+from megatron_dta.config.distillation import DistillationConfig
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective import CriticConfig, ObjectiveConfig
 from megatron_dta.config.optimization import OptimizationConfig
@@ -28,6 +29,7 @@ class TrainConfig:
     tree: TreeConfig = field(default_factory=TreeConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     filtering: FilterConfig = field(default_factory=FilterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

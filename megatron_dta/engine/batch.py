@@ -21,6 +21,7 @@ from megatron_dta.planning.step.sample import FIELDS, TrainingSample
 
 if TYPE_CHECKING:
     from megatron_dta.config import TreeConfig
+    from megatron_dta.engine.teacher_pass import TeacherTarget
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class TreeBatch:
         sequences: int64 [Q], number of each sequence in the whole step.
         preference_pairs: int64 [K, 2], paired sequences by these numbers; None if the objective has no pairs.
         routed_experts: int16 [stream tokens, L, K], see ``TrainingSample``; None if no sample has them.
+        teachers: teachers whose divergence is part of the loss.
     """
 
     plan: StepPlan
@@ -48,6 +50,7 @@ class TreeBatch:
     sequences: np.ndarray | None = None
     preference_pairs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+    teachers: tuple[TeacherTarget, ...] = ()
 
     @property
     def num_counted(self) -> int:

@@ -198,6 +198,18 @@ class TreeEngine(RankModel):
             run.walk()
         return self._outputs(run, batch)
 
+    @torch.no_grad()
+    def compute_row_states(self, batch: TreeBatch) -> torch.Tensor | None:
+        """Hidden states [R, hidden size] of the plan's rows after the final norm, on the host; None on ranks without
+        the last stage.
+        """
+        self._check_agreement(batch, training=False)
+        run = StageRun(self, batch, objective=None)
+        run.keep_row_states()
+        with self._constant_weights():
+            run.walk()
+        return run.row_states if self.mesh.pipeline_rank == self.mesh.pipeline_size - 1 else None
+
     def _outputs(self, run: StageRun, batch: TreeBatch) -> TokenOutputs:
         pairs = torch.stack(run.loss.pair_outputs()).cpu().numpy()
         if self.mesh.pipeline_size > 1:

@@ -28,6 +28,7 @@ from megatron_dta.engine.loss_pass import LossPass, Objective
 from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.rank_model import RankModel
 from megatron_dta.engine.stage_transport import StageTransport
+from megatron_dta.engine.teacher_pass import TeacherPass
 from megatron_dta.model import (
     AttentionShape,
     KVPool,
@@ -73,6 +74,11 @@ class StageRun:
         self.program = stage_program(step.segments, self.pass_plan, mesh.pipeline_rank)
         self.plan = DevicePlan(step, model.device, self.program, not self.training, model.logprob_chunk_tokens)
         self.loss = LossPass(batch, self.plan, objective, accumulation_dtype(model.dtype), model.device)
+        self.teachers = TeacherPass(
+            batch.teachers if self.training else (), self.plan.segment_rows, self.loss.dtype, model.device
+        )
+        # Hidden states of all rows, on the host: the only result of a pass that keeps them.
+        self.row_states: Tensor | None = None
         self.experts = self._expert_passes(batch)
         self.pools = [self._pool(chunk) for chunk in range(len(model.chunks))]
         self.layer_rows = [part.attention_rows for part in model.tree_models]
@@ -210,9 +216,11 @@ class StageRun:
             if self.experts:
                 self.experts[chunk].after_forward(segment, context.routing)
             if self._is_last(chunk):
-                self.loss.store(segment, *graph[1:])
+                if self.row_states is None:
+                    self.loss.store(segment, *graph[1:3])
                 if self.training:
                     self.loss.complete(segment)
+                    self.teachers.add(segment, graph[3:], self.loss)
         if not self._is_last(chunk):
             self.transport.send(OpKind.FORWARD, segment, stage, graph[0])
             if keep:
@@ -249,7 +257,7 @@ class StageRun:
         The step's last backward reaches every parameter, including the output weight, because it may start the
         reduction of their gradients.
         """
-        hidden, logprobs, entropy = graph
+        hidden, logprobs, entropy, *divergences = graph
         if not logprobs.shape[0] and not is_last:
             # A segment without edges of its own still passes on the gradients that its descendants left at its K and V.
             return [hidden], [torch.zeros_like(hidden)]
@@ -258,10 +266,12 @@ class StageRun:
         if grad_entropy is not None:
             outputs.append(entropy)
             gradients.append(grad_entropy)
-        return outputs, gradients
+        return [*outputs, *divergences], [*gradients, *self.teachers.gradients(segment)]
 
     def _run_model(self, op: PipelineOp, context: SegmentContext, stage_input: Tensor | None) -> list[Tensor]:
-        """Hidden states of the model chunk; on the last stage also logprobs of the edges and entropies of the rows."""
+        """Hidden states of the model chunk; on the last stage also logprobs of the edges, entropies of the rows, and
+        the divergences from teachers.
+        """
         tokens = self.plan.token_ids[self.plan.start[op.segment] : self.plan.start[op.segment + 1]]
         part = self.model.tree_models[op.chunk]
         if stage_input is not None:
@@ -270,10 +280,19 @@ class StageRun:
         if not self._is_last(op.chunk):
             return [hidden]
         edges = self.plan.edges_of(op.segment)
-        logprobs, entropy = part.edge_logprobs(
-            hidden.index_select(0, edges.rows), edges.edge_row, edges.target, edges.logit_chunks, self.model.temperature
-        )
-        return [hidden, logprobs, entropy]
+        rows = hidden.index_select(0, edges.rows)
+        if self.row_states is not None:
+            self.row_states[self.plan.segment_rows[op.segment] : self.plan.segment_rows[op.segment + 1]] = rows
+            return [hidden]
+        temperature = self.model.temperature
+        outputs = part.edge_logprobs(rows, edges.edge_row, edges.target, edges.logit_chunks, temperature)
+        chunk_tokens = self.model.logprob_chunk_tokens
+        return [hidden, *outputs, *self.teachers.divergences(part, op.segment, rows, chunk_tokens, temperature)]
+
+    def keep_row_states(self) -> None:
+        """Make this pass, one without an objective, return the hidden states of its rows and no logprobs."""
+        shape = self.plan.segment_rows[-1], self.model.config.hidden_size
+        self.row_states = torch.empty(shape, dtype=self.model.dtype, pin_memory=self.model.device.type == "cuda")
 
     def _context(self, op: PipelineOp) -> SegmentContext:
         plan, segment, chunk = self.plan, op.segment, op.chunk

@@ -1,6 +1,8 @@
 """The model layer: the only package that imports Megatron's model classes and the kernels."""
 
 from dta_kernels.logprobs.linear import RowChunk
+from dta_kernels.logprobs.logit_chunks import Head
+from dta_kernels.logprobs.reverse_kl import TeacherRows
 from dta_kernels.tree_attention.plan import AttentionShape
 from dta_kernels.tree_attention.reference import accumulation_dtype
 from megatron_dta.model.attention.context import AttentionContext, EmptyContext
@@ -29,6 +31,7 @@ __all__ = [
     "AttentionShape",
     "EmptyContext",
     "GatedDeltaNet",
+    "Head",
     "KVPool",
     "LoraAdapter",
     "Mesh",
@@ -40,6 +43,7 @@ __all__ = [
     "StagedModel",
     "StatePool",
     "StepStates",
+    "TeacherRows",
     "TokenRouting",
     "TreeGPTModel",
     "TreeTELinear",

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dta_kernels.logprobs.linear import RowChunk, VocabularyShard, linear_logprobs
 from dta_kernels.logprobs.logit_chunks import Head
+from dta_kernels.logprobs.reverse_kl import ReverseKLSettings, TeacherRows, linear_reverse_kl
 from megatron_dta.config.checks.transformer_engine import FP8_UNITS
 from megatron_dta.model.attention.context import AttentionContext, check_context
 from megatron_dta.model.attention.paged_context import PagedContext
@@ -233,6 +234,23 @@ class TreeGPTModel(GPTModel):
         """Logits [n, this rank's part of the vocabulary with padding], and how many of its columns are tokens."""
         weight = self._padded_output_weight()
         return Head(weight, self.fp32_lm_head).logits(hidden), self._true_rows(weight)
+
+    def head(self) -> Head:
+        """This rank's rows of the output weight, for distributions that need no gradient."""
+        return Head(self.output_weight().detach(), self.fp32_lm_head)
+
+    def row_reverse_kl(self, hidden: Tensor, teacher: TeacherRows, rows_per_chunk: int, temperature: float) -> Tensor:
+        """KL(this model || teacher) over the vocabulary at every row of ``hidden``; see ``linear_reverse_kl``.
+
+        Call ``edge_logprobs`` for the same pass, too: it tells autograd that the output weight has a gradient.
+        """
+        padded = self._padded_output_weight()
+        buffer = main_grad_of(padded) if self.adds_to_main_grad else None
+        weight = self.output_weight()
+        if buffer is not None:
+            weight, buffer = weight.detach(), buffer[: weight.shape[0]]
+        settings = ReverseKLSettings(rows_per_chunk, temperature, self.vocabulary_shard, buffer, self.fp32_lm_head)
+        return linear_reverse_kl(hidden, weight, teacher, settings)
 
     def edge_logprobs(
         self, hidden: Tensor, edge_row: Tensor, target: Tensor, chunks: list[RowChunk], temperature: float

@@ -44,6 +44,7 @@ SCHEMA = pa.schema(
         pa.field("segment_rewards", pa.list_(pa.float32())),
         pa.field("leaf_weight", pa.float64()),
         pa.field("fallback", pa.bool_()),
+        pa.field("teacher", pa.string()),
     ]
 )
 ROW_GROUP_TOKENS = 1 << 22

@@ -48,6 +48,7 @@ class Rollout:
             at the end.
         leaf_weight: probability of this leaf in a walk from the root that takes all children of a node with equal
             probability; 0 if the leaf does not count in unbiased means. None: all rollouts of the group count equally.
+        teacher: name of the teacher that scores it, for distillation; None: the first one.
         fallback: whether the leaf was grown from a node to which sampling returned after its query ran out of paths.
     """
 
@@ -65,6 +66,7 @@ class Rollout:
     segment_rewards: np.ndarray | None = None
     leaf_weight: float | None = None
     fallback: bool | None = None
+    teacher: str | None = None
 
     def __post_init__(self) -> None:
         token_ids = _checked_token_ids(self.token_ids)
@@ -77,6 +79,7 @@ class Rollout:
             "group_id": lambda value: _checked_text(value, "group_id"),
             "trajectory_id": lambda value: _checked_text(value, "trajectory_id"),
             "policy_version": _checked_version,
+            "teacher": lambda value: _checked_text(value, "teacher"),
             "routed_experts": lambda value: _checked_routing(value, len(token_ids)),
         }
         for name, check in checks.items():

@@ -24,7 +24,7 @@ import torch
 from megatron_dta.capacity.memory import InFlight, RankMemory, RunMesh, stage_memory
 from megatron_dta.capacity.settings import states_of_run
 from megatron_dta.common.errors import InputError
-from megatron_dta.config import TrainConfig
+from megatron_dta.config import ModelConfig, TrainConfig
 from megatron_dta.config.derived.lora_sizes import adapter_parameters
 from megatron_dta.conversion.hf.config import architecture, read_hf_config
 from megatron_dta.conversion.integrity import check_parts
@@ -49,6 +49,7 @@ from megatron_dta.training.data.stored import StoredRollouts, load_files
 from megatron_dta.training.monitor.metrics import check_loggers
 from megatron_dta.training.monitor.run_description import mesh_text, run_mesh, steps_text, tokenizer_lines
 from megatron_dta.training.setup import read_data, with_known_sizes
+from megatron_dta.training.teachers import teacher_folders, teacher_shape
 from megatron_dta.training.weights.huggingface import check_save_hf
 
 Report = Callable[[str], None]
@@ -91,6 +92,8 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     tell("steps", steps_text(config))
     for line in _starting_points(config, objective):
         tell("start", line)
+    for name, own in _teacher_shapes(config).items():
+        tell("teacher", f"{name}: {DecoderShape.of(own).num_parameters:,} parameters")
     memory = _memory(config, objective, shape, mesh, flight)
     if costs is not None:
         tell("costs", f"measured, {config.tree.cost_model}")
@@ -283,10 +286,19 @@ def _memory(
             more += whole.weights + whole.gradients + whole.optimizer
         if objective.needs_ref_logprobs and copies_reference:
             more += of_stage.weights
+        if not config.distillation.offload_teacher:
+            teachers = [DecoderShape.of(own) for own in _teacher_shapes(config).values()]
+            more += sum(stage_memory(own, mesh, states, stage, InFlight(0.0, 0.0, 0.0)).weights for own in teachers)
         if worst is None or of_stage.total + more > worst[1].total + worst[2]:
             worst = stage, of_stage, more
     assert worst is not None  # a pipeline has a stage
     return worst
+
+
+def _teacher_shapes(config: TrainConfig) -> dict[str, ModelConfig]:
+    """The shapes of the teachers by name."""
+    folders = teacher_folders(config.distillation.teacher_load_hf or [])
+    return {name: teacher_shape(config, folder) for name, folder in folders.items()}
 
 
 def _tell_memory(config: TrainConfig, memory: tuple[int, RankMemory, float], tell: Callable[[str, str], None]) -> None:

@@ -46,6 +46,7 @@ from megatron_dta.training.monitor.stop_signals import StopSignals
 from megatron_dta.training.monitor.timelines import write_step_timeline
 from megatron_dta.training.monitor.watchdog import Watchdog
 from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.teachers import Teachers
 from megatron_dta.training.weights.huggingface import save_hf
 
 # A run ends after this many consecutive rollout batches in which rejection sampling or pairing left nothing to train.
@@ -103,6 +104,7 @@ class Trainer:
     progress: Progress
     console: Console
     critic: Critic | None = None
+    teachers: Teachers | None = None
     rollout_files: RolloutFiles | None = None
     rollout_samples: RolloutSamples | None = None
     resumed: bool = False
@@ -260,6 +262,9 @@ class Trainer:
         is_timed = self._is_timed(self.progress.iteration + 1) or self.tuner.measures_next_step
         while True:
             batch = self._planned(step, watch)
+            if self.teachers is not None:
+                with watch.measure("teachers"):
+                    batch = self.teachers.attach(batch, [step.samples[i] for i in step.own])
             try:
                 with watch.measure("train"):
                     self.optimizer.zero_grad()

@@ -60,6 +60,7 @@ from megatron_dta.training.monitor.rollout_samples import RolloutSamples
 from megatron_dta.training.monitor.run_description import BuiltRun, describe_run, parameter_counts
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.rollout_source import build_sampled_data, steps_per_rollout_batch
+from megatron_dta.training.teachers import build_teachers
 from megatron_dta.training.weights.huggingface import check_save_hf, load_hf
 from megatron_dta.training.weights.reference import Reference
 
@@ -97,6 +98,7 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
         _load_first_weights(config, model, start, console)
     # The reference is built before the checkpoint is loaded, so that without --ref-load it gets the initial weights.
     reference = _build_reference(config, objective, model, device, resumes)
+    teachers = build_teachers(config, device, lambda own: _engine(config, own))
     critic = None
     if objective.needs_critic:
         critic = Critic(config, build_critic_model(config, model, device, resumes))
@@ -115,7 +117,11 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
     kept_metrics = progress.iteration if start is not None and resumes else -1
     engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay, costs)
     constant = _constant_bytes(config, optimizer, reference, critic)
-    tuner = _tuner(config, engine, constant, (optimizer, critic), reference)
+    frozen = [] if reference is None else list(reference.model_chunks)
+    if teachers is not None:
+        constant += 0.0 if config.distillation.offload_teacher else constant_bytes(teachers.models)
+        frozen += teachers.models
+    tuner = _tuner(config, engine, constant, (optimizer, critic), frozen)
     tuner.load_state_dict(planning)
     if task is not None:
         if reach := getattr(task.reward_function, "reach", ""):
@@ -138,12 +144,15 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
         objective=objective,
         source=source,
         tuner=tuner,
-        preparation=SamplePreparation(config, objective, engine, passes, critic.engine if critic is not None else None),
+        preparation=SamplePreparation(
+            config, objective, engine, passes, critic.engine if critic is not None else None, teachers
+        ),
         evaluations=evaluations,
         metrics=_open_metrics(config, kept_metrics),
         progress=progress,
         console=console,
         critic=critic,
+        teachers=teachers,
         rollout_files=_rollout_files(config, task),
         rollout_samples=_rollout_samples(config, task, console),
         resumed=start is not None and resumes,
@@ -166,14 +175,13 @@ def _tuner(
     engine: TreeEngine,
     constant: float,
     trained: tuple[TrainingOptimizer, Critic | None],
-    reference: Model | None,
+    frozen: Sequence[torch.nn.Module],
 ) -> Autotuner:
     """Limit the engine's memory as the flags say, and decide what they leave open."""
     if config.tree.tree_memory_gib is not None:
         engine.limit_memory(config.tree.tree_memory_gib, constant)
     optimizer, critic = trained
     optimizers = [optimizer] if critic is None else [optimizer, critic.optimizer]
-    frozen = () if reference is None else reference.model_chunks
     return build_autotuner(config, engine, constant, optimizers, frozen)
 
 

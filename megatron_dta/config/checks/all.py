@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from megatron_dta.common.errors import InputError, caught, raise_all
 from megatron_dta.config.checks.agents import agent_conditions, check_agents
+from megatron_dta.config.checks.distillation import check_distillation, distillation_conditions
 from megatron_dta.config.checks.experts import check_experts
 from megatron_dta.config.checks.hybrid import check_hybrid
 from megatron_dta.config.checks.lora import check_lora, check_reference
@@ -65,6 +66,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     yield from _check_hf(config)
     yield from check_rollout_engine(config)
     yield from check_agents(config)
+    yield from check_distillation(config)
 
 
 def _check_bounds(config: TrainConfig) -> Iterator[str]:
@@ -326,6 +328,7 @@ def _check_no_effect(config: TrainConfig) -> Iterator[str]:
     eval_prompts = config.sampling.eval_prompt_data is not None or config.sampling.task is not None
     conditions = {
         **agent_conditions(config),
+        **distillation_conditions(config),
         **objective_conditions(config, sampled),
         "--prompt-data or --task": (
             sampled,

@@ -42,6 +42,7 @@ class TrainingSample:
         weight: weight of the sequence in the means of the loss.
         owned: bool [T], trained tokens that count in the loss; None for all. The other trained tokens are computed (a
             value may depend on them) but are left out of loss, metrics and denominators.
+        teacher: number of the teacher that scores the sequence, if there are teachers.
         path: the sequence's nodes in the sampled trees, if known; ids are shared by all samples of a batch.
     """
 
@@ -58,6 +59,7 @@ class TrainingSample:
     owned: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
     weight: float = 1.0
+    teacher: int = 0
     path: KnownPath | None = None
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +171,9 @@ def run_sessions(
     if done is not None:
         rewards = _rewards(done, jobs, task)
         for place, (session, end), reward in zip(share, done, rewards, strict=True):
-            own.append(_result(int(place_of[place]), session, end, reward, task if work.records else None))
+            result = _result(int(place_of[place]), session, end, reward, task if work.records else None)
+            teacher = work.prompts[result.group].teacher
+            own.append(replace(result, rollouts=[replace(rollout, teacher=teacher) for rollout in result.rollouts]))
     return [result for part in mesh.gather_from_replicas(own) for result in part]
 
 

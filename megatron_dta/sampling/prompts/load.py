@@ -7,6 +7,7 @@ A row has one prompt, usually the answer that the reward compares against, and a
     answer             what the reward compares against; --label-key names another field, which becomes ``answer``
     reward_model       in verl's files: its ``ground_truth`` becomes ``answer`` if there is none
     tools              with a chat template: its tools, a list or the JSON text of one
+    teacher            which of --teacher-load-hf scores its rollouts
     id                 a name that is unique in the file (default: the row's number)
 
 The reward function gets all fields of the row. A null field counts as missing.
@@ -41,6 +42,12 @@ class Prompt:
     prompt_id: str
     token_ids: np.ndarray  # int32 [T], T >= 1
     record: Mapping[str, Any]  # the row of the file (or the generated problem), with its ``answer``
+
+    @property
+    def teacher(self) -> str | None:
+        """The name of the teacher that scores its rollouts (``--teacher-load-hf``); None for the first one."""
+        name = self.record.get("teacher")
+        return name if isinstance(name, str) else None
 
 
 class PromptReader:

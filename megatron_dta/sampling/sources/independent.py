@@ -153,6 +153,7 @@ def to_rollout(prompt: Prompt, result: GenerationResult, reward: float, group_id
         logprobs=logprobs,
         group_id=group_id,
         policy_version=result.policy_version,
+        teacher=prompt.teacher,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -72,7 +73,7 @@ class TreeSource(SampledSource):
             )
         weight = FallbackWeight(self._config.treepo.treepo_fallback_weight)
         rollouts = [
-            rollout
+            replace(rollout, teacher=prompt.teacher)
             for index, (prompt, (tree, rewards)) in enumerate(zip(prompts, groups, strict=True))
             for rollout in tree_rollouts(
                 tree, f"{first + index}:{prompt.prompt_id}", rewards, weight, self._drops_failures

@@ -38,6 +38,7 @@ from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import Rollout
 from megatron_dta.training.data.rejection import select_rollouts
 from megatron_dta.training.data.step import StepSamples, known_paths, rollout_statistics, split_groups
+from megatron_dta.training.teachers import Teachers
 from megatron_dta.training.weights.reference import Reference
 
 _Arrays = list[np.ndarray]
@@ -50,6 +51,7 @@ class SamplePreparation:
         policy: engine on the weights being trained.
         reference: the reference model of a KL penalty or a preference loss; None if the objective has none.
         critic: engine on the critic's weights; None if the objective has no critic.
+        teachers: teachers of distillation; None if there are none.
 
     Attributes:
         pass_seconds: time of the last batch's passes, without planning.
@@ -62,9 +64,11 @@ class SamplePreparation:
         policy: TreeEngine,
         reference: Reference | None = None,
         critic: TreeEngine | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         self.config, self.settings, self.objective, self.tree = config, config.objective, objective, config.tree
         self.policy, self.reference, self.critic, self.pass_seconds = policy, reference, critic, 0.0
+        self.teachers, self.distillation = teachers, config.distillation
         # Servers and recordings return exact logprobs only if the objective requires them.
         self.trusts_logprobs = config.sampling.rollout_engine == "in-process" or config.objective.needs_rollout_logprobs
         # Optimizer steps per rollout batch and epoch (``--ppo-epochs``).
@@ -112,6 +116,11 @@ class SamplePreparation:
             if penalties is not None:
                 taken = [penalties[i].sum() for i in chosen]
                 step.statistics["kl_penalty"] = float(np.mean(taken))
+            if "teacher_logprobs" in found:
+                gaps = [
+                    (found["own_logprobs"][i] - found["teacher_logprobs"][i])[rollouts[i].loss_mask] for i in chosen
+                ]
+                step.statistics["teacher_kl"] = float(np.mean(np.concatenate(gaps)))
             if "advantages" in found:
                 idle = [not np.any(found["advantages"][i]) for i in chosen]
                 step.statistics["zero_advantages"] = float(np.mean(idle))
@@ -128,6 +137,9 @@ class SamplePreparation:
             TrainingSample(rollout.token_ids, rollout.loss_mask, weight=float(weight), path=path)
             for rollout, weight, path in zip(rollouts, weights, known_paths(rollouts), strict=True)
         ]
+        if self.teachers is not None:
+            numbers = self.teachers.numbers(rollouts)
+            samples = [replace(sample, teacher=number) for sample, number in zip(samples, numbers, strict=True)]
         recorded = self.trusts_logprobs and all(rollout.logprobs is not None for rollout in rollouts)
         if self.objective.is_policy_gradient and recorded:
             samples = [
@@ -177,10 +189,34 @@ class SamplePreparation:
         if self.reference is not None:
             with self.reference.on_device() as reference:
                 found["ref_logprobs"] = _of_all_ranks(mesh, own, reference.compute_logprobs(batch))
+        if self.teachers is not None and self.distillation.teacher_kl == "sampled-tokens":
+            chosen = [step.samples[i] for i in own]
+            found["teacher_logprobs"] = _of_all_ranks(mesh, own, self.teachers.logprobs(chosen))
+            old = found.get("old_logprobs") or self._recorded(rollouts)
+            found["own_logprobs"] = old or _of_all_ranks(mesh, own, self.policy.compute_logprobs(batch))
         if self.critic is not None:
             found["old_values"] = _of_all_ranks(mesh, own, self.critic.compute_logprobs(batch))
         self.pass_seconds += time.perf_counter() - start
         return found
+
+    def _recorded(self, rollouts: Sequence[Rollout]) -> _Arrays | None:
+        """The sampler's logprobs, if they are the trainer's."""
+        if not self.trusts_logprobs or any(rollout.logprobs is None for rollout in rollouts):
+            return None
+        return [rollout.logprobs for rollout in rollouts]
+
+    def _taught(self, found: dict[str, _Arrays], advantages: _Arrays, rollouts: Sequence[Rollout]) -> _Arrays:
+        """The advantages with the teachers' share; those of rewards are 0 with ``--teacher-only``."""
+        if self.distillation.teacher_only:
+            advantages = [np.zeros_like(own) for own in advantages]
+        if "teacher_logprobs" not in found:
+            return advantages
+        return [
+            (own + np.where(rollout.loss_mask, self.distillation.teacher_coef * (there - here), 0.0)).astype(np.float32)
+            for own, there, here, rollout in zip(
+                advantages, found["teacher_logprobs"], found["own_logprobs"], rollouts, strict=True
+            )
+        ]
 
     def _penalties(self, rollouts: Sequence[Rollout], found: dict[str, _Arrays]) -> _Arrays | None:
         """The KL penalty subtracted from each token's reward, [T] per sample; None without ``--kl-coef``."""
@@ -204,7 +240,8 @@ class SamplePreparation:
             flag = "--objective ppo" if self.critic is not None else "--kl-coef"
             raise InputError(f"rollout {own + 1}: has advantages, which {flag} would not use; leave one of them out")
         if self.critic is None:
-            return {"advantages": estimate_advantages(rollouts, settings, penalties)}
+            advantages = estimate_advantages(rollouts, settings, penalties)
+            return {"advantages": self._taught(found, advantages, rollouts) if self.teachers else advantages}
         rewards = [token_rewards(rollout) for rollout in rollouts]
         if penalties is not None:
             rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]

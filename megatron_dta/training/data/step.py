@@ -192,6 +192,7 @@ def pack_steps(steps: Sequence[StepSamples]) -> list[dict[str, Any]]:
         state: dict[str, Any] = {"statistics": step.statistics}
         state["lengths"] = [len(sample.token_ids) for sample in step.samples]
         state["weights"] = [sample.weight for sample in step.samples]
+        state["teachers"] = [sample.teacher for sample in step.samples]
         state["age"] = step.age
         state["preference_pairs"] = None if step.preference_pairs is None else torch.from_numpy(step.preference_pairs)
         for name in _ARRAYS:
@@ -207,10 +208,11 @@ def unpack_steps(packed: Sequence[dict[str, Any]]) -> list[StepSamples]:
     for state in packed:
         cuts = np.cumsum(state["lengths"])[:-1]
         weights = state.get("weights", [1.0] * len(state["lengths"]))  # Older checkpoints lack this field.
+        teachers = state.get("teachers", [0] * len(state["lengths"]))  # Older checkpoints lack this field.
         arrays = {name: np.split(state[name].numpy(), cuts) for name in _ARRAYS if state.get(name) is not None}
         samples = [
-            TrainingSample(**dict(zip(arrays, values, strict=True)), weight=weight)
-            for values, weight in zip(zip(*arrays.values(), strict=True), weights, strict=True)
+            TrainingSample(**dict(zip(arrays, values, strict=True)), weight=weight, teacher=teacher)
+            for values, weight, teacher in zip(zip(*arrays.values(), strict=True), weights, teachers, strict=True)
         ]
         preference_pairs = state.get("preference_pairs")
         steps.append(

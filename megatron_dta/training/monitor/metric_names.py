@@ -74,6 +74,7 @@ METRICS: dict[str, dict[str, str]] = {
         "approx_kl": "KL(old, current), estimated from the ratio",
         "entropy": "entropy of the next-token distribution at trained tokens",
         "ref_kl": "KL to the reference in the loss, by --kl-loss-type",
+        "teacher_kl": "mean reverse KL divergence from the teacher, over the vocabulary or estimated from the samples",
         "kl_penalty": "mean reward that a response lost to --kl-coef",
         "tis_weight": "mean weight of --use-tis",
         "tis_clip_fraction": "fraction of these weights outside their bounds",

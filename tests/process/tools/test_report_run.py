@@ -233,7 +233,7 @@ def test_what_is_missing_is_told_with_its_flag(tmp_path: Path) -> None:
     assert text.count('class="chart"') == 2  # the loss, and the loss among all metrics
     # What is missing takes a line each, and no headings.
     assert re.findall("<h2>(.*?)</h2>", text) == ["Loss and update", "Not in this run", "Every metric"]
-    assert text.count("<li>") == 10
+    assert text.count("<li>") == 11
 
 
 def tool(*arguments: str) -> str:

@@ -1,0 +1,36 @@
+"""Settings of on-policy distillation from teachers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dta.config.options import option
+
+
+@dataclass
+class DistillationConfig:
+    """Teachers that score the policy's own rollouts (``megatron_dta.training.teachers``)."""
+
+    teacher_load_hf: list[str] | None = option(
+        None,
+        "Hugging Face checkpoints of teachers, FOLDER or NAME=FOLDER; they have the policy's vocabulary and mesh. A "
+        "prompt or rollout names its teacher in the field teacher (default: the first).",
+    )
+    teacher_kl: str = option(
+        "full-vocabulary",
+        "Reverse KL divergence from the teacher: over the whole vocabulary, as a term of the loss, or on the sampled "
+        "tokens, subtracted from their advantages.",
+        choices=("full-vocabulary", "sampled-tokens"),
+    )
+    teacher_coef: float = option(1.0, "Weight of this divergence.", above=0)
+    teacher_only: bool = option(
+        False, "Learn from the teacher alone: rewards are reported, and their advantages are 0."
+    )
+    offload_teacher: bool = option(
+        False, "Keep teachers in host memory, and on the device only while they score; their output weights stay."
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there are teachers."""
+        return bool(self.teacher_load_hf)

@@ -1,0 +1,208 @@
+"""Teachers of on-policy distillation: frozen models that score the policy's own rollouts.
+
+A teacher has a shape and a checkpoint of its own, the policy's vocabulary and the policy's mesh. It computes the prefix
+tree of its samples in one forward-only pass, planned for its own shape.
+
+    full-vocabulary   hidden states of the teacher at every row go to the host; in the training pass its logits are
+                      computed from them beside the policy's, chunk by chunk (``engine.teacher_pass``). This happens
+                      right before a step is trained, so checkpoints hold nothing of it.
+    sampled-tokens    logprobs of the sampled tokens; coef * (log q - log p) is added to the advantage of each token.
+                      This is the gradient of the reverse KL divergence on samples of the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ModelConfig, TrainConfig
+from megatron_dta.conversion.hf.config import settings_from_hf
+from megatron_dta.engine import TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.engine.teacher_pass import TeacherTarget
+from megatron_dta.model import build_model
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.rollouts import Rollout
+from megatron_dta.training.weights.huggingface import load_hf
+from megatron_dta.training.weights.offload import HostStorages
+
+# Settings of the policy that its teachers share; everything else follows from their config.json.
+_SHARED = (
+    "bf16",
+    "params_dtype",
+    "make_vocab_size_divisible_by",
+    "enable_fp32_lm_head",
+    "fused_layer_impl",
+    "transformer_impl",
+    "moe_grouped_gemm",
+    "vocab_size",
+)
+
+
+def teacher_folders(settings: Sequence[str]) -> dict[str, str]:
+    """Name -> folder of ``--teacher-load-hf``; a folder without a name has its own as name. ``InputError`` if a name
+    occurs twice.
+    """
+    found: dict[str, str] = {}
+    for entry in settings:
+        name, separator, folder = entry.partition("=")
+        folder = folder if separator else name
+        name = name if separator else Path(folder).name
+        if not name or not folder or name in found:
+            raise InputError(f"--teacher-load-hf {entry}: give NAME=FOLDER, each name once")
+        found[name] = folder
+    return found
+
+
+def teacher_shape(config: TrainConfig, folder: str) -> ModelConfig:
+    """The shape of the teacher in ``folder``; ``InputError`` if its vocabulary is not the policy's."""
+    names = {setting.name for setting in fields(ModelConfig)}
+    shared = {name: getattr(config.model, name) for name in _SHARED if name in names and name != "vocab_size"}
+    settings = settings_from_hf(folder, {})
+    if settings.get("vocab_size") != config.model.vocab_size:
+        raise InputError(
+            f"--teacher-load-hf {folder}: has a vocabulary of {settings.get('vocab_size')} and the policy of "
+            f"{config.model.vocab_size}; the divergence needs the same tokens"
+        )
+    return ModelConfig(**{**settings, **shared})
+
+
+class Teacher:
+    """One teacher: an engine on its frozen model.
+
+    Args:
+        offload: keep the weights on the host between passes, except for the output weight.
+    """
+
+    def __init__(self, engine: TreeEngine, offload: bool = False) -> None:
+        self.engine, self._storages = engine, None
+        if offload:
+            chunks = engine.tree_models
+            kept = {id(chunks[-1]._padded_output_weight())} if chunks[-1].post_process else set()
+            own = [p for chunk in chunks for p in chunk.parameters() if id(p) not in kept]
+            for parameter in own:
+                # NumPy has seen the storage (on a CPU), which cannot be emptied then.
+                if not parameter.untyped_storage().resizable():
+                    parameter.data = parameter.data.clone()
+            self._storages = HostStorages(own, constant=True)
+            self._storages.to_host()
+
+    @contextmanager
+    def on_device(self) -> Iterator[TreeEngine]:
+        """Yield the engine with all weights on the device."""
+        if self._storages is not None:
+            self._storages.to_device()
+        try:
+            yield self.engine
+        finally:
+            if self._storages is not None:
+                self._storages.to_host()
+
+
+class Teachers:
+    """All teachers of a run.
+
+    Args:
+        teachers: by name, the default one first.
+    """
+
+    def __init__(self, config: TrainConfig, teachers: dict[str, Teacher]) -> None:
+        self._config, self._settings = config, config.distillation
+        self._names, self._teachers = list(teachers), list(teachers.values())
+        self.models = [chunk for each in self._teachers for chunk in each.engine.tree_models]
+
+    def numbers(self, rollouts: Sequence[Rollout]) -> list[int]:
+        """The teacher of each rollout; ``InputError`` for an unknown name."""
+        for i, rollout in enumerate(rollouts):
+            if rollout.teacher is not None and rollout.teacher not in self._names:
+                raise InputError(
+                    f"rollout {i + 1}: its teacher '{rollout.teacher}' is not one of --teacher-load-hf: "
+                    f"{', '.join(self._names)}"
+                )
+        return [0 if r.teacher is None else self._names.index(r.teacher) for r in rollouts]
+
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        """The logprobs of each sample's trained tokens under its teacher, [T] each, 0 elsewhere."""
+        found: list[np.ndarray] = [np.zeros(0)] * len(samples)
+        for number, own in self._shares(samples):
+            with self._teachers[number].on_device() as engine:
+                computed = engine.compute_logprobs(self._batch(engine, [samples[i] for i in own]))
+            for i, values in zip(own, computed, strict=True):
+                found[i] = values
+        return found
+
+    def attach(self, batch: TreeBatch, samples: Sequence[TrainingSample]) -> TreeBatch:
+        """The batch with the divergences of ``--teacher-kl full-vocabulary`` in its loss; ``samples`` are the batch's,
+        in order. Every rank calls this.
+        """
+        if self._settings.teacher_kl != "full-vocabulary" or batch.teachers:
+            return batch
+        targets = []
+        for number, own in self._shares(samples):
+            with self._teachers[number].on_device() as engine:
+                scored = self._batch(engine, [samples[i] for i in own])
+                states = engine.compute_row_states(scored)
+            head = engine.tree_models[-1].head() if states is not None else None
+            targets.append(_target(batch, own, scored, self._settings.teacher_coef, states, head))
+        return replace(batch, teachers=tuple(targets))
+
+    def _shares(self, samples: Sequence[TrainingSample]) -> list[tuple[int, list[int]]]:
+        """The samples of each teacher; teachers without samples on this rank have an empty share, so that all ranks
+        make the same passes.
+        """
+        return [
+            (number, [i for i, sample in enumerate(samples) if sample.teacher == number])
+            for number in range(len(self._teachers))
+        ]
+
+    def _batch(self, engine: TreeEngine, samples: list[TrainingSample]) -> TreeBatch:
+        tree = replace(self._config.tree, tree_memory_gib=None)
+        plain = [TrainingSample(sample.token_ids, sample.loss_mask) for sample in samples]
+        return prepare_batch(plain, tree, pipeline=engine.pipeline(tree.tree_segment_tokens))
+
+
+def _target(
+    batch: TreeBatch,
+    own: list[int],
+    scored: TreeBatch,
+    coefficient: float,
+    states: torch.Tensor | None,
+    head: object,
+) -> TeacherTarget:
+    """What a teacher found in its plan (``scored``), at the rows of the policy's plan."""
+    plan = batch.plan
+    spans = [np.arange(plan.sequence_pairs[i], plan.sequence_pairs[i + 1]) for i in own]
+    pairs = np.concatenate([np.zeros(0, np.int64), *spans])
+    counts = np.ones(len(pairs), bool) if batch.owned is None else batch.owned[pairs]
+    # The pairs of both plans are in the order of the sequences.
+    rows, first, place = np.unique(plan.edge_row[plan.pair_edge[pairs]], return_index=True, return_inverse=True)
+    weights = np.bincount(place, batch.loss_weights[pairs] * counts, len(rows)) * coefficient
+    row_there = scored.plan.edge_row[scored.plan.pair_edge]
+    chosen = None if states is None else states[torch.from_numpy(row_there[first])]
+    numbers = np.bincount(place, counts, len(rows)).astype(np.int64)
+    return TeacherTarget(rows.astype(np.int64), weights, numbers, chosen, head)
+
+
+def build_teachers(config: TrainConfig, device: torch.device, make_engine: object) -> Teachers | None:
+    """The teachers of ``--teacher-load-hf`` with their weights; None without any.
+
+    Args:
+        make_engine: the engine of a model.
+    """
+    settings = config.distillation
+    if not settings.is_used:
+        return None
+    found = {}
+    for name, folder in teacher_folders(settings.teacher_load_hf or []).items():
+        shape = teacher_shape(config, folder)
+        model = build_model(shape, device, config.parallel)
+        checkpoint = replace(config.checkpoint, load_hf=folder, hf_checkpoint=folder)
+        load_hf(replace(config, model=shape, checkpoint=checkpoint), model)
+        model.requires_grad_(False).eval()
+        found[name] = Teacher(make_engine(model), settings.offload_teacher)
+    return Teachers(config, found)

@@ -1,0 +1,177 @@
+"""Distillation on trees in float64 against one sequence at a time, with whole logits of student and teachers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from dta_kernels.logprobs.logit_chunks import Head
+from dta_kernels.logprobs.reverse_kl import ReverseKLSettings, TeacherRows, linear_reverse_kl, reverse_kl_reference
+from megatron_dta.config import DistillationConfig, ModelConfig, ObjectiveConfig, TrainConfig, TreeConfig
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.model import build_model, build_stock_model, initialize_parallel
+from megatron_dta.objectives import LossFields, make_objective
+from megatron_dta.objectives.weights import loss_weights
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.training.teachers import Teacher, Teachers
+from tree_engine_cases import TEMPERATURE, branching_sequences, model_config, weights_of
+
+OBJECTIVE = make_objective(ObjectiveConfig(objective="grpo", entropy_coef=0.02))
+TEACHERS = (
+    dict(num_layers=3, hidden_size=32, ffn_hidden_size=48, init_method_std=0.3),
+    dict(num_layers=1, hidden_size=16, num_attention_heads=2, num_query_groups=1, init_method_std=0.4),
+)
+COEFFICIENT = 0.37
+
+
+def make_samples(generator: np.random.Generator) -> list[TrainingSample]:
+    """Branching sequences with gaps in their masks, weights, owners and two teachers."""
+    samples = []
+    for tokens in branching_sequences(generator):
+        mask = generator.random(len(tokens)) < 0.7
+        mask[0], mask[-1] = False, True
+        samples.append(
+            TrainingSample(
+                tokens,
+                mask,
+                advantages=generator.normal(size=len(tokens)),
+                old_logprobs=-generator.random(len(tokens)) * 3,
+                owned=mask & (generator.random(len(tokens)) < 0.8),
+                weight=float(generator.random() + 0.5),
+                teacher=int(generator.integers(2)),
+            )
+        )
+    return samples
+
+
+def one_by_one(
+    model: ModelConfig, weights: dict, teachers: list[tuple[ModelConfig, dict]], samples: list[TrainingSample]
+) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """(loss, mean divergence, gradients) with Megatron's stock models and plain log-softmaxes."""
+    student = build_stock_model(model, torch.device("cpu"))
+    student.load_state_dict(weights)
+    frozen = []
+    for shape, own in teachers:
+        frozen.append(build_stock_model(shape, torch.device("cpu")))
+        frozen[-1].load_state_dict(own)
+    counted = np.array([sample.num_counted for sample in samples])
+    factors = loss_weights(counted, "sequence-mean", sequence_weights=np.array([s.weight for s in samples]))
+    total = divergence = 0.0
+    for sample, factor in zip(samples, factors, strict=True):
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+        hidden_from = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        places = torch.arange(ids.shape[1])[None]
+        trained = torch.from_numpy(np.flatnonzero(sample.loss_mask))
+        log_p, log_q = (
+            torch.log_softmax(each(ids, places, hidden_from)[0] / TEMPERATURE, -1)[trained - 1]
+            for each in (student, frozen[sample.teacher])
+        )
+        kl = (log_p.exp() * (log_p - log_q.detach())).sum(-1)
+        owned = torch.from_numpy(sample.counted_mask[sample.loss_mask])
+        fields = LossFields(
+            owned,
+            **{n: torch.from_numpy(getattr(sample, n)[sample.loss_mask]) for n in ("advantages", "old_logprobs")},
+        )
+        logprobs = log_p.gather(1, ids[0, trained, None]).squeeze(1)
+        losses = OBJECTIVE(logprobs, -(log_p.exp() * log_p).sum(-1), fields)
+        loss = (losses.loss.sum() + COEFFICIENT * (kl * owned).sum()) * float(factor)
+        loss.backward()
+        total += float(loss.detach())
+        divergence += float((kl * owned).sum().detach())
+    return total, divergence / counted.sum(), {name: p.grad for name, p in student.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_trees_equal_one_sequence_at_a_time(tied: bool):
+    """Loss, mean divergence and every gradient, for several segment sizes and for whole and dense trees."""
+    generator = seed_all(77)
+    settings = {"untie_embeddings_and_output_weights": not tied}
+    model = model_config(**settings)
+    weights = weights_of(model, 5)
+    shapes = [model_config(**own) for own in TEACHERS]
+    taught = [(shape, weights_of(shape, 6 + i)) for i, shape in enumerate(shapes)]
+    samples = make_samples(generator)
+    loss, divergence, gradients = one_by_one(model, weights, taught, samples)
+    for tree in (
+        TreeConfig(tree_segment_tokens=16, logprob_chunk_tokens=5),
+        TreeConfig(tree_segment_tokens=1024),
+        TreeConfig(tree_mode="dense", tree_segment_tokens=64),
+    ):
+        config = TrainConfig(
+            model=model,
+            tree=tree,
+            distillation=DistillationConfig(teacher_load_hf=["a", "b"], teacher_coef=COEFFICIENT),
+        )
+        found = {}
+        for name, (shape, own) in zip("ab", taught, strict=True):
+            own_model = build_model(shape, initialize_parallel(1))
+            own_model.load_state_dict(own)
+            found[name] = Teacher(TreeEngine(own_model.requires_grad_(False), TEMPERATURE))
+        teachers = Teachers(config, found)
+        tree_model = build_model(model, initialize_parallel(1))
+        tree_model.load_state_dict(weights)
+        engine = TreeEngine(tree_model, TEMPERATURE, tree.logprob_chunk_tokens)
+        batch = teachers.attach(prepare_batch(samples, tree, "sequence-mean"), samples)
+        assert [len(target.rows) > 5 for target in batch.teachers] == [True, True]
+        result = engine.forward_backward(batch, OBJECTIVE)
+        assert float(result.loss) == pytest.approx(loss, abs=1e-12)
+        assert float(result.metrics["teacher_kl"]) == pytest.approx(divergence, abs=1e-12)
+        for name, parameter in tree_model.named_parameters():
+            grad = parameter.grad if parameter.grad is not None else parameter.main_grad
+            assert torch.allclose(grad, gradients[name], rtol=0, atol=1e-12), name
+
+
+def test_sampled_tokens_are_scored_by_their_teachers():
+    """Logprobs under the teacher of each sample, equal to those of a dense pass of that teacher alone."""
+    generator = seed_all(78)
+    samples = [replace(sample, owned=None) for sample in make_samples(generator)]
+    shapes = [model_config(**own) for own in TEACHERS]
+    engines = [
+        TreeEngine(build_model(shape, initialize_parallel(8 + i)), TEMPERATURE) for i, shape in enumerate(shapes)
+    ]
+    config = TrainConfig(
+        model=model_config(),
+        tree=TreeConfig(tree_segment_tokens=32),
+        distillation=DistillationConfig(teacher_load_hf=["a", "b"], teacher_kl="sampled-tokens"),
+    )
+    teachers = Teachers(config, {name: Teacher(engine) for name, engine in zip("ab", engines, strict=True)})
+    found = teachers.logprobs(samples)
+    for sample, own in zip(samples, found, strict=True):
+        alone = prepare_batch([sample], TreeConfig(tree_mode="dense", tree_segment_tokens=64))
+        assert np.allclose(own, engines[sample.teacher].compute_logprobs(alone)[0], rtol=0, atol=1e-12)
+    other = engines[1].compute_logprobs(
+        prepare_batch(samples[:1], TreeConfig(tree_mode="dense", tree_segment_tokens=64))
+    )
+    assert samples[0].teacher == 1 or not np.allclose(found[0], other[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 4, 100])
+@pytest.mark.parametrize("buffer", [False, True])
+def test_the_chunked_divergence(rows_per_chunk: int, buffer: bool):
+    """Values and gradients against autograd on whole logits, also with large logits; odd sizes, NaN-free outputs."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight, states, own = (
+        torch.randn(size, generator=generator, dtype=torch.float64) * 3 for size in ((13, 5), (11, 5), (13, 7), (11, 7))
+    )
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    upstream = torch.randn(13, generator=generator, dtype=torch.float64)
+    expected = reverse_kl_reference(hidden @ weight.t(), states @ own.t(), 0.6)
+    wanted = torch.autograd.grad((expected * upstream).sum(), (hidden, weight))
+    sums = torch.full_like(weight, 2.0).detach() if buffer else None
+    used = weight.detach() if buffer else weight
+    settings = ReverseKLSettings(rows_per_chunk, 0.6, weight_grad=sums)
+    found = linear_reverse_kl(hidden, used, TeacherRows(states, Head(own)), settings)
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+    hidden.grad = weight.grad = None
+    found.backward(upstream)
+    assert torch.allclose(hidden.grad, wanted[0], rtol=1e-11, atol=1e-12)
+    assert torch.allclose(sums - 2.0 if buffer else weight.grad, wanted[1], rtol=1e-11, atol=1e-12)
+    same = linear_reverse_kl(
+        hidden, used, TeacherRows(hidden.detach(), Head(used.detach())), settings._replace(weight_grad=None)
+    )
+    assert float(same.detach().abs().max()) < 1e-13
