@@ -60,7 +60,7 @@ from megatron_dta.training.monitor.rollout_samples import RolloutSamples
 from megatron_dta.training.monitor.run_description import BuiltRun, describe_run, parameter_counts
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.rollout_source import build_sampled_data, steps_per_rollout_batch
-from megatron_dta.training.teachers import build_teachers
+from megatron_dta.training.teachers import Teachers, build_teachers
 from megatron_dta.training.weights.huggingface import check_save_hf, load_hf
 from megatron_dta.training.weights.reference import Reference
 
@@ -116,12 +116,8 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
     # A new run starts a new metrics file, including the record before the first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
     engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay, costs)
-    constant = _constant_bytes(config, optimizer, reference, critic)
-    frozen = [] if reference is None else list(reference.model_chunks)
-    if teachers is not None:
-        constant += 0.0 if config.distillation.offload_teacher else constant_bytes(teachers.models)
-        frozen += teachers.models
-    tuner = _tuner(config, engine, constant, (optimizer, critic), frozen)
+    constant = _constant_bytes(config, optimizer, _frozen_models(reference, teachers, config), critic)
+    tuner = _tuner(config, engine, constant, (optimizer, critic), _frozen_models(reference, teachers))
     tuner.load_state_dict(planning)
     if task is not None:
         if reach := getattr(task.reward_function, "reach", ""):
@@ -329,16 +325,26 @@ def _reference(
 
 
 def _constant_bytes(
-    config: TrainConfig, optimizer: TrainingOptimizer, reference: Model | None, critic: Critic | None
+    config: TrainConfig, optimizer: TrainingOptimizer, frozen: Sequence[torch.nn.Module], critic: Critic | None
 ) -> float:
     """Bytes that the states of all models occupy on this rank throughout a step."""
     ranks = current_mesh().data_size if config.parallel.use_distributed_optimizer else 1
     total = constant_bytes(optimizer.chunks, config.optimization, ranks)
     if critic is not None:
         total += constant_bytes(critic.optimizer.chunks, config.optimization, ranks)
-    if reference is not None and not config.objective.offload_reference:
-        total += constant_bytes(reference.model_chunks)
-    return total
+    return total + constant_bytes(frozen)
+
+
+def _frozen_models(
+    reference: Model | None, teachers: Teachers | None, config: TrainConfig | None = None
+) -> list[torch.nn.Module]:
+    """The chunks of models that are not trained; with ``config``, only of those that stay on the device."""
+    found: list[torch.nn.Module] = []
+    if reference is not None and not (config is not None and config.objective.offload_reference):
+        found += reference.model_chunks
+    if teachers is not None and not (config is not None and config.distillation.offload_teacher):
+        found += teachers.models
+    return found
 
 
 def _engine(
