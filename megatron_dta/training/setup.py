@@ -140,9 +140,7 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
         objective=objective,
         source=source,
         tuner=tuner,
-        preparation=SamplePreparation(
-            config, objective, engine, passes, critic.engine if critic is not None else None, teachers
-        ),
+        preparation=SamplePreparation(config, objective, engine, passes, critic and critic.engine, teachers),
         evaluations=evaluations,
         metrics=_open_metrics(config, kept_metrics),
         progress=progress,
