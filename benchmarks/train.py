@@ -129,7 +129,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         getattr(arguments, f"tree_{name}") is not None for name in limits
     )
     # A GPU decides as in training.
-    is_divided = arguments.expert_model_parallel_size * arguments.tensor_model_parallel_size > 1
+    is_divided = arguments.tensor_model_parallel_size > 1
+    is_divided |= arguments.expert_model_parallel_size > 1 and arguments.pipeline_model_parallel_size > 1
     is_sparse = MODELS[arguments.model].num_experts is not None and (is_divided or not arguments.moe_grouped_gemm)
     is_counted = not is_sparse and not any(MODELS[arguments.model].linear_attention_layers)
     can_decide = torch.cuda.is_available() and "packed" not in arguments.tree_mode and is_counted

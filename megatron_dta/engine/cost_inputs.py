@@ -61,16 +61,17 @@ def cost_shape(config: TransformerConfig, shape: DecoderShape, dtype: torch.dtyp
 def why_not_predicted(model: TreeGPTModel) -> str | None:
     """Why time and memory of a segment cannot be predicted for the model's layers; None if they can.
 
-    With all experts on a rank, every token has as many rows as experts, whichever these are.
+    On all ranks together, every token has as many rows as experts, whichever these are; each rank is expected to get
+    about its share.
     """
     config = model.config
     if config.experimental_attention_variant is not None:
         return "the time and memory of gated delta net are not counted (--experimental-attention-variant)"
     if config.num_moe_experts is None:
         return None
-    if config.expert_model_parallel_size > 1 or config.expert_tensor_parallel_size > 1:
-        return "how many tokens the experts of a rank get is not known ahead (--expert-model-parallel-size above 1)"
-    if config.tensor_model_parallel_size > 1:
+    if config.expert_model_parallel_size > 1 and config.pipeline_model_parallel_size > 1:
+        return "experts on several ranks are not counted on pipeline stages (--pipeline-model-parallel-size above 1)"
+    if config.tensor_model_parallel_size > 1 or config.expert_tensor_parallel_size > 1:
         return "experts on tensor groups are not counted (--tensor-model-parallel-size above 1)"
     if model.counts_on_host:
         return "experts are counted as grouped products on the kernels only (--moe-grouped-gemm)"
@@ -85,7 +86,8 @@ def costs_of_gpu(model: TreeGPTModel, shape: DecoderShape, segment_tokens: int) 
     gpu, _ = gpu_named(torch.cuda.get_device_name(parameter.device))
     size = config.tensor_model_parallel_size
     direct = model.has_fused_layers and size == 1 and shape.num_experts is None
-    split = LayerSplit(parameter.dtype.itemsize == 2, size, config.sequence_parallel, direct)
+    ranks = config.expert_model_parallel_size
+    split = LayerSplit(parameter.dtype.itemsize == 2, size, config.sequence_parallel, direct, ranks)
     return gpu_cost_model(shape, gpu, split, segment_tokens)
 
 

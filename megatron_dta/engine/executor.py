@@ -93,6 +93,7 @@ class TreeEngine(RankModel):
             in_buffers,
             self.attention == "fa4",
             part.fp32_lm_head,
+            config.expert_model_parallel_size,
         )
         return counted_bytes(part, self.shape, rank)
 

@@ -39,6 +39,13 @@ def plan_step(
         raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
     budget, pipeline = budget or StepBudget(), pipeline or PipelineShape()
     choice = _choose(samples, tree_mode, budget, pipeline)
+    if pipeline.group is not None and budget.segment_tokens is None:
+        # Segments of one size on all ranks leave no rank waiting for longer ones of another.
+        has_tokens = choice.segments.num_segments > 0
+        sizes = pipeline.group.gather(choice.segments.segment_tokens if has_tokens else None)
+        agreed = min((size for size in sizes if size is not None), default=None)
+        if has_tokens and agreed < choice.segments.segment_tokens:
+            choice = _choose(samples, tree_mode, replace(budget, segment_tokens=agreed), pipeline)
     step = plan_segmented_step(samples, choice, pipeline, budget.activation_tokens)
     return step if pipeline.group is None else synchronize(step, pipeline)
 

@@ -212,6 +212,9 @@ class Autotuner:
         self._retried = False
         if not (self._corrects_costs and self._steps == MEASURED_STEP and result.timeline):
             return False
+        if result.plan.training.pairs:
+            # The times of ops in turns contain each other's.
+            return False
         self._corrects_costs = False
         engine, plan = self._engine, result.plan
         measured = MeasuredPass(

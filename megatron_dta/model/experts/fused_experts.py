@@ -21,7 +21,7 @@ from megatron_dta.model.experts.grouped_experts import GroupedExperts, Products
 
 # Most bytes of a layer's rows for which the largest possible number of rows is allocated, in passes that keep these
 # rows for a backward, and in others.
-_MOST_BYTES_KEPT, _MOST_BYTES = 2**25, 2**28
+_MOST_BYTES_KEPT, _MOST_BYTES = 2**22, 2**28
 
 
 class FusedGroupedExperts(GroupedExperts):

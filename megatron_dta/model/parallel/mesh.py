@@ -217,11 +217,17 @@ def _high_priority_groups(parallel: ParallelConfig) -> list[str] | None:
     """Groups whose kernels have priority over other waiting kernels.
 
     With several stages, only this priority lets the communication of a tensor group start before the computation that
-    it overlaps with (``config.device_queues``).
+    it overlaps with (``config.device_queues``). Tokens travel to experts beside large products, behind whose programs
+    they would otherwise wait.
     """
     # Other trainers start groups of several backends, such as "cpu:gloo,cuda:nccl".
-    is_nccl = "nccl" in torch.distributed.get_backend()
-    return ["tp"] if is_nccl and parallel.pipeline_model_parallel_size > 1 else None
+    if "nccl" not in torch.distributed.get_backend():
+        return None
+    groups = ["tp"] if parallel.pipeline_model_parallel_size > 1 else []
+    # Megatron's name for the ranks that share experts, of tensor parallelism and of expert parallelism.
+    if parallel.expert_model_parallel_size * parallel.expert_tensor_size > 1:
+        groups.append("tp_ep_mp")
+    return groups or None
 
 
 @contextmanager

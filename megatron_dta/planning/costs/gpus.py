@@ -73,12 +73,14 @@ class LayerSplit:
         is_16_bit: whether products run in bfloat16 or float16.
         tensor_size, sequence_parallel: tensor parallelism.
         direct: whether a layer runs as one function, with few launches (``model.fused_autograd_layer``).
+        expert_ranks: number of ranks over which experts are divided.
     """
 
     is_16_bit: bool = True
     tensor_size: int = 1
     sequence_parallel: bool = False
     direct: bool = True
+    expert_ranks: int = 1
 
 
 def gpu_named(reported: str) -> tuple[Gpu, bool]:
@@ -88,7 +90,7 @@ def gpu_named(reported: str) -> tuple[Gpu, bool]:
 
 
 def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tokens: int) -> CostModel:
-    """The cost model of a decoder without experts on a rank's GPU."""
+    """The cost model of a decoder on a rank's GPU; experts count as products at the layers' rate."""
     peak = gpu.flops_16 if split.is_16_bit else gpu.flops_32
     size, width = split.tensor_size, 2 if split.is_16_bit else 4
     whole = 8 * shape.hidden_size / (size if split.sequence_parallel else 1)
@@ -96,7 +98,11 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     summed = 4 * (size - 1) / size * shape.hidden_size
     layer = 2 * shape.layer_weights / shape.num_layers / size / (GEMM_SHARE * peak)
     layer += width * (whole + divided) / (MEMORY_SHARE * gpu.memory)
-    # Two sums over the tensor group in the forward, and two in the backward, whose other work is twice as much.
+    # Two sums over the tensor group in the forward, and two in the backward, whose other work is twice as much; so for
+    # the exchange of tokens.
+    if any(shape.moe_layers):
+        # A token goes to all other ranks, and a sum comes back from each.
+        summed += 2 * (split.expert_ranks - 1) * shape.hidden_size * sum(shape.moe_layers) / shape.num_layers
     layer_sums = width * summed / (LINK_SHARE * gpu.link)
     tokens = [shape.num_layers * (layer * passes + layer_sums) for passes in (1, 2)]
     pair = 4 * shape.num_layers * shape.query_width / size / peak

@@ -45,6 +45,9 @@ TILE_TOKENS, TILE_KEYS = 64, 128
 FLASH_TILE = 128
 # Bytes of indices for a token on a segment's path: its slot, subtree end and index among the keys.
 _INDEX_BYTES = 64
+# Rows that the experts of a rank may get, over their equal share, if experts are divided over ranks. More are computed
+# all the same, but their memory is not counted.
+EXPERT_SHARE = 1.25
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class RankTensors:
         in_buffers: whether gradients of weights are accumulated in buffers, without a tensor of their own first.
         flash_attention: with ``fused_attention``, whether these kernels are those of FlashAttention 4.
         float32_logits: whether logits are float32 beside a gradient in the weights' dtype.
+        expert_ranks: number of ranks over which experts are divided.
     """
 
     element_bytes: int = 2
@@ -71,6 +75,7 @@ class RankTensors:
     in_buffers: bool = True
     flash_attention: bool = False
     float32_logits: bool = False
+    expert_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class SegmentBytes:
         layer that runs as a single function (one tensor rank with gradient buffers) frees each as soon as it is used.
 
         Args:
-            shape: the decoder; its experts must all be on the rank and run as grouped products on the kernels.
+            shape: the decoder; its experts must run as grouped products on the kernels.
             rank: how a rank holds its tensors; None for the defaults.
         """
         rank = rank or RankTensors()
@@ -154,7 +159,7 @@ class SegmentBytes:
             row += 4
         if has_experts:
             attention = element_bytes * (2 * hidden + mixed + query) + statistics
-            of_experts = _expert_bytes(shape, element_bytes)
+            of_experts = _expert_bytes(shape, element_bytes, rank.expert_ranks)
             # Layers of both kinds count as the larger one.
             kept = max(attention + of_experts[0], 0 if all(shape.moe_layers) else kept)
             work = max(attention, of_experts[1], 0 if all(shape.moe_layers) else work) + 4 * element_bytes * hidden_size
@@ -211,21 +216,26 @@ class SegmentBytes:
         return layers * self.kv_per_token_and_layer + self.kv_per_token
 
 
-def _expert_bytes(shape: DecoderShape, element_bytes: int) -> tuple[float, float]:
+def _expert_bytes(shape: DecoderShape, element_bytes: int, ranks: int) -> tuple[float, float]:
     """Bytes of a token in a layer's experts: kept until the backward, and in use during it.
 
-    A token has a row for each of its experts, of which the input and the first product are kept, with the indices that
-    move rows there and back; the router keeps its input and its scores. Shared experts keep what plain modules keep.
+    A token has a row for each of its experts, of which the first product is kept, with the indices of the rows; router
+    and experts keep its input, and the router its scores. If experts are divided, a rank has a token of each rank for
+    each of its own, and rows for its share of their experts. Shared experts keep what plain modules keep.
     """
     hidden, rows, width = shape.hidden_size, shape.moe_router_topk, shape.expert_width
     shared = shape.moe_shared_expert_intermediate_size or 0
     gates = 2 if shape.swiglu else 1
-    indices = 7 * 8 * rows + 16
-    kept = element_bytes * (hidden + rows * (hidden + gates * width + 1)) + indices + 8 * shape.num_experts
+    indices = 6 * 8 * rows * ranks + 16
+    if ranks > 1:
+        rows = EXPERT_SHARE * rows
+    travelling = element_bytes * ranks * hidden if ranks > 1 else 0
+    kept = element_bytes * (hidden + rows * (gates * width + 1)) + travelling + indices + 8 * shape.num_experts
     kept += element_bytes * (hidden + (2 * gates + 1) * shared) if shared else 0
-    # Gradients by the rows' output and input, the activation, and the gradients by it and by the first product.
-    work = element_bytes * rows * (2 * hidden + (2 + gates) * width) + element_bytes * (3 * hidden + 3 * gates * shared)
-    return kept, work + indices
+    # The gradient by the rows' input, the activation, and the gradients by it and by the first product; tokens or sums
+    # of all ranks on their way there, here and back.
+    work = element_bytes * rows * (hidden + (2 + gates) * width) + element_bytes * (3 * hidden + 3 * gates * shared)
+    return kept, work + indices + 3 * travelling
 
 
 @dataclass(frozen=True)

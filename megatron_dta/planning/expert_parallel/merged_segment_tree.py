@@ -79,7 +79,7 @@ class MergedSegmentTree:
     @cached_property
     def peak_in_flight_tokens(self) -> int:
         """Tokens of the longest root path, counting the longest segment at each node: an upper bound for every rank."""
-        return int(_path_totals(self.segment_parent.tolist(), self.lengths.tolist()).max(initial=0))
+        return int(path_totals(self.segment_parent.tolist(), self.lengths.tolist()).max(initial=0))
 
 
 def build_merged_segment_tree(forests: Sequence[SegmentForest], memory_tokens: int = 0) -> MergedSegmentTree:
@@ -110,7 +110,8 @@ def build_merged_segment_tree(forests: Sequence[SegmentForest], memory_tokens: i
     )
 
 
-def _path_totals(parents: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
+def path_totals(parents: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
+    """Tokens of each segment's root path, its own included, int64."""
     totals = list(lengths)
     for segment, parent in enumerate(parents):
         if parent >= 0:
@@ -146,7 +147,7 @@ class SegmentTree:
                 self.children[parent].append(segment)
                 self.subtree_costs[parent] += self.subtree_costs[segment]
                 self.heights[parent] = max(self.heights[parent], self.lengths[parent] + self.heights[segment])
-        self.peak = int(_path_totals(self.parents, self.lengths).max(initial=0))
+        self.peak = int(path_totals(self.parents, self.lengths).max(initial=0))
 
 
 class _MergedWalk:

@@ -17,6 +17,7 @@ recomputes nearly all segments, so it is used only where it saves more empty seg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,7 @@ from megatron_dta.planning.expert_parallel.merged_segment_tree import (
     SegmentForest,
     SegmentTree,
     build_merged_segment_tree,
+    path_totals,
 )
 from megatron_dta.planning.expert_parallel.overlap import with_pairs
 from megatron_dta.planning.pipeline.costs import PipelineCosts
@@ -44,7 +46,11 @@ from megatron_dta.planning.pipeline.schedule import (
 )
 from megatron_dta.planning.pipeline.simulation import message_order, simulate
 from megatron_dta.planning.segments.ancestors import RootPaths
-from megatron_dta.planning.segments.recompute import choose_kept_segments
+from megatron_dta.planning.segments.recompute import (
+    choose_kept_by_memory,
+    choose_kept_segments,
+    least_activation_tokens,
+)
 from megatron_dta.planning.segments.schedule import OpKind
 from megatron_dta.planning.step.passes import PassPlan, PipelineShape, attention_pairs, plan_training_pass
 from megatron_dta.planning.step.plan import StepPlan
@@ -58,28 +64,32 @@ class RankPlan:
         forest: segments of the rank.
         pairs, edges: attention pairs and trained edges of each segment.
         memory_tokens: limit on the tokens in flight.
+        available_bytes: what a step's tensors may take; infinite without a limit.
     """
 
     forest: SegmentForest
     pairs: list[int]
     edges: list[int]
     memory_tokens: int
+    available_bytes: float = math.inf
 
     @classmethod
-    def of(cls, step: StepPlan) -> RankPlan:
-        """Extract the counts from ``step``."""
+    def of(cls, step: StepPlan, shape: PipelineShape | None = None) -> RankPlan:
+        """Extract the counts from ``step``, which is planned for ``shape``."""
+        memory = None if shape is None else shape.memory
         segments = step.segments
         return cls(
             SegmentForest(segments.segment_parent.tolist(), segments.lengths.tolist()),
             attention_pairs(segments).tolist(),
             np.diff(step.segment_edges).tolist(),
             step.memory_tokens,
+            math.inf if memory is None else memory.available(0),
         )
 
 
 def synchronize(step: StepPlan, shape: PipelineShape) -> StepPlan:
     """Exchange plans with the ranks of ``shape.group`` and return the plan with the same ops on all of them."""
-    return synchronized_plan(step, shape.group.gather(RankPlan.of(step)), shape.group.rank, shape)
+    return synchronized_plan(step, shape.group.gather(RankPlan.of(step, shape)), shape.group.rank, shape)
 
 
 def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape) -> StepPlan:
@@ -94,9 +104,9 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape
     min_segments = 0 if shape.group is None else shape.group.min_segments
     overlaps = shape.group is not None and shape.group.overlaps
     if len(ranks) == 1 and step.segments.num_segments >= min_segments:
-        return _with_own_pairs(step, ranks) if overlaps else step
+        return _with_own_pairs(step, ranks, shape) if overlaps else step
     tree = build_merged_segment_tree([rank.forest for rank in ranks], _memory_tokens(ranks))
-    kept = choose_kept_segments(tree, step.activation_tokens, shape.num_stages)
+    kept = _kept(tree, step, ranks, shape)
     num_forwards = max([min_segments, *(len(rank.edges) for rank in ranks)])
     if shape.num_stages == 1 and len(ranks) > 1 and tree.num_segments >= max(1, min_segments):
         merged = build_merged_op_list([rank.forest for rank in ranks], _memory_tokens(ranks))
@@ -114,7 +124,7 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape
     training = replace(training, most_tokens=_most_tokens(training.schedule, tree.lengths))
     if overlaps:
         nodes = [tree.segment_of[:, op.segment].tolist() for op in training.schedule.ops[0]]
-        training = _paired(training, nodes, ranks)
+        training = _paired(training, nodes, ranks, shape)
     return replace(
         _with_empty_segments(step, num_empty),
         training=_renumbered(training, number, num_own + num_empty),
@@ -123,12 +133,31 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape
     )
 
 
-def _with_own_pairs(step: StepPlan, ranks: Sequence[RankPlan]) -> StepPlan:
+def _kept(tree: MergedSegmentTree, step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape) -> np.ndarray:
+    """The nodes of the merged tree that keep their activations on all ranks, bool [C].
+
+    With a limit in bytes, each rank has planned its own segments within it. A node counts with the tokens of its
+    longest segment, so no rank takes more than is counted here.
+    """
+    if shape.memory is None or shape.num_stages > 1:
+        return choose_kept_segments(tree, step.activation_tokens, shape.num_stages)
+    layers, each = float(sum(shape.layers)), shape.memory.bytes
+    paths = path_totals(tree.segment_parent.tolist(), tree.lengths.tolist())
+    slots, unit = each.fixed + max(int(paths.max(initial=0)), 0) * each.slot(layers), each.kept(layers)
+    needed = np.ceil(tree.lengths + each.work(tree.lengths, paths) / unit).astype(np.int64)
+    left = int((min(rank.available_bytes for rank in ranks) - slots) // unit)
+    if least_activation_tokens(needed) > left:
+        # Sums of the ranks' longest segments may exceed every rank's own; leaves are free.
+        return choose_kept_segments(tree, 0)
+    return choose_kept_by_memory(tree, left, needed, tree.lengths.astype(np.float64))
+
+
+def _with_own_pairs(step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape) -> StepPlan:
     """``step`` with pairs, for a rank that shares experts with no other data-parallel rank."""
 
     def paired(plan: PassPlan) -> PassPlan:
         plan = replace(plan, most_tokens=_most_tokens(plan.schedule, step.segments.lengths))
-        return _paired(plan, [[op.segment] for op in plan.schedule.ops[0]], ranks)
+        return _paired(plan, [[op.segment] for op in plan.schedule.ops[0]], ranks, shape)
 
     return replace(step, training=paired(step.training), forward_only=paired(step.forward_only))
 
@@ -164,7 +193,7 @@ def _plan_op_list(
     kept_mask[0, kept] = True
     training = PassPlan(PipelineSchedule(1, 1, [ops]), [], None, kept_mask, [most_tokens])
     if shape.group is not None and shape.group.overlaps:
-        training = _paired(training, [op.segments for op in merged.ops], ranks)
+        training = _paired(training, [op.segments for op in merged.ops], ranks, shape)
     return replace(
         _with_empty_segments(step, num_empty),
         training=training,
@@ -212,17 +241,29 @@ def _forward_pass(num_forwards: int, ranks: Sequence[RankPlan], shape: PipelineS
         if shape.group is None or not shape.group.overlaps:
             return plan
         each = [[i if i < len(rank.edges) else -1 for rank in ranks] for i in range(num_forwards)]
-        return _paired(plan, each, ranks)
+        return _paired(plan, each, ranks, shape)
     costs = PipelineCosts.of_segments(shape.cost_model, tokens, pairs, edges, shape.layers)
     timeline = simulate(schedule, np.full(num_forwards, -1, dtype=np.int32), costs)
     return PassPlan(schedule, message_order(schedule, timeline), timeline, most_tokens=most_tokens)
 
 
-def _paired(plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan]) -> PassPlan:
+def _paired(
+    plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan], shape: PipelineShape
+) -> PassPlan:
     """``plan`` with pairs of ops, of which all ranks' ``segments`` are given."""
+    limit = _memory_tokens(ranks)
+    if shape.memory is not None and plan.kept is not None:
+        if not plan.kept.all():
+            # Another order could hold more of the kept activations at once.
+            return plan
+        layers, each = float(sum(shape.layers)), shape.memory.bytes
+        longest = max(plan.most_tokens[0], default=0)
+        # Two segments are at work in a pair.
+        left = min(rank.available_bytes for rank in ranks) - each.fixed - 2 * float(each.work(longest, limit))
+        limit = min(limit, int(left // (each.kept(layers) + each.slot(layers))))
     forests = [rank.forest for rank in ranks]
     parents, lengths = [forest.segment_parent for forest in forests], [forest.lengths for forest in forests]
-    return with_pairs(plan, segments, parents, lengths, _memory_tokens(ranks))
+    return with_pairs(plan, segments, parents, lengths, limit)
 
 
 def _memory_tokens(ranks: Sequence[RankPlan]) -> int:

@@ -45,24 +45,33 @@ def test_the_limit_is_what_nobody_else_holds() -> None:
 )
 def test_a_flag_that_limits_memory_is_obeyed(flags: str, decides: bool) -> None:
     config = parse_arguments(f"{MODEL} --rollouts r.jsonl --global-batch-size 12 --train-iters 1 {flags}".split())
-    model = SimpleNamespace(config=SimpleNamespace(num_moe_experts=None))
+    model = SimpleNamespace(config=SimpleNamespace(num_moe_experts=None, experimental_attention_variant=None))
     assert decides_memory(config, SimpleNamespace(device=torch.device("cuda"), tree_models=[model])) is decides
     assert not decides_memory(config, SimpleNamespace(device=torch.device("cpu"), tree_models=[model]))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tensor", "counts_on_host", "decides"),
-    [(1, 1, False, True), (2, 1, False, False), (1, 2, False, False), (1, 1, True, False)],
+    ("ranks", "tensor", "stages", "counts_on_host", "decides"),
+    [
+        (1, 1, 1, False, True),
+        (2, 1, 1, False, True),
+        (1, 1, 2, False, True),
+        (2, 1, 2, False, False),
+        (1, 2, 1, False, False),
+        (1, 1, 1, True, False),
+    ],
 )
-def test_experts_are_predicted_where_a_rank_has_all_of_them(
-    ranks: int, tensor: int, counts_on_host: bool, decides: bool
+def test_experts_are_predicted_without_tensor_groups(
+    ranks: int, tensor: int, stages: int, counts_on_host: bool, decides: bool
 ) -> None:
     config = parse_arguments(f"{MODEL} --rollouts r.jsonl --global-batch-size 12 --train-iters 1".split())
     shape = SimpleNamespace(
         num_moe_experts=4,
+        experimental_attention_variant=None,
         expert_model_parallel_size=ranks,
         expert_tensor_parallel_size=tensor,
         tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=stages,
     )
     model = SimpleNamespace(config=shape, counts_on_host=counts_on_host)
     engine = SimpleNamespace(device=torch.device("cuda"), tree_models=[model])

@@ -1,0 +1,86 @@
+"""Plans of ranks that share experts within a limit of bytes: equal ops, sizes and kept activations on all of them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.costs.segment_bytes import MemoryBudget, RankTensors, SegmentBytes
+from megatron_dta.planning.plan_step import plan_step
+from megatron_dta.planning.segments.schedule import OpKind
+from megatron_dta.planning.step.passes import PipelineShape, RankGroup, StepBudget
+from megatron_dta.planning.step.plan import StepPlan
+from megatron_dta.planning.step.sample import TrainingSample
+from tree_engine_cases import branching_sequences
+
+SHAPE = DecoderShape(
+    4, 64, 96, 4, 2, 16, 100, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=48, moe_grouped_gemm=True
+)
+BYTES = replace(SegmentBytes.of_shape(SHAPE, RankTensors(logit_rows=16, expert_ranks=2)), fixed=0.0)
+RANKS = 2
+
+
+class Gather:
+    """Lets threads exchange objects as ranks would."""
+
+    def __init__(self) -> None:
+        self.barrier, self.values = threading.Barrier(RANKS), [None] * RANKS
+
+    def __call__(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
+        self.barrier.wait(60)
+        found = list(self.values)
+        self.barrier.wait(60)
+        return found
+
+
+def plans(mib: float, budget: StepBudget, overlaps: bool = False, num_sequences: int = 12) -> list[StepPlan]:
+    """The plans of all ranks; the second one has a third of the sequences."""
+    sequences = branching_sequences(seed_all(3), count=num_sequences, longest=60)
+    samples = [
+        TrainingSample(tokens, np.ones(len(tokens), bool) & (np.arange(len(tokens)) > 0)) for tokens in sequences
+    ]
+    parts, gather, found = (samples[: 2 * len(samples) // 3], samples[2 * len(samples) // 3 :]), Gather(), {}
+    memory = MemoryBudget(mib / 1024, (0.0,), BYTES)
+
+    def plan(rank: int) -> None:
+        shape = PipelineShape(layers=(4,), cost_model=CostModel.from_shape(SHAPE), memory=memory, is_measured=True)
+        group = RankGroup(rank, lambda value: gather(rank, value), overlaps=overlaps)
+        found[rank] = plan_step(parts[rank], "dta", budget, replace(shape, group=group))
+
+    threads = [threading.Thread(target=plan, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return [found[rank] for rank in range(RANKS)]
+
+
+def kept_of_ops(step: StepPlan) -> list[tuple[OpKind, bool]]:
+    return [(op.kind, bool(step.training.kept[0, op.segment])) for op in step.training.schedule.ops[0]]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(("mib", "keeps"), [(1024.0, "all"), (0.5, "some")])
+def test_ranks_keep_the_same_ops(mib, keeps, overlaps):
+    steps = plans(mib, StepBudget(segment_tokens=8), overlaps)
+    assert kept_of_ops(steps[0]) == kept_of_ops(steps[1])
+    assert steps[0].training.most_tokens == steps[1].training.most_tokens
+    assert steps[0].training.pairs == steps[1].training.pairs
+    backwards = [is_kept for kind, is_kept in kept_of_ops(steps[0]) if kind is OpKind.BACKWARD]
+    assert all(backwards) == (keeps == "all")
+    assert any(backwards)
+    assert bool(steps[0].training.pairs) == (overlaps and keeps == "all")
+
+
+def test_ranks_agree_on_the_size_of_segments():
+    steps = plans(2.0, StepBudget())
+    sizes = {step.segments.segment_tokens for step in steps}
+    assert max(sizes) <= 17 / 16 * min(sizes) + 1
