@@ -20,7 +20,7 @@ pytest.importorskip("starlette")
 import gateway_sessions
 from chat_folder import make_chat_folder
 from conftest import REPOSITORY
-from forked import Program, run_python
+from forked import Program, run_python, run_ranks
 from megatron_dta.rollouts import load_rollouts
 
 AGENT = REPOSITORY / "tests" / "helpers" / "tiny_agent.py"
@@ -90,6 +90,20 @@ def test_a_killed_run_continues(chat: Path, tmp_path: Path) -> None:
     page = (tmp_path / "whole" / "report.html").read_text()
     assert "Sessions of agents" in page
     assert sessions[0]["session"] in page
+
+
+def test_ranks_of_a_mesh(chat: Path, tmp_path: Path) -> None:
+    """Replicas have gateways of their own and share the sessions; the ranks of a tensor group follow the first."""
+    one = run_python(command(chat, tmp_path / "one", "post", "--train-iters", "2"))
+    assert one.returncode == 0, one.stderr
+    for name, flags in (("data", []), ("tensor", ["--tensor-model-parallel-size", "2"])):
+        for rank in run_ranks(command(chat, tmp_path / name, "post", "--train-iters", "2", *flags), 2):
+            assert rank.returncode == 0, rank.stderr
+    expected, data, tensor = (rows(tmp_path / name) for name in ("one", "data", "tensor"))
+    for metric in ("reward", "loss", "session_tokens"):
+        assert [row[metric] for row in data] == pytest.approx([row[metric] for row in expected], abs=1e-5)
+    assert [row["agent_calls"] for row in tensor] == [8, 8]
+    assert [row["failed_sessions"] for row in tensor] == [0, 0]
 
 
 @pytest.mark.parametrize("what", ["fail", "hang", "print"])
