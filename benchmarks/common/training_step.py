@@ -17,11 +17,11 @@ from megatron.core.distributed import finalize_model_grads
 
 from common.profile import gemm_peak, now
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
-from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
 from megatron_dta.config.checks.experts import check_experts
+from megatron_dta.config.checks.mesh import check_context_parallel, check_tensor_parallel, check_world_size
 from megatron_dta.engine import StepPart, StepResult, TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.engine.cost_inputs import why_not_predicted
-from megatron_dta.model import build_model, current_mesh, initialize_parallel
+from megatron_dta.model import build_model, initialize_parallel, training_mesh
 from megatron_dta.objectives import make_objective
 from megatron_dta.objectives.weights import count_trained
 from megatron_dta.planning.costs.file import load_cost_file
@@ -67,10 +67,11 @@ class StepTimer:
     ) -> None:
         self.model_config, self.parallel, self.options = model_config, parallel, options or EngineOptions()
         check_tensor_parallel(model_config, parallel)
+        check_context_parallel(model_config, parallel)
         check_experts(model_config, parallel)
         self.device = initialize_parallel(seed, parallel)
         check_world_size(parallel, torch.distributed.get_world_size())
-        self.mesh = current_mesh()
+        self.mesh = training_mesh()
         self.model = build_model(model_config, self.device, parallel)
         in_float32 = not self.options.bf16_gradients
         self.chunks = data_parallel_chunks(self.model, parallel, in_float32=in_float32)
@@ -143,7 +144,7 @@ class StepTimer:
 
     def row(self, batch: TreeBatch, timing: StepTiming) -> dict[str, Any]:
         """Rates, counts and memory of a measured step."""
-        is_first = self.mesh.tensor_rank == self.mesh.pipeline_rank == 0
+        is_first = self.mesh.is_first_of_replica
         flops = sum(self.mesh.gather_from_all(self.engine.operations(batch.plan)[0] if is_first else 0.0))
         seconds, result = timing.seconds, timing.result
         return {

@@ -94,8 +94,8 @@ def read_args_file(path: str, num_gpus: int) -> tuple[DecoderShape, list[Choice]
         file gives.
     """
     from megatron_dta.arguments import parse_settings
-    from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
     from megatron_dta.config.checks.experts import check_experts
+    from megatron_dta.config.checks.mesh import check_context_parallel, check_tensor_parallel, check_world_size
     from megatron_dta.config.derived.pipeline_layout import stage_layers
 
     if not os.path.isfile(path):
@@ -104,6 +104,7 @@ def read_args_file(path: str, num_gpus: int) -> tuple[DecoderShape, list[Choice]
     model, parallel, tree = config.model, config.parallel, config.tree
     check_world_size(parallel, num_gpus)
     check_tensor_parallel(model, parallel)
+    check_context_parallel(model, parallel)
     check_experts(model, parallel)
     shape = DecoderShape.of(model)
     mesh = make_mesh(

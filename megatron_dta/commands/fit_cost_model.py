@@ -38,7 +38,7 @@ from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.measurement import Report
 from megatron_dta.config import ObjectiveConfig, ParallelConfig, TreeConfig
-from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
+from megatron_dta.config.checks.mesh import check_context_parallel, check_tensor_parallel, check_world_size
 from megatron_dta.config.derived.benchmark_model import MODELS, benchmark_model
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.engine.cost_inputs import cost_shape
@@ -210,6 +210,7 @@ class DepthMeasurement:
         self.longest = max(sum(arguments.max_length >> cut for cut in case.cuts) for case in CASES)
         config = benchmark_model(arguments.model, arguments.vocab_size, self.longest, arguments.bf16, layers)
         check_tensor_parallel(config, parallel)
+        check_context_parallel(config, parallel)
         self.chunks = data_parallel_chunks(build_model(config, device, parallel), parallel)
         self.engine = TreeEngine(
             self.chunks,

@@ -31,7 +31,12 @@ class ParallelConfig:
         "stage).",
         minimum=1,
     )
-    context_parallel_size: int = option(1, "Ranks that share a sequence; only 1 is supported.", minimum=1)
+    context_parallel_size: int = option(
+        1,
+        "Ranks that divide the tokens of each segment and, inside the attention, its heads: memory and time of a long "
+        "path are divided by it.",
+        minimum=1,
+    )
     expert_model_parallel_size: int = option(1, "Ranks over which the experts of a layer are distributed.", minimum=1)
     expert_tensor_parallel_size: int | None = option(
         None, "Ranks that share each expert (default: --tensor-model-parallel-size).", minimum=1

@@ -50,8 +50,10 @@ class BalanceLoss:
     ) -> None:
         self.plan, self.layer_numbers = plan, layer_numbers
         self.num_experts, topk = config.num_moe_experts, config.moe_router_topk
-        # With sequence parallelism, each rank of the tensor group routes a part of the tokens.
-        self.group = parallel_state.get_tensor_model_parallel_group() if config.sequence_parallel else None
+        # With sequence and context parallelism, each rank of the group routes a part of the tokens. Experts on tensor
+        # groups need sequence parallelism.
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        self.group = group if group.size() > 1 else None
         coefficient = config.moe_aux_loss_coeff * self.num_experts / (topk * num_sequences)
         dtype = accumulation_dtype(config.params_dtype)
         tree, device = step.segments.tree, plan.stream.device
@@ -97,7 +99,7 @@ class BalanceLoss:
 
 
 def _joined(experts_LrK: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """The rows of all ranks of a tensor group, in rank order."""
+    """The rows of all ranks of ``group``, in rank order."""
     own = experts_LrK.transpose(0, 1).to(torch.int32).contiguous()
     whole = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
     torch.distributed.all_gather_into_tensor(whole, own, group=group)

@@ -6,6 +6,7 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +20,10 @@ from megatron_dta.planning.step.plan import StepPlan
 
 @dataclass(frozen=True)
 class SegmentEdges:
-    """Edges whose logprobs the head computes for one segment (R rows, E edges of the segment).
+    """Edges whose logprobs the head computes for one segment (R rows, E edges of the rank's tokens of the segment).
 
     Attributes:
-        rows: int64 [R], rows within the segment's tokens.
+        rows: int64 [R], rows within the rank's tokens of the segment.
         edge_row: int64 [E], row of each edge within ``rows``; ``target`` int64 [E], its token id.
         logit_chunks: ranges of rows whose logits are alive together.
     """
@@ -48,17 +49,31 @@ class DevicePlan:
     """Tensors of a ``StepPlan`` on ``device``; ``StepPlan`` defines the orders of edges, rows and pairs.
 
     Slots belong to one model chunk: their attributes are lists with an entry for each of the rank's model chunks.
+
+    Args:
+        own_tokens: the tokens of each segment that this rank computes, within the segment.
+
+    Attributes:
+        own_rows, own_edges, own_pairs: of each segment those of the rank's tokens.
     """
 
     def __init__(
-        self, plan: StepPlan, device: torch.device, program: StageProgram, forward_only: bool, rows_per_chunk: int
+        self,
+        plan: StepPlan,
+        device: torch.device,
+        program: StageProgram,
+        forward_only: bool,
+        rows_per_chunk: int,
+        own_tokens: Sequence[range],
     ) -> None:
         segments, tree = plan.segments, plan.segments.tree
         self.start = segments.segment_start.tolist()
         self.slot_start = [starts.tolist() for starts in program.slot_start]
         self.segment_rows = plan.segment_rows.tolist()
         self.segment_edges = plan.segment_edges.tolist()
-        self.segment_pairs = plan.segment_pairs.tolist()
+        own_begin = segments.segment_start[:-1] + np.array([own.start for own in own_tokens], dtype=np.int64)
+        own_end = own_begin + np.array([len(own) for own in own_tokens], dtype=np.int64)
+        self.own_rows, self.own_edges, self.own_pairs = _ranges(plan, own_begin, own_end)
         self.segment_runs = plan.paths.segment_runs.tolist()
         self.path_lengths = plan.paths.lengths.tolist()
         self.num_pairs = plan.num_pairs
@@ -77,16 +92,20 @@ class DevicePlan:
         ]
         self.run_begin, self.run_length = upload(plan.paths.run_begin), upload(plan.paths.run_length)
         segment_of_row = np.repeat(np.arange(segments.num_segments), np.diff(plan.segment_rows))
-        self.local_row = upload(plan.row_stream - segments.segment_start[segment_of_row])
+        self.local_row = upload(plan.row_stream - own_begin[segment_of_row])
         self.edge_row = upload(plan.edge_row)
         segment_of_edge = np.repeat(np.arange(segments.num_segments), np.diff(plan.segment_edges))
-        self.local_edge_row = upload(plan.edge_row - plan.segment_rows[segment_of_edge])
+        first_row = np.array([rows.start for rows in self.own_rows], dtype=np.int64)
+        self.local_edge_row = upload(plan.edge_row - first_row[segment_of_edge])
         self.edge_target = upload(plan.edge_target)
         self.pairs_per_edge, self.pairs_per_row = upload(plan.pairs_per_edge), upload(plan.pairs_per_row)
         # The additional entry is for the pad index: it reads edge 0 and writes behind the last pair.
         self.pair_edge = upload(np.append(plan.pair_edge, 0))
         self.pair_rank = upload(np.append(plan.pair_rank, plan.num_pairs))
-        self.logit_chunks = [_logit_chunks(plan, segment, rows_per_chunk) for segment in range(segments.num_segments)]
+        self.logit_chunks = [
+            _logit_chunks(plan, rows, edges.start, rows_per_chunk)
+            for rows, edges in zip(self.own_rows, self.own_edges, strict=True)
+        ]
         self.loss_batches = [
             []
             if forward_only
@@ -98,8 +117,7 @@ class DevicePlan:
         ]
 
     def edges_of(self, segment: int) -> SegmentEdges:
-        rows = slice(self.segment_rows[segment], self.segment_rows[segment + 1])
-        edges = slice(self.segment_edges[segment], self.segment_edges[segment + 1])
+        rows, edges = self.own_rows[segment], self.own_edges[segment]
         return SegmentEdges(
             self.local_row[rows], self.local_edge_row[edges], self.edge_target[edges], self.logit_chunks[segment]
         )
@@ -114,14 +132,18 @@ class DevicePlan:
         return self.stream[:tokens] + shift.repeat_interleave(length, output_size=tokens)
 
 
-def _logit_chunks(plan: StepPlan, segment: int, rows_per_chunk: int) -> list[RowChunk]:
-    row_begin, row_end = plan.segment_rows[segment : segment + 2].tolist()
-    edge_begin = int(plan.segment_edges[segment])
-    bounds = [*range(row_begin, row_end, rows_per_chunk), row_end]
-    edges = np.searchsorted(plan.edge_row, bounds)
-    return [
-        RowChunk(
-            bounds[i] - row_begin, bounds[i + 1] - row_begin, int(edges[i]) - edge_begin, int(edges[i + 1]) - edge_begin
-        )
-        for i in range(len(bounds) - 1)
-    ]
+def _ranges(plan: StepPlan, begin: np.ndarray, end: np.ndarray) -> tuple[list[slice], list[slice], list[slice]]:
+    """Rows, edges and pairs (in edge order) of the stream tokens ``begin`` to ``end`` of each segment."""
+    pairs = np.concatenate([[0], np.cumsum(plan.pairs_per_edge)])
+    rows = [np.searchsorted(plan.row_stream, bound) for bound in (begin, end)]
+    edges = [np.searchsorted(plan.edge_row, bound) for bound in rows]
+    found = (rows, edges, [pairs[bound] for bound in edges])
+    return tuple([slice(a, b) for a, b in zip(*(each.tolist() for each in both), strict=True)] for both in found)
+
+
+def _logit_chunks(plan: StepPlan, rows: slice, edge_begin: int, rows_per_chunk: int) -> list[RowChunk]:
+    bounds = [*range(rows.start, rows.stop, rows_per_chunk), rows.stop]
+    edges = np.searchsorted(plan.edge_row, bounds) - edge_begin
+    local = np.array(bounds) - rows.start
+    ends = (local[:-1], local[1:], edges[:-1], edges[1:])
+    return [RowChunk(*chunk) for chunk in zip(*(each.tolist() for each in ends), strict=True)]

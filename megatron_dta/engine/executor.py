@@ -178,8 +178,9 @@ class TreeEngine(RankModel):
             result = replace(result, outputs=self._outputs(run, batch))
         if run.clock is None:
             return result
-        stages = self.mesh.gather_over_replica((self.mesh.tensor_rank, run.clock.events()))
-        timeline = [event for rank, events in stages if rank == 0 for event in events]
+        is_first = self.mesh.tensor_rank == 0 and self.mesh.context_rank == 0
+        stages = self.mesh.gather_over_replica(run.clock.events() if is_first else [])
+        timeline = [event for events in stages for event in events]
         return replace(result, timeline=timeline, plan=batch.plan)
 
     def _constant_weights(self) -> AbstractContextManager:
@@ -218,13 +219,13 @@ class TreeEngine(RankModel):
         return TokenOutputs(*(batch.per_sequence(values) for values in pairs))
 
     def _check_agreement(self, batch: TreeBatch, training: bool) -> None:
-        """Compare the plans of a pipeline's ranks; ranks with different plans would wait for each other forever."""
+        """Compare the plans of a replica's ranks; ranks with different plans would wait for each other forever."""
         if batch.plan.num_ranks != len(self.mesh.expert_data_ranks):
             raise ValueError(
                 f"the step is planned for {batch.plan.num_ranks} ranks that share experts, but there are "
                 f"{len(self.mesh.expert_data_ranks)}; give prepare_batch pipeline=engine.pipeline(...)"
             )
-        if self.mesh.pipeline_size == 1:
+        if self.mesh.pipeline_size * self.mesh.context_size == 1:
             return
         plan = batch.plan.training if training else batch.plan.forward_only
         if plan.schedule.num_stages != self.mesh.pipeline_size or plan.schedule.num_model_chunks != len(self.chunks):
@@ -234,10 +235,10 @@ class TreeEngine(RankModel):
                 f"{len(self.chunks)}; give prepare_batch pipeline=engine.pipeline(...)"
             )
         # The shape and dtype of a message of 8 tokens. A rank cannot detect in a message that its shape is wrong.
-        message = (*self.tree_models[0].stage_shape(8), str(self.dtype))
+        message = (*self.tree_models[0].stage_shape(8, self.mesh.context_size), str(self.dtype))
         ranks = self.mesh.gather_over_replica((self.mesh.rank, batch.plan.digest(plan), message))
         for rank, digest, other in ranks:
-            both = f"ranks {ranks[0][0]} and {rank} of one pipeline"
+            both = f"ranks {ranks[0][0]} and {rank} of one replica"
             if digest != ranks[0][1]:
                 raise RuntimeError(f"{both} have planned different steps: their rollouts or settings differ")
             if other != ranks[0][2]:

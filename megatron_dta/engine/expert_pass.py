@@ -21,7 +21,7 @@ from megatron_dta.engine.balance_loss import BalanceLoss
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DevicePlan
 from megatron_dta.engine.step_result import StepResult
-from megatron_dta.model import Mesh, TokenRouting, TreeGPTModel, accumulation_dtype
+from megatron_dta.model import Mesh, TokenRouting, TreeGPTModel, accumulation_dtype, context_group
 from megatron_dta.tree.multiplicity import token_weights
 
 
@@ -36,6 +36,8 @@ class ExpertPass:
         self, part: TreeGPTModel, batch: TreeBatch, plan: DevicePlan, training: bool, replays: bool = False
     ) -> None:
         self.config, self.plan = part.config, plan
+        group = context_group()
+        self.context_rank = 0 if group is None else group.rank
         layers = [layer.layer_number for layer in part.decoder.layers if hasattr(layer.mlp, "router")]
         self.counts = training and bool(layers)
         self.losses: dict[str, torch.Tensor] = {}
@@ -67,6 +69,7 @@ class ExpertPass:
             z_weights=None if self.z_weights_N is None else self.z_weights_N[own],
             balance=None if self.balance is None else partial(self.balance.gradient, segment),
             replay=None if self.replay_NLK is None else self.replay_NLK[own],
+            context_rank=self.context_rank,
             losses=self.losses,
         )
 

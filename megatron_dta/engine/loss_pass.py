@@ -8,6 +8,9 @@ a fixed order, in float32 (float64 for a float64 model), so they are reproducibl
 Example: two sequences share their first trained token and then differ. They have 4 pairs but 3 edges. The gradients of
 pairs 0 and 2, which read the shared edge, are summed into its gradient.
 
+In a context group, a rank computes the logprobs of its own tokens. All ranks exchange them, compute the same losses,
+and use the gradients at their own edges.
+
 Legend: E edges, R rows, P pairs, B sequences of a loss batch, T their longest number of trained tokens.
 """
 
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DeviceLossBatch, DevicePlan
+from megatron_dta.model import ContextGroup
 from megatron_dta.objectives import LossFields, SequenceLoss, TokenLosses
 
 Objective = Callable[[Tensor, Tensor, LossFields], TokenLosses] | SequenceLoss
@@ -29,6 +33,9 @@ Objective = Callable[[Tensor, Tensor, LossFields], TokenLosses] | SequenceLoss
 class LossPass:
     """The loss of one step.
 
+    Args:
+        group: the ranks that divide the tokens of each segment; None if this rank computes all of them.
+
     Attributes:
         logprobs_E, entropy_R: filled by the forwards and NaN before, so that a premature read is noticed.
         loss: scalar, the sum so far; ``metric_sums``: for each summed metric, its sum so far over the tokens that
@@ -36,9 +43,15 @@ class LossPass:
     """
 
     def __init__(
-        self, batch: TreeBatch, plan: DevicePlan, objective: Objective | None, dtype: torch.dtype, device: torch.device
+        self,
+        batch: TreeBatch,
+        plan: DevicePlan,
+        objective: Objective | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: ContextGroup | None = None,
     ) -> None:
-        self.plan, self.objective, self.dtype = plan, objective, dtype
+        self.plan, self.objective, self.dtype, self.group = plan, objective, dtype, group
         num_edges, num_rows = len(batch.plan.edge_row), len(batch.plan.row_stream)
         self.logprobs_E = torch.full((num_edges,), torch.nan, dtype=dtype, device=device)
         self.entropy_R = torch.full((num_rows,), torch.nan, dtype=dtype, device=device)
@@ -60,9 +73,13 @@ class LossPass:
         return torch.from_numpy(np.append(values_P, 0.0)).to(self.loss.device, self.dtype)
 
     def store(self, segment: int, logprobs: Tensor, entropy: Tensor) -> None:
-        """Store a segment's logprobs and entropies."""
+        """Store a segment's logprobs and entropies, given those of the rank's tokens."""
         edges = slice(self.plan.segment_edges[segment], self.plan.segment_edges[segment + 1])
         rows = slice(self.plan.segment_rows[segment], self.plan.segment_rows[segment + 1])
+        if self.group is not None and rows.start < rows.stop:
+            of_edges, of_rows = edges.stop - edges.start, rows.stop - rows.start
+            begins = self.plan.own_edges[segment].start - edges.start, self.plan.own_rows[segment].start - rows.start
+            logprobs, entropy = self.group.joined((logprobs, entropy), begins, (of_edges, of_rows))
         self.logprobs_E[edges] = logprobs.detach()
         self.entropy_R[rows] = entropy.detach()
 
@@ -115,13 +132,11 @@ class LossPass:
         return (losses.loss * self.weights_P[index_BT]).sum()
 
     def gradients(self, segment: int) -> tuple[Tensor, Tensor | None]:
-        """Gradient of the step's loss by a segment's logprobs [E] and entropies [R]; None for entropies that the loss
-        does not use.
+        """Gradient of the step's loss by the logprobs [E] and entropies [R] of the rank's tokens of a segment; None for
+        entropies that the loss does not use.
         """
         plan = self.plan
-        pairs = slice(plan.segment_pairs[segment], plan.segment_pairs[segment + 1])
-        edges = slice(plan.segment_edges[segment], plan.segment_edges[segment + 1])
-        rows = slice(plan.segment_rows[segment], plan.segment_rows[segment + 1])
+        pairs, edges, rows = plan.own_pairs[segment], plan.own_edges[segment], plan.own_rows[segment]
         grad_logprobs_E = _sum_runs(self.grad_logprobs_P[pairs], plan.pairs_per_edge[edges])
         if self.grad_entropy_P is None:
             return grad_logprobs_E, None

@@ -8,7 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from megatron_dta.engine.cost_inputs import decoder_shape
-from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_segment_attention, current_mesh
+from megatron_dta.model import (
+    Model,
+    StagedModel,
+    TreeGPTModel,
+    choose_segment_attention,
+    context_group,
+    training_mesh,
+)
 
 # Default number of logits alive at once: enough rows to fill a GPU. On a CPU, more rows gain nothing.
 LOGIT_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
@@ -42,7 +49,7 @@ class RankModel:
         self.shape = decoder_shape(self.config, self.true_vocab_size)
         self.num_layers = [len(chunk.decoder.layers) for chunk in self.tree_models]
         self.temperature = temperature
-        self.mesh = current_mesh()
+        self.mesh, self.context_group = training_mesh(), context_group()
         parameter = next(self.tree_models[0].parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
         most = LOGIT_ELEMENTS[self.device.type] // self.true_vocab_size
@@ -55,6 +62,17 @@ class RankModel:
         """Keep the backward of a model chunk from starting the reduction of its gradients, unless ``allowed``."""
         part = self.chunks[chunk]
         return nullcontext() if allowed or not hasattr(part, "no_sync") else part.no_sync()
+
+    @property
+    def head_ranks(self) -> int:
+        """Number of ranks that divide the heads of a layer's attention."""
+        return self.config.tensor_model_parallel_size * self.mesh.context_size
+
+    def own_tokens(self, num_tokens: int) -> range:
+        """The tokens of a segment of ``num_tokens`` that this rank computes outside the attention."""
+        ranks, rank = self.mesh.context_size, self.mesh.context_rank
+        rows = self.tree_models[0].rows_of_share(num_tokens, ranks) if ranks > 1 else num_tokens
+        return range(min(num_tokens, rank * rows), min(num_tokens, (rank + 1) * rows))
 
     @property
     def uses_kernels(self) -> bool:

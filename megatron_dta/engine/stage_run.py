@@ -72,8 +72,12 @@ class StageRun:
         step, mesh = batch.plan, model.mesh
         self.pass_plan = step.training if self.training else step.forward_only
         self.program = stage_program(step.segments, self.pass_plan, mesh.pipeline_rank)
-        self.plan = DevicePlan(step, model.device, self.program, not self.training, model.logprob_chunk_tokens)
-        self.loss = LossPass(batch, self.plan, objective, accumulation_dtype(model.dtype), model.device)
+        own_tokens = [model.own_tokens(length) for length in step.segments.lengths.tolist()]
+        self.plan = DevicePlan(
+            step, model.device, self.program, not self.training, model.logprob_chunk_tokens, own_tokens
+        )
+        dtype = accumulation_dtype(model.dtype)
+        self.loss = LossPass(batch, self.plan, objective, dtype, model.device, model.context_group)
         self.teachers = TeacherPass(
             batch.teachers if self.training else (), self.plan.segment_rows, self.loss.dtype, model.device
         )
@@ -86,7 +90,7 @@ class StageRun:
         self.attention_plans = None
         if model.uses_kernels:
             _, _, groups, head_size = self.pools[0].keys_LSGD.shape
-            heads = model.config.num_attention_heads // model.config.tensor_model_parallel_size
+            heads = model.config.num_attention_heads // model.head_ranks
             shape = AttentionShape(heads, groups, head_size, model.dtype)
             self.attention_plans = SegmentAttentionPlans(
                 step.segments, step.paths, shape, model.device, model.attention
@@ -96,7 +100,7 @@ class StageRun:
         self.transport = None
         if mesh.pipeline_size > 1:
             self.transport = StageTransport(
-                model.tree_models[0],
+                partial(model.tree_models[0].stage_shape, context_size=mesh.context_size),
                 stage_channels(),
                 mesh.pipeline_rank,
                 self.program.messages,
@@ -119,7 +123,7 @@ class StageRun:
         return KVPool(
             num_layers=len(self.model.tree_models[chunk].attention_rows),
             num_slots=self.program.num_slots[chunk],
-            num_kv_heads=config.num_query_groups // config.tensor_model_parallel_size,
+            num_kv_heads=config.num_query_groups // self.model.head_ranks,
             head_size=config.kv_channels,
             dtype=self.model.dtype,
             device=self.model.device,
@@ -302,6 +306,7 @@ class StageRun:
         return SegmentContext(
             position_ids=plan.positions[own],
             routing=self.experts[chunk].routing(segment) if self.experts else None,
+            context_group=self.model.context_group,
             pool=self.pools[chunk],
             layer_rows=self.layer_rows[chunk],
             path_states=self.states[chunk].of_segment(segment) if self.states else None,

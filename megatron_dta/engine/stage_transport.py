@@ -11,14 +11,14 @@ Both therefore overlap with the computation. Messages to higher and to lower ran
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from megatron_dta.model import StageChannels, TreeGPTModel
+from megatron_dta.model import StageChannels
 from megatron_dta.planning.pipeline.simulation import Message
 from megatron_dta.planning.segments.schedule import OpKind
 
@@ -35,7 +35,7 @@ class StageTransport:
     """Sends and receives of one rank in one pass over the schedule.
 
     Args:
-        model: a model chunk.
+        shape_of: gives the shape of the hidden states of a number of tokens.
         channels: process groups between the ranks of the pipeline.
         stage: this rank's position in the pipeline.
         messages: all messages of the pass in the common order.
@@ -45,7 +45,7 @@ class StageTransport:
 
     def __init__(
         self,
-        model: TreeGPTModel,
+        shape_of: Callable[[int], tuple[int, int, int]],
         channels: StageChannels,
         stage: int,
         messages: Sequence[Message],
@@ -54,7 +54,7 @@ class StageTransport:
         device: torch.device,
     ) -> None:
         self._channels, self._stage, self._dtype, self._device = channels, stage, dtype, device
-        self._shapes = [model.stage_shape(length) for length in lengths]
+        self._shapes = [shape_of(length) for length in lengths]
         self._posts = deque(message for message in messages if self._stage in (message.sender, message.receiver))
         self._arriving: dict[_Key, tuple[Tensor, Work]] = {}
         self._leaving: deque[tuple[Tensor, Work]] = deque()

@@ -17,7 +17,14 @@ from megatron_dta.model.attention.token_routing import TokenRouting
 from megatron_dta.model.build import build_model, build_stock_model
 from megatron_dta.model.layers.lora import LoraAdapter, adapters_of, without_adapters
 from megatron_dta.model.layers.transformer_engine import TreeTELinear, weights_quantized_once
-from megatron_dta.model.parallel.mesh import Mesh, current_mesh, destroy_parallel, initialize_parallel
+from megatron_dta.model.parallel.context_group import ContextGroup, context_group
+from megatron_dta.model.parallel.mesh import (
+    Mesh,
+    current_mesh,
+    destroy_parallel,
+    initialize_parallel,
+    training_mesh,
+)
 from megatron_dta.model.parallel.stage_channels import StageChannels, stage_channels
 from megatron_dta.model.parallel.staged_model import Model, StagedModel
 from megatron_dta.model.recurrent.gated_delta_net import GatedDeltaNet
@@ -29,6 +36,7 @@ from megatron_dta.model.value_model import TreeValueModel
 __all__ = [
     "AttentionContext",
     "AttentionShape",
+    "ContextGroup",
     "EmptyContext",
     "GatedDeltaNet",
     "Head",
@@ -54,10 +62,12 @@ __all__ = [
     "build_stock_model",
     "choose_attention",
     "choose_segment_attention",
+    "context_group",
     "current_mesh",
     "destroy_parallel",
     "initialize_parallel",
     "stage_channels",
+    "training_mesh",
     "weights_quantized_once",
     "without_adapters",
 ]

@@ -21,11 +21,11 @@ from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.config.checks.all import (
     check_dropout,
     check_rotary,
-    check_tensor_parallel,
 )
 from megatron_dta.config.checks.experts import check_experts
 from megatron_dta.config.checks.hybrid import check_hybrid
 from megatron_dta.config.checks.lora import check_lora
+from megatron_dta.config.checks.mesh import check_context_parallel, check_tensor_parallel
 from megatron_dta.config.checks.transformer_engine import (
     DEFAULT_FP8_RECIPE,
     check_fp8,
@@ -62,6 +62,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     check_rotary(model)
     check_transformer_impl(model)
     check_tensor_parallel(model, parallel)
+    check_context_parallel(model, parallel)
     check_experts(model, parallel)
     check_hybrid(model, parallel)
     check_lora(model, parallel)
@@ -96,6 +97,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         recompute_num_layers=model.recompute_num_layers,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        context_parallel_size=parallel.context_parallel_size,
         **_pipeline_settings(model, parallel),
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_size,

@@ -28,6 +28,8 @@ from megatron_dta.config import ModelConfig
 def set_frequencies(gpt: GPTModel, model: ModelConfig) -> None:
     """Set the frequencies of ``model`` in a freshly built ``gpt``; its table of angles must not have been used yet."""
     gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model)
+    # Megatron would cut the table into shares of a context group; here a pass's positions index the whole table.
+    gpt.rotary_pos_emb.cp_group = None
 
 
 def set_attention_factor(config: TransformerConfig, model: ModelConfig) -> None:

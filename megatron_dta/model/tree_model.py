@@ -7,8 +7,9 @@ states, and the logprob head turns the needed rows into logprobs, one logit chun
 
 Under tensor parallelism every rank returns all hidden states. The logprob head of a rank holds a part of the
 vocabulary, so the gradients of the ranks are parts of a sum, which Megatron's mappings here compute. Under sequence
-parallelism, a pass is padded to a multiple of the number of ranks; the core attention leaves out the padding. A pass
-over no tokens is padded, too, because Megatron's layers need one token.
+parallelism, a pass is padded to a multiple of the number of ranks; the core attention leaves out the padding. So it is
+under context parallelism, where a rank computes its share of the tokens (``context_group``). A pass over no tokens is
+padded, too, because Megatron's layers need one token.
 """
 
 from __future__ import annotations
@@ -75,10 +76,17 @@ class TreeGPTModel(GPTModel):
         """1-based numbers in the whole model of this model chunk's layers."""
         return [layer.layer_number for layer in self.decoder.layers]
 
-    def stage_shape(self, num_tokens: int) -> tuple[int, int, int]:
-        """Shape of the hidden states that stages exchange in a pass over ``num_tokens`` tokens."""
-        rows = max(1, -(-num_tokens // self._row_unit)) * self._row_unit
-        return rows // self._row_ranks, 1, self.config.hidden_size
+    def stage_shape(self, num_tokens: int, context_size: int = 1) -> tuple[int, int, int]:
+        """Shape of the hidden states that stages exchange in a pass over ``num_tokens`` tokens.
+
+        Args:
+            context_size: ranks that divide the tokens of the pass.
+        """
+        return self.rows_of_share(num_tokens, context_size) // self._row_ranks, 1, self.config.hidden_size
+
+    def rows_of_share(self, num_tokens: int, context_size: int) -> int:
+        """Rows, padding included, of each of ``context_size`` shares of a pass over ``num_tokens`` tokens."""
+        return max(1, -(-num_tokens // (context_size * self._row_unit))) * self._row_unit
 
     @property
     def _row_ranks(self) -> int:
@@ -107,7 +115,7 @@ class TreeGPTModel(GPTModel):
         return any(each is not None and getattr(each, "counts_on_host", True) for each in experts)
 
     def forward(self, input_ids: Tensor, context: AttentionContext, **kwargs: object) -> Tensor:
-        """Hidden states [n, hidden size] after the final norm.
+        """Hidden states [n, hidden size] after the final norm; in a context group, those of the rank's share.
 
         A stage before the last returns the input of the next one, [n, 1, hidden size] (divided among the ranks under
         sequence parallelism). A stage after the first reads the tensor of ``set_input_tensor`` instead of token ids.
@@ -122,8 +130,8 @@ class TreeGPTModel(GPTModel):
             if is_direct:
                 return self._decode(input_ids, context)
         return super().forward(
-            input_ids=self._filled_up(input_ids),
-            position_ids=self._filled_up(context.position_ids).unsqueeze(0),
+            input_ids=self._own_share(input_ids, context),
+            position_ids=self._own_share(context.position_ids, context).unsqueeze(0),
             attention_mask=None,
             packed_seq_params=context,
             **kwargs,
@@ -138,7 +146,7 @@ class TreeGPTModel(GPTModel):
             # For frozen weights: recomputation computes gradients only if its input requires a gradient.
             outputs[0].requires_grad_()
         is_direct = isinstance(context, PagedContext) and context.direct_until is not None
-        positions = context.position_ids if is_direct else self._filled_up(context.position_ids)
+        positions = context.position_ids if is_direct else self._own_share(context.position_ids, context)
         outputs[1] = outputs[1].index_select(0, positions)
         if self.has_fused_layers:
             context.rotary_tables = rotary_tables(outputs[1], self.config)
@@ -187,12 +195,18 @@ class TreeGPTModel(GPTModel):
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
         elif self.config.tensor_model_parallel_size > 1:
             hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
-        return hidden_states.squeeze(1)[: check_context(packed_seq_params).position_ids.shape[0]]
+        context = check_context(packed_seq_params)
+        group, num_tokens = context.context_group, context.position_ids.shape[0]
+        begin = 0 if group is None else group.rank * self.rows_of_share(num_tokens, group.size)
+        return hidden_states.squeeze(1)[: max(0, num_tokens - begin)]
 
-    def _filled_up(self, tokens: Tensor) -> Tensor:
-        """``tokens`` [..., n] padded with zeros to a multiple of ``_row_unit``, at least one unit."""
-        missing = -tokens.shape[-1] % self._row_unit if tokens.shape[-1] else self._row_unit
-        return F.pad(tokens, (0, missing)) if missing else tokens
+    def _own_share(self, tokens: Tensor, context: AttentionContext) -> Tensor:
+        """The rank's share of ``tokens`` [..., n], which are padded with zeros to ``rows_of_share`` for each rank."""
+        group = context.context_group
+        ranks = 1 if group is None else group.size
+        missing = ranks * self.rows_of_share(tokens.shape[-1], ranks) - tokens.shape[-1]
+        filled_up = F.pad(tokens, (0, missing)) if missing else tokens
+        return filled_up if group is None else group.own_rows(filled_up)
 
     def output_weight(self) -> Tensor:
         """The rank's rows of the output weight [its part of the vocabulary, hidden size], without padding rows."""

@@ -158,6 +158,7 @@ def run_cases(rank: int, cases: dict[str, MeshCase]) -> dict[str, RankResult]:
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
             parallel.num_virtual_stages_per_pipeline_rank,
+            parallel.context_parallel_size,
             parallel.expert_model_parallel_size,
             parallel.expert_tensor_size,
         )
@@ -222,13 +223,13 @@ def _run_case(case: MeshCase) -> RankResult:
 
     from megatron_dta.config import ObjectiveConfig, OptimizationConfig
     from megatron_dta.engine import StepPart, TreeEngine, prepare_batch
-    from megatron_dta.model import build_model, current_mesh, initialize_parallel
+    from megatron_dta.model import build_model, initialize_parallel, training_mesh
     from megatron_dta.objectives import make_objective
     from megatron_dta.objectives.weights import count_trained
     from megatron_dta.training.optimizer import TrainingOptimizer
 
     device = initialize_parallel(5, case.parallel)
-    mesh = current_mesh()
+    mesh = training_mesh()
     expert_tensor_rank = parallel_state.get_expert_tensor_parallel_rank()
     result = RankResult(mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank, expert_tensor_rank)
     model = build_model(case.model, device, case.parallel)
@@ -236,7 +237,10 @@ def _run_case(case: MeshCase) -> RankResult:
     result.initial = {name: p.detach().clone() for name, p in parameters.items()}
     copy_shards(model, case.weights, case.model)
     optimizer = TrainingOptimizer(model, OptimizationConfig(train_iters=1, lr=1e-3), case.parallel)
-    engine = TreeEngine(optimizer.chunks, case.temperature, case.tree.logprob_chunk_tokens)
+    attention = case.tree.tree_attention_impl
+    engine = TreeEngine(
+        optimizer.chunks, case.temperature, case.tree.logprob_chunk_tokens, tree_attention_impl=attention
+    )
     own = [case.samples[i] for i in case.partition[mesh.data_rank]]
     counts = count_trained([sample.num_trained for sample in case.samples])
     pipeline = engine.pipeline(case.tree.tree_segment_tokens)
@@ -300,10 +304,24 @@ def _sabotaged(name: str) -> Any:
     from megatron.core import tensor_parallel
 
     from megatron_dta.model import main_grad
+    from megatron_dta.model.parallel import context_group
 
     if name == "weight gradients":
         return mock.patch.object(main_grad, "add_weight_gradient")
+    if name == "logprobs":
+        return mock.patch.object(context_group.ContextGroup, "joined", _with_zeros)
+    if name == "attention gradients":
+        lost = staticmethod(lambda ctx, *grads: (None, *(0 * part for part in ctx.group.to_rows(*grads))))
+        return mock.patch.object(context_group.ToHeads, "backward", lost)
     function = {"hidden": "copy_to_tensor_model_parallel_region"}.get(name, "")
     if not function:
         return mock.patch.dict({}, {})
     return mock.patch.object(tensor_parallel, function, lambda hidden: hidden)
+
+
+def _with_zeros(_: Any, own: Sequence[torch.Tensor], begins: Sequence[int], lengths: Sequence[int]) -> tuple:
+    """``ContextGroup.joined`` without the other ranks' values."""
+    found = tuple(part.new_zeros(length) for part, length in zip(own, lengths, strict=True))
+    for vector, part, begin in zip(found, own, begins, strict=True):
+        vector[begin : begin + len(part)] = part.detach()
+    return found

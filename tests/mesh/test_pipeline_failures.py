@@ -129,7 +129,7 @@ def test_a_killed_stage_ends_the_others_at_once(case, tmp_path):
 
 
 def test_ranks_with_messages_of_different_shapes_do_not_start(case, tmp_path):
-    with pytest.raises(RuntimeError, match="ranks 0 and 1 of one pipeline have messages of different shapes") as raised:
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 of one replica have messages of different shapes") as raised:
         run_on_ranks(have_another_shape, case, 2, tmp_path)
     assert "in F(" not in str(raised.value)
 
@@ -142,5 +142,5 @@ def test_a_message_of_a_wrong_shape_is_not_sent(case, tmp_path):
 
 
 def test_ranks_with_different_plans_do_not_start(case, tmp_path):
-    with pytest.raises(RuntimeError, match="ranks 0 and 1 of one pipeline have planned different steps"):
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 of one replica have planned different steps"):
         run_on_ranks(plan_different_steps, case, 2, tmp_path)

@@ -18,6 +18,7 @@ from megatron_dta.config.checks.distillation import check_distillation, distilla
 from megatron_dta.config.checks.experts import check_experts
 from megatron_dta.config.checks.hybrid import check_hybrid
 from megatron_dta.config.checks.lora import check_lora, check_reference
+from megatron_dta.config.checks.mesh import check_context_parallel, check_tensor_parallel, check_world_size
 from megatron_dta.config.checks.objectives import POLICY_GRADIENT, check_objective, objective_conditions
 from megatron_dta.config.checks.optimizer_states import check_states
 from megatron_dta.config.checks.rollouts import check_rollout_engine, rollout_conditions
@@ -27,7 +28,6 @@ from megatron_dta.config.checks.treepo import check_treepo, treepo_conditions
 from megatron_dta.config.derived.pipeline_layout import stage_layers
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
-from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.train import TrainConfig, settings_of
 
 
@@ -238,6 +238,7 @@ def _check_parallel(config: TrainConfig) -> Iterator[str]:
         "num_virtual_stages_per_pipeline_rank",
         "pipeline_model_parallel_layout",
         "pipeline_in_flight_tokens",
+        "context_parallel_size",
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "sequence_parallel",
@@ -251,6 +252,7 @@ def _check_parallel(config: TrainConfig) -> Iterator[str]:
             yield f"{flag_of(setting)} {value} is not supported yet; leave the flag out"
     model, parallel = config.model, config.parallel
     yield from caught(check_tensor_parallel, model, parallel)
+    yield from caught(check_context_parallel, model, parallel)
     if parallel.pipeline_model_parallel_size > 1:
         yield from caught(stage_layers, model, parallel)
     yield from caught(check_experts, model, parallel)
@@ -265,41 +267,6 @@ def _check_hf(config: TrainConfig) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.load_hf is not None and checkpoint.load is not None:
         yield "--load-hf conflicts with --load; keep one of them"
-
-
-def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
-    """Reject a number of processes that the sizes of the mesh do not divide."""
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if world_size % (tensor * pipeline):
-        sizes = (("--tensor-model-parallel-size", tensor), ("--pipeline-model-parallel-size", pipeline))
-        flags = " x ".join(f"{flag} {size}" for flag, size in sizes if size > 1)
-        raise InputError(
-            f"{flags} does not divide the {world_size} processes; start a multiple of {tensor * pipeline} "
-            "(torchrun --nproc-per-node) or change the flags"
-        )
-    experts, expert_tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_size
-    if world_size % (experts * expert_tensor * pipeline):
-        raise InputError(
-            f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} does not divide "
-            f"the {world_size // pipeline} processes of a pipeline stage; start a multiple of "
-            f"{experts * expert_tensor * pipeline} in all or change the flags"
-        )
-
-
-def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Reject a model that cannot be divided equally over the ranks of a tensor group."""
-    size = parallel.tensor_model_parallel_size
-    if parallel.sequence_parallel and size == 1:
-        raise InputError("--sequence-parallel has no effect without --tensor-model-parallel-size above 1")
-    for flag, value in (
-        ("--num-query-groups", model.num_query_groups),
-        ("--num-attention-heads", model.num_attention_heads),
-        ("--ffn-hidden-size", model.ffn_hidden_size),
-    ):
-        if value % size:
-            raise InputError(
-                f"--tensor-model-parallel-size {size} does not divide {flag} {value}; lower it to a divisor of {value}"
-            )
 
 
 def _tokenizer_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:

@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_dta.model.attention.token_routing import TokenRouting
+from megatron_dta.model.parallel.context_group import ContextGroup
 from megatron_dta.model.parallel.turns import Turn
 from megatron_dta.model.recurrent.path_states import NoTokens, PathStates
 
@@ -32,6 +33,8 @@ class AttentionContext(PackedSeqParams):
         path_states: states of the tokens' paths, for layers with a recurrence; None in passes that keep none.
         rows_per_rank: most rows of this pass on any rank that shares experts with this one; None if all have as many.
         turn: of the pass, if it runs beside another one (``model.parallel.turns``).
+        context_group: the ranks that divide the pass's tokens; None if each computes all of them. ``position_ids`` and
+            ``routing`` are of all tokens, ``rotary_tables`` of the rank's rows.
     """
 
     position_ids: Tensor | None = None
@@ -40,6 +43,7 @@ class AttentionContext(PackedSeqParams):
     path_states: PathStates | None = None
     rows_per_rank: int | None = None
     turn: Turn | None = None
+    context_group: ContextGroup | None = None
 
     def __post_init__(self) -> None:
         # 'sbhd' makes Megatron's layers keep the shape [n, 1, heads, head size]; any other value would flatten it.
@@ -51,7 +55,8 @@ class AttentionContext(PackedSeqParams):
 
         Args:
             layer_number: 1-based number of the layer.
-            query: [n, heads, head size], after QK-norm and rotary embedding; the rank's heads.
+            query: [n, heads, head size], after QK-norm and rotary embedding; the rank's heads (its share of them in a
+                context group).
             key, value: [n, KV heads, head size], the pass's own tokens.
             scale: factor on the scores.
 

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_dta.model.attention.context import check_context
+from megatron_dta.model.parallel.context_group import ToHeads, ToRows
 
 
 class TreeAttention(MegatronModule):
@@ -49,8 +50,16 @@ class TreeAttention(MegatronModule):
         **_: object,
     ) -> Tensor:
         context = check_context(packed_seq_params)
-        # Padding tokens of sequence parallelism attend to nothing, and no token attends to them.
-        padded, n = query.shape[0], context.position_ids.shape[0]
-        query, key, value = (tensor.squeeze(1)[:n] for tensor in (query, key, value))
-        out = context.attend(self.layer_number, query, key, value, self.softmax_scale).flatten(1)
-        return F.pad(out, (0, 0, 0, padded - n)).unsqueeze(1) if padded > n else out.unsqueeze(1)
+        parts, n = tuple(tensor.squeeze(1) for tensor in (query, key, value)), context.position_ids.shape[0]
+        # A pass over no tokens has nothing to exchange.
+        group = context.context_group if n else None
+        if group is not None:
+            parts = ToHeads.apply(group, *parts)
+        # Padding tokens of sequence and context parallelism attend to nothing, and no token attends to them.
+        padded = parts[0].shape[0]
+        query, key, value = (part[:n] for part in parts)
+        out = context.attend(self.layer_number, query, key, value, self.softmax_scale)
+        out = F.pad(out, (0, 0, 0, 0, 0, padded - n)) if padded > n else out
+        if group is not None:
+            out = ToRows.apply(group, out)
+        return out.flatten(1).unsqueeze(1)

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import dta_kernels.tree_attention.reference as reference
@@ -110,6 +111,37 @@ class SegmentContext(AttentionContext):
         return attention.tree_attention_backward(
             grad_out, query, keys, values, out, lse, ends, plan, scale, into, self._shared
         )
+
+    def attend_exchanged(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """``attend_by_kernels`` in a context group: query, key, value and output are rows of the rank's share with all
+        heads of its tensor rank; the log-sum-exp is that of its own heads.
+        """
+        query, key, value = self._to_heads(query, key, value)
+        out, lse = self.attend_by_kernels(layer, query, key, value, scale)
+        return self._to_rows(out)[0], lse
+
+    def exchanged_gradients(
+        self, layer: int, grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``attention_gradients`` in a context group, of the rows that ``attend_exchanged`` takes and returns."""
+        grad_out, query, out = self._to_heads(grad_out, query, out)
+        return self._to_rows(*self.attention_gradients(layer, grad_out, query, out, lse, scale))
+
+    def _to_heads(self, *rows: Tensor) -> list[Tensor]:
+        """Own heads of the segment's tokens; padding rows are left out."""
+        return [part[: self.position_ids.shape[0]] for part in self.context_group.to_heads(*rows)]
+
+    def _to_rows(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        """The rank's rows of all heads; padding rows are zero."""
+        missing = self.rows_of_group - self.position_ids.shape[0]
+        return self.context_group.to_rows(*(F.pad(part, (0, 0, 0, 0, 0, missing)) for part in heads))
+
+    @property
+    def rows_of_group(self) -> int:
+        """Rows of all ranks of the context group, padding included."""
+        return self.rotary_tables[0].shape[0] * self.context_group.size
 
     def own_keys(self, layer: int) -> Tensor:
         """View of the pool on the segment's keys [N, G, D] in one layer of the model chunk."""

@@ -57,7 +57,7 @@ class TreeRouter(TopKRouter):
             self._choose(logits_NE.detach(), routing)
         chosen_NK = routing.chosen[self.layer_number].long()
         if torch.is_grad_enabled() and routing.z_weights is not None:
-            logits_NE = _ZLoss.apply(logits_NE, self._rows(routing.z_weights, len(logits_NE)), routing)
+            logits_NE = _ZLoss.apply(logits_NE, self._rows(routing.z_weights, len(logits_NE), routing), routing)
         weights_NK = routing_weights(logits_NE, chosen_NK, self.config)
         if torch.is_grad_enabled() and routing.balance is not None:
             scores_NE = balanced_scores(logits_NE, self.config)
@@ -69,14 +69,14 @@ class TreeRouter(TopKRouter):
         """In the first forward of the pass, store the experts and count their loads."""
         chosen_NK = choose_experts(logits_NE, self.expert_bias, self.config)
         if routing.replay is not None:
-            replayed_NK = self._rows(routing.replay[:, self.expert_layer], len(logits_NE), fill=-1)
+            replayed_NK = self._rows(routing.replay[:, self.expert_layer], len(logits_NE), routing, fill=-1)
             chosen_NK = torch.where(replayed_NK >= 0, replayed_NK.long(), chosen_NK)
         routing.chosen[self.layer_number] = chosen_NK.to(torch.int16)
         if routing.balance is not None:
             best_NK = balanced_scores(logits_NE, self.config).topk(self.topk, dim=-1)[1]
             routing.balanced[self.layer_number] = best_NK.to(torch.int16)
         if self.enable_expert_bias and routing.multiplicity is not None:
-            counts_N = self._rows(routing.multiplicity, len(logits_NE)).float()
+            counts_N = self._rows(routing.multiplicity, len(logits_NE), routing).float()
             counts_NK = counts_N.unsqueeze(1).expand_as(chosen_NK)
             self.local_tokens_per_expert.index_add_(0, chosen_NK.flatten(), counts_NK.flatten())
 
@@ -91,9 +91,9 @@ class TreeRouter(TopKRouter):
         """Number of layers with experts before this one."""
         return sum(self.config.moe_layer_freq[: self.layer_number - 1])
 
-    def _rows(self, values: Tensor, num_rows: int, fill: int = 0) -> Tensor:
-        rank = self.tp_group.rank() if self.config.sequence_parallel else 0
-        return rows_of(values, rank, num_rows, fill)
+    def _rows(self, values: Tensor, num_rows: int, routing: TokenRouting, fill: int = 0) -> Tensor:
+        ranks, rank = (self.tp_group.size(), self.tp_group.rank()) if self.config.sequence_parallel else (1, 0)
+        return rows_of(values, routing.context_rank * ranks + rank, num_rows, fill)
 
 
 class _ZLoss(torch.autograd.Function):
@@ -131,7 +131,7 @@ class _BalancingLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_NK: Tensor):
         (scores_NE,) = ctx.saved_tensors
-        own_NE = ctx.router._rows(ctx.routing.balance(ctx.router.layer_number), len(scores_NE))
+        own_NE = ctx.router._rows(ctx.routing.balance(ctx.router.layer_number), len(scores_NE), ctx.routing)
         ctx.routing.add_loss("seq_load_balancing_loss", (own_NE * scores_NE).sum())
         return grad_NK, own_NE.type_as(scores_NE), None, None
 

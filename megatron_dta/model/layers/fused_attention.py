@@ -60,5 +60,7 @@ class FusedSelfAttention(SelfAttention):
             out = self.core_attention(
                 *heads, attention_mask, attn_mask_type=self.attn_mask_type, packed_seq_params=context
             )
-        empty_until_backward(query, out, rows._replace(mixed=mixed.detach()).write)
+        if context.context_group is None:
+            # Otherwise the attention keeps the exchanged queries.
+            empty_until_backward(query, out, rows._replace(mixed=mixed.detach()).write)
         return self.linear_proj(out)

@@ -8,7 +8,9 @@ float32 directly in Megatron's buffers (``main_grad``), like those of the linear
 that ``fused_layer`` lists.
 
 The plain case is the training of a dense model with RMSNorm and SwiGLU on one tensor rank, with every parameter in a
-gradient buffer and none frozen, no adapters, no hooks on the modules, and Triton kernels for the attention. Autograd
+gradient buffer and none frozen, no adapters, no hooks on the modules, and Triton kernels for the attention. In a
+context group, the queries, the output and its gradient are exchanged again in the backward, so no layer keeps the
+exchanged tensors. Autograd
 does not know the parameters here, so their hooks, with which Megatron adds gradients over the replicas, do not run.
 These hooks matter only in the last backward of a pass, and only if reductions overlap with it
 (``--overlap-grad-reduce``); their order must then be the same on all ranks. The segment of that backward therefore runs
@@ -71,7 +73,7 @@ class FusedAutogradLayer:
             isinstance(context, SegmentContext)
             and context.attention_plan is not None
             and context.rotary_tables is not None
-            and context.position_ids.shape[0] == hidden.shape[0]
+            and (context.context_group is not None or context.position_ids.shape[0] == hidden.shape[0])
             and hidden.is_contiguous()
             and (not torch.is_grad_enabled() or (hidden.requires_grad and not context.runs_hooks))
             and all(parameter.requires_grad for parameter in self.parameters)
@@ -93,8 +95,13 @@ class FusedAutogradLayer:
         mixed = product(normed.view(N, C), self.qkv, self.biases[0])
         rows, layer = self.mixed_qkv(mixed, context), context.layer_rows[self.index + 1]
         query = x.new_empty(N, G * P, D)
-        rows.write(query, context.own_keys(layer))
-        out, lse = context.attend_by_kernels(layer, query, None, rows.values(), self.scale)
+        if context.context_group is None:
+            rows.write(query, context.own_keys(layer))
+            out, lse = context.attend_by_kernels(layer, query, None, rows.values(), self.scale)
+        else:
+            key = x.new_empty(N, G, D)
+            rows.write(query, key)
+            out, lse = context.attend_exchanged(layer, query, key, rows.values(), self.scale)
         branch = product(out.view(N, -1), self.proj, self.biases[1])
         normed, stream, stream_rstd = rms_norm_forward(x, self.norms[1], self.eps[1], branch.view(N, 1, C))
         gated = product(normed.view(N, C), self.fc1, self.biases[2])
@@ -129,7 +136,9 @@ class FusedAutogradLayer:
         grad_out = _backward(grad_stream.view(N, C), out.view(N, -1), self.proj, proj_bias).view(out.shape)
         rows, query = self.mixed_qkv(kept.mixed, context), torch.empty_like(out)
         rows.write(query)
-        grads = context.attention_gradients(layer, grad_out, query, out, kept.lse, self.scale)
+        is_exchanged = context.context_group is not None
+        gradients = context.exchanged_gradients if is_exchanged else context.attention_gradients
+        grads = gradients(layer, grad_out, query, out, kept.lse, self.scale)
         del query, grad_out
         grad_mixed, head_norms = rows.partial_gradients(*grads)
         del grads

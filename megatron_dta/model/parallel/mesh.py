@@ -1,8 +1,13 @@
-"""Megatron's process mesh: which ranks share a layer (tensor), the stack of layers (pipeline), or neither (data).
+"""Megatron's process mesh: which ranks share a layer (tensor), the tokens of a segment (context), the stack of layers
+(pipeline), or none of these (data).
 
-The tensor and pipeline sizes are settings, the data size is what remains of the processes. The ranks of a tensor group
-hold parts of the same weights and those of a pipeline group other layers; together they are a replica of the model and
-run the same segments. Data-parallel ranks hold the same weights and run segments of their own.
+The tensor, context and pipeline sizes are settings, the data size is what remains of the processes. The ranks of a
+tensor group hold parts of the same weights, those of a pipeline group other layers, and those of a context group the
+same weights for other tokens; together they are a replica of the model and run the same segments. Data-parallel ranks
+hold the same weights and run segments of their own.
+
+Only the engine divides tokens. To all else, which samples, stores or counts, the ranks of a context group are
+data-parallel ranks: ``current_mesh`` has no context groups, ``training_mesh`` does.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,15 +27,15 @@ from torch.distributed import ProcessGroup
 
 from megatron_dta import cpu_compat
 from megatron_dta.config import ParallelConfig
-from megatron_dta.config.checks.all import check_world_size
+from megatron_dta.config.checks.mesh import check_world_size
 from megatron_dta.model.parallel.stage_channels import forget_stage_channels, make_stage_channels
 from megatron_dta.model.parallel.tensor_sum import forget_tensor_sum
 
-# Groups for objects on the host, of all ranks and of the replica's ranks; made by ``initialize_parallel``.
+# Groups for objects on the host; made by ``initialize_parallel``. In ``training_mesh`` (True) and in ``current_mesh``
+# (False): those of the replica's ranks, and of this rank and its counterparts on the data ranks that share experts.
 _host_group: ProcessGroup | None = None
-_replica_group: ProcessGroup | None = None
-# Of this rank and its counterparts on the data-parallel ranks that share experts.
-_expert_group: ProcessGroup | None = None
+_replica_groups: dict[bool, ProcessGroup | None] = {}
+_expert_groups: dict[bool, ProcessGroup | None] = {}
 _initial_seed = 0
 _thread = threading.local()
 
@@ -43,6 +48,7 @@ class Mesh:
         rank, world_size: position among all processes.
         tensor_rank, tensor_size: position among the ranks that share every layer.
         pipeline_rank, pipeline_size: the rank's stage among the stages that share the stack of layers.
+        context_rank, context_size: position among the ranks that divide the tokens of each segment.
         data_rank, data_size: position among the ranks that train other sequences.
         data_group, host_group: gloo groups of those ranks and of all; None if there is only one rank.
         replica_group: gloo group of the ranks that hold one replica of the model; None if the model is on one rank.
@@ -56,6 +62,8 @@ class Mesh:
     tensor_size: int
     pipeline_rank: int
     pipeline_size: int
+    context_rank: int
+    context_size: int
     data_rank: int
     data_size: int
     data_group: ProcessGroup | None
@@ -63,6 +71,11 @@ class Mesh:
     replica_group: ProcessGroup | None
     expert_data_ranks: tuple[int, ...]
     expert_group: ProcessGroup | None
+
+    @property
+    def is_first_of_replica(self) -> bool:
+        """Whether this is the first of the ranks that hold a replica of the model."""
+        return self.tensor_rank == 0 and self.context_rank == 0 and self.pipeline_rank == 0
 
     def gather_over_data(self, value: Any) -> list[Any]:
         """``value`` of every data-parallel rank, in rank order, on each of them."""
@@ -74,21 +87,21 @@ class Mesh:
 
     def gather_over_replica(self, value: Any) -> list[Any]:
         """``value`` of every process that holds a part of this replica of the model, on each of them."""
-        return _gather(value, self.tensor_size * self.pipeline_size, self.replica_group)
+        return _gather(value, self.tensor_size * self.context_size * self.pipeline_size, self.replica_group)
 
     def gather_over_experts(self, value: Any) -> list[Any]:
         """``value`` of every data-parallel rank that shares experts with this one, in rank order."""
         return _gather(value, len(self.expert_data_ranks), self.expert_group)
 
     def gather_over_stages(self, value: Any) -> list[list[Any]]:
-        """``value`` of every stage of every replica, of the first rank of the stage's tensor group, on every process.
+        """``value`` of every stage of every replica, of the first of the stage's ranks, on every process.
 
         The outer list is in the order of the replicas, the inner ones in that of the stages.
         """
         if self.pipeline_size == 1:
             return [[own] for own in self.gather_over_data(value)]
         place = (self.data_rank, self.pipeline_rank)
-        pairs = self.gather_from_all((place, value) if self.tensor_rank == 0 else None)
+        pairs = self.gather_from_all((place, value) if self.tensor_rank == 0 and self.context_rank == 0 else None)
         by_place = dict(pair for pair in pairs if pair is not None)
         return [
             [by_place[data_rank, stage] for stage in range(self.pipeline_size)] for data_rank in range(self.data_size)
@@ -96,13 +109,13 @@ class Mesh:
 
     def from_last_stage(self, value: Any) -> Any:
         """``value`` of the last pipeline stage, on every process of the replica."""
-        is_source = self.pipeline_rank == self.pipeline_size - 1 and self.tensor_rank == 0
+        is_last = self.pipeline_rank == self.pipeline_size - 1
+        is_source = is_last and self.tensor_rank == 0 and self.context_rank == 0
         return next(found for found in self.gather_over_replica(value if is_source else None) if found is not None)
 
     def gather_from_replicas(self, value: Any) -> list[Any]:
         """``value`` of the first rank of each replica, on every process; the values of other ranks are ignored."""
-        is_first = self.tensor_rank == 0 and self.pipeline_rank == 0
-        pairs = self.gather_from_all((self.data_rank, value) if is_first else None)
+        pairs = self.gather_from_all((self.data_rank, value) if self.is_first_of_replica else None)
         return [own for _, own in sorted((pair for pair in pairs if pair is not None), key=lambda pair: pair[0])]
 
     def from_first(self, value: Any) -> Any:
@@ -163,7 +176,7 @@ def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> to
         raise ValueError(f"the mesh exists already, with {_sizes_of_mesh()}; destroy it first (destroy_parallel)")
     _make_host_groups(parallel.timeout)
     make_stage_channels(_host_group, parallel.timeout)
-    _make_expert_group(parallel.timeout)
+    _make_expert_groups(parallel.timeout)
     global _initial_seed
     _initial_seed = seed
     # Stages draw different layers. The ranks of a tensor group draw the whole layer and keep their parts.
@@ -185,8 +198,8 @@ def initial_seed() -> int:
 
 def destroy_parallel() -> None:
     """Remove the mesh, so that ``initialize_parallel`` can make another one; the process group remains."""
-    global _replica_group, _expert_group
-    _replica_group = _expert_group = None
+    _replica_groups.clear()
+    _expert_groups.clear()
     forget_stage_channels()
     forget_tensor_sum()
     parallel_state.destroy_model_parallel()
@@ -197,6 +210,7 @@ def _sizes(parallel: ParallelConfig) -> dict[str, int | None]:
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
@@ -207,6 +221,7 @@ def _sizes_of_mesh() -> dict[str, int | None]:
     return {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
@@ -242,10 +257,22 @@ def alone() -> Iterator[None]:
 
 
 def current_mesh() -> Mesh:
-    """The mesh that ``initialize_parallel`` made; within ``alone``, a mesh of one process."""
+    """The mesh that ``initialize_parallel`` made; within ``alone``, a mesh of one process.
+
+    The ranks of a context group are data-parallel ranks in it.
+    """
+    return _mesh(training=False)
+
+
+def training_mesh() -> Mesh:
+    """``current_mesh`` for the engine, where the ranks of a context group run the same segments."""
+    return _mesh(training=True)
+
+
+def _mesh(training: bool) -> Mesh:
     if getattr(_thread, "is_alone", False):
-        return Mesh(0, 1, 0, 1, 0, 1, 0, 1, None, None, None, (0,), None)
-    data_size = parallel_state.get_data_parallel_world_size()
+        return Mesh(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, None, None, None, (0,), None)
+    data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=not training)
     return Mesh(
         rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
@@ -253,18 +280,22 @@ def current_mesh() -> Mesh:
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        data_rank=parallel_state.get_data_parallel_rank(),
+        context_rank=parallel_state.get_context_parallel_rank() if training else 0,
+        context_size=parallel_state.get_context_parallel_world_size() if training else 1,
+        data_rank=parallel_state.get_data_parallel_rank(with_context_parallel=not training),
         data_size=data_size,
-        data_group=parallel_state.get_data_parallel_group_gloo() if data_size > 1 else None,
+        data_group=(
+            parallel_state.get_data_parallel_group_gloo(with_context_parallel=not training) if data_size > 1 else None
+        ),
         host_group=_host_group,
-        replica_group=_replica_group,
-        expert_data_ranks=_expert_data_ranks(),
-        expert_group=_expert_group,
+        replica_group=_replica_groups.get(training),
+        expert_data_ranks=_expert_data_ranks(training),
+        expert_group=_expert_groups.get(training),
     )
 
 
 def _make_host_groups(timeout: timedelta) -> None:
-    global _host_group, _replica_group
+    global _host_group
     if torch.distributed.get_world_size() == 1:
         return
     on_host = torch.distributed.get_backend() == "gloo"
@@ -272,42 +303,62 @@ def _make_host_groups(timeout: timedelta) -> None:
         _host_group = (
             torch.distributed.group.WORLD if on_host else torch.distributed.new_group(backend="gloo", timeout=timeout)
         )
-    own = torch.distributed.get_process_group_ranks(parallel_state.get_model_parallel_group())
-    if _replica_group is None and len(own) > 1:
-        if on_host:
-            _replica_group = parallel_state.get_model_parallel_group()
-            return
-        ranks: list[list[int]] = [[]] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(ranks, own, group=_host_group)
-        replicas = sorted({tuple(replica) for replica in ranks})
-        _replica_group, _ = torch.distributed.new_subgroups_by_enumeration(
-            [list(replica) for replica in replicas], timeout=timeout, backend="gloo"
-        )
-
-
-def _expert_data_ranks() -> tuple[int, ...]:
-    """Data-parallel positions of the ranks that exchange tokens in a layer with experts."""
-    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
-    data_size = parallel_state.get_data_parallel_world_size()
-    ranks = torch.distributed.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
-    # Megatron counts tensor ranks first, then data ranks, then stages.
-    return tuple(sorted({rank // tensor_size % data_size for rank in ranks}))
-
-
-def _make_expert_group(timeout: timedelta) -> None:
-    global _expert_group
-    data_ranks = _expert_data_ranks()
-    if _expert_group is not None or len(data_ranks) == 1:
+    if _replica_groups:
         return
-    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
-    own = torch.distributed.get_rank()
-    here = own // tensor_size % parallel_state.get_data_parallel_world_size()
-    counterparts = tuple(own + (data_rank - here) * tensor_size for data_rank in data_ranks)
-    groups: list[tuple[int, ...]] = [()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(groups, counterparts, group=_host_group)
-    _expert_group, _ = torch.distributed.new_subgroups_by_enumeration(
-        [list(group) for group in sorted(set(groups))], timeout=timeout, backend="gloo"
+    same_context = parallel_state.get_model_parallel_group()
+    ranks = torch.distributed.get_process_group_ranks(same_context)
+    _replica_groups[False] = same_context if on_host else _host_group_of(ranks, timeout)
+    _replica_groups[True] = _replica_groups[False]
+    if parallel_state.get_context_parallel_world_size() > 1:
+        stride = parallel_state.get_tensor_model_parallel_world_size()
+        # Megatron counts tensor ranks first, then context ranks.
+        here = [rank - parallel_state.get_context_parallel_rank() * stride for rank in ranks]
+        offsets = range(0, parallel_state.get_context_parallel_world_size() * stride, stride)
+        _replica_groups[True] = _host_group_of([rank + offset for rank in here for offset in offsets], timeout)
+
+
+def _host_group_of(own: Sequence[int], timeout: timedelta) -> ProcessGroup | None:
+    """The gloo group of the ranks ``own``, None for a single one; the lists of all processes divide the processes."""
+    lists: list[tuple[int, ...]] = [()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(lists, tuple(sorted(own)), group=_host_group)
+    if len(own) == 1:
+        return None
+    group, _ = torch.distributed.new_subgroups_by_enumeration(
+        [list(ranks) for ranks in sorted(set(lists))], timeout=timeout, backend="gloo"
     )
+    return group
+
+
+def _places(training: bool) -> tuple[int, int]:
+    """Ranks from one data-parallel rank to the next, and number of data-parallel ranks.
+
+    Megatron counts tensor ranks first, then context ranks, then data ranks, then stages.
+    """
+    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+    contexts = parallel_state.get_context_parallel_world_size() if training else 1
+    return tensor_size * contexts, parallel_state.get_data_parallel_world_size(with_context_parallel=not training)
+
+
+def _expert_data_ranks(training: bool) -> tuple[int, ...]:
+    """Data-parallel positions of the ranks that exchange tokens in a layer with experts."""
+    stride, data_size = _places(training)
+    ranks = torch.distributed.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
+    return tuple(sorted({rank // stride % data_size for rank in ranks}))
+
+
+def _make_expert_groups(timeout: timedelta) -> None:
+    if _expert_groups:
+        return
+    for training in (True, False):
+        (stride, data_size), data_ranks = _places(training), _expert_data_ranks(training)
+        if not training and parallel_state.get_context_parallel_world_size() == 1:
+            _expert_groups[False] = _expert_groups.get(True)
+            continue
+        if len(data_ranks) == 1:
+            continue
+        own = torch.distributed.get_rank()
+        here = own // stride % data_size
+        _expert_groups[training] = _host_group_of([own + (each - here) * stride for each in data_ranks], timeout)
 
 
 def _initialize_process_group(backend: str, timeout: timedelta) -> None:

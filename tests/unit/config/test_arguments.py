@@ -23,7 +23,6 @@ PACKAGE = Path(megatron_dta.__file__).parent
 REFUSED = {
     "fp16",
     "pipeline_model_parallel_size",
-    "context_parallel_size",
     "moe_expert_capacity_factor",
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",

@@ -1,0 +1,186 @@
+"""Context parallelism against one process that trains each sequence alone: float64, every mode and mesh."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import seed_all
+from fused_layers_cases import fused
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ParallelConfig
+from megatron_dta.config.checks.mesh import check_context_parallel, check_world_size
+from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock
+from megatron_dta.parity.outcome import Outcome
+from mesh_cases import CUTS, FULL_RECOMPUTE, MeshSuite, joined
+from mesh_worker import MeshCase, RankResult, run_cases, run_on_ranks
+from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, moe_weights
+from tree_engine_cases import (
+    QWEN2,
+    QWEN3,
+    TEMPERATURE,
+    branching_sequences,
+    check_siblings,
+    model_config,
+    siblings,
+    tree_config,
+    weights_of,
+)
+
+SEED = 23
+needs_kernels = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+FOUR_HEADS = {"num_attention_heads": 8, "num_query_groups": 4, "hidden_size": 32}
+
+
+def _sizes(context: int, tensor: int = 1, pipeline: int = 1, **more: object) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=tensor > 1,
+        pipeline_model_parallel_size=pipeline,
+        context_parallel_size=context,
+        **more,
+    )
+
+
+MESHES = {
+    "cp2": (2, _sizes(2), [0]),
+    "cp2-autograd": (2, _sizes(2, no_gradient_accumulation_fusion=True), [0]),
+    "cp4": (4, _sizes(4), [0]),
+    "cp2-tp2": (4, _sizes(2, tensor=2), [0]),
+    "cp2-pp2": (4, _sizes(2, pipeline=2), [0]),
+    "cp2-dp2": (4, _sizes(2), [4, 0]),
+    "cp2-dp2-idle-overlap": (4, _sizes(2, overlap_grad_reduce=True, ddp_bucket_size=900), [99, 0]),
+    "cp2-ep2": (2, _sizes(2, expert_model_parallel_size=2), [0]),
+    "cp2-dp2-ep4": (4, _sizes(2, expert_model_parallel_size=4), [5, 0]),
+    "cp2-tp2-ep2": (4, _sizes(2, tensor=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1), [0]),
+}
+COMBINATIONS = [
+    *(("cp2", "qwen3", cut) for cut in CUTS),
+    ("cp2-autograd", "qwen2", "dta-mixed"),
+    ("cp2", "recompute", "dta-mixed"),
+    *(("cp4", "wide", cut) for cut in ("dta", "dense-recomputed")),
+    *((mesh, "wide", cut) for mesh in ("cp2-tp2", "cp2-pp2", "cp2-dp2") for cut in ("dta-mixed", "packed")),
+    ("cp2-dp2-idle-overlap", "qwen3", "dta"),
+    *((mesh, "deepseek", "dta-mixed") for mesh in ("cp2", "cp2-ep2", "cp2-dp2-ep4")),
+    ("cp2-tp2-ep2", "wide-experts", "dta-mixed"),
+    ("cp2-ep2", "wide-experts", "packed"),
+]
+MODELS = {
+    "qwen3": QWEN3,
+    "qwen2": QWEN2,
+    "recompute": QWEN3 | FULL_RECOMPUTE,
+    "wide": QWEN3 | FOUR_HEADS,
+    "deepseek": DEEPSEEK_BALANCED,
+    "wide-experts": QWEN3_BALANCED | FOUR_HEADS,
+}
+
+
+@pytest.fixture(scope="module")
+def suite() -> MeshSuite:
+    samples = random_training_samples(branching_sequences(seed_all(SEED), count=6, longest=20), seed=SEED)
+    models = {name: model_config(vocab_size=8, **settings) for name, settings in MODELS.items()}
+    return MeshSuite(models, MESHES, {"": samples}, make_weights=moe_weights)
+
+
+@pytest.fixture(scope="module")
+def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
+    more = {}
+    for changed in (False, True):
+        samples = siblings(changed)
+        for tokens in (4, 5, 200):
+            tree, name = tree_config("dta", tokens), f"cp2 siblings {tokens} {changed}"
+            more[name] = suite.case("cp2", "qwen3", "dta", samples=samples, partition=[[0, 1, 2]], tree=tree)
+    for fault in ("reduction", "logprobs", "attention gradients"):
+        more[f"cp2 without {fault}"] = suite.case("cp2", "qwen3", "dta", sabotage=fault)
+    return suite.run(COMBINATIONS, tmp_path_factory.mktemp("context"), more)
+
+
+@pytest.mark.parametrize(("mesh", "name", "cut"), COMBINATIONS)
+def test_equals_one_process(suite, results, mesh, name, cut):
+    suite.check(results[f"{mesh} {name} {cut}"], mesh, name)
+
+
+@pytest.mark.parametrize("segment_tokens", [4, 5, 200])
+def test_a_sibling_changes_no_bit(results, segment_tokens):
+    before, after = (results[f"cp2 siblings {segment_tokens} {changed}"] for changed in (False, True))
+    for rank in range(2):
+        check_siblings(before[rank].logprobs, after[rank].logprobs)
+
+
+@pytest.mark.parametrize("fault", ["reduction", "logprobs", "attention gradients"])
+def test_lost_communication_would_be_seen(suite, results, fault):
+    """The control of the tests above."""
+    assert suite.sees_fault(results[f"cp2 without {fault}"], "cp2", "qwen3")
+
+
+def test_biases_of_experts_move_by_the_loads_of_all_tokens(suite, results):
+    ranks = [results[f"{mesh} deepseek dta-mixed"] for mesh in ("cp2", "cp2-ep2", "cp2-dp2-ep4")]
+    for name, bias in ranks[0][0].expert_biases.items():
+        assert not torch.equal(bias, suite.weights["deepseek"][name])
+        assert all(torch.equal(rank.expert_biases[name], bias) for each in ranks for rank in each)
+
+
+def test_sizes_that_do_not_divide_are_refused():
+    model = model_config(**QWEN3)
+    with pytest.raises(
+        InputError, match="--context-parallel-size 4 x --tensor-model-parallel-size 1 does not divide the 2"
+    ):
+        check_context_parallel(model, _sizes(4))
+    with pytest.raises(
+        InputError, match="--context-parallel-size 2 does not divide the 3 processes; start a multiple of 2"
+    ):
+        check_world_size(_sizes(2), 3)
+
+
+def fused_weights(model, seed):
+    return weights_of(replace(model, fused_layer_impl="reference"), seed)
+
+
+def _with_kernels(rank: int, case: MeshCase) -> dict[str, tuple[int, RankResult]]:
+    """On the kernels, layers as modules and as one function: how many passes took the latter, and what came out."""
+    from unittest import mock
+
+    from megatron_dta.model.layers.fused_autograd_layer import FusedAutogradLayer
+
+    found = {}
+    for way in ("modules", "direct"):
+        count, takes = [0], FusedAutogradLayer.takes
+
+        def counted(layer, *arguments, way=way, count=count, takes=takes):
+            taken = way == "direct" and takes(layer, *arguments)
+            count[0] += taken
+            return taken
+
+        with mock.patch.object(FusedAutogradLayer, "takes", counted):
+            result = run_cases(rank, {"": case})[""]
+        found[way] = count[0], result
+    return found
+
+
+def _in_float64(suite: MeshSuite) -> Outcome:
+    model = replace(suite.models["fused"], fused_layer_impl="reference", params_dtype=torch.float64)
+    weights = {name: weight.double() for name, weight in suite.weights["fused"].items()}
+    return run_stock(model, weights, suite.samples[""], suite.objective, TEMPERATURE)
+
+
+@needs_kernels
+def test_layers_as_one_function_exchange_too(tmp_path):
+    """Float32 on the kernels: bit for bit the modules of the same ranks, and within rounding of one process."""
+    model = fused(**QWEN3)
+    samples = random_training_samples(branching_sequences(seed_all(51), count=6, longest=8), seed=51)
+    suite = MeshSuite({"fused": model}, MESHES, {"": samples}, {"": ("dta", 13, 20)}, fused_weights)
+    case = suite.case("cp2", "fused", "")
+    ranks = run_on_ranks(
+        _with_kernels, replace(case, tree=replace(case.tree, tree_attention_impl="triton")), 2, tmp_path
+    )
+    modules, direct = ([rank[way][1] for rank in ranks] for way in ("modules", "direct"))
+    assert all(rank["direct"][0] > 0 and rank["modules"][0] == 0 for rank in ranks)
+    outcome = joined(direct, model, suite.partition("cp2"))
+    assert compare_outcomes(outcome, _in_float64(suite)).largest() < 1e-4
+    for one, other in zip(modules, direct, strict=True):
+        for name, gradient in one.gradients.items():
+            if "norm" not in name:
+                assert torch.equal(other.gradients[name], gradient), name
