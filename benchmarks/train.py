@@ -50,6 +50,7 @@ from megatron_dta.training.monitor.timelines import write_timeline_files
 PARALLEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "context_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
     "expert_model_parallel_size",
     "sequence_parallel",

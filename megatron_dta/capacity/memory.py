@@ -41,6 +41,7 @@ class RunMesh:
         expert_tensor: tensor parallelism of the experts.
         sequence_parallel: whether norms and residuals are divided along the sequence.
         layers: layers of each virtual stage.
+        context: ranks that divide the tokens of a segment.
     """
 
     tensor: int
@@ -51,16 +52,22 @@ class RunMesh:
     experts: int = 1
     expert_tensor: int = 1
     sequence_parallel: bool = False
+    context: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold the same weights outside experts, whose gradients are summed."""
+        return self.context * self.data
 
     @property
     def expert_replicas(self) -> int:
         """Number of ranks that hold the same experts."""
-        return self.tensor * self.data // (self.experts * self.expert_tensor)
+        return self.tensor * self.copies // (self.experts * self.expert_tensor)
 
     def stage_layers(self, stage: int) -> list[int]:
         """Indices (from 0) of the layers of a stage."""
@@ -144,12 +151,13 @@ def counted_bytes(shape: DecoderShape, mesh: RunMesh, states: StateSettings) -> 
     for layer, count in shape.kinds(range(shape.num_layers)):
         width = shape.layer_width(layer)
         dense = replace(shape, ffn_hidden_size=width, num_experts=None, moe_layers=(), moe_grouped_gemm=False)
-        of_layer = SegmentBytes.of_shape(dense, RankTensors(element, tensor, mesh.sequence_parallel))
+        rank = RankTensors(element, tensor, mesh.sequence_parallel, context_size=mesh.context)
+        of_layer = SegmentBytes.of_shape(dense, rank)
         experts = 0.0
         if shape.moe_layers[layer]:
             # Each copy of a token, in the order of its experts, before and after them; routing is in float32.
             copies = shape.moe_router_topk * shape.hidden_size * mesh.expert_tensor / tensor
-            experts = 2 * element * copies + 8.0 * shape.num_experts / rows
+            experts = (2 * element * copies + 8.0 * shape.num_experts / rows) / mesh.context
         kept += (of_layer.kept_per_token_and_layer + experts) * count / shape.num_layers
         work = max(work, of_layer.work_per_token + experts)
     # Fixed bytes are in FIXED_BYTES.
@@ -216,7 +224,8 @@ def stage_memory(
     if (len(mesh.layers) - 1) % mesh.pipeline == stage:
         once = each.kept_per_token
         rows = states.logprob_chunk_tokens or max(1, LOGIT_ELEMENTS // shape.vocab_size)
-        logits = each.work_fixed or min(rows, flight.segment) * shape.vocab_size / mesh.tensor * LOGIT_BYTES
+        rows = min(rows, flight.segment / mesh.context)
+        logits = each.work_fixed or rows * shape.vocab_size / mesh.tensor * LOGIT_BYTES
     of_token = num_layers * each.kept_per_token_and_layer + once
     kept = flight.tokens if flight.kept is None else min(flight.kept, flight.tokens)
     room = float(replace(each, work_fixed=0.0).work(flight.segment, flight.path))
@@ -253,4 +262,4 @@ def rank_parameters(shape: DecoderShape, mesh: RunMesh, stage: int) -> RankParam
 
 def state_parameters(mesh: RunMesh, parameters: RankParameters) -> float:
     """Number of parameters whose optimizer states a rank holds with the distributed optimizer."""
-    return parameters.dense / mesh.data + parameters.experts / max(1, mesh.expert_replicas)
+    return parameters.dense / mesh.copies + parameters.experts / max(1, mesh.expert_replicas)

@@ -16,6 +16,8 @@ from megatron_dta.planning.pipeline.layers import layers_per_stage
 
 # Longer pipelines are tried only on request.
 MOST_STAGES = 32
+# Tokens of a segment to try.
+SEGMENT_TOKENS = (2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class MeshSizes:
         expert_tensor: tensor parallelism of the experts; None for ``tensor``.
         sequence_parallel: None for True with tensor parallelism.
         layers: layers of each virtual stage; None for ``stage_layers``.
+        context: context parallelism.
     """
 
     tensor: int = 1
@@ -76,16 +79,24 @@ class MeshSizes:
     expert_tensor: int | None = None
     sequence_parallel: bool | None = None
     layers: tuple[int, ...] | None = None
+    context: int = 1
 
 
 def make_mesh(shape: DecoderShape, num_gpus: int, sizes: MeshSizes | None = None) -> RunMesh:
     """Create the mesh of ``num_gpus`` processes. Raises InputError naming the flag if the sizes do not fit."""
     sizes = sizes or MeshSizes()
     tensor, pipeline, chunks, experts = sizes.tensor, sizes.pipeline, sizes.chunks, sizes.experts
-    if num_gpus % (tensor * pipeline):
+    context = sizes.context
+    if num_gpus % (tensor * context * pipeline):
+        shown = f" x --context-parallel-size {context}" if context > 1 else ""
         raise InputError(
-            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} does not divide "
+            f"--tensor-model-parallel-size {tensor}{shown} x --pipeline-model-parallel-size {pipeline} does not divide "
             f"--num-gpus {num_gpus}"
+        )
+    if context > 1 and shape.num_query_groups % (tensor * context):
+        raise InputError(
+            f"--context-parallel-size {context} x --tensor-model-parallel-size {tensor} does not divide the "
+            f"{shape.num_query_groups} key/value heads (--num-query-groups)"
         )
     divided = {
         "--num-query-groups": shape.num_query_groups,
@@ -98,7 +109,7 @@ def make_mesh(shape: DecoderShape, num_gpus: int, sizes: MeshSizes | None = None
     layers = sizes.layers or stage_layers(shape, pipeline, chunks)
     if layers is None:
         raise InputError(f"{shape.num_layers} layers are fewer than {pipeline} x {chunks} pipeline stages")
-    data = num_gpus // (tensor * pipeline)
+    data = num_gpus // (tensor * context * pipeline)
     expert_tensor = 1
     if shape.num_experts:
         expert_tensor = tensor if sizes.expert_tensor is None else sizes.expert_tensor
@@ -106,13 +117,14 @@ def make_mesh(shape: DecoderShape, num_gpus: int, sizes: MeshSizes | None = None
         raise InputError(f"--expert-model-parallel-size {experts} does not divide the experts of the model")
     if shape.num_experts:
         group = experts * expert_tensor
-        if (tensor * data) % group or (group % tensor and tensor % group) or shape.expert_width % expert_tensor:
+        of_stage = tensor * context * data
+        if of_stage % group or (group % tensor and tensor % group) or shape.expert_width % expert_tensor:
             raise InputError(
                 f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} does not fit "
-                f"the {tensor * data} ranks of a stage, {tensor} of them a tensor group"
+                f"the {of_stage} ranks of a stage, {tensor} of them a tensor group"
             )
     sequence = tensor > 1 if sizes.sequence_parallel is None else sizes.sequence_parallel
-    return RunMesh(tensor, pipeline, data, layers, chunks, experts, expert_tensor, sequence)
+    return RunMesh(tensor, pipeline, data, layers, chunks, experts, expert_tensor, sequence, context)
 
 
 @dataclass(frozen=True)
@@ -120,17 +132,20 @@ class SearchSpace:
     """The choices to try. None means all powers of two.
 
     Attributes:
+        segment_tokens: None for ``SEGMENT_TOKENS`` of each rank that divides a segment.
+        context: None also limits tensor and context ranks together to a node and to the key/value heads.
         memory_tokens, activation_tokens: see ``Choice``.
         recompute: "tree" keeps as many activations as fit, "full" lets Megatron recompute every layer.
     """
 
-    segment_tokens: Sequence[int] = (2048, 4096, 8192)
+    segment_tokens: Sequence[int] | None = None
     tensor: Sequence[int] | None = None
     pipeline: Sequence[int] | None = None
     chunks: Sequence[int] = (1, 2)
     experts: Sequence[int] | None = None
     memory_tokens: int | None = None
     activation_tokens: int | None = None
+    context: Sequence[int] | None = None
     recompute: Sequence[str] = ("tree", "full")
 
 
@@ -141,11 +156,13 @@ def possible_choices(shape: DecoderShape, cluster: Cluster, space: SearchSpace |
     expert_sizes = (space.experts or _powers(gpus)) if shape.num_experts else (1,)
     for t in space.tensor or _powers(min(cluster.gpus_per_node, gpus)):
         for p in space.pipeline or _powers(min(gpus, MOST_STAGES)):
-            for v, e in product(space.chunks if p > 1 else (1,), expert_sizes):
-                meshes = _meshes(shape, gpus, MeshSizes(t, p, v, e))
-                for mesh, size, kind in product(meshes, space.segment_tokens, space.recompute):
-                    is_full = kind == "full"
-                    yield Choice(mesh, size, memory_tokens, None if is_full else space.activation_tokens, is_full)
+            contexts = space.context or _powers(min(cluster.gpus_per_node, gpus) // t)
+            for c, v, e in product(contexts, space.chunks if p > 1 else (1,), expert_sizes):
+                meshes = _meshes(shape, gpus, MeshSizes(t, p, v, e, context=c))
+                segment_sizes = space.segment_tokens or [size * c for size in SEGMENT_TOKENS]
+                for mesh, size, kind in product(meshes, segment_sizes, space.recompute):
+                    is_full, kept = kind == "full", space.activation_tokens
+                    yield Choice(mesh, size, memory_tokens, None if is_full else kept, is_full)
 
 
 def _meshes(shape: DecoderShape, gpus: int, sizes: MeshSizes) -> Iterator[RunMesh]:

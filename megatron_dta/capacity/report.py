@@ -19,7 +19,7 @@ from megatron_dta.planning.costs.segment_bytes import GIB
 MEMORY_NAMES = {"keys_values": "K, V, dK, dV of paths", "workspace": "workspace, communication"}
 TIME_NAMES = {
     "gemm": "GEMM of the layers",
-    "tensor": "tensor, sequence, expert communication",
+    "tensor": "tensor, sequence, context, expert communication",
     "launches": "waiting for launches",
     "bubble": "pipeline bubble",
     "data": "data-parallel reduction",
@@ -31,7 +31,8 @@ def describe(prediction: Prediction) -> str:
     choice, mesh = prediction.choice, prediction.choice.mesh
     pipeline = f"PP {mesh.pipeline}" + (f" x {mesh.chunks}" if mesh.chunks > 1 else "")
     experts = f", EP {mesh.experts}" + (f" x ETP {mesh.expert_tensor}" if mesh.expert_tensor > 1 else "")
-    shown = f"TP {mesh.tensor}{' SP' if mesh.sequence_parallel else ''}, {pipeline}, DP {mesh.data}"
+    context = f", CP {mesh.context}" if mesh.context > 1 else ""
+    shown = f"TP {mesh.tensor}{' SP' if mesh.sequence_parallel else ''}{context}, {pipeline}, DP {mesh.data}"
     shown += experts if mesh.experts > 1 or mesh.expert_tensor > 1 else ""
     if len(set(mesh.layers)) > 1:
         shown += ", auto"
@@ -241,6 +242,7 @@ def _mesh_flags(planner: Planner, prediction: Prediction) -> list[str]:
     choice, mesh, states = prediction.choice, prediction.choice.mesh, planner.states
     sizes = {
         "--tensor-model-parallel-size": mesh.tensor,
+        "--context-parallel-size": mesh.context,
         "--pipeline-model-parallel-size": mesh.pipeline,
         "--num-virtual-stages-per-pipeline-rank": mesh.chunks,
         "--expert-model-parallel-size": mesh.experts,

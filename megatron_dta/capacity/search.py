@@ -271,7 +271,7 @@ class Planner:
         seen: set[tuple[int, ...]] = set()
         for estimate in sorted(fits, key=_rank):
             mesh = estimate.choice.mesh
-            sizes = mesh.tensor, mesh.pipeline, mesh.experts, mesh.expert_tensor
+            sizes = mesh.tensor, mesh.context, mesh.pipeline, mesh.experts, mesh.expert_tensor
             if len(best) == top or len(misses) > TRIED * top + already:
                 break
             if sizes in seen:

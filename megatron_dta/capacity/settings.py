@@ -118,6 +118,7 @@ def read_args_file(path: str, num_gpus: int) -> tuple[DecoderShape, list[Choice]
             parallel.expert_tensor_parallel_size,
             parallel.sequence_parallel,
             tuple(stage_layers(model, parallel)),
+            parallel.context_parallel_size,
         ),
     )
     full = model.recompute_granularity == "full"
@@ -130,7 +131,8 @@ def read_args_file(path: str, num_gpus: int) -> tuple[DecoderShape, list[Choice]
         )
     # If training chooses the segment size by memory, try the sizes that it can choose.
     by_memory = tree.tree_memory_gib is not None or config.leaves_memory_open
-    sizes = (tree.tree_segment_tokens,) if tree.tree_segment_tokens else SIZES if by_memory else (2048,)
+    free = [size * parallel.context_parallel_size for size in (SIZES if by_memory else (2048,))]
+    sizes = (tree.tree_segment_tokens,) if tree.tree_segment_tokens else tuple(free)
     kept = None if full else tree.tree_activation_tokens
     given = ["save"] * (config.checkpoint.save is not None)
     given += ["load_hf"] * (config.checkpoint.load_hf is not None or config.checkpoint.load is not None)

@@ -99,13 +99,14 @@ def stage_time(
     )
     # Keys and values of ancestors are gathered in forward and backward; their gradients are added in float32.
     gathered = len(layers) * 2.0 * shape.kv_width / mesh.tensor * (2 * 2 * 2 + 2 * 4)
-    longer = 1 + cluster.short_segment_tokens / work.segment_tokens
+    longer, ranks = 1 + cluster.short_segment_tokens * mesh.context / work.segment_tokens, mesh.tensor * mesh.context
+    moved_bytes = (moved * work.tokens + gathered * work.path_tokens) / mesh.context
     time = StepTime(
-        gemm=gemm_flops / mesh.tensor / cluster.gemm_rate * again_gemm * longer,
-        attention=attention_flops / mesh.tensor / cluster.attention_rate * again_attention,
-        logits=logit_flops / mesh.tensor / cluster.logit_rate * longer,
-        elementwise=(moved * work.tokens + gathered * work.path_tokens) / cluster.hbm_rate * again * longer,
-        tensor=_token_communication(shape, mesh, cluster, layers) * work.tokens * again,
+        gemm=gemm_flops / ranks / cluster.gemm_rate * again_gemm * longer,
+        attention=attention_flops / ranks / cluster.attention_rate * again_attention,
+        logits=logit_flops / ranks / cluster.logit_rate * longer,
+        elementwise=moved_bytes / cluster.hbm_rate * again * longer,
+        tensor=_token_communication(shape, mesh, cluster, layers) * work.tokens / mesh.context * again,
     )
     launched = sum(count * layer_launches(shape, mesh, layer) for layer, count in kinds)
     return replace(time, launches=_waiting_for_launches(time, cluster, work, launched, recomputed))
@@ -139,7 +140,7 @@ def _waiting_for_launches(
 
 
 def _token_communication(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, layers: list[int]) -> float:
-    """Seconds of communication per token in these layers, forward and backward."""
+    """Seconds of communication per token of a rank in these layers, forward and backward."""
     row = 2.0 * shape.hidden_size
     tensor, experts = mesh.tensor, mesh.experts
     seconds = 0.0
@@ -148,6 +149,11 @@ def _token_communication(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, l
         # inputs once more.
         passes = 8.0 + 2.0 * mesh.sequence_parallel
         seconds += len(layers) * passes * row * (tensor - 1) / tensor / cluster.link(tensor)
+    if mesh.context > 1:
+        # Queries, keys, values and outputs are exchanged, in the backward with their gradients.
+        channels = 2.0 * (2 * shape.query_width + 2 * shape.kv_width) / tensor
+        link = cluster.link(mesh.context, tensor)
+        seconds += len(layers) * 3.0 * channels * (mesh.context - 1) / mesh.context / link
     num_expert_layers = sum(shape.moe_layers[layer] for layer in layers)
     if experts > 1:
         # Every copy goes to its expert and back, in forward and backward; in a tensor group, each rank sends its rows.
@@ -198,7 +204,7 @@ def training_costs(
     """
     if measured is not None and shape.num_experts is None:
         needed = CostShape.of(shape, measured.shape.dtype, mesh.tensor, mesh.sequence_parallel)
-        if measured.shape == needed:
+        if measured.shape == needed and mesh.context == 1:
             return measured.model(shape.num_layers, segment_tokens)
     return CostModel.from_shape(shape, segment_tokens)
 
@@ -209,7 +215,8 @@ def send_seconds(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, segment_t
         return 0.0
     rows = mesh.tensor if mesh.sequence_parallel else 1
     # Some neighbouring stages are on one node and others on two; the slower link counts.
-    return 2.0 * segment_tokens * shape.hidden_size / rows / cluster.link(mesh.pipeline, mesh.tensor * mesh.data)
+    link = cluster.link(mesh.pipeline, mesh.tensor * mesh.copies)
+    return 2.0 * segment_tokens * shape.hidden_size / rows / mesh.context / link
 
 
 def reduction_seconds(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, states: StateSettings, stage: int) -> float:
@@ -219,7 +226,7 @@ def reduction_seconds(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, stat
     per_parameter = gradients + DTYPE_BYTES[states.weights] if states.distributed_optimizer else 2 * gradients
     seconds = 0.0
     for count, ranks, stride in (
-        (parameters.dense, mesh.data, mesh.tensor),
+        (parameters.dense, mesh.copies, mesh.tensor),
         (parameters.experts, mesh.expert_replicas, mesh.experts * mesh.expert_tensor),
     ):
         if ranks > 1 and count:

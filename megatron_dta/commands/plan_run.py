@@ -48,6 +48,7 @@ MESH_FLAGS = (
     "pipeline_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
     "expert_model_parallel_size",
+    "context_parallel_size",
 )
 STEP_FLAGS = ("sequences", "unique_tokens", "longest_path", "samples_per_prompt", "attention_pairs")
 DTYPE_FLAGS = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
@@ -226,20 +227,22 @@ def choices(arguments: argparse.Namespace, shape: DecoderShape, cluster: Cluster
             shape,
             cluster,
             SearchSpace(
-                arguments.tree_segment_tokens or SearchSpace.segment_tokens,
+                arguments.tree_segment_tokens,
                 sizes[0],
                 sizes[1],
                 sizes[2] or SearchSpace.chunks,
                 sizes[3],
                 arguments.tree_memory_tokens,
                 arguments.tree_activation_tokens,
+                sizes[4],
                 arguments.recompute,
             ),
         )
     )
     if not found:
         first = [each[0] if each else 1 for each in sizes]
-        make_mesh(shape, cluster.num_gpus, MeshSizes(*first))  # Raises an error that names the flag.
+        # Raises an error that names the flag.
+        make_mesh(shape, cluster.num_gpus, MeshSizes(*first[:4], context=first[4]))
         raise InputError(f"no mesh of {cluster.num_gpus} GPUs has the sizes that were asked for")
     return found
 

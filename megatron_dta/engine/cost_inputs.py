@@ -53,6 +53,10 @@ def cost_shape(config: TransformerConfig, shape: DecoderShape, dtype: torch.dtyp
         raise InputError("--cost-model: models with gated delta net cannot be measured; leave it out")
     if shape.num_experts is not None:
         raise InputError("--cost-model: models with experts cannot be measured; leave it out")
+    if config.context_parallel_size > 1:
+        raise InputError(
+            "--cost-model: costs are measured on one context rank; leave it out with --context-parallel-size"
+        )
     return CostShape.of(
         shape, str(dtype).removeprefix("torch."), config.tensor_model_parallel_size, config.sequence_parallel
     )
@@ -86,8 +90,9 @@ def costs_of_gpu(model: TreeGPTModel, shape: DecoderShape, segment_tokens: int) 
     gpu, _ = gpu_named(torch.cuda.get_device_name(parameter.device))
     size = config.tensor_model_parallel_size
     direct = model.has_fused_layers and size == 1 and shape.num_experts is None
-    ranks = config.expert_model_parallel_size
-    split = LayerSplit(parameter.dtype.itemsize == 2, size, config.sequence_parallel, direct, ranks)
+    ranks, contexts = config.expert_model_parallel_size, config.context_parallel_size
+    is_16_bit = parameter.dtype.itemsize == 2
+    split = LayerSplit(is_16_bit, size, config.sequence_parallel, direct, ranks, contexts)
     return gpu_cost_model(shape, gpu, split, segment_tokens)
 
 

@@ -94,6 +94,7 @@ class TreeEngine(RankModel):
             self.attention == "fa4",
             part.fp32_lm_head,
             config.expert_model_parallel_size,
+            self.mesh.context_size,
         )
         return counted_bytes(part, self.shape, rank)
 
@@ -106,7 +107,8 @@ class TreeEngine(RankModel):
         """
         if self.costs is not None:
             return self.costs.model(self.shape.num_layers, segment_tokens or max(SIZES))
-        of_gpu = costs_of_gpu(self.tree_models[0], self.shape, segment_tokens or max(SIZES))
+        size = segment_tokens or max(SIZES) * self.mesh.context_size
+        of_gpu = costs_of_gpu(self.tree_models[0], self.shape, size)
         if of_gpu is not None:
             return self.correction.apply(of_gpu)
         return CostModel.from_shape(self.shape, segment_tokens or DEFAULT_SEGMENT_TOKENS)
@@ -136,6 +138,7 @@ class TreeEngine(RankModel):
             memory=self.memory,
             is_measured=self.has_device_costs,
             group=group,
+            context_size=self.mesh.context_size,
         )
 
     def operations(self, plan: StepPlan) -> tuple[float, float]:

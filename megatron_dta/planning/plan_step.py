@@ -62,7 +62,7 @@ def _choose(
     is_free = pipeline.memory is not None or (budget.segment_tokens is None and pipeline.is_measured)
     if is_free and tree_mode != "packed":
         return choose_step(build_forest(sequences, tree_mode, paths), masks, pipeline, budget)
-    size = budget.segment_tokens or DEFAULT_SEGMENT_TOKENS
+    size = budget.segment_tokens or DEFAULT_SEGMENT_TOKENS * pipeline.context_size
     segments = plan_forest(sequences, tree_mode, replace(budget, segment_tokens=size), pipeline, paths)
     choice = choose_kept_of(segments, masks, pipeline, budget.activation_tokens)
     in_flight = 0 if tree_mode == "packed" else budget.memory_tokens or default_memory_tokens(segments.tree, size)

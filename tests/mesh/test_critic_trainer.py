@@ -21,6 +21,7 @@ DPO = "--objective dpo --dpo-pairs all"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP = "--pipeline-model-parallel-size 2"
 EP = "--expert-model-parallel-size 2"
+CP = "--context-parallel-size 2"
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,8 @@ def folder(tmp_path_factory) -> Path:
         job("ppo-cut", SHARDED),
         job("ppo-moved", TP, iters=2),
         job("ppo-moved", PP),
+        job("ppo-cp", f"{CP} {SHARDED}"),
+        job("moe-cp", f"{CP} {EP}", moe),
         job("dpo-dp", "", DPO),
         job("dpo-pp", PP, DPO),
         job("moe-cut", f"{EP} {SHARDED}", moe, iters=2),
@@ -60,7 +63,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["ppo-dp", "ppo-moved", "dpo-dp", "dpo-pp", "moe-dp", "moe-moved"])
+@pytest.mark.parametrize("name", ["ppo-dp", "ppo-cp", "ppo-moved", "dpo-dp", "dpo-pp", "moe-dp", "moe-cp", "moe-moved"])
 def test_a_mesh_trains_as_one_process(folder: Path, name: str) -> None:
     expected, found = rows_without_timing(folder / f"{name[:3]}-1"), rows_without_timing(folder / name)
     assert len(found) == 4

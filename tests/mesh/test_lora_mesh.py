@@ -29,6 +29,7 @@ MODELS = {
 MESHES = {
     "tp2": (2, ParallelConfig(tensor_model_parallel_size=2), [0]),
     "tp2-sp": (2, ParallelConfig(**SP), [0]),
+    "cp2": (2, ParallelConfig(context_parallel_size=2), [0]),
     "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2), [0]),
     "pp2-alone": (
         2,
@@ -65,6 +66,8 @@ COMBINATIONS = [
     ("pp2", "recompute", "dta"),
     ("dp2-idle-overlap", "qwen3", "dta"),
     *(("ep2", "experts", cut) for cut in ("dense", "dta-mixed")),
+    ("cp2", "qwen3", "dta-mixed"),
+    ("cp2", "experts", "dta"),
     ("ep2-overlap", "experts", "dta"),
     ("ep2-over-tp2", "experts", "dta"),
     ("etp2", "attention", "dta"),

@@ -14,17 +14,23 @@ from resume_cases import rows_without_timing
 folder = mesh_trainer_cases.folder
 
 
-@pytest.mark.parametrize("run", ["stored-sp2", "stored-dp2", "stored-tp2-dp2"])
+@pytest.mark.parametrize("run", ["stored-sp2", "stored-dp2", "stored-cp2", "stored-tp2-dp2"])
 def test_metrics_are_those_of_one_process(folder, run):
     _compare(rows_without_timing(folder / run), rows_without_timing(folder / "stored-1"))
 
 
-def test_a_checkpoint_goes_on_on_another_mesh(folder):
-    """Two steps on a tensor group and two, from their checkpoint, on data-parallel ranks; another padded vocabulary."""
-    _compare(rows_without_timing(folder / "moved"), rows_without_timing(folder / "stored-1"))
+@pytest.mark.parametrize("run", ["moved", "moved-cp"])
+def test_a_checkpoint_goes_on_on_another_mesh(folder, run):
+    """Two steps on a tensor group and two, from their checkpoint, on data-parallel ranks; another padded vocabulary.
+    Two on context ranks and two on a tensor group, with divided optimizer states.
+    """
+    _compare(rows_without_timing(folder / run), rows_without_timing(folder / "stored-1"))
 
 
-@pytest.mark.parametrize("run", ["sampled-tp2", "sampled-dp2", "sharded-dp2", "sampled-tp2-dp2"])
+SAMPLED_RUNS = ["sampled-tp2", "sampled-dp2", "sharded-dp2", "sampled-cp2", "sampled-tp2-dp2", "sampled-cp2-dp2"]
+
+
+@pytest.mark.parametrize("run", SAMPLED_RUNS)
 def test_samples_are_those_of_one_process(folder, run):
     rows, expected = rows_without_timing(folder / run), rows_without_timing(folder / "sampled-1")
     _compare(rows, expected)

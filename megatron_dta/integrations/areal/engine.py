@@ -68,10 +68,15 @@ class TreePPOActor(TrainEngine):
         """Make the mesh of AReaL's ``ParallelStrategy``."""
         self._sizes = {}
         if parallel_strategy is not None:
+            context = parallel_strategy.context_parallel_size
+            if context > 1:
+                raise InputError(
+                    f"context_parallel_size={context} of the allocation is not supported by the engine megatron_dta; "
+                    "use tensor parallelism"
+                )
             self._sizes = {
                 "tensor_model_parallel_size": parallel_strategy.tensor_parallel_size,
                 "pipeline_model_parallel_size": parallel_strategy.pipeline_parallel_size,
-                "context_parallel_size": parallel_strategy.context_parallel_size,
                 "expert_model_parallel_size": parallel_strategy.expert_parallel_size,
             }
             # AReaL gives every model a size for experts.

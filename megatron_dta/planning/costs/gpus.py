@@ -1,7 +1,8 @@
 """Predicts the seconds of segments on a GPU from the sizes of a model and the GPU's data sheet.
 
     seconds of a layer's forward = matrix products / GEMM rate + elementwise bytes / memory rate
-                                   + sums over the tensor group / link rate + attention / attention rate
+                                   + sums over the tensor group and exchanges over the context group / link rate
+                                   + attention / attention rate
 
 The achieved shares of the data sheet's rates are those of a measured cost file (Qwen3-1.7B on an H200,
 ``benchmarks/results/cost_model_qwen3-1.7b_h200.json``); they reproduce its coefficients within 1%. Other GPUs are
@@ -72,6 +73,7 @@ class LayerSplit:
     Attributes:
         is_16_bit: whether products run in bfloat16 or float16.
         tensor_size, sequence_parallel: tensor parallelism.
+        context_size: ranks that divide the tokens of a segment, and the heads of its attention.
         direct: whether a layer runs as one function, with few launches (``model.fused_autograd_layer``).
         expert_ranks: number of ranks over which experts are divided.
     """
@@ -81,6 +83,7 @@ class LayerSplit:
     sequence_parallel: bool = False
     direct: bool = True
     expert_ranks: int = 1
+    context_size: int = 1
 
 
 def gpu_named(reported: str) -> tuple[Gpu, bool]:
@@ -104,7 +107,13 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
         # A token goes to all other ranks, and a sum comes back from each.
         summed += 2 * (split.expert_ranks - 1) * shape.hidden_size * sum(shape.moe_layers) / shape.num_layers
     layer_sums = width * summed / (LINK_SHARE * gpu.link)
-    tokens = [shape.num_layers * (layer * passes + layer_sums) for passes in (1, 2)]
+    # Queries, keys and values go to the ranks of their heads, and the output comes back; in the backward the gradients
+    # do, and queries and output once more. Each takes a copy on both sides.
+    ranks = split.context_size
+    exchanged = width * (2 * shape.query_width + 2 * shape.kv_width) / size * (ranks - 1) / ranks
+    layer += exchanged * (1 / (LINK_SHARE * gpu.link) + 4 / (MEMORY_SHARE * gpu.memory))
+    tokens = [shape.num_layers * (layer * passes + layer_sums) / ranks for passes in (1, 2)]
+    size *= ranks
     pair = 4 * shape.num_layers * shape.query_width / size / peak
     pairs = [pair * passes / share for passes, share in zip((1, 2.5), ATTENTION_SHARES, strict=True)]
     edge = 2 * shape.hidden_size * shape.vocab_size / size / peak

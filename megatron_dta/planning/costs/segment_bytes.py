@@ -57,6 +57,7 @@ class RankTensors:
     Attributes:
         element_bytes: bytes per element of weights and activations; gradients of K and V take at least 4.
         tensor_size, sequence_parallel: tensor parallelism.
+        context_size: ranks that divide the tokens of a segment, and the heads of its attention.
         logit_rows: number of rows of logits that exist at once.
         fused: whether layers run on the fused kernels, norms and activation function included.
         fused_attention: whether attention runs on its kernels, which accumulate ancestors' gradients in place.
@@ -76,6 +77,7 @@ class RankTensors:
     flash_attention: bool = False
     float32_logits: bool = False
     expert_ranks: int = 1
+    context_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -174,9 +176,32 @@ class SegmentBytes:
             work_per_path_token=_INDEX_BYTES if fused_attention else kv,
             work_fixed=rank.logit_rows * shape.vocab_size / tensor_size * row + largest_gradient,
         )
-        if not fused_attention:
-            return found
-        return found._with_scores(query, groups, heads, element_bytes, rank.flash_attention)
+        if fused_attention:
+            found = found._with_scores(query, groups, heads, element_bytes, rank.flash_attention)
+        return found._over_context(rank, query, is_direct) if rank.context_size > 1 else found
+
+    def _over_context(self, rank: RankTensors, query: float, is_direct: bool) -> SegmentBytes:
+        """These bytes where context ranks divide the tokens, and inside the attention the heads; ``query`` are the
+        channels of queries of all of them.
+        """
+        size, row = rank.context_size, rank.element_bytes * query
+        # Queries, the output and its gradient, before and after their exchange.
+        exchanged = 6 * row
+        # Modules keep the exchanged queries and output.
+        kept = 0 if is_direct else 2 * row
+        indices = _INDEX_BYTES if rank.fused_attention else 0
+        return replace(
+            self,
+            kept_per_token_and_layer=(self.kept_per_token_and_layer + kept) / size,
+            kept_per_token=self.kept_per_token / size,
+            kv_per_token_and_layer=self.kv_per_token_and_layer / size,
+            input_per_token=self.input_per_token / size,
+            work_per_token=(self.work_per_token + exchanged) / size,
+            work_per_path_token=indices + (self.work_per_path_token - indices) / size,
+            scores_per_token=(self.scores_per_token + exchanged) / size if self.scores_per_token else 0.0,
+            scores_per_pair=self.scores_per_pair / size,
+            kv_per_token=self.kv_per_token / size,
+        )
 
     def _with_scores(self, query: float, groups: float, heads: float, element_bytes: int, flash: bool) -> SegmentBytes:
         """These bytes where attention runs on its kernels: of a rank's channels of queries, and of keys, and heads."""

@@ -56,15 +56,15 @@ def choose_step(
     """
     if shape.num_stages > 1:
         return _for_pipeline(tree, loss_masks, shape, budget)
-    sizes = [budget.segment_tokens] if budget.segment_tokens else list(_useful_sizes(SIZES, tree.num_tokens))
+    sizes = [budget.segment_tokens] if budget.segment_tokens else list(_useful_sizes(SIZES, tree, shape))
     return StepSearch(tree, loss_masks, shape, budget).choose(sizes)
 
 
-def _useful_sizes(sizes: Sequence[int], num_tokens: int) -> Iterator[int]:
+def _useful_sizes(sizes: Sequence[int], tree: PrefixTree, shape: PipelineShape) -> Iterator[int]:
     """The sizes worth trying: of those that hold all tokens in one segment, only the smallest."""
     for size, smaller in zip(sizes, [*sizes[1:], 0], strict=True):
-        if smaller < num_tokens or not smaller:
-            yield size
+        if smaller * shape.context_size < tree.num_tokens or not smaller:
+            yield size * shape.context_size
 
 
 def _for_pipeline(
@@ -76,7 +76,7 @@ def _for_pipeline(
     """``choose_step`` for several stages."""
     stages, longest = shape.num_stages, int(tree.sequence_lengths.max(initial=0))
     candidates = []
-    sizes = [limits.segment_tokens] if limits.segment_tokens else _useful_sizes(PIPELINE_SIZES, tree.num_tokens)
+    sizes = [limits.segment_tokens] if limits.segment_tokens else _useful_sizes(PIPELINE_SIZES, tree, shape)
     for size in sizes:
         budgets = [limits.memory_tokens]
         if limits.memory_tokens is None and shape.memory is not None:

@@ -78,6 +78,7 @@ class PipelineShape:
             activations; None for no limit in bytes.
         is_measured: whether the cost model is in seconds of this machine, so that it may choose the segment size.
         group: the ranks with which this one shares experts; None to plan for this rank alone.
+        context_size: ranks that divide the tokens of a segment; segments are longer by this factor.
     """
 
     num_stages: int = 1
@@ -88,6 +89,7 @@ class PipelineShape:
     memory: MemoryBudget | None = None
     is_measured: bool = False
     group: RankGroup | None = None
+    context_size: int = 1
 
 
 @dataclass(frozen=True)

@@ -248,8 +248,10 @@ def _mesh_text(settings: dict[str, Any], processes: int) -> str:
         return settings.get(flag) or 1
 
     tensor, pipeline = size("--tensor-model-parallel-size"), size("--pipeline-model-parallel-size")
-    parts = [f"TP {tensor} PP {pipeline} DP {processes // (tensor * pipeline)}"]
+    context = size("--context-parallel-size")
+    parts = [f"TP {tensor} PP {pipeline} DP {processes // (tensor * context * pipeline)}"]
     for name, flag in (
+        ("CP", "--context-parallel-size"),
         ("VPP", "--num-virtual-stages-per-pipeline-rank"),
         ("EP", "--expert-model-parallel-size"),
         ("ETP", "--expert-tensor-parallel-size"),

@@ -85,18 +85,21 @@ def run_mesh(config: TrainConfig, world_size: int) -> RunMesh:
     return RunMesh(
         tensor=tensor,
         pipeline=pipeline,
-        data=world_size // (tensor * pipeline),
+        data=world_size // (tensor * parallel.context_parallel_size * pipeline),
         layers=tuple(stage_layers(config.model, parallel)),
         chunks=parallel.num_virtual_stages_per_pipeline_rank,
         experts=parallel.expert_model_parallel_size,
         expert_tensor=parallel.expert_tensor_size if config.model.num_experts else 1,
         sequence_parallel=parallel.sequence_parallel,
+        context=parallel.context_parallel_size,
     )
 
 
 def mesh_text(mesh: RunMesh) -> str:
     """The sizes of the mesh and the layers per stage, as text."""
     parts = [f"tensor {mesh.tensor}", f"pipeline {mesh.pipeline}"]
+    if mesh.context > 1:
+        parts.append(f"context {mesh.context}")
     if mesh.chunks > 1:
         parts.append(f"{mesh.chunks} virtual stages a rank")
     if mesh.experts > 1:

@@ -39,6 +39,9 @@ TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
 
 
+CP = "--context-parallel-size 2"
+
+
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 900"
 
 
@@ -109,13 +112,18 @@ def folder(tmp_path_factory) -> Path:
         job("sharded-dp2", SAMPLED, SHARDED),
         job("sharded-dp2-cut", SAMPLED, f"{SHARDED} --save-interval 1", "0"),
         job("sharded-dp2-cut", SAMPLED, f"{SHARDED} --save-interval 1"),
+        job("stored-cp2", even, CP),
+        job("sampled-cp2", SAMPLED, f"{CP} {SHARDED}"),
+        job("moved-cp", half, f"{CP} --use-distributed-optimizer"),
+        job("moved-cp", stored, f"{SP} --use-distributed-optimizer"),
         job("moved", half, SP),
         job("moved", stored),
     ]
     fours = [job("stored-tp2-dp2", stored, SP), job("sampled-tp2-dp2", SAMPLED, TP)]
+    fours += [job("sampled-cp2-dp2", SAMPLED, CP)]
     for jobs, world_size in ((ones, 1), (twos, 2), (fours, 4)):
         for rank in run_on_ranks(train_on_rank, jobs, world_size, path / f"ranks-{world_size}"):
-            expected = [2 if cut or (name.endswith("moved") and SP in name) else 4 for name, cut in jobs]
+            expected = [2 if cut or "--train-iters 2" in name else 4 for name, cut in jobs]
             assert [run["iteration"] for run in rank] == expected
     return path
 
