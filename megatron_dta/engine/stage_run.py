@@ -78,9 +78,8 @@ class StageRun:
         )
         dtype = accumulation_dtype(model.dtype)
         self.loss = LossPass(batch, self.plan, objective, dtype, model.device, model.context_group)
-        self.teachers = TeacherPass(
-            batch.teachers if self.training else (), self.plan.segment_rows, self.loss.dtype, model.device
-        )
+        teachers = batch.teachers if self.training else ()
+        self.teachers = TeacherPass(teachers, self.plan, dtype, model.device, model.context_group)
         # Hidden states of all rows, on the host: the only result of a pass that keeps them.
         self.row_states: Tensor | None = None
         self.experts = self._expert_passes(batch)
@@ -160,10 +159,10 @@ class StageRun:
 
     def _run(self, at: int, turn: Turn | None = None) -> None:
         """Run op number ``at``, in turns with another one if ``turn`` is given."""
-        op, tokens = self.program.ops[at], None
+        op, rows_per_rank = self.program.ops[at], None
         if self.program.most_tokens is not None:
-            tokens = self.program.most_tokens[at]
-        rows_per_rank = None if tokens is None else self.model.tree_models[op.chunk].stage_shape(tokens)[0]
+            part, contexts = self.model.tree_models[op.chunk], self.model.mesh.context_size
+            rows_per_rank = part.stage_shape(self.program.most_tokens[at], contexts)[0]
         try:
             if op.kind is OpKind.FORWARD:
                 context = self._context(op)
@@ -286,12 +285,20 @@ class StageRun:
         edges = self.plan.edges_of(op.segment)
         rows = hidden.index_select(0, edges.rows)
         if self.row_states is not None:
-            self.row_states[self.plan.segment_rows[op.segment] : self.plan.segment_rows[op.segment + 1]] = rows
+            self._keep(op.segment, rows)
             return [hidden]
         temperature = self.model.temperature
         outputs = part.edge_logprobs(rows, edges.edge_row, edges.target, edges.logit_chunks, temperature)
         chunk_tokens = self.model.logprob_chunk_tokens
         return [hidden, *outputs, *self.teachers.divergences(part, op.segment, rows, chunk_tokens, temperature)]
+
+    def _keep(self, segment: int, rows: Tensor) -> None:
+        """Keep the hidden states of a segment's rows, given those of the rank's tokens."""
+        begin, end = self.plan.segment_rows[segment : segment + 2]
+        group = self.model.context_group
+        if group is not None and begin < end:
+            (rows,) = group.joined([rows], [self.plan.own_rows[segment].start - begin], [end - begin])
+        self.row_states[begin:end] = rows
 
     def keep_row_states(self) -> None:
         """Make this pass, one without an objective, return the hidden states of its rows and no logprobs."""

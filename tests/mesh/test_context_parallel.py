@@ -54,6 +54,7 @@ MESHES = {
     "cp2-dp2": (4, _sizes(2), [4, 0]),
     "cp2-dp2-idle-overlap": (4, _sizes(2, overlap_grad_reduce=True, ddp_bucket_size=900), [99, 0]),
     "cp2-ep2": (2, _sizes(2, expert_model_parallel_size=2), [0]),
+    "cp2-ep2-turns": (2, _sizes(2, expert_model_parallel_size=2, overlap_moe_expert_parallel_comm=True), [0]),
     "cp2-dp2-ep4": (4, _sizes(2, expert_model_parallel_size=4), [5, 0]),
     "cp2-tp2-ep2": (4, _sizes(2, tensor=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1), [0]),
 }
@@ -64,7 +65,7 @@ COMBINATIONS = [
     *(("cp4", "wide", cut) for cut in ("dta", "dense-recomputed")),
     *((mesh, "wide", cut) for mesh in ("cp2-tp2", "cp2-pp2", "cp2-dp2") for cut in ("dta-mixed", "packed")),
     ("cp2-dp2-idle-overlap", "qwen3", "dta"),
-    *((mesh, "deepseek", "dta-mixed") for mesh in ("cp2", "cp2-ep2", "cp2-dp2-ep4")),
+    *((mesh, "deepseek", "dta-mixed") for mesh in ("cp2", "cp2-ep2", "cp2-ep2-turns", "cp2-dp2-ep4")),
     ("cp2-tp2-ep2", "wide-experts", "dta-mixed"),
     ("cp2-ep2", "wide-experts", "packed"),
 ]

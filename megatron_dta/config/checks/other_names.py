@@ -162,6 +162,11 @@ NAMES = (
         "Megatron's flags, such as `--tensor-model-parallel-size`, on `torchrun`",
     ),
     Names(
+        "`--context-parallel-size`",
+        "`actor.megatron.context_parallel_size`, `actor.ulysses_sequence_parallel_size`",
+        "`--context-parallel-size` (divides the tokens and heads of every segment)",
+    ),
+    Names(
         "`--save-debug-rollout-data`",
         "`trainer.rollout_data_dir`",
         "`--save-rollouts-interval`",

@@ -62,13 +62,13 @@ class ContextGroup(NamedTuple):
         return tuple(part.reshape(part.shape[0], -1, part.shape[-1]) for part in by_rank)
 
     def joined(self, own: Sequence[Tensor], begins: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, ...]:
-        """Vectors of these ``lengths`` of which every rank has the part ``own`` from ``begins`` on; the same bits on
+        """Tensors of these ``lengths`` of which every rank has the rows ``own`` from ``begins`` on; the same bits on
         every rank.
         """
-        values = own[0].new_zeros(sum(lengths))
+        values = own[0].new_zeros(sum(lengths), *own[0].shape[1:])
         found = values.split(list(lengths))
-        for vector, part, begin in zip(found, own, begins, strict=True):
-            vector[begin : begin + part.shape[0]] = part.detach()
+        for whole, part, begin in zip(found, own, begins, strict=True):
+            whole[begin : begin + part.shape[0]] = part.detach()
         # Adding zeros changes no value, so the order of the sum does not matter.
         torch.distributed.all_reduce(values, group=self.group)
         return found
