@@ -114,7 +114,7 @@ def folder(tmp_path_factory) -> Path:
         job("sharded-dp2-cut", SAMPLED, f"{SHARDED} --save-interval 1"),
         job("stored-cp2", even, CP),
         job("sampled-cp2", SAMPLED, f"{CP} {SHARDED}"),
-        job("moved-cp", half, f"{CP} --use-distributed-optimizer"),
+        job("moved-cp", even.replace("--train-iters 4", "--train-iters 2"), f"{CP} --use-distributed-optimizer"),
         job("moved-cp", stored, f"{SP} --use-distributed-optimizer"),
         job("moved", half, SP),
         job("moved", stored),
