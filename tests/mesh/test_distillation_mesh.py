@@ -62,6 +62,7 @@ def test_meshes_agree(kind: str, task: Path, tmp_path: Path) -> None:
         meshes |= {
             "tensor": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
             "pipeline": ["--pipeline-model-parallel-size", "2", "--offload-teacher"],
+            "context": ["--context-parallel-size", "2"],
         }
     for name, flags in meshes.items():
         for rank in run_ranks(command(task, kind, tmp_path / name, *flags), 2):

@@ -115,7 +115,7 @@ def folder(tmp_path_factory) -> Path:
         job("stored-cp2", even, CP),
         job("sampled-cp2", SAMPLED, f"{CP} {SHARDED}"),
         job("moved-cp", even.replace("--train-iters 4", "--train-iters 2"), f"{CP} --use-distributed-optimizer"),
-        job("moved-cp", stored, f"{SP} --use-distributed-optimizer"),
+        job("moved-cp", even, f"{SP} --use-distributed-optimizer"),
         job("moved", half, SP),
         job("moved", stored),
     ]
