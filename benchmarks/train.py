@@ -133,8 +133,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     is_divided = arguments.tensor_model_parallel_size > 1
     is_divided |= arguments.expert_model_parallel_size > 1 and arguments.pipeline_model_parallel_size > 1
     is_sparse = MODELS[arguments.model].num_experts is not None and (is_divided or not arguments.moe_grouped_gemm)
-    is_counted = not is_sparse and not any(MODELS[arguments.model].linear_attention_layers)
-    can_decide = torch.cuda.is_available() and "packed" not in arguments.tree_mode and is_counted
+    is_hybrid = any(MODELS[arguments.model].linear_attention_layers)
+    is_counted = not (is_hybrid and (is_sparse or arguments.pipeline_model_parallel_size > 1))
+    can_decide = torch.cuda.is_available() and "packed" not in arguments.tree_mode and is_counted and not is_sparse
     arguments.automatic = can_decide and not is_given
     if not arguments.automatic and not is_given:
         arguments.tree_segment_tokens = 4096

@@ -177,7 +177,8 @@ class StepTimer:
             return None
         costs, shape = self.engine.costs, self.engine.pipeline(batch.plan.segments.segment_tokens)
         each = (costs.bytes if costs is not None else None) or self.engine.counted_bytes()
-        budget = MemoryBudget(0.0, (self.constant,) * shape.num_stages, each)
+        states = self.engine.state_bytes()
+        budget = MemoryBudget(0.0, (self.constant,) * shape.num_stages, each, states=states)
         plan, stage = batch.plan, self.mesh.pipeline_rank
         step = stage_peak_bytes(plan.segments, plan.training, replace(shape, memory=budget), stage)
         return (self.constant + step) / GIB

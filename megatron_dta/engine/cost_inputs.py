@@ -70,7 +70,7 @@ def why_not_predicted(model: TreeGPTModel) -> str | None:
     """
     config = model.config
     if config.experimental_attention_variant is not None:
-        return "the time and memory of gated delta net are not counted (--experimental-attention-variant)"
+        return _why_not_counted(model)
     if config.num_moe_experts is None:
         return None
     if config.expert_model_parallel_size > 1 and config.pipeline_model_parallel_size > 1:
@@ -79,6 +79,17 @@ def why_not_predicted(model: TreeGPTModel) -> str | None:
         return "experts on tensor groups are not counted (--tensor-model-parallel-size above 1)"
     if model.counts_on_host:
         return "experts are counted as grouped products on the kernels only (--moe-grouped-gemm)"
+    return None
+
+
+def _why_not_counted(model: TreeGPTModel) -> str | None:
+    """The same for models with gated delta net."""
+    if model.config.num_moe_experts is not None:
+        return "gated delta net beside experts is not counted (--num-experts)"
+    if model.config.pipeline_model_parallel_size > 1:
+        return "stages with other layers than each other are not counted (--pipeline-model-parallel-size above 1)"
+    if not model.has_fused_layers:
+        return "gated delta net is counted on fused layers only (--fused-layer-impl triton)"
     return None
 
 
@@ -105,5 +116,7 @@ def counted_bytes(model: TreeGPTModel, shape: DecoderShape, rank: RankTensors) -
     reason, config = why_not_predicted(model), model.config
     if reason is not None:
         raise InputError(f"--tree-memory-gib: {reason}; leave it out")
+    if any(shape.linear_attention_layers):
+        return SegmentBytes.of_shape(shape, rank)
     fused = rank.fused and config.normalization == "RMSNorm" and config.gated_linear_unit
     return SegmentBytes.of_shape(shape, replace(rank, fused=fused))

@@ -29,6 +29,7 @@ from megatron_dta.planning.costs.correction import CostCorrection
 from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import MemoryBudget, RankTensors, SegmentBytes
+from megatron_dta.planning.costs.state_bytes import StateBytes
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, SIZES
 from megatron_dta.planning.step.flops import StepCounts
 from megatron_dta.planning.step.passes import PipelineShape, RankGroup
@@ -77,7 +78,11 @@ class TreeEngine(RankModel):
         found = self.mesh.gather_over_replica((self.mesh.pipeline_rank, float(constant_bytes)))
         constant = [max(each for rank, each in found if rank == stage) for stage in range(self.mesh.pipeline_size)]
         each = self.costs.bytes if self.costs is not None else None
-        self.memory = MemoryBudget(gib, tuple(constant), each or self.counted_bytes(), automatic)
+        self.memory = MemoryBudget(gib, tuple(constant), each or self.counted_bytes(), automatic, self.state_bytes())
+
+    def state_bytes(self) -> StateBytes | None:
+        """Bytes of the states of gated delta net on this rank; None for a model without it."""
+        return StateBytes.of_shape(self.shape, self.dtype.itemsize, self.config.tensor_model_parallel_size)
 
     def counted_bytes(self) -> SegmentBytes:
         """Bytes that a step needs for each token, by counting; raises InputError for a model with experts."""

@@ -27,12 +27,24 @@ def check_tree(config: TrainConfig) -> Iterator[str]:
                 yield f"--tree-memory-gib conflicts with {flag} {value}, which it decides itself; keep one of them"
     yield from _check_experts(config)
     if config.model.experimental_attention_variant is not None:
-        for flag, value in (("--tree-memory-gib", tree.tree_memory_gib), ("--cost-model", tree.cost_model)):
-            if value is not None:
-                yield (
-                    f"{flag} {value}: does not support --experimental-attention-variant; leave it out (and give "
-                    "--tree-memory-tokens or --tree-activation-tokens)"
-                )
+        yield from _check_hybrid(config)
+
+
+def _check_hybrid(config: TrainConfig) -> Iterator[str]:
+    tree, model = config.tree, config.model
+    if tree.cost_model is not None:
+        yield f"--cost-model {tree.cost_model}: does not support --experimental-attention-variant; leave it out"
+    if tree.tree_memory_gib is None:
+        return
+    for flag, is_set in (
+        ("--num-experts", model.num_experts is not None),
+        ("--pipeline-model-parallel-size above 1", config.parallel.pipeline_model_parallel_size > 1),
+    ):
+        if is_set:
+            yield (
+                f"--tree-memory-gib {tree.tree_memory_gib:g}: does not support --experimental-attention-variant with "
+                f"{flag}; leave it out (and give --tree-memory-tokens or --tree-activation-tokens)"
+            )
 
 
 def _check_experts(config: TrainConfig) -> Iterator[str]:

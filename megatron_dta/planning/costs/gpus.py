@@ -24,6 +24,8 @@ from megatron_dta.planning.costs.model import (
 GEMM_SHARE, ATTENTION_SHARES, LOGIT_SHARES = 0.62, (0.626, 0.457), (0.454, 0.346)
 # Achieved shares of the memory's and of the link's bandwidth.
 MEMORY_SHARE, LINK_SHARE = 0.55, 0.65
+# Times that the rows of gated delta net's convolution are read or written in a layer's forward, with the rule's own.
+LINEAR_PASSES = 6
 # Seconds that a host needs to launch a layer that runs as one function, and the rest of a pass: forward, backward.
 DIRECT_FLOORS_PER_LAYER, FLOORS = (0.354e-3, 0.713e-3), (3.2e-3, 2.6e-3)
 
@@ -97,9 +99,12 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     peak = gpu.flops_16 if split.is_16_bit else gpu.flops_32
     size, width = split.tensor_size, 2 if split.is_16_bit else 4
     whole = 8 * shape.hidden_size / (size if split.sequence_parallel else 1)
-    divided = (2 * (shape.query_width + 2 * shape.kv_width) + 3 * shape.ffn_hidden_size) / size
+    attention = shape.num_attention_layers / shape.num_layers
+    mixed = attention * 2 * (shape.query_width + 2 * shape.kv_width)
+    mixed += (1 - attention) * LINEAR_PASSES * shape.linear_channels
+    divided = (mixed + 3 * shape.ffn_hidden_size) / size
     summed = 4 * (size - 1) / size * shape.hidden_size
-    layer = 2 * shape.layer_weights / shape.num_layers / size / (GEMM_SHARE * peak)
+    layer = (2 * shape.layer_weights + shape.linear_token_operations) / shape.num_layers / size / (GEMM_SHARE * peak)
     layer += width * (whole + divided) / (MEMORY_SHARE * gpu.memory)
     # Two sums over the tensor group in the forward, and two in the backward, whose other work is twice as much; so for
     # the exchange of tokens.
@@ -114,7 +119,7 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     layer += exchanged * (1 / (LINK_SHARE * gpu.link) + 4 / (MEMORY_SHARE * gpu.memory))
     tokens = [shape.num_layers * (layer * passes + layer_sums) / ranks for passes in (1, 2)]
     size *= ranks
-    pair = 4 * shape.num_layers * shape.query_width / size / peak
+    pair = 4 * shape.num_attention_layers * shape.query_width / size / peak
     pairs = [pair * passes / share for passes, share in zip((1, 2.5), ATTENTION_SHARES, strict=True)]
     edge = 2 * shape.hidden_size * shape.vocab_size / size / peak
     edges = [edge * passes / share for passes, share in zip((1, 2), LOGIT_SHARES, strict=True)]

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates, hybrid_layer_bytes
 from megatron_dta.planning.segments.schedule import OpKind
 
 GIB = float(1 << 30)
@@ -165,6 +166,11 @@ class SegmentBytes:
             # Layers of both kinds count as the larger one.
             kept = max(attention + of_experts[0], 0 if all(shape.moe_layers) else kept)
             work = max(attention, of_experts[1], 0 if all(shape.moe_layers) else work) + 4 * element_bytes * hidden_size
+        if any(shape.linear_attention_layers):
+            kept, work = hybrid_layer_bytes(shape, element_bytes, tensor_size, hidden)
+            row = 3 * element_bytes + (4 if rank.float32_logits and element_bytes < 4 else 0)
+            kv *= shape.num_attention_layers / shape.num_layers
+            is_direct = False
         found = cls(
             kept_per_token_and_layer=kept,
             # Input and output of the last norm, rows of logits' hidden states, and tables of positions.
@@ -272,12 +278,14 @@ class MemoryBudget:
         constant: bytes of weights, gradients and optimizer states on each pipeline rank; part of ``gib``.
         bytes: coefficients for everything else.
         automatic: whether ``gib`` is what the GPUs have, rather than ``--tree-memory-gib``.
+        states: bytes of the states of gated delta net; None for a model without it.
     """
 
     gib: float
     constant: tuple[float, ...]
     bytes: SegmentBytes
     automatic: bool = False
+    states: StateBytes | None = None
 
     def available(self, rank: int) -> float:
         """Bytes that a step's tensors may take on a pipeline rank."""
@@ -310,6 +318,7 @@ def peak_bytes(
     path_tokens: Sequence[int],
     chunks: Sequence[ChunkTensors],
     each: SegmentBytes,
+    states: StepStates | None = None,
 ) -> float:
     """Peak bytes of a rank's ops, including K/V slots and fixed bytes.
 
@@ -317,15 +326,18 @@ def peak_bytes(
         ops: (kind, segment, model chunk) in order.
         lengths, path_tokens: for each segment, its number of tokens, and that of its root path including its own.
         chunks: the rank's model chunks.
+        states: the states of a rank with one model chunk; None for a model without them.
     """
     slots = each.fixed + sum(chunk.num_slots * each.slot(chunk.layers) for chunk in chunks)
+    of_states = (states.kept.tolist(), states.work.tolist()) if states is not None else ([0.0] * len(lengths),) * 2
+    slots += 0.0 if states is None else states.in_flight
     live = peak = 0.0
     for kind, segment, index in ops:
         chunk = chunks[index]
-        activations = each.kept(chunk.layers) * lengths[segment]
+        activations = each.kept(chunk.layers) * lengths[segment] + of_states[0][segment]
         keeps = chunk.kept[segment]
         held = activations if keeps else chunk.has_input * each.input_per_token * lengths[segment]
-        work = each.work(lengths[segment], path_tokens[segment])
+        work = each.work(lengths[segment], path_tokens[segment]) + of_states[1][segment]
         if kind is OpKind.FORWARD:
             live += held
         # A segment's activations exist in its backward, and at the end of a forward that keeps them.

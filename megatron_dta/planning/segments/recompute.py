@@ -73,7 +73,13 @@ def least_activation_tokens(needed: np.ndarray) -> int:
     return int(needed.max(initial=0))
 
 
-def choose_kept_by_memory(plan: SegmentPlan, budget_tokens: int, needed: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+def choose_kept_by_memory(
+    plan: SegmentPlan,
+    budget_tokens: int,
+    needed: np.ndarray,
+    seconds: np.ndarray,
+    kept_tokens: np.ndarray | None = None,
+) -> np.ndarray:
     """Choose the segments that keep their activations, by memory in units of one token's activations.
 
     Args:
@@ -82,6 +88,7 @@ def choose_kept_by_memory(plan: SegmentPlan, budget_tokens: int, needed: np.ndar
         needed: int64 [num_segments], memory that a segment needs while it runs: its activations and the working memory
             of its backward. Not less than its tokens.
         seconds: float64 [num_segments], time of each forward.
+        kept_tokens: int64 [num_segments], what keeping a segment takes, in the same units; None for its tokens.
 
     Returns:
         bool [num_segments]. For every segment, the tokens of its kept ancestors plus what it needs itself are within
@@ -99,7 +106,7 @@ def choose_kept_by_memory(plan: SegmentPlan, budget_tokens: int, needed: np.ndar
         parent = parents[segment]
         if parent >= 0:
             below[parent] = max(below[parent], below[segment], needed[segment])
-    charge = np.where(below > 0, plan.lengths, 0)
+    charge = np.where(below > 0, plan.lengths if kept_tokens is None else kept_tokens, 0)
     unit = 1
     for _ in range(COARSEST):
         search = _Search(parents, -(-charge // unit), -(-below // unit), -(-needed // unit))

@@ -78,14 +78,12 @@ class SegmentRuns:
         segments: the plan.
         start: int64 [R + 1], first stream token of each run.
         parent: int64 [R], run that ends with the parent token; -1 at a root.
-        level: int64 [R].
         segment_run: int64 [num_segments + 1], first run of each segment.
     """
 
     segments: SegmentPlan
     start: np.ndarray
     parent: np.ndarray
-    level: np.ndarray
     segment_run: np.ndarray
 
     @classmethod
@@ -101,12 +99,7 @@ class SegmentRuns:
         above = parent[begin]
         run_parent = np.where(above < 0, -1, np.searchsorted(start, above, side="right") - 1)
         segment_run = np.searchsorted(begin, bounds)
-        first = segment_run[:-1][np.searchsorted(bounds, begin, side="right") - 1] if len(begin) else begin
-        level = np.zeros(len(begin), dtype=np.int64)
-        inside = np.flatnonzero(run_parent >= first)
-        for run in inside.tolist():
-            level[run] = level[run_parent[run]] + 1
-        return cls(segments, start, run_parent, level, segment_run)
+        return cls(segments, start, run_parent, segment_run)
 
     @property
     def num_runs(self) -> int:
@@ -117,6 +110,19 @@ class SegmentRuns:
     def segment_of(self) -> np.ndarray:
         """Segment of each run, int64 [R]."""
         return np.repeat(np.arange(self.segments.num_segments), np.diff(self.segment_run))
+
+    @cached_property
+    def is_inner(self) -> np.ndarray:
+        """Whether the parent of each run is in the same segment, bool [R]."""
+        return self.parent >= self.segment_run[self.segment_of]
+
+    @cached_property
+    def level(self) -> np.ndarray:
+        """Level of each run in its segment, int64 [R]."""
+        level, parents = [0] * self.num_runs, self.parent.tolist()
+        for run in np.flatnonzero(self.is_inner).tolist():
+            level[run] = level[parents[run]] + 1
+        return np.asarray(level, dtype=np.int64)
 
     @cached_property
     def is_kept(self) -> np.ndarray:
@@ -143,6 +149,22 @@ class SegmentRuns:
         """Number of runs of each segment that have children anywhere, int64 [num_segments]."""
         forks = np.unique(self.parent[self.parent >= 0])
         return np.bincount(self.segment_of[forks], minlength=self.segments.num_segments).astype(np.int64)
+
+    @cached_property
+    def num_states(self) -> np.ndarray:
+        """Number of states of each segment (``SegmentStates``), int64 [num_segments]."""
+        outer = np.flatnonzero((self.parent >= 0) & ~self.is_inner)
+        pairs = np.unique(self.segment_of[outer] * (self.num_runs + 1) + self.parent[outer])
+        entries = np.bincount(pairs // (self.num_runs + 1), minlength=self.segments.num_segments)
+        return entries + 1 + self.inner_forks
+
+    @cached_property
+    def widest_levels(self) -> np.ndarray:
+        """Most runs in a level of each segment, int64 [num_segments]."""
+        widest = np.zeros(self.segments.num_segments, dtype=np.int64)
+        place, count = np.unique(self.segment_of * (self.num_runs + 1) + self.level, return_counts=True)
+        np.maximum.at(widest, place // (self.num_runs + 1), count)
+        return widest
 
     @cached_property
     def forks_in_flight(self) -> np.ndarray:

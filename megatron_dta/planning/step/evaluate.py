@@ -11,6 +11,7 @@ import numpy as np
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget
 from megatron_dta.planning.costs.segment_counts import segment_counts
+from megatron_dta.planning.costs.state_bytes import StepStates
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.recompute import (
     choose_kept_by_memory,
@@ -64,14 +65,16 @@ def evaluate_plan(
         kept = choose_kept_segments(segments, activation_tokens)
     else:
         layers, each = float(sum(shape.layers)), budget.bytes
-        slots = each.fixed + segments.peak_in_flight_tokens * each.slot(layers)
+        states = StepStates.of(segments, budget.states)
+        slots = each.fixed + segments.peak_in_flight_tokens * each.slot(layers) + states.in_flight
         unit = each.kept(layers)
-        needed = np.ceil(segments.lengths + each.work(segments.lengths, segments.in_flight_tokens) / unit)
-        needed = needed.astype(np.int64)
+        kept_tokens = segments.lengths + np.ceil(states.kept / unit).astype(np.int64)
+        working = each.work(segments.lengths, segments.in_flight_tokens) + states.work
+        needed = np.ceil(kept_tokens + working / unit).astype(np.int64)
         left = int((budget.available(0) - slots) // unit)
         if least_activation_tokens(needed) > left:
             return None, work, slots + unit * least_activation_tokens(needed) - budget.available(0)
-        kept = choose_kept_by_memory(segments, left, needed, forward)
+        kept = choose_kept_by_memory(segments, left, needed, forward, kept_tokens)
     seconds += float(forward[~kept].sum())
     return StepChoice(segments, kept, memory_tokens, seconds), work, 0.0
 

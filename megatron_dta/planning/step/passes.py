@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import ChunkTensors, MemoryBudget, peak_bytes
+from megatron_dta.planning.costs.state_bytes import StepStates
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.planner import plan_pipeline
 from megatron_dta.planning.pipeline.schedule import (
@@ -232,4 +233,5 @@ def stage_peak_bytes(segments: SegmentPlan, plan: PassPlan, shape: PipelineShape
         for chunk in range(shape.num_model_chunks)
     ]
     lengths, paths = segments.lengths.tolist(), segments.in_flight_tokens.tolist()
-    return peak_bytes(program.ops, lengths, paths, chunks, shape.memory.bytes)
+    states = StepStates.of(segments, shape.memory.states) if shape.memory.states is not None else None
+    return peak_bytes(program.ops, lengths, paths, chunks, shape.memory.bytes, states)

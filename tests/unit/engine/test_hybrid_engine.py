@@ -16,6 +16,7 @@ from megatron_dta.model import build_model
 from megatron_dta.model.recurrent.segment_states import SegmentPathStates
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
 from megatron_dta.parity.huggingface import to_huggingface
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from tree_engine_cases import (
     GRPO,
     TEMPERATURE,
@@ -121,6 +122,12 @@ def test_a_lost_gradient_would_be_seen(references, lost, monkeypatch):
     errors = compare_outcomes(outcome, expected)
     assert errors.logprob < 1e-12
     assert errors.gradient > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_the_shape_counts_the_models_parameters(references, kind):
+    model, weights, _, _ = references[kind]
+    assert DecoderShape.of(model).num_parameters == sum(weight.numel() for weight in weights.values())
 
 
 def test_forks_are_kept_on_one_path_only(references):

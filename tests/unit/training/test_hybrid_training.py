@@ -83,7 +83,10 @@ def test_a_run_from_scratch_exports_a_folder_that_transformers_loads(rollouts: s
         ("--transformer-impl transformer_engine", "needs --transformer-impl local"),
         ("--normalization LayerNorm", "--apply-layernorm-1p with --normalization LayerNorm"),
         ("--lora-rank 2", "--lora-rank does not support --experimental-attention-variant"),
-        ("--tree-memory-gib 3", "--tree-memory-gib 3.0: does not support --experimental-attention-variant"),
+        (
+            "--tree-memory-gib 3 --num-experts 2 --moe-grouped-gemm",
+            "--tree-memory-gib 3: does not support --experimental-attention-variant with --num-experts",
+        ),
         ("--cost-model x.json", "--cost-model x.json: does not support --experimental-attention-variant"),
     ],
 )

@@ -1,0 +1,120 @@
+"""Plans within a memory limit count the states of gated delta net: slot by slot, and at combs of many forks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_step_choice import shape_of
+
+from conftest import seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.named_shapes import SHAPES
+from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget, RankTensors, SegmentBytes
+from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates
+from megatron_dta.planning.plan_step import plan_step
+from megatron_dta.planning.segments.cut import plan_segments
+from megatron_dta.planning.segments.runs import SegmentRuns
+from megatron_dta.planning.step import choice as step_choice
+from megatron_dta.planning.step.passes import stage_peak_bytes, state_slots
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.tree import build_prefix_tree
+from segment_planner_cases import random_sequences
+
+STATES = StateBytes(open_fork=90.0, exit=30.0, state=8.0)
+
+
+@pytest.fixture(autouse=True)
+def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_choice, "SIZES", (64, 32, 16, 8, 4))
+
+
+def comb(teeth: int) -> list[TrainingSample]:
+    """A path that forks behind every second token."""
+    spine = np.zeros(2 * teeth, dtype=np.int32)
+    found = [np.append(spine[: 2 * tooth], [1, 2, tooth % 3]) for tooth in range(1, teeth)] + [spine]
+    return [TrainingSample(tokens.astype(np.int32), np.arange(len(tokens)) > 0) for tokens in found]
+
+
+def test_a_comb_of_many_forks_stays_within_the_limit_or_is_refused() -> None:
+    samples, planned, refused, sizes = comb(60), 0, [], set()
+    for available in (2000, 4000, 6000, 9000, 12_000, 20_000, 60_000):
+        shape = shape_of(float(available))
+        shape = replace(shape, memory=replace(shape.memory, states=STATES))
+        try:
+            step = plan_step(samples, "dta", pipeline=shape)
+        except InputError as error:
+            refused.append(str(error))
+            continue
+        assert stage_peak_bytes(step.segments, step.training, shape, 0) <= available
+        planned += 1
+        sizes.add(step.segments.segment_tokens)
+        # Without its states the same plan would seem to need less.
+        unaware = replace(shape, memory=replace(shape.memory, states=None))
+        assert stage_peak_bytes(step.segments, step.training, unaware, 0) < available
+    assert planned > 2
+    assert refused
+    assert all("--tree-memory-gib" in message for message in refused)
+    assert len(sizes) > 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_counts_of_states_are_those_of_the_segments(seed: int) -> None:
+    rng = seed_all(seed)
+    tree = build_prefix_tree(random_sequences(rng, 30, 3, 12))
+    for segment_tokens in (3, 9, 500):
+        segments = plan_segments(tree, segment_tokens)
+        runs, step = SegmentRuns.of(segments), StepStates.of(segments, STATES)
+        slots = np.zeros(segments.num_segments, np.int64)
+        for segment in range(segments.num_segments):
+            found = runs.states_of(segment, slots, 4)
+            forks = sum(len(level.forks) for level in found.levels)
+            assert runs.num_states[segment] == len(found.entry_slots) + 1 + forks
+            widest = max((len(level.lengths) for level in found.levels), default=0)
+            assert runs.widest_levels[segment] == widest
+            assert step.kept[segment] == STATES.exit * forks
+            assert step.work[segment] == STATES.state * (2 * runs.num_states[segment] + 4 * widest)
+        assert step.in_flight == STATES.open_fork * runs.forks_in_flight.max(initial=0)
+
+
+def test_slots_are_those_of_the_forks_in_flight() -> None:
+    step = plan_step(comb(20), "dta", pipeline=shape_of(None))
+    ((_, num_slots),) = state_slots(step.runs, step.training, 0)
+    assert num_slots == step.runs.forks_in_flight.max()
+
+
+def test_bytes_of_published_shapes() -> None:
+    """Qwen3.5-35B-A3B: 30 layers with states of 32 x 128 x 128 numbers."""
+    shape = SHAPES["qwen3.5-35b-a3b"]
+    each = StateBytes.of_shape(shape, 2)
+    assert each.exit == 30 * 32 * 128 * 128 * 4 == 60 * 2**20
+    assert each.open_fork == 2 * each.exit + 30 * 3 * (2 * 16 * 128 + 32 * 128) * 6
+    assert StateBytes.of_shape(shape, 2, tensor_size=2).exit == each.exit / 2
+    assert StateBytes.of_shape(SHAPES["qwen3-8b"], 2) is None
+    # Only every fourth layer has keys and values.
+    nine = SHAPES["qwen3.5-9b"]
+    assert SegmentBytes.of_shape(nine).kv_per_token_and_layer == 2 * 4 * 256 * 6 / 4
+
+
+def test_operations_and_parameters_of_a_hybrid() -> None:
+    shape = DecoderShape(
+        *(2, 8, 16, 2, 1, 4, 10),
+        qk_layernorm=True,
+        attention_output_gate=True,
+        linear_attention_layers=(True, False),
+        linear_key_head_dim=3,
+        linear_value_head_dim=5,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+    )
+    # Queries, keys and values of 3 + 3 + 10 channels, gates of 10, decay and strength of 2 heads; then the output.
+    assert shape.linear_attention_weights == 8 * (16 + 10 + 4) + 10 * 8
+    assert shape.attention_weights == 8 * (2 * 8 + 2 * 4) + 8 * 8
+    ffn, norms = 3 * 8 * 16, 2 * 8
+    assert shape.layer_parameters(0).dense == shape.linear_attention_weights + 4 * 16 + 4 + 5 + ffn + norms
+    assert shape.layer_parameters(1).dense == shape.attention_weights + ffn + norms + 2 * 4
+    assert shape.linear_token_operations == 6 * 2 * 3 * 5 + 2 * 4 * 16
+    assert shape.num_attention_layers == 1
+    assert MemoryBudget(1.0, (0.0,), SegmentBytes.of_shape(shape, RankTensors(2))).available(0) < GIB
