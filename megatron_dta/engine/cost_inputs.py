@@ -100,7 +100,8 @@ def costs_of_gpu(model: TreeGPTModel, shape: DecoderShape, segment_tokens: int) 
         return None
     gpu, _ = gpu_named(torch.cuda.get_device_name(parameter.device))
     size = config.tensor_model_parallel_size
-    direct = model.has_fused_layers and size == 1 and shape.num_experts is None
+    is_plain = shape.num_experts is None and not any(shape.linear_attention_layers)
+    direct = model.has_fused_layers and size == 1 and is_plain
     ranks, contexts = config.expert_model_parallel_size, config.context_parallel_size
     is_16_bit = parameter.dtype.itemsize == 2
     split = LayerSplit(is_16_bit, size, config.sequence_parallel, direct, ranks, contexts)
