@@ -13,8 +13,9 @@ class DistillationConfig:
 
     teacher_load_hf: list[str] | None = option(
         None,
-        "Hugging Face checkpoints of teachers, FOLDER or NAME=FOLDER; they have the policy's vocabulary and mesh. A "
-        "prompt or rollout names its teacher in the field teacher (default: the first).",
+        "Teachers with the policy's vocabulary: Hugging Face checkpoints, FOLDER or NAME=FOLDER, which are loaded on "
+        "the policy's mesh, or addresses of megatron-dta teacher, NAME=http://HOST:PORT. A prompt or rollout names its "
+        "teacher in the field teacher (default: the first).",
     )
     teacher_kl: str = option(
         "full-vocabulary",

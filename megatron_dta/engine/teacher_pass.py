@@ -37,6 +37,7 @@ class TeacherTarget:
         rows: int64 [U], ascending.
         weights: float64 [U], derivative of the step's loss by the divergence of each row.
         counts: int64 [U], pairs that count at each row, for the mean.
+        rows_there: int64 [U], the teacher's own row of each.
         states: [U, D], hidden states of the teacher there, on the host; None on ranks without the last stage.
         head: its output weight there.
     """
@@ -44,8 +45,9 @@ class TeacherTarget:
     rows: np.ndarray
     weights: np.ndarray
     counts: np.ndarray
-    states: Tensor | None
-    head: Head | None
+    rows_there: np.ndarray
+    states: Tensor | None = None
+    head: Head | None = None
 
 
 class TeacherPass:

@@ -49,7 +49,7 @@ from megatron_dta.training.data.stored import StoredRollouts, load_files
 from megatron_dta.training.monitor.metrics import check_loggers
 from megatron_dta.training.monitor.run_description import mesh_text, run_mesh, steps_text, tokenizer_lines
 from megatron_dta.training.setup import read_data, with_known_sizes
-from megatron_dta.training.teachers import teacher_folders, teacher_shape
+from megatron_dta.training.teachers import is_remote, teacher_folders, teacher_shape
 from megatron_dta.training.weights.huggingface import check_save_hf
 
 Report = Callable[[str], None]
@@ -296,9 +296,9 @@ def _memory(
 
 
 def _teacher_shapes(config: TrainConfig) -> dict[str, ModelConfig]:
-    """The shapes of the teachers by name."""
+    """The shapes by name of the teachers that will be in the run's processes."""
     folders = teacher_folders(config.distillation.teacher_load_hf or [])
-    return {name: teacher_shape(config, folder) for name, folder in folders.items()}
+    return {name: teacher_shape(config, folder) for name, folder in folders.items() if not is_remote(folder)}
 
 
 def _tell_memory(config: TrainConfig, memory: tuple[int, RankMemory, float], tell: Callable[[str, str], None]) -> None:

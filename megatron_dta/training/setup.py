@@ -98,7 +98,6 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
         _load_first_weights(config, model, start, console)
     # The reference is built before the checkpoint is loaded, so that without --ref-load it gets the initial weights.
     reference = _build_reference(config, objective, model, device, resumes)
-    teachers = build_teachers(config, device, lambda own: _engine(config, own))
     critic = None
     if objective.needs_critic:
         critic = Critic(config, build_critic_model(config, model, device, resumes))
@@ -116,6 +115,7 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
     # A new run starts a new metrics file, including the record before the first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
     engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay, costs)
+    teachers = build_teachers(config, device, engine, lambda own: _engine(config, own))
     constant = _constant_bytes(config, optimizer, _frozen_models(reference, teachers, config), critic)
     tuner = _tuner(config, engine, constant, (optimizer, critic), _frozen_models(reference, teachers))
     tuner.load_state_dict(planning)

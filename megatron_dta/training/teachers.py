@@ -1,7 +1,8 @@
 """Teachers of on-policy distillation: frozen models that score the policy's own rollouts.
 
-A teacher has a shape and a checkpoint of its own, the policy's vocabulary and the policy's mesh. It computes the prefix
-tree of its samples in one forward-only pass, planned for its own shape.
+A teacher has a shape and a checkpoint of its own and the policy's vocabulary. It is in this process, on the policy's
+mesh, or served by ``megatron-dta teacher`` from other processes with a mesh of their own (``remote_teacher``). It
+computes the prefix tree of its samples in one forward-only pass, planned for its own shape.
 
     full-vocabulary   hidden states of the teacher at every row go to the host; in the training pass its logits are
                       computed from them beside the policy's, chunk by chunk (``engine.teacher_pass``). This happens
@@ -21,13 +22,15 @@ import numpy as np
 import torch
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, TrainConfig
+from megatron_dta.config import DistillationConfig, ModelConfig, TrainConfig, TreeConfig
 from megatron_dta.conversion.hf.config import settings_from_hf
-from megatron_dta.engine import TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.engine import TreeBatch, TreeEngine
 from megatron_dta.engine.teacher_pass import TeacherTarget
-from megatron_dta.model import build_model
+from megatron_dta.model import Head, build_model
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import Rollout
+from megatron_dta.training.remote_teacher import RemoteTeacher
+from megatron_dta.training.teacher_samples import rows_of_pairs, teacher_batch
 from megatron_dta.training.weights.huggingface import load_hf
 from megatron_dta.training.weights.offload import HostStorages
 
@@ -50,13 +53,18 @@ def teacher_folders(settings: Sequence[str]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for entry in settings:
-        name, separator, folder = entry.partition("=")
-        folder = folder if separator else name
+        name, separator, folder = ("", "", entry) if is_remote(entry) else entry.partition("=")
+        folder = folder if separator or is_remote(entry) else name
         name = name if separator else Path(folder).name
         if not name or not folder or name in found:
             raise InputError(f"--teacher-load-hf {entry}: give NAME=FOLDER, each name once")
         found[name] = folder
     return found
+
+
+def is_remote(folder: str) -> bool:
+    """Whether an entry of ``--teacher-load-hf`` is the address of a served teacher."""
+    return folder.startswith(("http://", "https://"))
 
 
 def teacher_shape(config: TrainConfig, folder: str) -> ModelConfig:
@@ -73,14 +81,16 @@ def teacher_shape(config: TrainConfig, folder: str) -> ModelConfig:
 
 
 class Teacher:
-    """One teacher: an engine on its frozen model.
+    """A teacher in this process, on the policy's mesh.
 
     Args:
+        engine: on its frozen model.
+        tree: how its passes are planned.
         offload: keep the weights on the host between passes, except for the output weight.
     """
 
-    def __init__(self, engine: TreeEngine, offload: bool = False) -> None:
-        self.engine, self._storages = engine, None
+    def __init__(self, engine: TreeEngine, tree: TreeConfig, offload: bool = False) -> None:
+        self.engine, self._tree, self._storages = engine, tree, None
         if offload:
             chunks = engine.tree_models
             kept = {id(chunks[-1]._padded_output_weight())} if chunks[-1].post_process else set()
@@ -92,13 +102,33 @@ class Teacher:
             self._storages = HostStorages(own, constant=True)
             self._storages.to_host()
 
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """Chunks of the model in this process."""
+        return self.engine.tree_models
+
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        """Logprobs of each sample's trained tokens, [T] each, 0 elsewhere."""
+        with self._on_device():
+            return self.engine.compute_logprobs(teacher_batch(self.engine, samples, self._tree))
+
+    def rows(self, samples: Sequence[TrainingSample]) -> tuple[np.ndarray, torch.Tensor | None]:
+        """The row of each trained token, int64 [P], and the rows' hidden states; None before the last stage."""
+        with self._on_device():
+            batch = teacher_batch(self.engine, samples, self._tree)
+            return rows_of_pairs(batch), self.engine.compute_row_states(batch)
+
+    def head(self) -> Head | None:
+        """This rank's rows of the output weight; None before the last stage."""
+        last = self.engine.tree_models[-1]
+        return last.head() if last.post_process else None
+
     @contextmanager
-    def on_device(self) -> Iterator[TreeEngine]:
-        """Yield the engine with all weights on the device."""
+    def _on_device(self) -> Iterator[None]:
         if self._storages is not None:
             self._storages.to_device()
         try:
-            yield self.engine
+            yield
         finally:
             if self._storages is not None:
                 self._storages.to_host()
@@ -111,10 +141,10 @@ class Teachers:
         teachers: by name, the default one first.
     """
 
-    def __init__(self, config: TrainConfig, teachers: dict[str, Teacher]) -> None:
-        self._config, self._settings = config, config.distillation
+    def __init__(self, settings: DistillationConfig, teachers: dict[str, Teacher | RemoteTeacher]) -> None:
+        self._settings = settings
         self._names, self._teachers = list(teachers), list(teachers.values())
-        self.models = [chunk for each in self._teachers for chunk in each.engine.tree_models]
+        self.models = [chunk for each in self._teachers for chunk in each.models]
 
     def numbers(self, rollouts: Sequence[Rollout]) -> list[int]:
         """The teacher of each rollout; ``InputError`` for an unknown name."""
@@ -130,8 +160,7 @@ class Teachers:
         """The logprobs of each sample's trained tokens under its teacher, [T] each, 0 elsewhere."""
         found: list[np.ndarray] = [np.zeros(0)] * len(samples)
         for number, own in self._shares(samples):
-            with self._teachers[number].on_device() as engine:
-                computed = engine.compute_logprobs(self._batch(engine, [samples[i] for i in own]))
+            computed = self._teachers[number].logprobs([samples[i] for i in own])
             for i, values in zip(own, computed, strict=True):
                 found[i] = values
         return found
@@ -144,11 +173,12 @@ class Teachers:
             return batch
         targets = []
         for number, own in self._shares(samples):
-            with self._teachers[number].on_device() as engine:
-                scored = self._batch(engine, [samples[i] for i in own])
-                states = engine.compute_row_states(scored)
-            head = engine.tree_models[-1].head() if states is not None else None
-            targets.append(_target(batch, own, scored, self._settings.teacher_coef, states, head))
+            teacher = self._teachers[number]
+            row_there, states = teacher.rows([samples[i] for i in own])
+            found = _target(batch, own, row_there, self._settings.teacher_coef)
+            if states is not None:
+                found = replace(found, states=states[torch.from_numpy(found.rows_there)], head=teacher.head())
+            targets.append(found)
         return replace(batch, teachers=tuple(targets))
 
     def _shares(self, samples: Sequence[TrainingSample]) -> list[tuple[int, list[int]]]:
@@ -160,49 +190,45 @@ class Teachers:
             for number in range(len(self._teachers))
         ]
 
-    def _batch(self, engine: TreeEngine, samples: list[TrainingSample]) -> TreeBatch:
-        tree = replace(self._config.tree, tree_memory_gib=None)
-        plain = [TrainingSample(sample.token_ids, sample.loss_mask) for sample in samples]
-        return prepare_batch(plain, tree, pipeline=engine.pipeline(tree.tree_segment_tokens))
 
+def _target(batch: TreeBatch, own: list[int], row_there: np.ndarray, coefficient: float) -> TeacherTarget:
+    """The rows of the policy's plan that a teacher scores, without its states.
 
-def _target(
-    batch: TreeBatch,
-    own: list[int],
-    scored: TreeBatch,
-    coefficient: float,
-    states: torch.Tensor | None,
-    head: object,
-) -> TeacherTarget:
-    """What a teacher found in its plan (``scored``), at the rows of the policy's plan."""
+    Args:
+        own: the samples of the teacher.
+        row_there: its row of each of their trained tokens, in the order of the samples.
+    """
     plan = batch.plan
     spans = [np.arange(plan.sequence_pairs[i], plan.sequence_pairs[i + 1]) for i in own]
     pairs = np.concatenate([np.zeros(0, np.int64), *spans])
     counts = np.ones(len(pairs), bool) if batch.owned is None else batch.owned[pairs]
-    # The pairs of both plans are in the order of the sequences.
     rows, first, place = np.unique(plan.edge_row[plan.pair_edge[pairs]], return_index=True, return_inverse=True)
     weights = np.bincount(place, batch.loss_weights[pairs] * counts, len(rows)) * coefficient
-    row_there = scored.plan.edge_row[scored.plan.pair_edge]
-    chosen = None if states is None else states[torch.from_numpy(row_there[first])]
     numbers = np.bincount(place, counts, len(rows)).astype(np.int64)
-    return TeacherTarget(rows.astype(np.int64), weights, numbers, chosen, head)
+    return TeacherTarget(rows.astype(np.int64), weights, numbers, row_there[first])
 
 
-def build_teachers(config: TrainConfig, device: torch.device, make_engine: object) -> Teachers | None:
-    """The teachers of ``--teacher-load-hf`` with their weights; None without any.
+def build_teachers(
+    config: TrainConfig, device: torch.device, policy: TreeEngine, make_engine: object
+) -> Teachers | None:
+    """The teachers of ``--teacher-load-hf``, with their weights or connected; None without any.
 
     Args:
+        policy: the policy's engine.
         make_engine: the engine of a model.
     """
     settings = config.distillation
     if not settings.is_used:
         return None
-    found = {}
+    found: dict[str, Teacher | RemoteTeacher] = {}
     for name, folder in teacher_folders(settings.teacher_load_hf or []).items():
+        if is_remote(folder):
+            found[name] = RemoteTeacher(folder, policy, settings.teacher_kl == "full-vocabulary")
+            continue
         shape = teacher_shape(config, folder)
         model = build_model(shape, device, config.parallel)
         checkpoint = replace(config.checkpoint, load_hf=folder, hf_checkpoint=folder)
         load_hf(replace(config, model=shape, checkpoint=checkpoint), model)
         model.requires_grad_(False).eval()
-        found[name] = Teacher(make_engine(model), settings.offload_teacher)
-    return Teachers(config, found)
+        found[name] = Teacher(make_engine(model), config.tree, settings.offload_teacher)
+    return Teachers(settings, found)

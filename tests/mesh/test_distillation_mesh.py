@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
 from conftest import seed_all
-from forked import run_python, run_ranks
+from forked import Program, run_python, run_ranks
+from megatron_dta.common.array_message import pack
 from megatron_dta.rollouts import Rollout, write_rollouts
 
 MODEL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 13 --max-position-embeddings 64 --swiglu"
@@ -91,6 +102,89 @@ def test_a_teacher_alone_and_refusals(task: Path, tmp_path: Path) -> None:
         refused = run_python(arguments)
         assert refused.returncode == 2, refused.stderr
         assert says in refused.stderr
+
+
+def test_a_teacher_with_a_mesh_of_its_own(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Served by two ranks, tensor-parallel or in stages, to a run of one process: as if it were in the run."""
+    monkeypatch.setenv("MEGATRON_DTA_TEACHER_KEY", "a key of enough characters")
+    local = run_python(command(task, "full-vocabulary", tmp_path / "local"))
+    assert local.returncode == 0, local.stderr
+    for mesh in (["--tensor-model-parallel-size", "2", "--sequence-parallel"], ["--pipeline-model-parallel-size", "2"]):
+        with served_teacher([f"--load-hf={task}/a", *mesh]) as url:
+            arguments = command(task, "full-vocabulary", tmp_path / mesh[0])
+            arguments[arguments.index(f"a={task}/a")] = f"a={url}"
+            done = run_python(arguments)
+            assert done.returncode == 0, done.stderr
+            for row, wanted in zip(rows(tmp_path / mesh[0]), rows(tmp_path / "local"), strict=True):
+                for metric in ("loss", "grad_norm", "teacher_kl"):
+                    assert row[metric] == pytest.approx(wanted[metric], rel=1e-5, abs=1e-6), metric
+            if "tensor" in mesh[0]:
+                check_refusals(url, arguments, tmp_path, monkeypatch)
+
+
+def check_refusals(url: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bad messages and keys: one line each; the teacher goes on."""
+
+    def post(path: str, body: bytes, key: str = "a key of enough characters") -> tuple[int, str]:
+        request = urllib.request.Request(url + path, body, {"authorization": f"Bearer {key}"})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as reply:
+                return reply.status, ""
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())["error"]["message"]
+
+    good = {
+        "token_ids": np.array([1, 2, 3], np.int32),
+        "lengths": np.array([3]),
+        "loss_mask": np.array([False, True, True]),
+    }
+    assert post("/v1/logprobs", pack(good)) == (200, "")
+    for changes, says in (
+        ({"token_ids": np.array([1, 2, 13], np.int32)}, "token_ids: must be in [0, 13)"),
+        ({"lengths": np.array([4])}, "lengths: "),
+        ({"loss_mask": np.array([True, True, True])}, "loss_mask: must be false"),
+        ({"lengths": np.zeros(0, np.int64)}, "lengths: "),
+    ):
+        status, message = post("/v1/rows", pack(good | changes))
+        assert status == 400
+        assert message.startswith(says)
+    for body in (
+        b"",
+        b"{}",
+        b"\n",
+        b"x" * 1000,
+        pack(good)[:-1],
+        pack(good) + b"x",
+        b'{"arrays":[["a","object",[1]]]}\n' + b"0" * 8,
+    ):
+        assert post("/v1/logprobs", body)[0] == 400
+    assert post("/v1/logprobs?temperature=nan", pack(good))[0] == 400
+    assert post("/v1/logprobs", pack(good), "wrong")[0] == 401
+    monkeypatch.setenv("MEGATRON_DTA_TEACHER_KEY", "another key, which is wrong")
+    refused = run_python([*arguments[: arguments.index("--save")], "--save", str(tmp_path / "refused")])
+    assert refused.returncode == 2
+    assert "status 401" in refused.stderr
+    monkeypatch.setenv("MEGATRON_DTA_TEACHER_KEY", "a key of enough characters")
+
+
+@contextmanager
+def served_teacher(flags: list[str]) -> Iterator[str]:
+    """Two ranks of ``megatron-dta teacher``; yields its address."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        Program(["tools/teacher.py", *flags, "--port", "0"], env=common | {"RANK": str(i), "LOCAL_RANK": str(i)})
+        for i in range(2)
+    ]
+    ranks[0].wait_until(lambda: "teacher: http" in ranks[0].stdout())
+    try:
+        yield ranks[0].stdout().split("teacher: ")[1].split(",")[0]
+    finally:
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGTERM)
+        assert [rank.wait(60).returncode for rank in ranks] == [0, 0]
 
 
 def test_a_dry_run_tells_the_teachers(task: Path, tmp_path: Path) -> None:

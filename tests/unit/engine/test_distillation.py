@@ -11,7 +11,7 @@ import torch
 from conftest import seed_all
 from dta_kernels.logprobs.logit_chunks import Head
 from dta_kernels.logprobs.reverse_kl import ReverseKLSettings, TeacherRows, linear_reverse_kl, reverse_kl_reference
-from megatron_dta.config import DistillationConfig, ModelConfig, ObjectiveConfig, TrainConfig, TreeConfig
+from megatron_dta.config import DistillationConfig, ModelConfig, ObjectiveConfig, TreeConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import build_model, build_stock_model, initialize_parallel
 from megatron_dta.objectives import LossFields, make_objective
@@ -101,17 +101,13 @@ def test_trees_equal_one_sequence_at_a_time(tied: bool):
         TreeConfig(tree_segment_tokens=1024),
         TreeConfig(tree_mode="dense", tree_segment_tokens=64),
     ):
-        config = TrainConfig(
-            model=model,
-            tree=tree,
-            distillation=DistillationConfig(teacher_load_hf=["a", "b"], teacher_coef=COEFFICIENT),
-        )
+        settings = DistillationConfig(teacher_load_hf=["a", "b"], teacher_coef=COEFFICIENT)
         found = {}
         for name, (shape, own) in zip("ab", taught, strict=True):
             own_model = build_model(shape, initialize_parallel(1))
             own_model.load_state_dict(own)
-            found[name] = Teacher(TreeEngine(own_model.requires_grad_(False), TEMPERATURE))
-        teachers = Teachers(config, found)
+            found[name] = Teacher(TreeEngine(own_model.requires_grad_(False), TEMPERATURE), tree)
+        teachers = Teachers(settings, found)
         tree_model = build_model(model, initialize_parallel(1))
         tree_model.load_state_dict(weights)
         engine = TreeEngine(tree_model, TEMPERATURE, tree.logprob_chunk_tokens)
@@ -133,12 +129,10 @@ def test_sampled_tokens_are_scored_by_their_teachers():
     engines = [
         TreeEngine(build_model(shape, initialize_parallel(8 + i)), TEMPERATURE) for i, shape in enumerate(shapes)
     ]
-    config = TrainConfig(
-        model=model_config(),
-        tree=TreeConfig(tree_segment_tokens=32),
-        distillation=DistillationConfig(teacher_load_hf=["a", "b"], teacher_kl="sampled-tokens"),
-    )
-    teachers = Teachers(config, {name: Teacher(engine) for name, engine in zip("ab", engines, strict=True)})
+    settings = DistillationConfig(teacher_load_hf=["a", "b"], teacher_kl="sampled-tokens")
+    tree = TreeConfig(tree_segment_tokens=32)
+    found = {name: Teacher(engine, tree) for name, engine in zip("ab", engines, strict=True)}
+    teachers = Teachers(settings, found)
     found = teachers.logprobs(samples)
     for sample, own in zip(samples, found, strict=True):
         alone = prepare_batch([sample], TreeConfig(tree_mode="dense", tree_segment_tokens=64))

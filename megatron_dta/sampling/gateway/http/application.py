@@ -113,18 +113,7 @@ class Application:
         return guarded
 
     async def _body(self, request: Request) -> bytes:
-        """The body, no longer than it may be."""
-        most = self._gateway.settings.limits.max_body_bytes
-        declared = request.headers.get("content-length", "0")
-        if not declared.isascii() or not declared.isdigit() or int(declared) > most:
-            raise RequestError(413, f"the body is longer than {most} bytes (--gateway-max-body-mib)")
-        pieces, size = [], 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size > most:
-                raise RequestError(413, f"the body is longer than {most} bytes (--gateway-max-body-mib)")
-            pieces.append(piece)
-        return b"".join(pieces)
+        return await limited_body(request, self._gateway.settings.limits.max_body_bytes)
 
     def _session(self, request: Request) -> Session:
         return self._gateway.sessions.find(_key(request))
@@ -238,6 +227,20 @@ class Application:
             raise refuse(f"{session.running} calls are running; wait for them and close the session then")
         self._administration.closed(session, body.failed)
         return JSONResponse({"calls": len(session.calls)})
+
+
+async def limited_body(request: Request, most: int) -> bytes:
+    """The body of a request; ``RequestError`` 413 as soon as it is known to be longer than ``most`` bytes."""
+    declared = request.headers.get("content-length", "0")
+    if not declared.isascii() or not declared.isdigit() or int(declared) > most:
+        raise RequestError(413, f"the body is longer than {most} bytes, the most that is read")
+    pieces, size = [], 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > most:
+            raise RequestError(413, f"the body is longer than {most} bytes, the most that is read")
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
 class PatientResponse(StreamingResponse):
