@@ -210,6 +210,12 @@ class ModelConfig:
     moe_routing_replay: bool = option(
         False, "Route tokens to the experts that the rollouts' sampler chose (field routed_experts)."
     )
+    moe_routing_conflicts: str = option(
+        "first",
+        "Where rollouts that share a token were routed differently, with --moe-routing-replay: first lets the choice "
+        "of the first rollout hold for all; fork shares the token only among rollouts that were routed alike.",
+        choices=("first", "fork"),
+    )
     moe_grouped_gemm: bool = option(
         False, "Compute the experts of a rank as grouped matrix products; weights and checkpoints are unchanged."
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from megatron_dta.planning.expert_parallel.synchronized_plan import synchronize
 from megatron_dta.planning.segments.cut import default_memory_tokens
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, choose_kept_of, choose_step
@@ -46,6 +48,8 @@ def plan_step(
         agreed = min((size for size in sizes if size is not None), default=None)
         if has_tokens and agreed < choice.segments.segment_tokens:
             choice = _choose(samples, tree_mode, replace(budget, segment_tokens=agreed), pipeline)
+    if any(sample.tree_keys is not None for sample in samples):
+        choice = _with_token_ids(choice, samples)
     step = plan_segmented_step(samples, choice, pipeline, budget.activation_tokens)
     return step if pipeline.group is None else synchronize(step, pipeline)
 
@@ -55,7 +59,7 @@ def _choose(
 ) -> StepChoice:
     """Use the given segment size, or choose the fastest plan if the size is free or memory is limited."""
     lengths = [sample.needed_length() for sample in samples]
-    sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
+    sequences = [sample.keys[:length] for sample, length in zip(samples, lengths, strict=True)]
     masks = [sample.loss_mask[:length] for sample, length in zip(samples, lengths, strict=True)]
     known = [sample.path for sample in samples if sample.path is not None]
     paths = known if len(known) == len(samples) else None
@@ -67,3 +71,12 @@ def _choose(
     choice = choose_kept_of(segments, masks, pipeline, budget.activation_tokens)
     in_flight = 0 if tree_mode == "packed" else budget.memory_tokens or default_memory_tokens(segments.tree, size)
     return replace(choice, memory_tokens=in_flight)
+
+
+def _with_token_ids(choice: StepChoice, samples: Sequence[TrainingSample]) -> StepChoice:
+    """``choice`` with the samples' tokens in place of the keys from which its forest was built."""
+    tree = choice.segments.tree
+    stream, _ = tree.stream_indices_of(np.arange(len(samples)))
+    token_ids = np.empty_like(tree.token_ids)
+    token_ids[stream] = np.concatenate([sample.token_ids[: sample.needed_length()] for sample in samples])
+    return replace(choice, segments=replace(choice.segments, tree=replace(tree, token_ids=token_ids)))

@@ -10,6 +10,7 @@ import pytest
 from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.engines.servers.http_client import HttpSettings
+from megatron_dta.sampling.engines.servers.routing import RoutingShape
 from megatron_dta.sampling.engines.servers.sglang import SglangProtocol
 from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
 from megatron_dta.sampling.params import SamplingParams
@@ -36,10 +37,12 @@ class Setup:
         for _ in range(count):
             self.servers.append(self._stack.enter_context(SERVERS[self.kind](self.table, **options)))
 
-    def engine(self, settings: HttpSettings = QUICK, **options: object) -> HttpEngine:
+    def engine(
+        self, settings: HttpSettings = QUICK, routing: RoutingShape | None = None, **options: object
+    ) -> HttpEngine:
         urls = [server.url for server in self.servers]
         engine = HttpEngine(
-            PROTOCOLS[self.kind](), urls, settings, vocab_size=VOCABULARY, report=self.lines.append, **options
+            PROTOCOLS[self.kind](routing), urls, settings, vocab_size=VOCABULARY, report=self.lines.append, **options
         )
         self._stack.callback(engine.close)
         return engine

@@ -56,6 +56,8 @@ class RolloutServer:
         # Settings of speculation as the server tells them, None without; and how much was drafted and accepted.
         self.speculation: dict[str, Any] | None = None
         self.drafted, self.accepted = 0, 0
+        # Layers and experts of each token that the server returns, if it was started for that.
+        self.routing: tuple[int, int] | None = None
         self._cache: list[tuple[int, ...]] = []
         self._cache_is_old = False
         self._loop, self._port, self._stopped = asyncio.new_event_loop(), port, False
@@ -201,3 +203,9 @@ class RolloutServer:
 
     def returned(self, raw: np.ndarray, scaled: np.ndarray, kept: np.ndarray) -> np.ndarray:
         raise NotImplementedError
+
+
+def experts_of(context: list[int], tokens: list[int], layers: int, topk: int) -> np.ndarray:
+    """Experts [T - 1, layers, topk] of all tokens but the last: different ones, by token and layer."""
+    ids = np.array([*context, *tokens])[:-1]
+    return (ids[:, None, None] + np.arange(layers)[None, :, None] + np.arange(topk)) % 8

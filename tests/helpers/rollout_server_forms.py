@@ -19,6 +19,7 @@ VLLM_COMPLETION: dict[str, Any] = {
 SGLANG_GENERATE: dict[str, Any] = {
     "rid": str, "input_ids": list, "sampling_params": dict, "return_logprob": bool, "logprob_start_len": int,
     "top_logprobs_num": int, "token_ids_logprob": list, "return_text_in_logprobs": bool, "stream": bool,
+    "return_routed_experts": bool,
 }  # fmt: skip
 SGLANG_SAMPLING: dict[str, Any] = {
     "max_new_tokens": int, "stop": list, "stop_token_ids": list, "temperature": NUMBER, "top_p": NUMBER,

@@ -7,6 +7,8 @@ so is a missing or mistyped one, in the form of each server. How they sample is 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from rollout_server_base import RolloutServer
+from rollout_server_base import RolloutServer, experts_of
 from rollout_server_forms import (
     NUMBER,
     SGLANG_FROM_DISK,
@@ -79,6 +81,13 @@ class VllmServer(RolloutServer):
             return web.json_response({"success": True, "new_version": self.label})
         return web.json_response({"detail": "Not Found"}, status=404)
 
+    def _experts(self, context: list[int], tokens: list[int]) -> str | None:
+        if self.routing is None:
+            return None
+        file = io.BytesIO()
+        np.save(file, experts_of(context, tokens, *self.routing).astype(np.int16))
+        return base64.b64encode(file.getvalue()).decode()
+
     async def _complete(self, body: dict[str, Any]) -> web.Response:
         self.bodies.append(body)
         if not body["prompt"]:
@@ -110,7 +119,7 @@ class VllmServer(RolloutServer):
             "token_ids": tokens if body.get("return_token_ids") else None,
             "prompt_logprobs": None,
             "prompt_token_ids": body["prompt"] if body.get("return_token_ids") else None,
-            "routed_experts": None,
+            "routed_experts": self._experts(body["prompt"], tokens),
             "weight_versions": [{"version": label, "start": 0, "end": len(tokens)}]
             if self.labels and body.get("return_weight_versions")
             else None,
@@ -245,6 +254,9 @@ class SglangServer(RolloutServer):
             "completion_tokens": len(tokens),
             "cached_tokens": cached,
         }
+        if body.get("return_routed_experts") and self.routing is not None:
+            experts = experts_of(context, tokens, *self.routing).astype("<i4")
+            meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
         if self.speculation:
             meta |= dict(zip(self.draft_names, self.draft(tokens), strict=True))
         if body.get("return_logprob"):

@@ -80,6 +80,16 @@ def test_routing_of_the_rollouts_is_replayed(folder: Path, tmp_path: Path) -> No
     assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-3, abs=2e-5)
     assert all(0 < row["routing_replaced"] < 1 for row in one)
     assert [row["routing_replaced"] for row in one] == [row["routing_replaced"] for row in two]
+    run_on_ranks(
+        train_on_rank,
+        [(f"{command} --moe-routing-conflicts fork --save {tmp_path}/fork", None)],
+        1,
+        tmp_path / "ranks-f",
+    )
+    fork = rows_without_timing(tmp_path / "fork")
+    assert all(row["routing_replaced"] == 0 for row in fork)
+    assert [row["routing_forked_tokens"] for row in fork] == [row["routing_forked_tokens"] for row in one]
+    assert all(row["unique_tokens"] > other["unique_tokens"] for row, other in zip(fork, one, strict=True))
     unrouted = command.replace("routed.jsonl", "plain.jsonl")
     write_rollouts(tmp_path / "plain.jsonl", rollouts)
     with pytest.raises(RuntimeError, match="field 'routed_experts': missing"):

@@ -269,6 +269,14 @@ def _check_hf(config: TrainConfig) -> Iterator[str]:
         yield "--load-hf conflicts with --load; keep one of them"
 
 
+def _routing_conditions(config: TrainConfig, sampled: bool) -> dict[str, tuple[bool, str]]:
+    returns_routing = not sampled or config.sampling.rollout_engine in ("vllm", "sglang")
+    return {
+        "--rollouts, or --rollout-engine vllm or sglang": (returns_routing, "moe_routing_replay"),
+        "--moe-routing-replay": (config.model.moe_routing_replay, "moe_routing_conflicts"),
+    }
+
+
 def _tokenizer_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     """Condition of flags about text -> (whether it holds, the flags that have no effect otherwise)."""
     sampling = config.sampling
@@ -309,7 +317,8 @@ def _check_no_effect(config: TrainConfig) -> Iterator[str]:
         ),
         **_tokenizer_conditions(config),
         "--task arithmetic": (config.sampling.task is not None, "arithmetic_max_operand arithmetic_operators"),
-        "--rollouts": (not sampled, "rollout_sample_granularity eval_rollouts seq_length moe_routing_replay"),
+        "--rollouts": (not sampled, "rollout_sample_granularity eval_rollouts seq_length"),
+        **_routing_conditions(config, sampled),
         "--eval-interval": (
             evaluated,
             "keep_best_checkpoint eval_iters eval_rollouts eval_prompt_data eval_temperature",

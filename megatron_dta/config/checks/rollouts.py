@@ -51,6 +51,13 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
         yield "--rollout-engine replay needs --rollout-replay FILE, the rollouts to return"
     if sampling.reward_function == "remote" and not config.reward.reward_server_url:
         yield "--reward-function remote needs --reward-server-url http://HOST:PORT/PATH"
+    if config.model.moe_routing_replay:
+        for flag, is_set in (
+            ("--rollout-method treepo", config.treepo.rollout_method == "treepo"),
+            ("--agent-command and --agent-callable", config.agent.is_used),
+        ):
+            if is_set:
+                yield f"--moe-routing-replay conflicts with {flag}, which do not collect experts; leave one of them out"
     if config.reward.reward_failure == "drop" and config.treepo.rollout_method == "treepo":
         yield (
             "--reward-failure drop would remove leaves from sampled trees, whose leaves are compared; leave it out "

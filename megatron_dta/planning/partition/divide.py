@@ -103,7 +103,8 @@ def trained_parts(samples: Sequence[Trained]) -> tuple[list[np.ndarray], list[np
         end = len(mask) - int(mask[::-1].argmax())
         if not mask[end - 1]:
             raise ValueError(f"sample {index} has no trained token; leave it out of the batch")
-        sequences.append(sample.token_ids[:end])
+        # A rollout has no keys of its own.
+        sequences.append(getattr(sample, "keys", sample.token_ids)[:end])
         masks.append(mask[:end])
     return sequences, masks
 

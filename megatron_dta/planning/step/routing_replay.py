@@ -5,9 +5,14 @@ expert, which is another function of its input. With replay, the trainer uses th
 weights of the chosen experts with its own router (routing replay, arXiv 2510.11370).
 
 Rollouts that share a token were sampled in separate passes and may have routed it differently. A shared token is
-computed once, so one choice must hold: that of the first rollout of the step that has one. It is fixed for the whole
-step before the step is divided among ranks, so it does not depend on them. The metric ``routing_replaced`` says how
-many choices it replaces.
+computed once, so there are two ways (``--moe-routing-conflicts``), both fixed for the whole step before it is divided
+among ranks:
+
+first   The choice of the first rollout of the step that has one holds for all. The metric ``routing_replaced`` says how
+        many choices it replaces.
+fork    Rollouts share a token only where they were routed alike, so every choice is the sampler's. The forest is built
+        from keys (``keys_by_routing``), which differ where the choices do. ``routing_forked_tokens`` says how many
+        tokens that is over the unique tokens of "first"; it is reported either way.
 
 Legend: T tokens of a sequence, N stream tokens, L layers with experts, K experts per token.
 """
@@ -58,6 +63,48 @@ def agree_on_routing(sequences: Sequence[np.ndarray], routing: Sequence[np.ndarr
     for path, choice in zip(paths, routing, strict=True):
         agreed[path] = np.where(agreed[path] == UNKNOWN, choice, agreed[path])
     return [agreed[path] for path in paths]
+
+
+def keys_by_routing(sequences: Sequence[np.ndarray], routing: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Keys int32 [T] of every sequence: equal where the tokens and their prefixes are and the choices are the same.
+
+    The order of a token's experts does not matter. A token whose choices are all unknown, like the last one of a
+    rollout, joins the first rollout through it that knows them.
+    """
+    if not len(sequences):
+        return []
+    tree = build_prefix_tree(sequences)
+    stream, offsets = tree.stream_indices_of(np.arange(len(sequences)))
+    choices = np.concatenate([_choice_numbers(own) for own in routing])
+    known = choices != 0
+    first = np.zeros(tree.num_tokens, dtype=np.int64)
+    # The last assignment to an entry holds.
+    first[stream[known][::-1]] = choices[known][::-1]
+    choices = np.where(known, choices, first[stream])
+    order = np.lexsort((choices, stream))
+    is_new = np.ones(len(order), dtype=bool)
+    is_new[1:] = (stream[order[1:]] != stream[order[:-1]]) | (choices[order[1:]] != choices[order[:-1]])
+    is_token = np.ones(len(order), dtype=bool)
+    is_token[1:] = stream[order[1:]] != stream[order[:-1]]
+    pair = np.cumsum(is_new) - 1
+    variant = np.empty(len(order), dtype=np.int64)
+    variant[order] = pair - np.maximum.accumulate(np.where(is_token, pair, 0))
+    tokens = np.concatenate(sequences).astype(np.int64)
+    keys = variant * (int(tokens.max()) + 1) + tokens
+    if keys.max() > np.iinfo(np.int32).max:
+        keys = np.unique(keys, return_inverse=True)[1]
+    return np.split(keys.astype(np.int32), offsets[1:-1])
+
+
+def _choice_numbers(routing: np.ndarray) -> np.ndarray:
+    """A number int64 [T] for the sets of experts of each token; 0 if all of them are unknown."""
+    flat = np.sort(routing, axis=-1).reshape(len(routing), -1)
+    factors = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, flat.shape[1], dtype=np.int64) | 1
+    numbers = np.zeros(len(flat), dtype=np.int64)
+    with np.errstate(over="ignore"):
+        for column, factor in zip(flat.T, factors, strict=True):
+            numbers += (column.astype(np.int64) + 2) * factor
+    return np.where((flat == UNKNOWN).all(axis=1), 0, numbers)
 
 
 def replaced_share(routing: Sequence[np.ndarray], agreed: Sequence[np.ndarray]) -> float:

@@ -44,6 +44,8 @@ class TrainingSample:
             value may depend on them) but are left out of loss, metrics and denominators.
         teacher: number of the teacher that scores the sequence, if there are teachers.
         path: the sequence's nodes in the sampled trees, if known; ids are shared by all samples of a batch.
+        tree_keys: int32 [T], samples share a prefix where these are equal; None where the tokens are. Equal prefixes
+            of keys must be of equal tokens.
     """
 
     token_ids: np.ndarray
@@ -61,16 +63,22 @@ class TrainingSample:
     weight: float = 1.0
     teacher: int = 0
     path: KnownPath | None = None
+    tree_keys: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
             raise ValueError("a training sample needs at least one token")
-        for name in ("loss_mask", "owned", *FIELDS, "routed_experts"):
+        for name in ("loss_mask", "owned", *FIELDS, "routed_experts", "tree_keys"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.token_ids):
                 raise ValueError(f"{name} has {len(values)} entries for {len(self.token_ids)} tokens")
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is true, but no prefix predicts the first token")
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Integers [T] by which samples share prefixes."""
+        return self.token_ids if self.tree_keys is None else self.tree_keys
 
     @property
     def num_trained(self) -> int:

@@ -13,6 +13,7 @@ from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InPr
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.engines.servers.http_client import HttpSettings
+from megatron_dta.sampling.engines.servers.routing import RoutingShape
 from megatron_dta.sampling.engines.servers.sglang import SglangProtocol
 from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
 from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
@@ -88,7 +89,7 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
         max_requests=sampling.inference_max_requests,
     )
     return HttpEngine(
-        _PROTOCOLS[sampling.rollout_engine](),
+        _PROTOCOLS[sampling.rollout_engine](_routing_shape(config)),
         sampling.rollout_server_url or [],
         settings,
         exact_logprobs=config.objective.needs_rollout_logprobs,
@@ -96,3 +97,11 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
         report=report,
         speculation=ServerSpeculation.of(config) if config.speculation.rollout_speculation == "das" else None,
     )
+
+
+def _routing_shape(config: TrainConfig) -> RoutingShape | None:
+    """The layers of which servers must tell the experts of every token; None without routing replay."""
+    model = config.model
+    if not model.moe_routing_replay:
+        return None
+    return RoutingShape(tuple(model.moe_layers), model.moe_router_topk, model.num_experts)

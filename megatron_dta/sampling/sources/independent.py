@@ -154,6 +154,7 @@ def to_rollout(prompt: Prompt, result: GenerationResult, reward: float, group_id
         group_id=group_id,
         policy_version=result.policy_version,
         teacher=prompt.teacher,
+        routed_experts=None if result.routed_experts is None else result.routed_experts.reshape(-1),
     )
 
 

@@ -33,13 +33,14 @@ from megatron_dta.objectives import (
 from megatron_dta.objectives.gae import generalized_advantages, token_rewards, whiten
 from megatron_dta.objectives.policy import reward_kl
 from megatron_dta.planning.step.ownership import first_owners
-from megatron_dta.planning.step.routing_replay import agree_on_routing, replaced_share, shaped_routing
+from megatron_dta.planning.step.routing_replay import agree_on_routing, keys_by_routing, replaced_share, shaped_routing
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import Rollout
 from megatron_dta.training.data.rejection import select_rollouts
 from megatron_dta.training.data.step import StepSamples, known_paths, rollout_statistics, split_groups
 from megatron_dta.training.teachers import Teachers
 from megatron_dta.training.weights.reference import Reference
+from megatron_dta.tree import build_prefix_tree
 
 _Arrays = list[np.ndarray]
 
@@ -71,6 +72,7 @@ class SamplePreparation:
         self.teachers, self.distillation = teachers, config.distillation
         # Servers and recordings return exact logprobs only if the objective requires them.
         self.trusts_logprobs = config.sampling.rollout_engine == "in-process" or config.objective.needs_rollout_logprobs
+        self.forks_routing = config.model is not None and config.model.moe_routing_conflicts == "fork"
         # Optimizer steps per rollout batch and epoch (``--ppo-epochs``).
         self.num_steps = config.sampling.num_steps_per_rollout
 
@@ -161,7 +163,7 @@ class SamplePreparation:
         """Add the replayed expert choices to the samples of one step, if routing replay is on.
 
         Returns:
-            the samples, and the fraction of choices that differ from the sampler's own (empty without replay).
+            the samples, and metrics of replaced choices and of forks (empty without replay).
         """
         if not self.policy.replays_routing:
             return samples, {}
@@ -169,9 +171,18 @@ class SamplePreparation:
         shape = sum(config.moe_layer_freq), config.moe_router_topk, config.num_moe_experts
         # The source guarantees recorded routing: files are checked when they are read.
         routing = [shaped_routing(rollout.routed_experts, len(rollout), *shape) for rollout in rollouts]
-        agreed = agree_on_routing([sample.token_ids for sample in samples], routing)
+        sequences = [sample.token_ids for sample in samples]
+        keys = keys_by_routing(sequences, routing)
+        unique = [build_prefix_tree(each).num_tokens if samples else 1 for each in (sequences, keys)]
+        if self.forks_routing:
+            samples = [replace(sample, tree_keys=own, path=None) for sample, own in zip(samples, keys, strict=True)]
+        agreed = agree_on_routing([sample.keys for sample in samples], routing)
         routed = [replace(sample, routed_experts=own) for sample, own in zip(samples, agreed, strict=True)]
-        return routed, {"routing_replaced": replaced_share(routing, agreed)}
+        metrics = {
+            "routing_replaced": replaced_share(routing, agreed),
+            "routing_forked_tokens": unique[1] / unique[0],
+        }
+        return routed, metrics
 
     def _passes(self, step: StepSamples, rollouts: list[Rollout]) -> dict[str, _Arrays]:
         """Compute old and reference logprobs and values of all samples of a step, on the step's plan."""

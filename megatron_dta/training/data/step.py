@@ -27,7 +27,7 @@ from megatron_dta.tree.known_paths import KnownPath
 
 # Groups share a few tokens by chance. A batch is regrouped only if that saves at least this fraction of the work.
 LEAST_SAVING = 0.01
-_ARRAYS = ("token_ids", "loss_mask", "owned", *FIELDS, "routed_experts")
+_ARRAYS = ("token_ids", "loss_mask", "owned", *FIELDS, "routed_experts", "tree_keys")
 
 # Metric: optimizer steps between the weights that sampled a rollout batch and the weights being trained.
 STALENESS = "rollout_staleness"

@@ -16,8 +16,14 @@ from megatron_dta.model import build_model
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock
 from megatron_dta.parity.outcome import Outcome
 from megatron_dta.parity.plain_router import PlainRouter
-from megatron_dta.planning.step.routing_replay import agree_on_routing, replaced_share, shaped_routing
+from megatron_dta.planning.step.routing_replay import (
+    agree_on_routing,
+    keys_by_routing,
+    replaced_share,
+    shaped_routing,
+)
 from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
+from megatron_dta.tree import build_prefix_tree
 from moe_cases import BALANCE, QWEN3_MOE, moe_weights
 from tree_engine_cases import GRPO, TEMPERATURE, branching_sequences, model_config, tree_config
 
@@ -66,6 +72,62 @@ def test_replay_equals_stock_megatron_with_the_same_choices(monkeypatch: pytest.
     errors = compare_outcomes(found, expected)
     assert errors.largest() < 1e-12, errors
     assert not any(rows.values())
+
+
+@pytest.mark.parametrize("mode", ["dta", "packed", "dense"])
+def test_forks_replay_every_choice(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Rollouts that were routed differently share nothing from there on: equal to each with its own choices."""
+    model = model_config(**QWEN3_MOE)
+    weights = moe_weights(model, seed=5)
+    generator = seed_all(13)
+    samples = random_training_samples(branching_sequences(generator, count=9), seed=13)
+    sequences = [sample.token_ids for sample in samples]
+    together = agree_on_routing(sequences, [random_routing(generator, len(each), 1.0) for each in sequences])
+    own = [each.copy() for each in together]
+    for number in (1, 4, 7):  # these leave the others somewhere
+        own[number][len(own[number]) // 2] = random_routing(generator, 1, 1.0)[0]
+    keys = keys_by_routing(sequences, own)
+    trees = [build_prefix_tree(each).num_tokens for each in (sequences, keys)]
+    assert trees[0] < trees[1] < sum(map(len, sequences))
+    assert agree_on_routing(keys, own)[4] is not own[4]
+    assert all(map(np.array_equal, agree_on_routing(keys, own), own))
+    routed = [replace(sample, routed_experts=each) for sample, each in zip(samples, own, strict=True)]
+    forked = [replace(sample, tree_keys=each) for sample, each in zip(routed, keys, strict=True)]
+    tree_model = build_model(model, torch.device("cpu"))
+    tree_model.load_state_dict(weights)
+    engine = TreeEngine(tree_model, TEMPERATURE, routing_replay=True)
+    outcomes = []
+    for chosen, tree in ((forked, tree_config(mode, 45 if mode == "packed" else 6)), (routed, tree_config("dense", 9))):
+        tree_model.zero_grad()
+        batch = prepare_batch(chosen, tree)
+        logprobs = engine.compute_logprobs(batch)
+        loss = float(engine.forward_backward(batch, GRPO).loss)
+        outcomes.append(Outcome(loss, logprobs, {name: p.grad.clone() for name, p in tree_model.named_parameters()}))
+    assert compare_outcomes(*outcomes).largest() < 1e-12
+    if mode == "dta":
+        with pytest.raises(ValueError, match="routed otherwise than another"):
+            prepare_batch(routed, tree_config(mode, 6))
+
+
+def test_keys_fork_where_choices_do() -> None:
+    generator = seed_all(3)
+    sequences = [np.array(tokens) for tokens in ([1, 2, 3, 9], [1, 2, 3, 9], [1, 2, 3], [1, 2, 4], [7])]
+    shared = random_routing(generator, 4, 1.0)
+    routing = [shared[: len(sequence)].copy() for sequence in sequences]
+    routing[1][1] = (routing[1][1] + 1) % EXPERTS
+    routing[0] = routing[0][..., ::-1]  # the order of a token's experts does not matter
+    routing[2][2] = -1  # the last token of a rollout
+    keys = keys_by_routing(sequences, routing)
+    assert all(own.dtype == np.int32 for own in keys)
+    assert build_prefix_tree(keys).num_tokens == 4 + 3 + 0 + 1 + 1
+    assert np.array_equal(keys[0][:3], keys[2])
+    assert keys[0][1] != keys[1][1]
+    agreed = agree_on_routing(keys, routing)
+    assert set(agreed[2][2, 0]) == set(routing[0][2, 0])
+    assert replaced_share(routing, agreed) == 0
+    many = [np.array([2**31 - 1, 5]), np.array([2**31 - 1, 6])]
+    wide = keys_by_routing(many, [shared[:2], shared[1:3]])
+    assert build_prefix_tree(wide).num_tokens == 4
 
 
 def test_a_shared_token_goes_where_its_first_rollout_sent_it() -> None:

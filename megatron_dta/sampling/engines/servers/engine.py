@@ -235,7 +235,7 @@ class HttpEngine(RolloutEngine):
             context = np.concatenate(tokens)
             seed = request_seed(params, iteration, request, len(context))
             body = self._protocol.body(context, left, params, seed)
-            asked = Asked(context, left, self._vocab_size)
+            asked = Asked(context, left, self._vocab_size, self._protocol.routing)
             piece = await self._client.post_anywhere(
                 affinity,
                 self._protocol.generate_path,
@@ -261,6 +261,8 @@ class HttpEngine(RolloutEngine):
             np.concatenate(logprobs),
             FinishReason.STOP if stopped else FinishReason.LENGTH,
             self._policy_version,
+            # The last reply tells the experts of all tokens before it, too.
+            piece.routed_experts,
         )
 
     def _read(self, reply: object, asked: Asked) -> Piece:

@@ -22,6 +22,7 @@ import numpy as np
 from megatron_dta.sampling.engines.interface import GenerationRequest
 from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
 from megatron_dta.sampling.engines.servers.replies import TransientFailureError, as_float, field_of, list_of, shown
+from megatron_dta.sampling.engines.servers.routing import RoutingShape
 from megatron_dta.sampling.engines.servers.speculation import DraftCounts, ServerSpeculation
 from megatron_dta.sampling.params import SamplingParams
 
@@ -44,16 +45,19 @@ class Asked:
         token_ids: int32 [C], the context to continue.
         max_tokens: maximum number of tokens to sample.
         vocab_size: ids must be below it; None: below 2^31.
+        routing: the layers of which the reply must tell the experts; None if it need not.
     """
 
     token_ids: np.ndarray
     max_tokens: int
     vocab_size: int | None = None
+    routing: RoutingShape | None = None
 
     @property
     def most_reply_bytes(self) -> int:
         """Maximum length of a reply."""
-        return _OTHER_BYTES + _TOKEN_BYTES * (len(self.token_ids) + self.max_tokens)
+        each = _TOKEN_BYTES + (0 if self.routing is None else self.routing.most_text_bytes)
+        return _OTHER_BYTES + each * (len(self.token_ids) + self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Piece:
         cached_tokens: context tokens from the server's prefix cache, if reported.
         weight_versions: labels of the weights that sampled it, if reported.
         drafted, accepted: drafted and accepted tokens, if reported.
+        routed_experts: int16 [C + R, layers with experts, K], see ``GenerationResult``.
     """
 
     token_ids: np.ndarray
@@ -76,10 +81,14 @@ class Piece:
     weight_versions: frozenset[str] = frozenset()
     drafted: int = 0
     accepted: int = 0
+    routed_experts: np.ndarray | None = None
 
 
 class ServerProtocol(ABC):
     """The interface of one kind of server.
+
+    Args:
+        routing: the layers of the model; replies then tell the experts of every token. None: they need not.
 
     Attributes:
         name: as users know the server.
@@ -93,6 +102,9 @@ class ServerProtocol(ABC):
     health_path: str
     label_path: str
     takes_corpora = False
+
+    def __init__(self, routing: RoutingShape | None = None) -> None:
+        self.routing = routing
 
     @abstractmethod
     def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:

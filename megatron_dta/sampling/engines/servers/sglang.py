@@ -11,6 +11,9 @@ decoding. A reply then reports its drafts, ``/server_info`` the draft settings, 
 corpus: a file of JSON strings, one per line, that the server reads. Seeds of requests have an effect only with
 ``--enable-deterministic-inference``.
 
+**Experts.** For ``--moe-routing-replay`` the server is started with ``--enable-return-routed-experts``. A reply then
+holds 32-bit integers in base64: of every token but the last, by layer, its experts.
+
 **Logprobs** are those of softmax(logits / temperature) before the nucleus, as in the trainer. With
 SGLANG_RETURN_ORIGINAL_LOGPROB=1 in the server's environment they are those of temperature 1. To tell the two apart, the
 logprobs of some tokens are compared at temperatures 1 and 2: halving the logits halves their distances.
@@ -38,6 +41,7 @@ from megatron_dta.sampling.engines.servers.protocol import (
     refuse_logprobs,
 )
 from megatron_dta.sampling.engines.servers.replies import TransientFailureError, as_float, field_of, list_of, shown
+from megatron_dta.sampling.engines.servers.routing import integers_of, with_routing
 from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
 from megatron_dta.sampling.params import SamplingParams
 
@@ -74,6 +78,7 @@ class SglangProtocol(ServerProtocol):
             "logprob_start_len": -1,
             "top_logprobs_num": 0,
             "stream": False,
+            **({} if self.routing is None else {"return_routed_experts": True}),
         }
 
     def read(self, reply: Any, asked: Asked) -> Piece:
@@ -100,6 +105,9 @@ class SglangProtocol(ServerProtocol):
             field_of(reply, "meta_info", "cached_tokens", kind=int, optional=True),
             labels or ([] if label is None else [label]),
         )
+        if asked.routing is not None:
+            text = field_of(reply, "meta_info", "routed_experts", kind=str, optional=True)
+            piece = with_routing(piece, integers_of(text, "meta_info.routed_experts"), asked, self.name)
         meta = reply["meta_info"]
         drafted, accepted = (_count(meta, names) for names in (_DRAFTED, _ACCEPTED))
         return replace(piece, drafted=drafted, accepted=min(accepted, drafted, len(piece.token_ids)))

@@ -10,6 +10,9 @@ Other settings, such as parallelism and memory, are given there as usual. ``tool
 command for speculative decoding. A drafter with weights of its own keeps the weights it was started with. The counts of
 drafts come from ``/metrics``, the draft settings from ``/server_info?config_format=json`` of the development mode.
 
+**Experts.** For ``--moe-routing-replay`` the server is started with ``--enable-return-routed-experts`` (0.22 or newer).
+A reply then holds a NumPy file in base64: of every token but the last, by layer, its experts.
+
 **Logprobs.** By default (``--logprobs-mode raw_logprobs``) they are computed before temperature and nucleus, as in the
 trainer at temperature 1. With ``processed_logprobs`` they are computed after temperature and nucleus, as in the trainer
 at any temperature without a nucleus. No mode covers both a temperature and a nucleus. To find out the mode, a request
@@ -37,6 +40,7 @@ from megatron_dta.sampling.engines.servers.protocol import (
     refuse_logprobs,
 )
 from megatron_dta.sampling.engines.servers.replies import TransientFailureError, field_of
+from megatron_dta.sampling.engines.servers.routing import array_of, with_routing
 from megatron_dta.sampling.engines.servers.speculation import DraftCounts, ServerSpeculation
 from megatron_dta.sampling.params import SamplingParams
 
@@ -80,7 +84,7 @@ class VllmProtocol(ServerProtocol):
         check_prompt_length(reply, asked, "usage", "prompt_tokens")
         spans = field_of(reply, "choices", 0, "weight_versions", kind=list, optional=True) or []
         places = range(len(spans))
-        return make_piece(
+        piece = make_piece(
             field_of(reply, "choices", 0, "token_ids"),
             field_of(reply, "choices", 0, "logprobs", "token_logprobs"),
             field_of(reply, "choices", 0, "finish_reason", kind=str),
@@ -89,6 +93,10 @@ class VllmProtocol(ServerProtocol):
             field_of(reply, "usage", "prompt_tokens_details", "cached_tokens", kind=int, optional=True),
             [field_of(reply, "choices", 0, "weight_versions", place, "version") for place in places],
         )
+        if asked.routing is None:
+            return piece
+        text = field_of(reply, "choices", 0, "routed_experts", kind=str, optional=True)
+        return with_routing(piece, array_of(text, "choices.0.routed_experts"), asked, self.name)
 
     async def check_logprobs(self, client: HttpClient, server: Server, params: SamplingParams) -> None:
         if params.temperature in (0, 1) and params.top_p == 1:

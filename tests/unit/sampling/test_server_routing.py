@@ -1,0 +1,92 @@
+"""Experts in the replies of servers: read for every token, of the layers that have experts, or refused with the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from http_engine_cases import KINDS, PARAMS, Setup
+from megatron_dta.sampling.engines.interface import generate
+from megatron_dta.sampling.engines.servers.http_client import ServerError
+from megatron_dta.sampling.engines.servers.replies import TransientFailureError
+from megatron_dta.sampling.engines.servers.routing import RoutingShape, array_of, integers_of
+from megatron_dta.sampling.prompts.load import Prompt
+from megatron_dta.sampling.sources.independent import to_rollout
+from rollout_server_base import experts_of
+
+SHAPE = RoutingShape((False, True, True), 2, 8)
+
+
+@pytest.fixture
+def setup(kind: str, request: pytest.FixtureRequest) -> Iterator[Setup]:
+    with ExitStack() as stack:
+        yield Setup(stack, kind, seed_all(len(request.node.name)))
+
+
+@KINDS
+@pytest.mark.parametrize("layers", [2, 3])
+def test_every_token_but_the_last_has_its_experts(setup: Setup, layers: int) -> None:
+    """The server returns those of all three layers or of the two with experts; the end of the model itself does not
+    end the response, so some of them take several requests."""
+    setup.add_servers(2, model_eos=3)
+    for server in setup.servers:
+        server.routing = layers, 2
+    engine = setup.engine(routing=SHAPE)
+    engine.start(PARAMS, 0)
+    requests = setup.requests(12)
+    for request, result in zip(requests, generate(engine, requests), strict=True):
+        context, tokens = request.token_ids.tolist(), result.token_ids.tolist()
+        wanted = experts_of(context, tokens, layers, 2)[:, -2:]
+        assert result.routed_experts.dtype == np.int16
+        assert np.array_equal(result.routed_experts[:-1], wanted)
+        assert (result.routed_experts[-1] == -1).all()
+        prompt = Prompt("p", request.token_ids, {})
+        rollout = to_rollout(prompt, result, 1.0, "g")
+        assert np.array_equal(rollout.routed_experts.reshape(-1, 2, 2), result.routed_experts)
+    assert all(body.get("return_routed_experts", setup.kind == "vllm") for body in setup.servers[0].bodies)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("routing", "shape", "message"),
+    [
+        (None, SHAPE, "start it with --enable-return-routed-experts"),
+        ((3, 3), SHAPE, "it has another model, or returns those of a part"),
+        ((3, 2), RoutingShape((False, True, True), 2, 4), "of a layer with 4: it has another model"),
+    ],
+)
+def test_other_replies_are_refused(setup: Setup, routing, shape, message) -> None:
+    setup.add_servers(1)
+    setup.servers[0].routing = routing
+    engine = setup.engine(routing=shape)
+    engine.start(PARAMS, 0)
+    with pytest.raises(ServerError, match=message):
+        generate(engine, setup.requests(4))
+
+
+@KINDS
+def test_nobody_asks_without_replay(setup: Setup) -> None:
+    setup.add_servers(1)
+    engine = setup.engine()
+    engine.start(PARAMS, 0)
+    assert all(result.routed_experts is None for result in generate(engine, setup.requests(3)))
+    assert not any("return_routed_experts" in body for body in setup.servers[0].bodies)
+
+
+@pytest.mark.parametrize(
+    ("text", "read", "message"),
+    [
+        ("?", array_of, "not in base64"),
+        ("AAAA", array_of, "no NumPy array"),
+        ("AAAA", integers_of, "no list of 32-bit integers"),
+        ("\u00e9", integers_of, "not in base64"),
+    ],
+)
+def test_damaged_experts_are_asked_for_again(text, read, message) -> None:
+    assert read(None, "x") is None
+    with pytest.raises(TransientFailureError, match=f"the reply's x is {message}"):
+        read(text, "x")
