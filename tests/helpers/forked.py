@@ -19,8 +19,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
-from multiprocessing.forkserver import ensure_running
+from multiprocessing.forkserver import _forkserver, ensure_running
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 
@@ -45,6 +46,19 @@ def forkserver() -> ForkServerContext:
     return context
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a program runs: files of its standard output and error, bytes beyond which no file may grow, and the
+    server's address, so that what it forks comes from there too.
+    """
+
+    cwd: str
+    environment: dict[str, str]
+    outputs: list[str]
+    largest_file: int | None
+    server: str
+
+
 class Program:
     """A program that runs in a forked process."""
 
@@ -65,9 +79,9 @@ class Program:
         environment = dict(os.environ if env is None else env)
         self._folder = tempfile.TemporaryDirectory()
         self._outputs = [os.path.join(self._folder.name, name) for name in ("stdout", "stderr")]
-        self._process = forkserver().Process(
-            target=_run, args=(self.command, str(cwd), environment, self._outputs, largest_file)
-        )
+        context = forkserver()
+        place = Place(str(cwd), environment, self._outputs, largest_file, _forkserver._forkserver_address)
+        self._process = context.Process(target=_run, args=(self.command, place))
         self._process.start()
         self.pid = self._process.pid
 
@@ -121,19 +135,18 @@ def run_ranks(arguments: Sequence[object], count: int) -> list[CompletedProcess[
     return [program.wait() for program in started]
 
 
-def _run(
-    command: list[str], cwd: str, environment: dict[str, str], outputs: list[str], largest_file: int | None
-) -> None:
-    for descriptor, path in enumerate(outputs, start=1):
+def _run(command: list[str], place: Place) -> None:
+    for descriptor, path in enumerate(place.outputs, start=1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
     os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(cwd)
-    if largest_file is not None:
+    os.environ.update(place.environment)
+    os.chdir(place.cwd)
+    if place.largest_file is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (place.largest_file, resource.RLIM_INFINITY))
+    _forkserver._forkserver_address, _forkserver.ensure_running = place.server, lambda: None
     status = call_with_room(_status_of, command)
     # What the interpreter does at its end; a forked process would leave it out.
     threading._shutdown()

@@ -359,8 +359,9 @@ def test_kills_at_random_moments(original: Path, tmp_path: Path, seed: int) -> N
     for attempt in range(3):
         program = Program(command)
         if attempt < 2:
-            program.wait_until((tmp_path / "out.tmp").exists)
-            time.sleep(rng.uniform(0.0, 1.5))
+            # As many files are complete.
+            wanted = attempt * 6 + int(rng.integers(0, 6))
+            program.wait_until(lambda wanted=wanted: len(list((tmp_path / "out.tmp").glob("*.done"))) >= wanted)
             os.kill(program.pid, signal.SIGKILL)
         done = program.wait()
         # Its processes end by themselves; until then they keep the folder.
