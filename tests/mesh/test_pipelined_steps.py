@@ -166,7 +166,6 @@ def test_four_ranks_give_the_samples_of_one_process(tmp_path):
     both = ParallelConfig(**STAGES, **TENSOR)
     jobs = {
         "PP 4": Job(ParallelConfig(pipeline_model_parallel_size=4)),
-        "three rows": Job(ParallelConfig(pipeline_model_parallel_size=4), settings=dict(max_requests=3)),
         "TP": Job(replace(both, pipeline_model_parallel_layout="Ettt|tL")),
         "SP": Job(replace(both, sequence_parallel=True)),
         "virtual stages, DP": Job(ParallelConfig(**STAGES, num_virtual_stages_per_pipeline_rank=2)),

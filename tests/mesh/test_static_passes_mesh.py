@@ -45,20 +45,23 @@ def build_on(config: ModelConfig, weights: dict[str, torch.Tensor], parallel: Pa
     return model
 
 
+# Every model on a tensor group, two of them with sequence parallelism.
+LAYERS = [*((name, "tp2") for name in MODELS), ("QK-norm", "tp2-sp"), ("biases", "tp2-sp")]
+
+
 def layers_on_rank(rank: int, cases: dict[str, dict[str, torch.Tensor]]) -> dict[tuple[str, str], tuple]:
     from megatron_dta.model.layers.fused_layer import FusedLayer
 
     found = {}
     with small_parts():
-        for name, weights in cases.items():
-            for mesh, parallel in MESHES.items():
-                model = build_on(config_of(name), weights, parallel)
-                direct, contexts = passes(model)
-                assert all(context.direct_until is not None for context in contexts)
-                with mock.patch.object(FusedLayer, "decodes_directly", False):
-                    modules, contexts = passes(model)
-                assert all(context.direct_until is None for context in contexts)
-                found[name, mesh] = direct, modules
+        for name, mesh in LAYERS:
+            model = build_on(config_of(name), cases[name], MESHES[mesh])
+            direct, contexts = passes(model)
+            assert all(context.direct_until is not None for context in contexts)
+            with mock.patch.object(FusedLayer, "decodes_directly", False):
+                modules, contexts = passes(model)
+            assert all(context.direct_until is None for context in contexts)
+            found[name, mesh] = direct, modules
     return found
 
 
