@@ -17,6 +17,7 @@ import pytest
 from roomy import call_with_room
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+LONGEST_FIRST = Path(__file__).parent / "longest_first.txt"
 
 # Triton decides when it is imported whether kernels run in its interpreter, and this file is imported before all tests.
 if not Path("/dev/nvidiactl").exists():
@@ -31,6 +32,12 @@ def pytest_collection_finish() -> None:
         quick_interpreter.make_quick()
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, so that no process is left alone with one at the end; in order of ``longest_first.txt``."""
+    places = {line: place for place, line in enumerate(LONGEST_FIRST.read_text().split())}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
 def pytest_unconfigure() -> None:

@@ -38,5 +38,5 @@ if [ "${1:-}" = quick ]; then
   shift
   set -- tests/unit/tree tests/unit/rollouts tests/unit/objectives tests/unit/planning "$@"
 fi
-"$venv/bin/python" -m pytest -q -n "${WORKERS:-auto}" --maxprocesses 4 --dist loadfile "$@"
+"$venv/bin/python" -m pytest -q -n "${WORKERS:-auto}" --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
 if [ "$everything" = 0 ]; then test_verl --ignore tests/verl/test_grpo.py; fi

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from conftest import REPOSITORY
+from conftest import LONGEST_FIRST, REPOSITORY
 
 PYTHON_FILES = sorted(
     path
@@ -55,6 +55,12 @@ def _faults(path: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 80:
             yield f"{node.name} has 80 lines or more"
+
+
+def test_files_that_run_first_exist():
+    listed = LONGEST_FIRST.read_text().split()
+    assert [path for path in listed if not (REPOSITORY / path).is_file()] == []
+    assert len(set(listed)) == len(listed)
 
 
 def test_functions_have_few_parameters():
