@@ -43,7 +43,7 @@ class Wrapped:
     """A model in Megatron's gradient buffers and its engine."""
 
     def __init__(self, model: ModelConfig, weights: dict, parallel: ParallelConfig, frozen: str = "nothing") -> None:
-        self.model = build_model(model, initialize_parallel(0), parallel)
+        self.model = build_model(model, initialize_parallel(0, parallel), parallel)
         self.model.load_state_dict(weights, strict=False)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(frozen not in name)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from dta_kernels.layers import qkv_rope, rms_norm
 from fused_layers_cases import fused
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.common.errors import InputError
-from megatron_dta.config import ObjectiveConfig, TreeConfig
+from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.engine.cost_inputs import counted_bytes
 from megatron_dta.engine.stage_run import StageRun
@@ -47,6 +48,7 @@ from megatron_dta.planning.costs.segment_bytes import (
 from megatron_dta.planning.pipeline.schedule import PipelineOp
 from megatron_dta.planning.segments.schedule import OpKind
 from megatron_dta.planning.step.sample import TrainingSample
+from mesh_worker import run_on_ranks
 from tree_engine_cases import LLAMA, QWEN3, TEMPERATURE, VOCABULARY, weights_of
 from triton_device import interpreter
 
@@ -150,7 +152,36 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, attention
     monkeypatch.setattr(segment_bytes, "TILE_TOKENS", 16)
     monkeypatch.setattr(segment_bytes, "TILE_KEYS", 32)
     model = fused(**settings, **SHAPE)
-    wrapped = Wrapped(model, weights_of(model, seed=3), DIRECT)
+    used = check_ops(model, weights_of(model, seed=3), DIRECT, activation_tokens, attention)
+    print("parts of the counted room that backwards took:", used)
+    # Gradients of experts are counted as if all were there at once.
+    assert max(used) > (0.25 if "num_experts" in settings else 0.5)
+
+
+@interpreter
+@pytest.mark.parametrize("settings", [QWEN3, QWEN3 | EXPERTS], ids=["function", "modules"])
+def test_no_op_of_a_context_rank_holds_more_than_is_counted(settings, tmp_path):
+    model = fused(**settings, **SHAPE)
+    used = run_on_ranks(_check_rank, (model, weights_of(model, seed=3)), 2, tmp_path)
+    assert min(map(max, used)) > (0.25 if "num_experts" in settings else 0.5)
+
+
+def _check_rank(rank: int, argument: tuple) -> list[float]:
+    parallel = ParallelConfig(context_parallel_size=2)
+    with (
+        mock.patch.object(rms_norm, "_MAX_PROGRAMS", 1),
+        mock.patch.object(qkv_rope, "_MAX_PROGRAMS", 1),
+        mock.patch.object(segment_bytes, "TILE_TOKENS", 16),
+        mock.patch.object(segment_bytes, "TILE_KEYS", 32),
+    ):
+        return [part for kept in (None, 0) for part in check_ops(*argument, parallel, kept, "triton")]
+
+
+def check_ops(
+    model: ModelConfig, weights: dict, parallel: ParallelConfig, activation_tokens: int | None, attention: str
+) -> list[float]:
+    """Check what every op holds; returns the parts of the counted room that backwards took."""
+    wrapped = Wrapped(model, weights, parallel)
     engine = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16, tree_attention_impl=attention)
     each, layers = engine.counted_bytes(), SHAPE["num_layers"]
     # Sums of FlashAttention 4 are for whole blocks, of which a step of training has few that are not full.
@@ -168,7 +199,9 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, attention
     assert segments.num_segments > 2
     assert kept.all() == (activation_tokens is None)
     used = []
+    ranks = parallel.context_parallel_size
     for segment, (tokens, path) in enumerate(zip(segments.lengths, segments.in_flight_tokens, strict=True)):
+        tokens = -(-tokens // ranks) * ranks  # with padding
         forward, backward = (run.clock.ops[kind, segment] for kind in (OpKind.FORWARD, OpKind.BACKWARD))
         # Gathered keys are the pool's; the attention's blocks, and positions of those in flight, are in what is fixed.
         # The output is dropped right behind the op.
@@ -183,9 +216,7 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, attention
         used.append((backward.peak - built) / room)
         if kept[segment]:
             assert forward.left >= 0.9 * each.kept_per_token_and_layer * layers * tokens
-    print("parts of the counted room that backwards took:", used)
-    # Gradients of experts are counted as if all were there at once.
-    assert max(used) > (0.25 if "num_experts" in settings else 0.5)
+    return used
 
 
 def test_a_segment_needs_the_memory_of_its_peak():
