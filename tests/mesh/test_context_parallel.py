@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import seed_all
+from conftest import rollout_file, seed_all
 from fused_layers_cases import fused
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ParallelConfig
 from megatron_dta.config.checks.mesh import check_context_parallel, check_world_size
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock
 from megatron_dta.parity.outcome import Outcome
+from megatron_dta.rollouts import load_rollouts
 from mesh_cases import CUTS, FULL_RECOMPUTE, MeshSuite, joined
 from mesh_worker import MeshCase, RankResult, run_cases, run_on_ranks
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, moe_weights
@@ -102,6 +103,15 @@ def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
 @pytest.mark.parametrize(("mesh", "name", "cut"), COMBINATIONS)
 def test_equals_one_process(suite, results, mesh, name, cut):
     suite.check(results[f"{mesh} {name} {cut}"], mesh, name)
+
+
+def test_a_real_tree_equals_one_process(tmp_path):
+    rollouts = load_rollouts(rollout_file("gsm8k_openai_4x400.npz"), max_sequences=8, max_length=150)
+    samples = random_training_samples([rollout.token_ids % 8 for rollout in rollouts], seed=SEED)
+    model = model_config(vocab_size=8, **QWEN3)
+    suite = MeshSuite({"qwen3": model}, MESHES, {"": samples}, {"long": ("dta", 63, 150)})
+    ranks = run_on_ranks(run_cases, {"": suite.case("cp2", "qwen3", "long")}, 2, tmp_path)
+    suite.check([rank[""] for rank in ranks], "cp2", "qwen3")
 
 
 @pytest.mark.parametrize("segment_tokens", [4, 5, 200])

@@ -280,6 +280,9 @@ def test_without_a_limit_in_bytes_the_fastest_size_is_taken() -> None:
     told = plan_step(samples, "dta", StepBudget(8), pipeline=shape_of(None))
     assert told.segments.segment_tokens == 8
     assert predicted_seconds(free, shape_of(None)) < predicted_seconds(told, shape_of(None))
+    # Context ranks divide segments that are longer by their number.
+    divided = plan_step(samples, "dta", pipeline=shape_of(None, context_size=3))
+    assert divided.segments.segment_tokens == 3 * 64
     # Nothing is known of costs: the usual size.
     usual = plan_step(samples, "dta", pipeline=replace(shape_of(None), is_measured=False))
     assert usual.segments.segment_tokens == 2048
