@@ -142,6 +142,19 @@ class RankMemory:
         return sum(self.parts().values())
 
 
+def _expert_bytes(shape: DecoderShape, mesh: RunMesh, element: int, rows: int) -> tuple[float, float]:
+    """Bytes of a token in a layer's experts beyond those of their products: kept, and in use."""
+    routing = 8.0 * shape.num_experts / rows
+    hidden, ranks = element * shape.hidden_size / mesh.tensor, mesh.experts * mesh.expert_tensor
+    copies = shape.moe_router_topk * mesh.expert_tensor * hidden
+    # The tokens of all ranks, of which each has some for each of its own.
+    travelling = ranks * hidden if ranks > 1 else 0.0
+    if shape.moe_grouped_gemm:
+        return travelling + hidden + routing, copies + 3 * travelling + routing
+    # Each copy of a token, in the order of its experts, before and after them.
+    return travelling + 2 * copies + routing, 2 * copies + 3 * travelling + routing
+
+
 @lru_cache(maxsize=4096)
 def counted_bytes(shape: DecoderShape, mesh: RunMesh, states: StateSettings) -> SegmentBytes:
     """Count the bytes of a token on a rank, without logits; figures per layer are the mean over all layers."""
@@ -153,13 +166,11 @@ def counted_bytes(shape: DecoderShape, mesh: RunMesh, states: StateSettings) -> 
         dense = replace(shape, ffn_hidden_size=width, num_experts=None, moe_layers=(), moe_grouped_gemm=False)
         rank = RankTensors(element, tensor, mesh.sequence_parallel, context_size=mesh.context)
         of_layer = SegmentBytes.of_shape(dense, rank)
-        experts = 0.0
+        of_experts = (0.0, 0.0)
         if shape.moe_layers[layer]:
-            # Each copy of a token, in the order of its experts, before and after them; routing is in float32.
-            copies = shape.moe_router_topk * shape.hidden_size * mesh.expert_tensor / tensor
-            experts = (2 * element * copies + 8.0 * shape.num_experts / rows) / mesh.context
-        kept += (of_layer.kept_per_token_and_layer + experts) * count / shape.num_layers
-        work = max(work, of_layer.work_per_token + experts)
+            of_experts = _expert_bytes(shape, mesh, element, rows)
+        kept += (of_layer.kept_per_token_and_layer + of_experts[0] / mesh.context) * count / shape.num_layers
+        work = max(work, of_layer.work_per_token + of_experts[1] / mesh.context)
     # Fixed bytes are in FIXED_BYTES.
     result = replace(of_layer, kept_per_token_and_layer=kept, work_per_token=work, work_fixed=0.0, fixed=0.0)
     if states.full_recompute_layers is None:

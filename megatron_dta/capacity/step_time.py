@@ -142,7 +142,7 @@ def _waiting_for_launches(
 def _token_communication(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, layers: list[int]) -> float:
     """Seconds of communication per token of a rank in these layers, forward and backward."""
     row = 2.0 * shape.hidden_size
-    tensor, experts = mesh.tensor, mesh.experts
+    tensor, ranks = mesh.tensor, mesh.experts * mesh.expert_tensor
     seconds = 0.0
     if tensor > 1:
         # Two all-reduces in the forward and two in the backward, each two ring passes; sequence parallelism gathers two
@@ -155,11 +155,10 @@ def _token_communication(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, l
         link = cluster.link(mesh.context, tensor)
         seconds += len(layers) * 3.0 * channels * (mesh.context - 1) / mesh.context / link
     num_expert_layers = sum(shape.moe_layers[layer] for layer in layers)
-    if experts > 1:
-        # Every copy goes to its expert and back, in forward and backward; in a tensor group, each rank sends its rows.
-        copies = 4.0 * shape.moe_router_topk / tensor
-        link = cluster.link(experts * mesh.expert_tensor)
-        seconds += num_expert_layers * copies * row * (experts - 1) / experts / link
+    if ranks > 1:
+        # A token goes to every other rank and a sum comes back from it, in forward and backward; in a tensor group,
+        # each rank sends its rows.
+        seconds += num_expert_layers * 4.0 / tensor * row * (ranks - 1) / cluster.link(ranks)
     return seconds
 
 
