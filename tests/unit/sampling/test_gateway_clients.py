@@ -1,0 +1,125 @@
+"""Unmodified client libraries at the gateway: those of OpenAI and Anthropic, and OpenAI's Agents SDK, if installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+from conftest import REPOSITORY
+from megatron_dta.sampling.gateway.records import leaves
+from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
+from open_gateway import OpenGateway, chat_tokenizer, open_gateway
+from scripted_engine import ScriptedEngine
+
+CALL = '<tool_call>{"name": "look_up", "arguments": {"drawer": "b"}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[OpenGateway]:
+    """Calls the tool until a tool has answered, then answers 3."""
+    tokenizer = chat_tokenizer(tmp_path / "model")
+
+    def script(prompt: list[int], key: int) -> list[int]:
+        text = "3" if "\ntool\n" in "\n" + tokenizer.decode(prompt) else CALL
+        return [*tokenizer.encode(text).tolist(), tokenizer.eos_id]
+
+    engine = ScriptedEngine(script, tokenizer.vocab_size)
+    with open_gateway(engine, tokenizer, tmp_path / "model") as gateway:
+        yield gateway
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tool_agent", REPOSITORY / "examples" / "tool_agent.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def access(gateway: OpenGateway) -> tuple[object, SimpleNamespace]:
+    session, key = gateway.open()
+    return session, SimpleNamespace(base_url=gateway.url + "/v1", api_key=key)
+
+
+def test_openais_client(served: OpenGateway) -> None:
+    openai = pytest.importorskip("openai")
+    session, own = access(served)
+    client = openai.OpenAI(base_url=own.base_url, api_key=own.api_key, max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    ask = [{"role": "user", "content": "b?"}]
+    first = client.chat.completions.create(model="m", messages=ask, tools=TOOLS, logprobs=True).choices[0]
+    assert first.message.tool_calls[0].function.name == "look_up"
+    assert len(first.logprobs.content) == len(session.calls[0].output)
+    result = {"role": "tool", "tool_call_id": first.message.tool_calls[0].id, "content": "3"}
+    stream = client.chat.completions.create(
+        model="m",
+        messages=[*ask, first.message, result],
+        tools=TOOLS,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "3"
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens >= session.calls[0].length
+    assert session.calls[1].parent is session.calls[0]
+    calls = [
+        call
+        for chunk in client.chat.completions.create(model="m", messages=ask, tools=TOOLS, stream=True)
+        for call in (chunk.choices[0].delta.tool_calls or [] if chunk.choices else [])
+    ]
+    assert [call.function.name for call in calls] == ["look_up"]
+    assert len(client.chat.completions.create(model="m", messages=ask, n=2).choices) == 2
+    assert client.completions.create(model="m", prompt="tell", max_tokens=9).choices[0].text
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="sk-wrong").models.list()
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model="m", messages=ask, temperature=0.2)
+
+
+def test_anthropics_client(served: OpenGateway) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    session, own = access(served)
+    client = anthropic.Anthropic(base_url=served.url, api_key=own.api_key, max_retries=0)
+    tools = [{"name": "look_up", "description": "", "input_schema": {"type": "object"}}]
+    ask = [{"role": "user", "content": "b?"}]
+    reply = client.messages.create(model="m", max_tokens=60, messages=ask, tools=tools)
+    assert reply.stop_reason == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": reply.content[0].id, "content": "3"}
+    later = [*ask, {"role": "assistant", "content": reply.content}, {"role": "user", "content": [result]}]
+    with client.messages.stream(model="m", max_tokens=60, messages=later, tools=tools) as stream:
+        assert "".join(stream.text_stream) == "3"
+        assert stream.get_final_message().stop_reason == "end_turn"
+    assert session.calls[1].parent is session.calls[0]
+
+
+@pytest.mark.parametrize("name", ["openai_agent", "sdk_agent"])
+def test_the_examples_agents(name: str, served: OpenGateway) -> None:
+    """The agents of ``examples/tool_agent.py``: one path of two calls, and the reward of the right answer."""
+    pytest.importorskip("agents" if name == "sdk_agent" else "openai")
+    session, own = access(served)
+    record = {"prompt": "a+b?", "drawers": {"a": 1, "b": 2}, "answer": "3"}
+    assert getattr(example(), name)(record, own) == 1.0
+    assert len(session.calls) == 2
+    assert len(leaves(session.calls)) == 1
+
+
+def test_the_examples_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its words are single tokens, and the careless teacher's dialogues are what the template writes."""
+    module = example()
+    arguments = ["tool_agent.py", "--output", str(tmp_path), "--count", "8", "--prompts", "3", "--held-out", "2"]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert module.main() == 0
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer")
+    assert len(tokenizer.encode(module.CALL + "b" + module.END_OF_CALL)) == 3
+    assert (
+        tokenizer.decode(tokenizer.encode(module.CALL + "b" + module.END_OF_CALL))
+        == module.CALL + "b" + module.END_OF_CALL
+    )
+    assert len((tmp_path / "warmup.jsonl").read_text().splitlines()) == 8
