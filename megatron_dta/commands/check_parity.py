@@ -25,6 +25,7 @@ quieten_libraries()  # before Megatron is imported, which tells what is not inst
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
+from megatron_dta.config.derived.moe_layers import parse_linear_attention_freq
 from megatron_dta.conversion.hf.config import settings_from_hf
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.objectives import make_objective
@@ -43,6 +44,7 @@ from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
 
 MODES = ("dense", "packed", "dta")
+DEFAULT_LAYERS = 2
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ def parse_arguments() -> argparse.Namespace:
         help="loss to compare (default grpo)",
     )
     parser.add_argument("--temperature", type=float, default=0.8, help="divides the logits (default 0.8)")
-    parser.add_argument("--num-layers", type=int, default=2, help="layers of the random model (default 2)")
+    parser.add_argument(
+        "--num-layers", type=int, help="layers of the random model (default 2, or until attention of both kinds occurs)"
+    )
     parser.add_argument(
         "--hf-checkpoint", metavar="DIR", help="the rest of its shape and its positions are those of DIR/config.json"
     )
@@ -136,10 +140,10 @@ def model_config(arguments: argparse.Namespace, vocab_size: int) -> ModelConfig:
         settings = settings_from_hf(arguments.hf_checkpoint, {"max_position_embeddings": longest})
         if "num_experts" in settings:
             raise InputError(f"--hf-checkpoint {arguments.hf_checkpoint}: a mixture of experts cannot be checked here")
-        settings |= {"num_layers": arguments.num_layers, "vocab_size": vocab_size}
+        settings |= _first_layers(settings, arguments) | {"vocab_size": vocab_size}
         return ModelConfig(**settings, params_dtype=torch.float64)
     return ModelConfig(
-        num_layers=arguments.num_layers,
+        num_layers=arguments.num_layers or DEFAULT_LAYERS,
         hidden_size=arguments.hidden_size,
         ffn_hidden_size=3 * arguments.hidden_size,
         num_attention_heads=4,
@@ -158,6 +162,31 @@ def model_config(arguments: argparse.Namespace, vocab_size: int) -> ModelConfig:
     )
 
 
+def _first_layers(settings: dict[str, object], arguments: argparse.Namespace) -> dict[str, object]:
+    """The settings of the first ``--num-layers`` layers; by default 2, or as many as have attention of both kinds."""
+    pattern = settings.get("linear_attention_freq")
+    if pattern is None:
+        return {"num_layers": arguments.num_layers or DEFAULT_LAYERS}
+    layers = parse_linear_attention_freq(str(pattern), int(str(settings["num_layers"])))
+    least = max(layers.index(False), layers.index(True)) + 1
+    count = arguments.num_layers or least
+    if not least <= count <= len(layers):
+        raise InputError(
+            f"--num-layers {count}: {arguments.hf_checkpoint} has {len(layers)} layers, of which the first {least} are "
+            f"needed for attention of both kinds; give {least} to {len(layers)}"
+        )
+    return {"num_layers": count, "linear_attention_freq": str([int(each) for each in layers[:count]])}
+
+
+def random_weights(model: ModelConfig, device: torch.device) -> dict[str, torch.Tensor]:
+    """Freshly drawn weights, with slow decay in gated delta net: the usual one forgets within a few tokens."""
+    weights = {name: p.detach() for name, p in build_model(model, device).named_parameters()}
+    for name, weight in weights.items():
+        if name.endswith(".A_log"):
+            weight.sub_(4.0)
+    return weights
+
+
 def compare_modes(arguments: argparse.Namespace) -> tuple[list[Row], list[TrainingSample]]:
     """Compute the errors of every mode, with kept and recomputed activations."""
     samples, vocab_size = load_samples(arguments)
@@ -165,7 +194,7 @@ def compare_modes(arguments: argparse.Namespace) -> tuple[list[Row], list[Traini
     double = model_config(arguments, vocab_size)
     single = replace(double, params_dtype=torch.float32)
     objective = make_objective(ObjectiveConfig(objective=arguments.objective, kl_loss_coef=0.05, entropy_coef=0.01))
-    weights = {name: p.detach() for name, p in build_model(double, device).named_parameters()}
+    weights = random_weights(double, device)
     single_weights = {name: p.float() for name, p in weights.items()}
     stock = run_stock(double, weights, samples, objective, arguments.temperature)
     huggingface = run_huggingface(single, single_weights, samples, objective, arguments.temperature)

@@ -5,7 +5,8 @@
 FILE is a rollout file (.jsonl, .parquet or .npz). Token reuse is the number of tokens of all sequences over that of
 unique tokens; attention reuse is the same ratio of (query, key) pairs of causal attention. Fill is the mean length of a
 segment over the maximum. In-flight tokens are those of a segment and all its ancestors, which a training step holds in
-memory together.
+memory together. Open forks are ends of runs in them that later segments continue: each is a state of every layer with
+gated delta net, with its gradient (--hf-config tells how many GiB they are).
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.segment_bytes import GIB
+from megatron_dta.planning.costs.state_bytes import StateBytes
 from megatron_dta.planning.segments.cut import SegmentPlan, plan_segments
+from megatron_dta.planning.segments.runs import SegmentRuns
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import TreeStatistics, build_prefix_tree, tree_statistics
 
@@ -45,11 +50,27 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
     parser.add_argument("--max-length", type=int, metavar="N", help="only the first N tokens of each sequence")
+    parser.add_argument("--hf-config", metavar="DIR", help="count the states of this model (its config.json)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--plot", metavar="PICTURE", help="draw the tree and its segments (.png, .pdf or .svg)")
     arguments = parser.parse_args()
     check_at_least(arguments, 1, "tree_segment_tokens", "tree_memory_tokens", "max_sequences", "max_length")
     return arguments
+
+
+def state_figures(plan: SegmentPlan, folder: str | None) -> dict[str, int | float]:
+    """Return the figures about states at forks; their bytes if ``folder`` has a config.json with gated delta net."""
+    runs = SegmentRuns.of(plan)
+    most = int(runs.forks_in_flight.max(initial=0))
+    values: dict[str, int | float] = {"peak_open_forks": most, "run_levels": int(runs.num_levels.max(initial=0))}
+    if folder is not None:
+        from megatron_dta.capacity.settings import read_hf_config  # Importing torch takes seconds.
+
+        each = StateBytes.of_shape(read_hf_config(folder), element_bytes=2)
+        if each is None:
+            raise InputError(f"--hf-config {folder}: is of a model without gated delta net; leave it out")
+        values["peak_state_gib"] = each.open_fork * most / GIB
+    return values
 
 
 def figures(statistics: TreeStatistics, plan: SegmentPlan, build_seconds: float) -> dict[str, int | float]:
@@ -92,6 +113,9 @@ LABELS = {
     "fill": "fill",
     "segment_depth": "depth (segments)",
     "peak_in_flight_tokens": "peak in-flight tokens",
+    "peak_open_forks": "peak open forks",
+    "run_levels": "levels of a segment (most)",
+    "peak_state_gib": "states at forks (GiB, bfloat16 model)",
     "build_seconds": "tree build (seconds)",
 }
 
@@ -127,6 +151,7 @@ def main() -> None:
     plan = plan_segments(tree, arguments.tree_segment_tokens, arguments.tree_memory_tokens)
     title = f"{Path(arguments.file).name}, one sequence per {arguments.sample_granularity}"
     values = figures(tree_statistics(tree), plan, build_seconds)
+    values |= state_figures(plan, arguments.hf_config)
     print_table(values, title)
     if arguments.plot:
         from megatron_dta.plots import plot_tree  # matplotlib takes a second to import.

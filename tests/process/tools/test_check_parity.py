@@ -60,6 +60,36 @@ def test_real_rollouts_agree_with_both_references(tool, monkeypatch, capsys, nam
         assert 0 <= summary[f"hf_{key}"] < 1e-5
 
 
+@pytest.mark.parametrize("name", ["tau1_airline_qwen25_3x50.npz", "tot_game24_bfs.npz"])
+def test_hybrid_models_on_real_rollouts(tool, monkeypatch, capsys, tmp_path, name):
+    """Qwen3.5's shape in small: three layers of gated delta net, then one with gated attention."""
+    config = dict(
+        architectures=["Qwen3_5ForCausalLM"],
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        vocab_size=99,
+        initializer_range=0.1,
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    cut = ["--max-sequences", "6", "--max-length", "70", "--hf-checkpoint", str(tmp_path)]
+    # The terms of a decay's gradient cancel: in float32 transformers' own error against float64 is above 1e-5.
+    cut += ["--hf-tolerance", "1e-4"]
+    status, summary = run(tool, monkeypatch, capsys, str(rollout_file(name)), *cut)
+    assert status == 0, summary
+    assert all(0 <= summary[key] < 1e-12 for key in KEYS)
+    assert all(0 <= summary[f"hf_{key}"] < 1e-5 for key in KEYS[:2])
+    with pytest.raises(InputError, match=r"--num-layers 3: .* the first 4 are needed for attention of both kinds"):
+        run(tool, monkeypatch, capsys, str(rollout_file(name)), *cut, "--num-layers", "3")
+
+
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])
 def test_the_shape_and_positions_of_a_checkpoint(tool, monkeypatch, capsys, tmp_path, kind):
     rope = {"rope_type": kind, "factor": 8.0, "original_max_position_embeddings": 9}
