@@ -68,7 +68,8 @@ def choose_gated_delta_rule(impl: str, dtype: torch.dtype, device: torch.device)
     """The implementation of ``--gated-delta-rule-impl``.
 
     Raises:
-        InputError: "fla", or "auto" on a GPU in 16 bits, and the package is missing or too old; or "fla" elsewhere.
+        InputError: "fla", or "auto" on a GPU in 16 bits, and the package is missing, too old, or compiled wrongly
+            by this Triton for this GPU; or "fla" elsewhere.
     """
     from dta_kernels.recurrence import library
 
@@ -84,6 +85,9 @@ def choose_gated_delta_rule(impl: str, dtype: torch.dtype, device: torch.device)
         raise InputError(f"{flag}: {library.PACKAGE} is not installed; {fix}")
     if not library.is_supported(found):
         raise InputError(f"{flag}: {library.PACKAGE} has version {found}, which is older than {oldest}; {fix}")
+    wrong = library.why_triton_is_wrong(torch.cuda.get_device_capability(device))
+    if wrong is not None:
+        raise InputError(f"{flag}: {library.PACKAGE}: {wrong}, or give reference")
     return library.gated_delta_rule
 
 

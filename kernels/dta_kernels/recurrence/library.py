@@ -1,13 +1,15 @@
 """The gated delta rule by flash-linear-attention (package ``fla-core``), on GPUs, in 16 bits.
 
 Its kernels take the chunks of all runs in one call, with an entry state for each run, and give the gradients of the
-entries. Version 0.6.0 is the first that was tried here; older ones are refused.
+entries. Version 0.6.0 is the first that was tried here; older ones are refused. On Hopper GPUs some versions of Triton
+compile its backward wrongly, and the package refuses them unless TileLang is there (its issue 640).
 """
 
 from __future__ import annotations
 
 import re
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from torch import Tensor
 from dta_kernels.recurrence.contract import CHUNK, Runs
 
 PACKAGE, OLDEST = "fla-core", (0, 6, 0)
+# Versions of Triton, the first and the one after the last, whose code for Hopper is wrong.
+_WRONG_TRITON, _RIGHT_TRITON = (3, 4, 0), (3, 7, 1)
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -28,8 +32,23 @@ def installed_version() -> str | None:
 
 def is_supported(found: str) -> bool:
     """Whether a version is new enough; development versions count as the release that they precede."""
-    numbers = [int(part) for part in re.findall(r"\d+", found)[:3]]
-    return tuple(numbers) >= OLDEST
+    return _numbers(found) >= OLDEST
+
+
+def why_triton_is_wrong(capability: tuple[int, int]) -> str | None:
+    """Why the kernels' gradients would be wrong on a GPU of this compute capability, and what helps; None if not."""
+    found = _triton_version()
+    if capability[0] != 9 or not _WRONG_TRITON <= _numbers(found) < _RIGHT_TRITON or find_spec("tilelang"):
+        return None
+    return f"Triton {found} compiles its backward wrongly for Hopper GPUs; install tilelang, or triton>=3.7.1"
+
+
+def _triton_version() -> str:
+    return version("triton")
+
+
+def _numbers(found: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", found)[:3])
 
 
 def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:

@@ -109,6 +109,18 @@ def test_missing_and_old_libraries_are_refused_in_one_line(monkeypatch):
         with pytest.raises(InputError, match=message):
             choose(impl, torch.bfloat16, cuda)
     monkeypatch.setattr(library, "installed_version", lambda: "0.6.1.dev3")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    monkeypatch.setattr(library, "_triton_version", lambda: "3.6.0+git1234")
+    with pytest.raises(
+        InputError, match=r"Triton 3\.6\.0.* wrongly for Hopper GPUs; install tilelang, or triton>=3\.7\.1"
+    ):
+        choose("auto", torch.bfloat16, cuda)
+    for there, capability, triton in (("tilelang", 9, "3.6.0"), (None, 10, "3.6.0"), (None, 9, "3.7.1")):
+        monkeypatch.setattr(library, "find_spec", lambda name, there=there: there)
+        monkeypatch.setattr(library, "_triton_version", lambda triton=triton: triton)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=capability: (major, 0))
+        assert choose("auto", torch.bfloat16, cuda) is library.gated_delta_rule
     assert choose("auto", torch.bfloat16, cuda) is library.gated_delta_rule
     assert choose("reference", torch.bfloat16, cuda) is not library.gated_delta_rule
     with pytest.raises(InputError, match="--gated-delta-rule-impl fla needs a CUDA GPU and --bf16; use auto"):
