@@ -102,6 +102,15 @@ class SamplingConfig:
         "Folder through which the servers receive new weights; they must see it under the same path (default: "
         "rollout-weights in --save).",
     )
+    rollout_weight_transfer: str = option(
+        "folder",
+        "How servers receive new weights: from a folder that both can access, or through a process group that the "
+        "first rank shares with them, over NCCL or, with SGLang on CPUs, gloo.",
+        choices=("folder", "nccl", "gloo"),
+    )
+    rollout_weight_bucket_mb: int = option(
+        512, "Size in MiB of the buckets in which --rollout-weight-transfer nccl and gloo send weights.", minimum=1
+    )
     rollout_max_staleness: int = option(
         0,
         "Sample ahead while training: maximum number of optimizer steps between the weights that sampled a rollout "

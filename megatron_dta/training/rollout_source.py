@@ -32,7 +32,7 @@ from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.source import TreeEvaluation, TreeSource
 from megatron_dta.training.data.stored import load_files
 from megatron_dta.training.loop import Progress
-from megatron_dta.training.weights.servers import RolloutWeights, weights_folder
+from megatron_dta.training.weights.servers import rollout_weights, weights_folder
 
 
 def build_sampled_data(
@@ -76,7 +76,7 @@ def build_sampled_data(
     source = Rank0Source(
         inner,
         engine,
-        None if is_replay else RolloutWeights(config, model),
+        None if is_replay else rollout_weights(config, model),
         lambda: progress.iteration,
         steps_per_rollout_batch(config),
         config.sampling.rollout_max_staleness,

@@ -13,6 +13,7 @@ from megatron_dta.sampling.engines.servers.http_client import HttpSettings
 from megatron_dta.sampling.engines.servers.routing import RoutingShape
 from megatron_dta.sampling.engines.servers.sglang import SglangProtocol
 from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
+from megatron_dta.sampling.engines.servers.weights.groups import GroupOpener
 from megatron_dta.sampling.params import SamplingParams
 from rollout_server_forms import log_softmax
 from rollout_servers import SERVERS, RolloutServer
@@ -38,12 +39,15 @@ class Setup:
             self.servers.append(self._stack.enter_context(SERVERS[self.kind](self.table, **options)))
 
     def engine(
-        self, settings: HttpSettings = QUICK, routing: RoutingShape | None = None, **options: object
+        self,
+        settings: HttpSettings = QUICK,
+        routing: RoutingShape | None = None,
+        open_group: GroupOpener | None = None,
+        **options: object,
     ) -> HttpEngine:
         urls = [server.url for server in self.servers]
-        engine = HttpEngine(
-            PROTOCOLS[self.kind](routing), urls, settings, vocab_size=VOCABULARY, report=self.lines.append, **options
-        )
+        protocol = PROTOCOLS[self.kind](routing, open_group)
+        engine = HttpEngine(protocol, urls, settings, vocab_size=VOCABULARY, report=self.lines.append, **options)
         self._stack.callback(engine.close)
         return engine
 

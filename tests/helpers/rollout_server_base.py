@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollout_server_forms import BadRequestError, log_softmax, nucleus_logprobs, shared
+from weight_receiver import WeightReceiver
 
 
 class RolloutServer:
@@ -41,6 +42,7 @@ class RolloutServer:
         delay_s: float = 0.0,
         temperature_scaled: bool | None = None,
         port: int = 0,
+        processes: int = 1,
     ) -> None:
         self.table, self.model_eos, self.delay_s = np.asarray(table, dtype=np.float64), model_eos, delay_s
         # Whether logprobs are after temperature and nucleus (vLLM), or after temperature (SGLang).
@@ -54,6 +56,7 @@ class RolloutServer:
         self.label = "default"
         self.paused, self.running, self.most_running = False, 0, 0
         # Settings of speculation as the server tells them, None without; and how much was drafted and accepted.
+        self.receiver, self.bucket_bytes = WeightReceiver(processes), 0
         self.speculation: dict[str, Any] | None = None
         self.drafted, self.accepted = 0, 0
         # Layers and experts of each token that the server returns, if it was started for that.
@@ -93,6 +96,7 @@ class RolloutServer:
 
     def stop(self) -> None:
         """No longer listen; what is open is dropped."""
+        self.receiver.leave()
         if not self._stopped:
             self._stopped = True
             asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
@@ -104,6 +108,7 @@ class RolloutServer:
         raw = await request.read()
         if fault == "die":
             self._stopped = True
+            self.receiver.leave()
             self._loop.create_task(self._runner.cleanup())
             request.transport.abort()
         elif fault == "drop":
@@ -147,10 +152,28 @@ class RolloutServer:
         files = sorted(Path(folder).glob("*.safetensors"))
         if not (Path(folder) / "config.json").is_file() or not files:
             raise BadRequestError(f"{folder} is no checkpoint")
-        self.loaded.append({name: values for file in files for name, values in load_file(file).items()})
+        self.use({name: values for file in files for name, values in load_file(file).items()})
+
+    def use(self, weights: dict[str, Tensor]) -> None:
+        self.loaded.append(weights)
         embedding = self.loaded[-1]["model.embed_tokens.weight"].double().numpy()
         self.table = embedding @ embedding.T * 20
         self._cache_is_old = bool(self._cache)
+
+    def begin_transfer(self) -> None:
+        if self.running:
+            self.violations.append("weights changed under running requests")
+        if not self.paused:
+            self.violations.append("weights changed without a pause")
+        self.receiver.received = {}
+
+    def end_transfer(self) -> None:
+        weights, self.receiver.received = self.receiver.received, None
+        if "model.embed_tokens.weight" in weights:
+            self.use(weights)
+
+    async def in_thread(self, work: Any, *arguments: Any) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, work, *arguments)
 
     def flush(self) -> None:
         self._cache, self._cache_is_old = [], False

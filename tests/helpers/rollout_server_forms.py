@@ -33,6 +33,37 @@ SGLANG_FROM_DISK: dict[str, Any] = {
     "flush_cache": bool, "manifest": dict,
 }  # fmt: skip
 
+VLLM_TRANSFER: dict[str, dict[str, Any]] = {
+    "/init_weight_transfer_engine": {"init_info": dict}, "/start_weight_update": {},
+    "/update_weights": {"update_info": dict}, "/finish_weight_update": {},
+}  # fmt: skip
+VLLM_INIT: dict[str, Any] = {
+    "master_address": str, "master_port": int, "rank_offset": int, "world_size": int, "nccl_unique_id_b64": str,
+    "packed": bool, "packed_buffer_size_bytes": int, "packed_num_buffers": int,
+}  # fmt: skip
+# Fields, and those that must be given.
+SGLANG_TRANSFER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "/init_weights_update_group": (
+        {
+            "master_address": str, "master_port": int, "rank_offset": int, "world_size": int, "group_name": str,
+            "backend": str,
+        },
+        ("master_address", "master_port", "rank_offset", "world_size"),
+    ),
+    "/destroy_weights_update_group": ({"group_name": str}, ()),
+    "/begin_weight_update": ({"selector": str}, ()),
+    "/update_weights_from_distributed": (
+        {
+            "names": "list", "dtypes": "list", "shapes": "list", "group_name": str, "flush_cache": bool,
+            "abort_all_requests": bool, "weight_version": str, "load_format": str, "selector": str,
+            "torch_empty_cache": bool,
+        },
+        ("names", "dtypes", "shapes"),
+    ),
+    "/end_weight_update": ({}, ()),
+    "/update_weight_version": ({"new_version": str, "abort_all_requests": bool}, ("new_version",)),
+}  # fmt: skip
+
 
 class BadRequestError(Exception):
     """What pydantic would refuse."""
@@ -47,6 +78,8 @@ def check(body: Any, schema: dict[str, Any], required: Iterable[str] = ()) -> di
     for name, value in body.items():
         if name not in schema:
             raise BadRequestError(f"{name}: Extra inputs are not permitted")
+        if schema[name] == "list":
+            continue
         if not isinstance(value, schema[name]) or (isinstance(value, bool) and schema[name] is not bool):
             raise BadRequestError(f"{name}: Input should be a valid {schema[name]}, got {value!r}")
         if schema[name] is list and not all(isinstance(item, int) for item in value):

@@ -22,13 +22,17 @@ from rollout_server_forms import (
     SGLANG_FROM_DISK,
     SGLANG_GENERATE,
     SGLANG_SAMPLING,
+    SGLANG_TRANSFER,
     VLLM_COMPLETION,
+    VLLM_INIT,
+    VLLM_TRANSFER,
     BadRequestError,
     check,
     check_mode,
     log_softmax,
     vllm_metrics,
 )
+from weight_receiver import place_in
 
 
 class VllmServer(RolloutServer):
@@ -46,6 +50,8 @@ class VllmServer(RolloutServer):
     async def answer(self, path: str, request: web.Request, body: Any) -> web.Response:
         if path == "/health" and request.method == "GET":
             return web.Response()
+        if path == "/get_world_size" and request.method == "GET":
+            return web.json_response({"world_size": self.receiver.processes})
         if self.labels and path == "/weight_info" and request.method == "GET":
             return web.json_response({"weight_version": self.label})
         if path == "/server_info" and request.method == "GET":
@@ -76,6 +82,8 @@ class VllmServer(RolloutServer):
                 return web.json_response(self.refusal("unexpected call"), status=500)
             self.load(body["kwargs"]["weights_path"])
             return web.json_response({"results": [None]})
+        if path in VLLM_TRANSFER:
+            return await self._transfer(path, check(body or {}, VLLM_TRANSFER[path], VLLM_TRANSFER[path]))
         if self.labels and path == "/update_weight_version":
             self.label = check(body, {"new_version": str}, ("new_version",))["new_version"]
             return web.json_response({"success": True, "new_version": self.label})
@@ -87,6 +95,26 @@ class VllmServer(RolloutServer):
         file = io.BytesIO()
         np.save(file, experts_of(context, tokens, *self.routing).astype(np.int16))
         return base64.b64encode(file.getvalue()).decode()
+
+    async def _transfer(self, path: str, body: dict[str, Any]) -> web.Response:
+        active = self.receiver.received is not None
+        if (path == "/start_weight_update") == active and path != "/init_weight_transfer_engine":
+            return web.json_response(self.refusal(f"{path} with an update active: {active}"), status=500)
+        if path == "/init_weight_transfer_engine":
+            info = check(body["init_info"], VLLM_INIT, ("rank_offset", "world_size"))
+            where = place_in(info["nccl_unique_id_b64"])
+            self.bucket_bytes = info["packed_buffer_size_bytes"] if info["packed"] else -1
+            await self.in_thread(self.receiver.join, *where, info["rank_offset"], info["world_size"])
+        elif path == "/start_weight_update":
+            self.begin_transfer()
+        elif path == "/update_weights":
+            info = body["update_info"]
+            assert info.keys() == {"names", "dtype_names", "shapes"}
+            tensors = (info["names"], info["dtype_names"], info["shapes"])
+            await self.in_thread(self.receiver.receive, *tensors, self.bucket_bytes)
+        else:
+            self.end_transfer()
+        return web.json_response({"message": "done"})
 
     async def _complete(self, body: dict[str, Any]) -> web.Response:
         self.bodies.append(body)
@@ -174,7 +202,8 @@ class SglangServer(RolloutServer):
         if path == "/model_info" and request.method == "GET":
             return web.json_response({"model_path": "m", "is_generation": True, "weight_version": self.label})
         if path == "/server_info" and request.method == "GET":
-            return web.json_response({"model_path": "m"} | (self.speculation or {"speculative_algorithm": None}))
+            sizes = {"tp_size": self.receiver.processes, "pp_size": 1, "dp_size": 1}
+            return web.json_response(sizes | (self.speculation or {"speculative_algorithm": None}))
         if path == "/flush_cache":
             if self.running:
                 return web.Response(text="Flush cache failed.\n", status=400)
@@ -194,6 +223,10 @@ class SglangServer(RolloutServer):
             check(body, {"torch_empty_cache": bool})
             self.paused = False
             return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+        if path in SGLANG_TRANSFER:
+            success, message = await self._transfer(path, check(body, *SGLANG_TRANSFER[path]))
+            content = {"success": success, "message": message}
+            return web.json_response(content, status=200 if success else 400)
         if path in ("/add_external_corpus", "/remove_external_corpus"):
             success, message = self._change_corpora(path, body)
             content = {"success": success, "message": message}
@@ -208,6 +241,26 @@ class SglangServer(RolloutServer):
             self.label = body.get("weight_version", self.label)
             return web.json_response({"success": True, "message": "Succeeded.", "num_paused_requests": 0})
         return web.json_response({"detail": "Not Found"}, status=404)
+
+    async def _transfer(self, path: str, body: dict[str, Any]) -> tuple[bool, str]:
+        active = self.receiver.received is not None
+        if path == "/init_weights_update_group":
+            where = (body["master_address"], body["master_port"], body["group_name"])
+            await self.in_thread(self.receiver.join, *where, body["rank_offset"], body["world_size"])
+        elif path == "/destroy_weights_update_group":
+            self.receiver.leave()
+        elif path == "/update_weight_version":
+            self.label = body["new_version"]
+        elif (path == "/begin_weight_update") == active:
+            return False, f"{path} with a session: {active}"
+        elif path == "/begin_weight_update":
+            self.begin_transfer()
+        elif path == "/update_weights_from_distributed":
+            assert body["load_format"] == "flattened_bucket"
+            await self.in_thread(self.receiver.receive, body["names"], body["dtypes"], body["shapes"], None)
+        else:
+            self.end_transfer()
+        return True, "Succeeded."
 
     def _change_corpora(self, path: str, body: Any) -> tuple[bool, str]:
         if self.running:

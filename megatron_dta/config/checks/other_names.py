@@ -187,6 +187,11 @@ NAMES = (
         "`--rollout-engine` and `--rollout-server-url`",
     ),
     Names(
+        "`--update-weight-buffer-size`",
+        "`rollout.checkpoint_engine.backend`",
+        "`--rollout-weight-transfer` (folder, nccl), `--rollout-weight-bucket-mb`",
+    ),
+    Names(
         "`--actor-num-nodes`, `--actor-num-gpus-per-node`",
         "`trainer.nnodes`, `trainer.n_gpus_per_node`",
         "the processes that `torchrun` or Slurm starts",

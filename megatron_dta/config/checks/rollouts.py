@@ -29,10 +29,7 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
                 f"--rollout-engine {engine} needs --load-hf or --hf-checkpoint: the servers receive new weights in "
                 "Hugging Face format, with its configuration"
             )
-        if sampling.rollout_weights_dir is None and checkpoint.save is None:
-            yield (
-                f"--rollout-engine {engine} needs --rollout-weights-dir (or --save), a folder visible to the servers"
-            )
+        yield from _check_weight_transfer(config)
         tempered = sampling.temperature != 1 and sampling.rollout_top_p < 1
         if engine == "vllm" and tempered and config.objective.needs_rollout_logprobs:
             fix = "add --old-logprobs recompute"
@@ -89,6 +86,18 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
             yield ("--rollout-stop-degenerate ends whole responses, but --environment requests turns; leave it out")
 
 
+def _check_weight_transfer(config: TrainConfig) -> Iterator[str]:
+    sampling = config.sampling
+    way, engine = sampling.rollout_weight_transfer, sampling.rollout_engine
+    needs_corpora = engine == "sglang" and config.speculation.rollout_speculation == "das"
+    if (way == "folder" or needs_corpora) and sampling.rollout_weights_dir is None and config.checkpoint.save is None:
+        yield f"--rollout-engine {engine} needs --rollout-weights-dir (or --save), a folder visible to the servers"
+    if way != "folder" and not needs_corpora and sampling.rollout_weights_dir is not None:
+        yield f"--rollout-weights-dir has no effect on --rollout-weight-transfer {way}; leave it out"
+    if way == "gloo" and engine == "vllm":
+        yield ("--rollout-weight-transfer gloo: vLLM's weight transfer is over NCCL; give nccl, or folder on CPUs")
+
+
 def _check_draft_length(speculation: SpeculationConfig) -> Iterator[str]:
     """Yield a line for a given draft length that ``das_depth`` rules out; the default length is reduced silently."""
     tokens, depth = speculation.das_draft_tokens, speculation.das_depth
@@ -138,7 +147,12 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
         ),
         "--rollout-engine vllm or sglang": (
             engine in SERVERS and samples(config),
-            "rollout_server_url rollout_timeout_seconds rollout_attempts rollout_weights_dir rollout_max_staleness",
+            "rollout_server_url rollout_timeout_seconds rollout_attempts rollout_weights_dir rollout_max_staleness "
+            "rollout_weight_transfer",
+        ),
+        "--rollout-weight-transfer nccl or gloo": (
+            config.sampling.rollout_weight_transfer != "folder",
+            "rollout_weight_bucket_mb",
         ),
         "--rollout-engine replay": (engine == "replay" and samples(config), "rollout_replay"),
         "--rollout-engine in-process": (

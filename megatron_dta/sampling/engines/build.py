@@ -17,6 +17,7 @@ from megatron_dta.sampling.engines.servers.routing import RoutingShape
 from megatron_dta.sampling.engines.servers.sglang import SglangProtocol
 from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
 from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
+from megatron_dta.sampling.engines.servers.weights.groups import group_opener
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.gate import SpeculationGate
@@ -82,6 +83,9 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
         report: called with a line when a server is left out.
     """
     sampling = config.sampling
+    protocol = _PROTOCOLS[sampling.rollout_engine]
+    way = sampling.rollout_weight_transfer
+    open_group = None if way == "folder" else group_opener(way, protocol.meets_by_unique_id)
     settings = HttpSettings(
         timeout_s=sampling.rollout_timeout_seconds,
         connect_timeout_s=min(10.0, sampling.rollout_timeout_seconds),
@@ -89,7 +93,7 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
         max_requests=sampling.inference_max_requests,
     )
     return HttpEngine(
-        _PROTOCOLS[sampling.rollout_engine](_routing_shape(config)),
+        protocol(_routing_shape(config), open_group),
         sampling.rollout_server_url or [],
         settings,
         exact_logprobs=config.objective.needs_rollout_logprobs,

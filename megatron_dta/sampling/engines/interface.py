@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights
 from megatron_dta.sampling.params import SamplingParams
 
 
@@ -91,7 +92,7 @@ class RolloutEngine(ABC):
     """Samples continuations; see the module's docstring.
 
     Attributes:
-        needs_checkpoint: whether ``update_weights`` needs the new weights in a folder, because the engine does not use
+        needs_checkpoint: whether ``update_weights`` needs a copy of the new weights, because the engine does not use
             the trainer's.
     """
 
@@ -130,11 +131,11 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    def update_weights(self, policy_version: int, checkpoint: Path | None = None) -> None:
+    def update_weights(self, policy_version: int, checkpoint: Path | HostWeights | None = None) -> None:
         """Use new weights: later results have ``policy_version``, and old K/V is discarded.
 
         Args:
-            checkpoint: folder with the new weights in Hugging Face form, if ``needs_checkpoint``.
+            checkpoint: the new weights in Hugging Face form, in a folder or in host memory, if ``needs_checkpoint``.
 
         Raises:
             ValueError: requests are running, and the engine cannot change weights under them.

@@ -27,6 +27,7 @@ from typing import Any
 
 from megatron_dta.model.parallel.mesh import alone
 from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights
 
 
 class RolloutPrefetcher:
@@ -34,7 +35,7 @@ class RolloutPrefetcher:
 
     Args:
         collect: samples the batch with the given number; called in the thread, one at a time.
-        update: gives the sampler the weights of a version (from a folder); called in the thread, between batches.
+        update: gives the sampler the weights of a version; called in the thread, between batches.
         steps_per_rollout_batch: optimizer steps that train one batch.
         max_staleness: maximum number of optimizer steps between a batch's weights and the first step that trains it.
         num_rollout_batches: number of batches that the run needs; no further one is started ahead.
@@ -43,7 +44,7 @@ class RolloutPrefetcher:
     def __init__(
         self,
         collect: Callable[[int], list[Rollout]],
-        update: Callable[[int, Path | None], None],
+        update: Callable[[int, Path | HostWeights | None], None],
         steps_per_rollout_batch: int,
         max_staleness: int,
         num_rollout_batches: int,
@@ -57,7 +58,7 @@ class RolloutPrefetcher:
         self._changed = threading.Condition()
         self._ready: dict[int, list[Rollout]] = {}
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._offered: tuple[int, Path | None] | None = None
+        self._offered: tuple[int, Path | HostWeights | None] | None = None
         self._loaded: int | None = None
         # Batch and step of the last call of ``take``, from which the steps of the other batches follow.
         self._place: tuple[int, int] | None = None
@@ -66,10 +67,10 @@ class RolloutPrefetcher:
         self._stops = False
         self._thread = threading.Thread(target=self._run, name="rollout prefetcher", daemon=True)
 
-    def offer(self, version: int, folder: Path | None) -> None:
-        """Offer the weights of ``version``, stored in ``folder``."""
+    def offer(self, version: int, weights: Path | HostWeights | None) -> None:
+        """Offer the weights of ``version``."""
         with self._changed:
-            self._offered = version, folder
+            self._offered = version, weights
             self._changed.notify_all()
 
     def take(self, number: int, step: int, timeout_s: float) -> list[Rollout] | None:

@@ -4,7 +4,8 @@ The wrapped source and evaluation run as if there were one process, and their re
 waiting ranks a message every second, so a long rollout batch is not mistaken for a dead rank.
 
 **Weights.** Before a rollout batch is sampled and before an evaluation, all ranks write the weights of the step to a
-folder and the servers load it, unless they already have the weights of that step.
+folder or to the host memory of rank 0. The servers get them from there, unless they already have the weights of that
+step.
 
 **Checkpoints.** A checkpoint stores the rollout batches sampled ahead. Batches that the staleness bound allows are
 finished first, so a resumed run trains on the same rollouts as an uninterrupted one, bit for bit if the servers
@@ -29,6 +30,7 @@ from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.engines.replay import ReplayEngine
+from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights
 from megatron_dta.sampling.sources.prefetcher import RolloutPrefetcher
 
 _WAIT_S = 1.0
@@ -39,14 +41,14 @@ Answer = TypeVar("Answer")
 class WeightsWriter(Protocol):
     """Writes the weights for servers; implemented in ``training.weights.servers``."""
 
-    def write(self, version: int) -> Path:
-        """Write the current weights and return their folder; every rank calls this."""
+    def write(self, version: int) -> Path | HostWeights | None:
+        """Write the current weights; every rank calls this. Returns on the first rank what an engine takes."""
 
     def delete_before(self, version: int) -> None:
-        """Delete the folders of earlier versions; the first rank calls this, from any thread."""
+        """Delete earlier versions; the first rank calls this, from any thread."""
 
     def close(self) -> None:
-        """Delete all folders; the first rank calls this."""
+        """Delete all versions; the first rank calls this."""
 
 
 class Rank0Source(RolloutSource):
@@ -112,7 +114,9 @@ class Rank0Source(RolloutSource):
         """
         if self._inner is None:
             return {}
-        names = ("servers", "retried_requests", "moved_requests", "decoded_tokens", "reused_tokens")
+        names = (
+            "servers", "retried_requests", "moved_requests", "decoded_tokens", "reused_tokens", "weight_update_seconds"
+        )  # fmt: skip
         found = self._engine.statistics()
         return self._inner.timing() | {f"rollout_{name}": found[name] for name in names if name in found}
 
@@ -177,13 +181,13 @@ class Rank0Source(RolloutSource):
         """Give the sampler the weights of ``step`` from its next rollout batch on."""
         if self._written == step:
             return
-        folder = self._writer.write(step) if self._writer is not None else None
+        weights = self._writer.write(step) if self._writer is not None else None
         self._written = step
         if self._prefetcher is not None:
-            self._prefetcher.offer(step, folder)
+            self._prefetcher.offer(step, weights)
 
-    def _update(self, version: int, folder: Path | None) -> None:
-        self._engine.update_weights(version, folder)
+    def _update(self, version: int, weights: Path | HostWeights | None) -> None:
+        self._engine.update_weights(version, weights)
         if self._writer is not None:
             self._writer.delete_before(version)
 

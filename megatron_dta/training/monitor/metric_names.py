@@ -144,6 +144,7 @@ METRICS: dict[str, dict[str, str]] = {
         "rollout_moved_requests": "requests that moved to another server since the process started",
         "rollout_decoded_tokens": "tokens received from servers or recordings since the process started",
         "rollout_reused_tokens": "prompt tokens that servers found in their caches since the process started",
+        "rollout_weight_update_seconds": "time in which servers paused for new weights since the process started",
         "peak_memory_gib": "peak memory of tensors on rank 0's GPU since the previous step",
         "rank_train_seconds": "list of every data-parallel rank's train_seconds",
         "rank_balance": "mean of rank_train_seconds / their maximum; 1 if all ranks are equally busy",

@@ -1,8 +1,13 @@
-"""Writes weights for rollout servers: one Hugging Face checkpoint per version, in a folder shared with the servers.
+"""Writes weights for rollout servers: a Hugging Face checkpoint in a folder shared with them, or a copy on the host.
 
-A version's folder gets its final name when it is complete. It is deleted when the servers have loaded a later version,
-and all versions are deleted when the run ends. There are therefore at most two. If the servers run on the same machine,
-a folder in memory (``/dev/shm``) avoids disk writes.
+**Folder.** A version's folder gets its final name when it is complete. It is deleted when the servers have loaded a
+later version, and all versions are deleted when the run ends. There are therefore at most two, or three with
+``--rollout-max-staleness``. If the servers run on the same machine, a folder in memory (``/dev/shm``) avoids disk
+writes.
+
+**Copy on the host.** All ranks send their parts to the first rank, one parameter at a time, which keeps them in its
+host memory, converted to Hugging Face tensors and packed into buckets. Training continues as soon as the copy is
+complete. The engine sends it to the servers when they are between two batches, and again to servers that return later.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ import torch
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.model import current_mesh
-from megatron_dta.training.weights.huggingface import write_hf
+from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights, empty_weights
+from megatron_dta.training.weights.huggingface import hf_weights, write_hf
 
 _NAME = re.compile(r"weights-(\d+)(\.unfinished)?$")
 
@@ -60,6 +66,61 @@ class RolloutWeights:
             name = _NAME.match(path.name)
             if name and chosen(int(name[1])):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+class HeldWeights:
+    """The weights of one run in the host memory of the first rank, in which every server can be given them.
+
+    The memory of a version that is no longer needed is used for the next one, so there are at most two copies, or
+    three with ``--rollout-max-staleness``.
+
+    Raises:
+        InputError: NCCL is to send the weights of a model that is not on a GPU.
+    """
+
+    def __init__(self, config: TrainConfig, model: torch.nn.Module) -> None:
+        self._config, self._model = config, model
+        self._on_gpu = next(model.parameters()).is_cuda
+        if config.sampling.rollout_weight_transfer == "nccl" and not self._on_gpu:
+            raise InputError("--rollout-weight-transfer nccl needs a GPU; on CPUs give folder, or gloo with sglang")
+        self._held: dict[int, HostWeights] = {}
+        self._free: list[HostWeights] = []
+
+    def write(self, version: int) -> HostWeights | None:
+        """See ``sampling.sources.rank0_source.WeightsWriter``."""
+        weights = hf_weights(self._config, self._model)
+        shapes = weights.shapes()
+        first = current_mesh().rank == 0
+        target = self._room(shapes) if first else None
+        for name, values in weights.iterate(to_all=False):
+            target.tensors[name].copy_(values, non_blocking=True)
+        if not first:
+            return None
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
+        self._held[version] = target
+        return target
+
+    def delete_before(self, version: int) -> None:
+        """See ``sampling.sources.rank0_source.WeightsWriter``."""
+        for found in [found for found in self._held if found < version]:
+            self._free.append(self._held.pop(found))
+
+    def close(self) -> None:
+        """See ``sampling.sources.rank0_source.WeightsWriter``."""
+        self._held.clear()
+        self._free.clear()
+
+    def _room(self, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> HostWeights:
+        if self._free:
+            return self._free.pop()
+        bucket_bytes = self._config.sampling.rollout_weight_bucket_mb << 20
+        return empty_weights(shapes, bucket_bytes, pinned=self._on_gpu)
+
+
+def rollout_weights(config: TrainConfig, model: torch.nn.Module) -> RolloutWeights | HeldWeights:
+    """Writes weights in the way of ``--rollout-weight-transfer``."""
+    return (RolloutWeights if config.sampling.rollout_weight_transfer == "folder" else HeldWeights)(config, model)
 
 
 def weights_folder(config: TrainConfig) -> Path:

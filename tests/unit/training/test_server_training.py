@@ -203,6 +203,19 @@ REFUSED = [
         "add --use-tis",
     ),
     (
+        "--rollout-engine vllm --rollout-server-url http://a:1 --rollout-weight-transfer gloo",
+        "vLLM's weight transfer is over NCCL",
+    ),
+    (
+        "--rollout-engine vllm --rollout-server-url http://a:1 --rollout-weight-transfer nccl",
+        "nccl needs a GPU; on CPUs give folder",
+    ),
+    (
+        "--rollout-engine sglang --rollout-server-url http://a:1 --rollout-weight-transfer nccl "
+        "--rollout-weights-dir w",
+        "--rollout-weights-dir has no effect on --rollout-weight-transfer nccl",
+    ),
+    (
         "--rollout-engine vllm --rollout-server-url http://a:1 --save s --rollout-max-staleness 1 "
         "--num-steps-per-rollout 3",
         "raise it to 3",
@@ -281,7 +294,12 @@ def test_all_ranks_of_a_mesh_train_on_what_the_first_one_gets(runs: Runs) -> Non
         f"--eval-prompt-data {runs.folder / 'prompts.jsonl'}"
     )
     one, _ = runs.run(f"--train-iters 2 --rollout-max-staleness 1 --lr 1e-3 --rollout-weights-dir {runs.folder / 'w'}")
-    meshes = {"dp": "", "tp": "--tensor-model-parallel-size 2", "pp": "--pipeline-model-parallel-size 2"}
+    group = "--rollout-weight-transfer gloo"
+    meshes = {
+        "dp": "",
+        "tp": f"--tensor-model-parallel-size 2 {group}",
+        "pp": f"--pipeline-model-parallel-size 2 {group}",
+    }
     calls = len(server.bodies)
     commands = [f"{base} {flags} --save {runs.folder / name}" for name, flags in meshes.items()]
     ranks = run_on_ranks(train_on_rank, commands, 2, runs.folder / "ranks")
@@ -291,6 +309,8 @@ def test_all_ranks_of_a_mesh_train_on_what_the_first_one_gets(runs: Runs) -> Non
         assert_same(first, second)
         for name, values in weights_of(one).items():
             torch.testing.assert_close(first[name], values, rtol=2e-3, atol=2e-4)
+        # It has been evaluated with the weights of its end, byte for byte.
+        assert any(all(torch.equal(loaded[name], first[name]) for name in first) for loaded in server.loaded)
     # What the first rank meets all ranks tell.
     server.faults[server.generate_path] = [None] * (7 + 12 + 5) + ["die"]
     ranks = run_on_ranks(train_on_rank, [f"{base} --save {runs.folder / 'dies'}"], 2, runs.folder / "ranks_dies")

@@ -37,6 +37,8 @@ def server_command(
             words += ["--logprobs-mode", "processed_logprobs"]
         if drafts is not None:
             words += ["--speculative-config", json.dumps(drafts.vllm())]
+        if sampling.rollout_weight_transfer == "nccl":
+            words += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
         return {"VLLM_SERVER_DEV_MODE": "1"}, [*words, *more]
     words = ["python", "-m", "sglang.launch_server", "--model-path", model, *address]
     if drafts is not None:

@@ -10,10 +10,8 @@ Requests of one prompt, and a request and its ``parent``, go to the same server,
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -45,6 +43,8 @@ from megatron_dta.sampling.engines.servers.protocol import (
 )
 from megatron_dta.sampling.engines.servers.replies import shortened
 from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
+from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights
+from megatron_dta.sampling.engines.servers.weights.updates import ServerWeights
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 
@@ -79,11 +79,10 @@ class HttpEngine(RolloutEngine):
     ) -> None:
         self._protocol, self._exact_logprobs, self._vocab_size = protocol, exact_logprobs, vocab_size
         self._client = HttpClient(urls, protocol.health_path, settings, report)
-        self._client.still_current = self._has_label
+        self._weights = ServerWeights(self._client, protocol, self._forget)
+        self._client.still_current = self._weights.has_newest
         self.drafts = None if speculation is None else ServerDrafts(self._client, protocol, speculation, report)
-        # Weights of the same version from another trainer have another label.
-        self._run, self._label = uuid.uuid4().hex[:8], ""
-        self._policy_version, self._interrupted = 0, False
+        self._interrupted = False
         self._params: SamplingParams | None = None
         self._iteration = 0
         self._checked: dict[str, tuple[float, float]] = {}
@@ -128,7 +127,7 @@ class HttpEngine(RolloutEngine):
         self._refuse_running()
         if self.drafts is None or not self._protocol.takes_corpora:
             raise ValueError(f"{self._protocol.name} takes no corpora here")
-        self._client.start(self.drafts.load_corpus(path.resolve(), f"{self._run}-{path.stem}")).result()
+        self._client.start(self.drafts.load_corpus(path.resolve(), f"{self._weights.run}-{path.stem}")).result()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         if self._params is None:
@@ -178,19 +177,18 @@ class HttpEngine(RolloutEngine):
             "servers": float(len(self._client.alive)),
         }
 
-    def update_weights(self, policy_version: int, checkpoint: Path | None = None) -> None:
-        """Let all healthy servers load ``checkpoint``; those that fail are left out until the next update.
+    def update_weights(self, policy_version: int, checkpoint: Path | HostWeights | None = None) -> None:
+        """Give all healthy servers the weights; those that fail are left out until they can have them.
 
         Raises:
             ServerError: no server has the new weights.
         """
         self._refuse_running()
         if checkpoint is None:
-            raise ValueError("servers need the weights as a checkpoint")
+            raise ValueError("servers need the weights, as a checkpoint or in host memory")
         begin = time.perf_counter()
-        self._label = f"{self._run}-{policy_version}"
-        self._policy_version = policy_version
-        self._client.start(self._update_all(checkpoint.resolve())).result()
+        weights = checkpoint.resolve() if isinstance(checkpoint, Path) else checkpoint
+        self._client.start(self._weights.update(policy_version, weights)).result()
         self._counts["weight_updates"] += 1
         self._update_seconds += time.perf_counter() - begin
 
@@ -200,6 +198,8 @@ class HttpEngine(RolloutEngine):
     def close(self) -> None:
         self._cancel()
         self._held.clear()
+        if not self._client.closed:
+            self._client.start(self._weights.close()).result()
         self._client.close()
 
     def _collect(self, wait: bool) -> list[GenerationResult]:
@@ -260,20 +260,18 @@ class HttpEngine(RolloutEngine):
             np.concatenate(tokens[1:]),
             np.concatenate(logprobs),
             FinishReason.STOP if stopped else FinishReason.LENGTH,
-            self._policy_version,
+            self._weights.version,
             # The last reply tells the experts of all tokens before it, too.
             piece.routed_experts,
         )
 
     def _read(self, reply: object, asked: Asked) -> Piece:
         piece = self._protocol.read(reply, asked)
-        if self._label and piece.weight_versions - {self._label}:
-            others = shortened(", ".join(sorted(piece.weight_versions - {self._label})))
-            raise WrongWeightsError(f"it samples with the weights {others} and not with {self._label}")
+        newest = self._weights.label
+        if newest and piece.weight_versions - {newest}:
+            others = shortened(", ".join(sorted(piece.weight_versions - {newest})))
+            raise WrongWeightsError(f"it samples with the weights {others} and not with {newest}")
         return piece
-
-    async def _has_label(self, server: Server) -> bool:
-        return bool(self._label) and await self._protocol.weights_label(self._client, server) == self._label
 
     async def _check_logprobs(self, params: SamplingParams) -> None:
         setting = (params.temperature, params.top_p)
@@ -289,33 +287,11 @@ class HttpEngine(RolloutEngine):
                 continue
             self._checked[server.url] = setting
 
-    async def _update_all(self, folder: Path) -> None:
-        healthy = await self._client.find_healthy()
-        for attempt in range(1, self._client.settings.attempts):
-            if healthy:
-                break
-            # Servers may still be starting.
-            await self._client.pause(attempt)
-            healthy = await self._client.find_healthy()
-        failures = await asyncio.gather(*(self._update(server, folder) for server in healthy))
-        if not healthy or all(failures):
-            reasons = "; ".join(f"{server}: {server.problem}" for server in self._client.servers)
-            raise ServerError(f"no rollout server could take the new weights ({reasons})")
-
-    async def _update(self, server: Server, folder: Path) -> bool:
-        """Update one server. Returns whether it failed."""
-        try:
-            await self._protocol.update_weights(self._client, server, folder, self._label)
-        except ServerError as error:
-            self._client.leave_out(server, str(error))
-            server.problem = str(error)
-            # When it returns it may have been restarted with other settings.
-            self._checked.pop(server.url, None)
-            if self.drafts is not None:
-                self.drafts.forget(server)
-            return True
-        self._client.take_back(server)
-        return False
+    def _forget(self, server: Server) -> None:
+        """Check a server again when it returns: it may have been restarted with other settings."""
+        self._checked.pop(server.url, None)
+        if self.drafts is not None:
+            self.drafts.forget(server)
 
     def _affinity(self, request: GenerationRequest) -> bytes:
         """Identifies the prompt of the request: its parent's, or the known prompt with which its context begins."""

@@ -91,6 +91,7 @@ class HttpClient:
     Attributes:
         servers: all servers, in the given order.
         counts: failures so far.
+        closed: whether ``close`` was called.
         still_current: whether a server that was left out has the current weights and may get requests again.
 
     Args:
@@ -130,7 +131,7 @@ class HttpClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout servers", daemon=True)
         self._thread.start()
         self._session = self.start(self._open_session()).result()
-        self._closed = False
+        self.closed = False
         # Programs that end without closing their engine should not print warnings.
         atexit.register(self.close)
 
@@ -145,9 +146,9 @@ class HttpClient:
 
     def close(self) -> None:
         """Close all connections and cancel open requests. May be called twice."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         atexit.unregister(self.close)
         self.start(self._close_session()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)

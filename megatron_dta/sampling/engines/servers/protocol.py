@@ -24,6 +24,8 @@ from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server
 from megatron_dta.sampling.engines.servers.replies import TransientFailureError, as_float, field_of, list_of, shown
 from megatron_dta.sampling.engines.servers.routing import RoutingShape
 from megatron_dta.sampling.engines.servers.speculation import DraftCounts, ServerSpeculation
+from megatron_dta.sampling.engines.servers.weights.groups import GroupOpener, Meeting, group_opener
+from megatron_dta.sampling.engines.servers.weights.host_weights import Bucket
 from megatron_dta.sampling.params import SamplingParams
 
 # Servers round logprobs to float32 and compute some of them in bfloat16; vLLM reports probability 0 as -9999.
@@ -89,12 +91,14 @@ class ServerProtocol(ABC):
 
     Args:
         routing: the layers of the model; replies then tell the experts of every token. None: they need not.
+        open_group: opens process groups with such servers; None: over NCCL.
 
     Attributes:
         name: as users know the server.
         generate_path, health_path: paths for POST of requests and for GET of the health.
         label_path: path for GET of the label of the weights, ``weight_version``.
         takes_corpora: whether the server drafts from given corpora.
+        meets_by_unique_id: whether the server joins groups of NCCL by their unique id instead of through a store.
     """
 
     name: str
@@ -102,9 +106,11 @@ class ServerProtocol(ABC):
     health_path: str
     label_path: str
     takes_corpora = False
+    meets_by_unique_id = False
 
-    def __init__(self, routing: RoutingShape | None = None) -> None:
+    def __init__(self, routing: RoutingShape | None = None, open_group: GroupOpener | None = None) -> None:
         self.routing = routing
+        self.open_group = open_group or group_opener("nccl", self.meets_by_unique_id)
 
     @abstractmethod
     def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
@@ -119,8 +125,47 @@ class ServerProtocol(ABC):
         """Find out which logprobs a server returns; ``LogprobsError`` if they are not the trainer's."""
 
     @abstractmethod
-    async def update_weights(self, client: HttpClient, server: Server, folder: Path, label: str) -> None:
-        """Pause, load, clear the cache, set the label, continue; ``ServerError`` leaves the state unknown."""
+    async def update_weights(
+        self, client: HttpClient, server: Server, folder: Path, label: str, running: bool = False
+    ) -> None:
+        """Pause, load, clear the cache, set the label, continue; ``ServerError`` leaves the state unknown.
+
+        Args:
+            running: requests are running; they continue with the new weights, from K/V that is computed again.
+        """
+
+    @abstractmethod
+    async def world_size(self, client: HttpClient, server: Server) -> int:
+        """The number of a server's processes, each of which joins a group."""
+
+    @abstractmethod
+    async def join_group(
+        self, client: HttpClient, server: Server, meeting: Meeting, rank_offset: int, bucket_bytes: int
+    ) -> None:
+        """Let a server's processes join a group with consecutive ranks; returns when all members have joined.
+
+        Args:
+            bucket_bytes: see ``HostWeights.most_bucket_bytes``.
+        """
+
+    async def leave_group(self, client: HttpClient, server: Server, meeting: Meeting) -> None:  # noqa: B027
+        """Let a server leave its group before it joins another one."""
+
+    @abstractmethod
+    async def begin_update(self, client: HttpClient, server: Server, running: bool) -> None:
+        """Pause a server and prepare it for new weights; ``running`` as for ``update_weights``."""
+
+    @abstractmethod
+    async def receive(self, client: HttpClient, server: Server, bucket: Bucket, meeting: Meeting) -> None:
+        """Let a server receive one bucket from its group; returns when it has."""
+
+    @abstractmethod
+    async def end_update(self, client: HttpClient, server: Server, label: str, running: bool) -> None:
+        """Use the new weights: clear the prefix cache, set the label, continue."""
+
+    @abstractmethod
+    async def give_up_update(self, client: HttpClient, server: Server) -> None:
+        """End a failed update, so that another one can begin; the server stays paused."""
 
     async def weights_label(self, client: HttpClient, server: Server) -> str | None:
         """The label of the server's weights; None if it does not report one."""

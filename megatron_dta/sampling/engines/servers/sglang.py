@@ -1,8 +1,7 @@
 """SGLang's server: ``python -m sglang.launch_server``, with the forms of version 0.5.23.
 
-Tokens come from ``/generate`` with ``input_ids``, weights through ``/update_weights_from_disk``. (The endpoints for
-tensors need pickled handles of GPU memory or an NCCL group with the server; a folder in memory such as ``/dev/shm`` is
-as fast on one machine.)
+Tokens come from ``/generate`` with ``input_ids``, weights through ``/update_weights_from_disk`` or, from a process
+group with the trainer, ``/update_weights_from_distributed``.
 
     python -m sglang.launch_server --model-path MODEL --port 30000
 
@@ -43,9 +42,12 @@ from megatron_dta.sampling.engines.servers.protocol import (
 from megatron_dta.sampling.engines.servers.replies import TransientFailureError, as_float, field_of, list_of, shown
 from megatron_dta.sampling.engines.servers.routing import integers_of, with_routing
 from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
+from megatron_dta.sampling.engines.servers.weights.groups import Meeting
+from megatron_dta.sampling.engines.servers.weights.host_weights import Bucket
 from megatron_dta.sampling.params import SamplingParams
 
 _PROBED_TOKENS = 8
+_SIZES = ("tp_size", "pp_size", "dp_size")
 # Names in newer and in older versions.
 _DRAFTED = ("spec_num_proposed_drafts", "spec_draft_token_num")
 _ACCEPTED = ("spec_num_correct_drafts", "spec_accept_token_num")
@@ -141,7 +143,10 @@ class SglangProtocol(ServerProtocol):
             raise LogprobsError(f"{server}: gives no logprobs of named tokens ({error})") from error
         return max(logprobs) - min(logprobs)
 
-    async def update_weights(self, client: HttpClient, server: Server, folder: Path, label: str) -> None:
+    async def update_weights(
+        self, client: HttpClient, server: Server, folder: Path, label: str, running: bool = False
+    ) -> None:
+        del running  # the pause retracts what runs, in any case
         await client.ask(server, "POST", "/pause_generation", {"mode": "retract"})
         body = {
             "model_path": str(folder),
@@ -156,6 +161,67 @@ class SglangProtocol(ServerProtocol):
             raise ServerError(f"{server}: POST /update_weights_from_disk: {shown(done)}")
         await client.ask(server, "POST", "/flush_cache")
         await client.ask(server, "POST", "/continue_generation", {})
+
+    async def world_size(self, client: HttpClient, server: Server) -> int:
+        sizes = await client.ask(
+            server,
+            "GET",
+            "/server_info",
+            read=lambda reply: [field_of(reply, name, kind=int, optional=True) or 1 for name in _SIZES],
+        )
+        if sizes[1:] != [1, 1]:
+            raise ServerError(
+                f"{server}: receives weights from a process group only with tensor parallelism, not with --pp-size "
+                f"{sizes[1]} --dp-size {sizes[2]}; use --rollout-weight-transfer folder"
+            )
+        return sizes[0]
+
+    async def join_group(
+        self, client: HttpClient, server: Server, meeting: Meeting, rank_offset: int, bucket_bytes: int
+    ) -> None:
+        body = {
+            "master_address": meeting.address,
+            "master_port": meeting.port,
+            "rank_offset": rank_offset,
+            "world_size": meeting.world_size,
+            "group_name": meeting.name,
+            "backend": meeting.backend,
+        }
+        await self._transfer(client, server, "/init_weights_update_group", body)
+
+    async def leave_group(self, client: HttpClient, server: Server, meeting: Meeting) -> None:
+        await self._transfer(client, server, "/destroy_weights_update_group", {"group_name": meeting.name})
+
+    async def begin_update(self, client: HttpClient, server: Server, running: bool) -> None:
+        await client.ask(server, "POST", "/pause_generation", {"mode": "retract"})
+        await self._transfer(client, server, "/begin_weight_update", {})
+
+    async def receive(self, client: HttpClient, server: Server, bucket: Bucket, meeting: Meeting) -> None:
+        body = {
+            "names": list(bucket.shapes),
+            "dtypes": [bucket.dtype_name] * len(bucket.shapes),
+            "shapes": [list(shape) for shape in bucket.shapes.values()],
+            "group_name": meeting.name,
+            "flush_cache": False,
+            "load_format": "flattened_bucket",
+        }
+        await self._transfer(client, server, "/update_weights_from_distributed", body)
+
+    async def end_update(self, client: HttpClient, server: Server, label: str, running: bool) -> None:
+        await self._transfer(client, server, "/end_weight_update", {})
+        await client.ask(server, "POST", "/flush_cache")
+        body = {"new_version": label, "abort_all_requests": False}
+        await client.ask(server, "POST", "/update_weight_version", body)
+        await client.ask(server, "POST", "/continue_generation", {})
+
+    async def give_up_update(self, client: HttpClient, server: Server) -> None:
+        await self._transfer(client, server, "/end_weight_update", {})
+
+    async def _transfer(self, client: HttpClient, server: Server, path: str, body: dict[str, Any]) -> None:
+        """A step of a transfer, which must not be repeated."""
+        done = await client.ask(server, "POST", path, body, attempts=1)
+        if not isinstance(done, dict) or done.get("success") is not True:
+            raise ServerError(f"{server}: POST {path}: {shown(done)}")
 
     async def speculation_differs(
         self, client: HttpClient, server: Server, speculation: ServerSpeculation

@@ -1,10 +1,10 @@
 """vLLM's server: ``vllm serve``, with the forms of version 0.33.
 
 Tokens come from ``/v1/completions`` with a list of ids as the prompt. The workers' ``reload_weights`` loads weights
-from a folder; vLLM's endpoints for weight transfer move tensors only between GPUs. The control endpoints exist in the
-server's development mode:
+from a folder; the NCCL engine of its weight transfer receives them from the trainer's GPU. The control endpoints exist
+in the server's development mode:
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --port 8000
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --port 8000 --weight-transfer-config '{"backend": "nccl"}'
 
 Other settings, such as parallelism and memory, are given there as usual. ``tools/rollout_server_command.py`` prints the
 command for speculative decoding. A drafter with weights of its own keeps the weights it was started with. The counts of
@@ -21,6 +21,7 @@ allows only one token, whose processed logprob is 0.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import math
 import re
@@ -42,6 +43,8 @@ from megatron_dta.sampling.engines.servers.protocol import (
 from megatron_dta.sampling.engines.servers.replies import TransientFailureError, field_of
 from megatron_dta.sampling.engines.servers.routing import array_of, with_routing
 from megatron_dta.sampling.engines.servers.speculation import DraftCounts, ServerSpeculation
+from megatron_dta.sampling.engines.servers.weights.groups import Meeting
+from megatron_dta.sampling.engines.servers.weights.host_weights import Bucket
 from megatron_dta.sampling.params import SamplingParams
 
 _RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
@@ -49,6 +52,7 @@ _DRAFT_COUNTER = re.compile(
     r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)(?:_total)?(?:\{[^}\n]*\})?\s+(\S+)", re.MULTILINE
 )
 _DEV_MODE = "start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"
+_TRANSFER = '--weight-transfer-config \'{"backend": "nccl"}\''
 
 
 class VllmProtocol(ServerProtocol):
@@ -58,6 +62,7 @@ class VllmProtocol(ServerProtocol):
     generate_path = "/v1/completions"
     health_path = "/health"
     label_path = "/weight_info"
+    meets_by_unique_id = True
 
     def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
         return {
@@ -123,17 +128,70 @@ class VllmProtocol(ServerProtocol):
                 return _RAW
         return _PROCESSED
 
-    async def update_weights(self, client: HttpClient, server: Server, folder: Path, label: str) -> None:
-        await self._control(client, server, "/pause?mode=wait")
+    async def update_weights(
+        self, client: HttpClient, server: Server, folder: Path, label: str, running: bool = False
+    ) -> None:
+        await self._control(client, server, f"/pause?mode={'keep' if running else 'wait'}")
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._control(client, server, "/collective_rpc", body)
-        reset = await self._control(client, server, "/reset_prefix_cache")
+        await self._continue(client, server, label, running)
+
+    async def _continue(self, client: HttpClient, server: Server, label: str, running: bool) -> None:
+        """Sample with weights that were just loaded."""
+        options = "?reset_running_requests=true" if running else ""
+        reset = await self._control(client, server, "/reset_prefix_cache" + options)
         if isinstance(reset, dict) and reset.get("success") is False:
             raise ServerError(f"{server}: could not forget its prefix cache, which is of the weights before")
         # Older versions have no labels.
         with contextlib.suppress(_MissingError):
             await self._control(client, server, "/update_weight_version", {"new_version": label})
         await self._control(client, server, "/resume")
+
+    async def world_size(self, client: HttpClient, server: Server) -> int:
+        return await client.ask(
+            server, "GET", "/get_world_size", read=lambda reply: field_of(reply, "world_size", kind=int)
+        )
+
+    async def join_group(
+        self, client: HttpClient, server: Server, meeting: Meeting, rank_offset: int, bucket_bytes: int
+    ) -> None:
+        info: dict[str, Any] = {"rank_offset": rank_offset, "world_size": meeting.world_size}
+        if meeting.unique_id is None:
+            info |= {"master_address": meeting.address, "master_port": meeting.port}
+        else:
+            info["nccl_unique_id_b64"] = base64.b64encode(meeting.unique_id).decode()
+        info |= {"packed": True, "packed_buffer_size_bytes": bucket_bytes}
+        await self._transfer(client, server, "/init_weight_transfer_engine", {"init_info": info})
+
+    async def begin_update(self, client: HttpClient, server: Server, running: bool) -> None:
+        await self._control(client, server, f"/pause?mode={'keep' if running else 'wait'}")
+        await self._transfer(client, server, "/start_weight_update")
+
+    async def receive(self, client: HttpClient, server: Server, bucket: Bucket, meeting: Meeting) -> None:
+        info = {
+            "names": list(bucket.shapes),
+            "dtype_names": [bucket.dtype_name] * len(bucket.shapes),
+            "shapes": [list(shape) for shape in bucket.shapes.values()],
+        }
+        await self._transfer(client, server, "/update_weights", {"update_info": info})
+
+    async def end_update(self, client: HttpClient, server: Server, label: str, running: bool) -> None:
+        await self._transfer(client, server, "/finish_weight_update")
+        await self._continue(client, server, label, running)
+
+    async def give_up_update(self, client: HttpClient, server: Server) -> None:
+        await self._transfer(client, server, "/finish_weight_update")
+
+    async def _transfer(
+        self, client: HttpClient, server: Server, path: str, body: dict[str, Any] | None = None
+    ) -> None:
+        """A step of weight transfer, which must not be repeated."""
+        try:
+            await client.ask(server, "POST", path, body, attempts=1)
+        except ServerError as error:
+            if "refused with 404" in str(error):
+                raise _MissingError(f"{error}; {_DEV_MODE} and {_TRANSFER}") from error
+            raise
 
     async def speculation_differs(
         self, client: HttpClient, server: Server, speculation: ServerSpeculation

@@ -1,0 +1,216 @@
+"""Process groups that the trainer's first rank shares with the processes of inference servers.
+
+The trainer is rank 0 and sends; every process of a server has a rank of its own and receives. There are two ways to
+meet, which ``Meeting`` describes to the servers:
+
+- ``StoreGroup``: a store on the trainer, as ``torch.distributed`` uses it. SGLang meets this way, on NCCL or gloo.
+- ``NcclGroup``: an NCCL unique id that is passed on. vLLM meets this way.
+
+The groups are independent of the trainer's own. All methods block and may be called from any thread, one at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+_POLL_S = 0.0005
+_CAPSULE = b"torch.cuda.nccl.Communicator"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How a server's processes join a group.
+
+    Attributes:
+        world_size: processes of the group, the trainer included.
+        backend: "nccl" or "gloo".
+        name: names the group in the store.
+        address, port: of the store.
+        unique_id: NCCL's id of the group, 128 bytes, instead of a store.
+    """
+
+    world_size: int
+    backend: str
+    name: str = ""
+    address: str = ""
+    port: int = 0
+    unique_id: bytes | None = None
+
+
+class SharedGroup(ABC):
+    """A group with the processes of servers, in which this process has rank 0.
+
+    Attributes:
+        meeting: what the servers need to join; valid before ``join``.
+    """
+
+    meeting: Meeting
+
+    @abstractmethod
+    def join(self) -> None:
+        """Join, and wait for all others."""
+
+    @abstractmethod
+    def broadcast(self, buffer: Tensor) -> None:
+        """Send a buffer on the host (uint8) to all others and wait until it is sent."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Leave the group at once; a waiting call of another thread raises. May be called twice."""
+
+
+class StoreGroup(SharedGroup):
+    """A group of ``torch.distributed`` that is formed through a store in this process.
+
+    Args:
+        towards: URL of a server; the store's address is the one from which this machine reaches it.
+        device: where NCCL sends from; None for gloo.
+    """
+
+    def __init__(self, world_size: int, towards: str, timeout_s: float, device: torch.device | None = None) -> None:
+        self._timeout, self._device = timedelta(seconds=timeout_s), device
+        self._store = dist.TCPStore(
+            "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._timeout, use_libuv=False
+        )
+        backend = "gloo" if device is None else "nccl"
+        name = f"weights-{uuid.uuid4().hex[:8]}"
+        self.meeting = Meeting(world_size, backend, name, _address_towards(towards), self._store.port)
+        self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
+
+    def join(self) -> None:
+        # The prefixes under which torch.distributed's own constructor of such groups keeps its keys.
+        store = dist.PrefixStore(self.meeting.name, self._store)
+        store = dist.PrefixStore(f"{self.meeting.name}/", store)
+        store = dist.PrefixStore("cpu/" if self._device is None else "cuda/", store)
+        if self._device is None:
+            self._group = dist.ProcessGroupGloo(store, 0, self.meeting.world_size, self._timeout)
+            return
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = 10 * self._timeout  # ``_wait`` is first
+        with _errors_are_not_fatal():
+            self._group = dist.ProcessGroupNCCL(store, 0, self.meeting.world_size, options)
+
+    def broadcast(self, buffer: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        if self._device is None:
+            self._group.broadcast([buffer], options).wait(self._timeout)
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            values = buffer.to(self._device, non_blocking=True)
+            self._group.broadcast([values], options).wait()
+            _wait(self._timeout)
+
+    def abort(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+class NcclGroup(SharedGroup):
+    """A communicator of NCCL that is formed by its unique id, as vLLM's weight transfer has it since 0.33."""
+
+    def __init__(self, world_size: int, timeout_s: float, device: torch.device) -> None:
+        self._timeout, self._device = timedelta(seconds=timeout_s), device
+        self.meeting = Meeting(world_size, "nccl", unique_id=torch.cuda.nccl.unique_id())
+        self._communicator: object | None = None
+
+    def join(self) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            world_size, unique_id = self.meeting.world_size, self.meeting.unique_id
+            self._communicator = torch.cuda.nccl.init_rank(world_size, unique_id, 0)
+            # The servers begin with the sum of one element.
+            torch.cuda.nccl.all_reduce([torch.zeros(1, device=self._device)], comms=[self._communicator])
+            _wait(self._timeout)
+
+    def broadcast(self, buffer: Tensor) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            values = buffer.to(self._device, non_blocking=True)
+            if values.numel() % 8 == 0:
+                # torch limits the number of elements, NCCL only sends bytes.
+                values = values.view(torch.int64)
+            torch.cuda.nccl.broadcast([values], comms=[self._communicator])
+            _wait(self._timeout)
+
+    def abort(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is None:
+            return
+        python, capsule = ctypes.pythonapi, ctypes.py_object(communicator)
+        python.PyCapsule_GetPointer.restype = ctypes.c_void_p
+        python.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+        pointer = python.PyCapsule_GetPointer(capsule, _CAPSULE)
+        python.Py_IncRef(capsule)  # its destructor must not see the communicator that is gone
+        ctypes.CDLL("libnccl.so.2").ncclCommAbort(ctypes.c_void_p(pointer))
+
+
+GroupOpener = Callable[[int, str, float], SharedGroup]
+"""Opens a group, given its world size, the URL of one of the servers, and a timeout in seconds."""
+
+
+def group_opener(backend: str, by_unique_id: bool) -> GroupOpener:
+    """How groups on ``backend`` ("nccl" or "gloo") are opened.
+
+    Args:
+        by_unique_id: servers join groups of NCCL by their unique id.
+    """
+
+    def open_group(world_size: int, url: str, timeout_s: float) -> SharedGroup:
+        if backend == "gloo":
+            return StoreGroup(world_size, url, timeout_s)
+        device = torch.device("cuda", torch.cuda.current_device())
+        if by_unique_id:
+            return NcclGroup(world_size, timeout_s, device)
+        return StoreGroup(world_size, url, timeout_s, device)
+
+    return open_group
+
+
+def _wait(timeout: timedelta) -> None:
+    """Wait until the current stream is done; unlike a synchronization, this ends after ``timeout``."""
+    done = torch.cuda.Event()
+    done.record()
+    end = time.monotonic() + timeout.total_seconds()
+    while not done.query():
+        if time.monotonic() > end:
+            raise TimeoutError(f"the servers did not receive the weights within {timeout.total_seconds():g} s")
+        time.sleep(_POLL_S)
+
+
+def _address_towards(url: str) -> str:
+    """The address of this machine from which it reaches the host of ``url``; nothing is sent."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    family, kind, _, _, address = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+@contextmanager
+def _errors_are_not_fatal() -> Iterator[None]:
+    """Groups made inside do not end the process when one of the others dies."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,200 @@
+"""Sends weights to servers through a process group that they share with the trainer.
+
+1. Without a group, or if its members are not these servers or one of them has lost its weights: form a new group.
+2. All servers pause and prepare for new weights.
+3. For each bucket: the servers are told its tensors, and receive it while the trainer broadcasts it.
+4. All servers finish, clear their prefix caches, take the label, and continue.
+
+If a step fails for one server, the broadcast cannot be completed for the others either: the group is aborted, every
+server is told to give up the update, and the caller decides which of them to try again with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
+from megatron_dta.sampling.engines.servers.protocol import ServerProtocol
+from megatron_dta.sampling.engines.servers.weights.groups import SharedGroup
+from megatron_dta.sampling.engines.servers.weights.host_weights import Bucket, HostWeights
+
+
+class TransferError(Exception):
+    """An update has failed for these servers, and was given up for the others."""
+
+    def __init__(self, failures: dict[Server, str]) -> None:
+        super().__init__("; ".join(f"{server}: {reason}" for server, reason in failures.items()))
+        self.failures = failures
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of an update.
+
+    Attributes:
+        new, old: of the weights that are sent, and of those before; a server in the group with others was restarted.
+        running: whether requests are running, which continue with the new weights.
+    """
+
+    new: str
+    old: str
+    running: bool = False
+
+
+class GroupTransfer:
+    """Sends weights to servers; all methods run on the client's loop, one at a time."""
+
+    def __init__(self, client: HttpClient, protocol: ServerProtocol) -> None:
+        self._client, self._protocol = client, protocol
+        self._group: SharedGroup | None = None
+        self._members: tuple[Server, ...] = ()
+
+    async def send(self, servers: Sequence[Server], weights: HostWeights, labels: Labels) -> None:
+        """Give ``servers`` the weights.
+
+        Raises:
+            TransferError: a server could not take them; none of ``servers`` has complete weights.
+        """
+        try:
+            if not await self._is_formed(servers, labels.old):
+                await self._form(servers, weights.most_bucket_bytes)
+            await self._all(servers, lambda server: self._protocol.begin_update(self._client, server, labels.running))
+            for bucket in weights.buckets:
+                await self._send_bucket(servers, bucket)
+            await self._all(
+                servers, lambda server: self._protocol.end_update(self._client, server, labels.new, labels.running)
+            )
+        except (TransferError, asyncio.CancelledError):
+            await self._give_up(servers)
+            raise
+
+    async def close(self) -> None:
+        """Leave the group."""
+        group, self._group, self._members = self._group, None, ()
+        if group is not None:
+            await _in_thread(group.abort)
+
+    async def _is_formed(self, servers: Sequence[Server], old_label: str) -> bool:
+        if self._group is None or tuple(servers) != self._members:
+            return False
+        labels = await asyncio.gather(*(self._protocol.weights_label(self._client, server) for server in servers))
+        return all(label in (old_label, None) for label in labels)
+
+    async def _form(self, servers: Sequence[Server], bucket_bytes: int) -> None:
+        old = self._group.meeting if self._group is not None else None
+        if old is not None:
+            for server in self._members:
+                with suppress(ServerError):
+                    await self._protocol.leave_group(self._client, server, old)
+        await self.close()
+        sizes: dict[Server, int] = {}
+
+        async def ask(server: Server) -> None:
+            sizes[server] = await self._protocol.world_size(self._client, server)
+
+        await self._all(servers, ask)
+        group = self._protocol.open_group(1 + sum(sizes.values()), servers[0].url, self._client.settings.timeout_s)
+        offsets, offset = {}, 1
+        for server in servers:
+            offsets[server], offset = offset, offset + sizes[server]
+        self._group, self._members = group, tuple(servers)
+        await self._together(
+            servers,
+            lambda server: self._protocol.join_group(
+                self._client, server, group.meeting, offsets[server], bucket_bytes
+            ),
+            group.join,
+        )
+
+    async def _send_bucket(self, servers: Sequence[Server], bucket: Bucket) -> None:
+        group = self._group
+        await self._together(
+            servers,
+            lambda server: self._protocol.receive(self._client, server, bucket, group.meeting),
+            lambda: group.broadcast(bucket.buffer),
+        )
+
+    async def _all(self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]]) -> None:
+        results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
+        _raise_failures(servers, results)
+
+    async def _together(
+        self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]], own: Callable[[], None]
+    ) -> None:
+        """``act`` for all servers while this process does ``own``; the first failure ends all."""
+        acts = [asyncio.ensure_future(act(server)) for server in servers]
+        ours = _in_thread(own)
+        await asyncio.wait([*acts, ours], return_when=asyncio.FIRST_EXCEPTION)
+        failed = [each for each in (*acts, ours) if each.done() and each.exception() is not None]
+        if failed:
+            await self.close()
+            # The others end, too, since the group is gone.
+            await asyncio.wait(acts, timeout=self._client.settings.connect_timeout_s)
+            for each in acts:
+                each.cancel()
+        results = await asyncio.gather(*acts, return_exceptions=True)
+        if not failed:
+            return
+        healthy = await self._client.find_healthy()
+        dead = {server: server.problem for server in servers if server not in healthy}
+        if dead:
+            # The others have failed because of these.
+            raise TransferError(dead)
+        first = failed[0].exception()
+        waiting = ServerError(f"did not receive the weights ({first})")
+        results = [waiting if isinstance(result, asyncio.CancelledError) else result for result in results]
+        _raise_failures(servers, results)
+        raise TransferError(dict.fromkeys(servers, f"the weights could not be sent: {first}"))
+
+    async def _give_up(self, servers: Sequence[Server]) -> None:
+        await self.close()
+
+        async def tell(server: Server) -> None:
+            # Servers may still wait for the broadcast, and some do so forever.
+            async with asyncio.timeout(self._client.settings.connect_timeout_s):
+                await self._protocol.give_up_update(self._client, server)
+
+        await asyncio.gather(*(tell(server) for server in servers), return_exceptions=True)
+
+
+def _raise_failures(servers: Sequence[Server], results: Sequence[object]) -> None:
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, ServerError):
+            raise result
+    failures = {
+        server: str(result) for server, result in zip(servers, results, strict=True) if isinstance(result, ServerError)
+    }
+    if failures:
+        raise TransferError(failures)
+
+
+def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Run ``work`` in a thread of its own, which does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+    # Nobody may wait for it any more.
+    done.add_done_callback(lambda future: future.cancelled() or future.exception())
+
+    def finish(error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            work()
+        except Exception as caught:
+            error = caught
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(finish, error)
+
+    threading.Thread(target=run, name="rollout weights", daemon=True).start()
+    return done

@@ -1,0 +1,194 @@
+"""Weights sent to servers through a process group: bytes, calls, servers that die, restart or hang."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import seed_all
+from http_engine_cases import KINDS, PARAMS, QUICK, VOCABULARY, Setup, check_result
+from megatron_dta.sampling.engines.interface import generate
+from megatron_dta.sampling.engines.servers.engine import HttpEngine
+from megatron_dta.sampling.engines.servers.http_client import ServerError
+from megatron_dta.sampling.engines.servers.weights.groups import StoreGroup
+from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights, empty_weights
+from rollout_servers import RolloutServer
+from weight_receiver import OPENERS
+
+SHAPES = {
+    "model.embed_tokens.weight": ((VOCABULARY, 4), torch.float32),
+    "a": ((3, 5), torch.bfloat16),
+    "b": ((7,), torch.bfloat16),
+    "c": ((2, 2), torch.float32),
+    "large": ((11, 13), torch.bfloat16),
+    "d": ((1,), torch.bfloat16),
+}
+
+
+@pytest.fixture
+def setup(kind: str, request: pytest.FixtureRequest) -> Iterator[Setup]:
+    with ExitStack() as stack:
+        yield Setup(stack, kind, seed_all(len(request.node.name)))
+
+
+def weights_of(seed: int, bucket_bytes: int = 64) -> HostWeights:
+    weights = empty_weights(SHAPES, bucket_bytes)
+    generator = torch.Generator().manual_seed(seed)
+    for values in weights.tensors.values():
+        values.copy_(torch.randn(values.shape, generator=generator) / 4)
+    return weights
+
+
+def check_loaded(server: RolloutServer, weights: HostWeights) -> None:
+    assert server.loaded[-1].keys() == weights.tensors.keys()
+    for name, values in weights.tensors.items():
+        found = server.loaded[-1][name]
+        assert found.dtype == values.dtype
+        assert torch.equal(found.view(torch.uint8), values.contiguous().view(torch.uint8)), name
+
+
+def sample(setup: Setup, engine: HttpEngine, version: int, weights: HostWeights, iteration: int = 0) -> None:
+    embedding = weights.tensors["model.embed_tokens.weight"].double().numpy()
+    setup.table = embedding @ embedding.T * 20
+    engine.start(PARAMS, iteration)
+    requests = setup.requests(12)
+    for request, result in zip(requests, generate(engine, requests), strict=True):
+        check_result(setup, request, result)
+        assert result.policy_version == version
+
+
+def test_buckets_have_one_dtype_and_are_full() -> None:
+    weights = weights_of(0)
+    assert [list(bucket.shapes) for bucket in weights.buckets] == [
+        ["model.embed_tokens.weight"], ["a", "b"], ["c"], ["large"], ["d"]
+    ]  # fmt: skip
+    assert [bucket.buffer.numel() for bucket in weights.buckets] == [VOCABULARY * 16, 44, 16, 286, 2]
+    assert [list(bucket.shapes) for bucket in weights_of(0, 1 << 20).buckets] == [
+        ["model.embed_tokens.weight"], ["a", "b"], ["c"], ["large", "d"]
+    ]  # fmt: skip
+    assert weights.num_bytes == VOCABULARY * 16 + 44 + 16 + 288
+
+
+CALLS = {
+    "vllm": [
+        "/pause", "/start_weight_update", *["/update_weights"] * 5, "/finish_weight_update", "/reset_prefix_cache",
+        "/update_weight_version", "/resume",
+    ],
+    "sglang": [
+        "/pause_generation", "/begin_weight_update", *["/update_weights_from_distributed"] * 5, "/end_weight_update",
+        "/flush_cache", "/update_weight_version", "/continue_generation",
+    ],
+}  # fmt: skip
+RECEIVE = {"vllm": "/update_weights", "sglang": "/update_weights_from_distributed"}
+
+
+@KINDS
+def test_servers_of_several_processes_receive_the_bytes(setup: Setup) -> None:
+    setup.add_servers(1, processes=2, delay_s=0.01)
+    setup.add_servers(1)
+    engine = setup.engine(open_group=OPENERS[setup.kind])
+    for version in (3, 4):
+        weights = weights_of(version)
+        seen = [len(server.calls) for server in setup.servers]
+        engine.update_weights(version, weights)
+        for server, calls in zip(setup.servers, seen, strict=True):
+            check_loaded(server, weights)
+            assert server.calls[calls:][-len(CALLS[setup.kind]) :] == CALLS[setup.kind]
+        sample(setup, engine, version, weights)
+    # The group of the first update served the second, too.
+    assert [server.receiver.groups for server in setup.servers] == [1, 1]
+    assert not any(server.violations for server in setup.servers)
+
+
+@KINDS
+def test_a_server_that_dies_under_an_update_is_left_out_and_returns(setup: Setup) -> None:
+    setup.add_servers(3)
+    engine = setup.engine(open_group=OPENERS[setup.kind])
+    engine.update_weights(1, weights_of(1))
+    setup.fault(1, None, None, "die", path=RECEIVE[setup.kind])
+    weights = weights_of(2)
+    engine.update_weights(2, weights)
+    for server in (0, 2):
+        check_loaded(setup.servers[server], weights)
+    assert setup.servers[1].url in setup.lines[0]
+    sample(setup, engine, 2, weights)
+    assert engine.statistics()["servers"] == 2
+    # It starts again with other weights, and gets all with the next update, as do the others.
+    old = setup.servers[1]
+    setup.servers[1] = setup._stack.enter_context(type(old)(old.table, port=int(old.url.rsplit(":", 1)[1])))
+    weights = weights_of(3)
+    engine.update_weights(3, weights)
+    for server in setup.servers:
+        check_loaded(server, weights)
+    sample(setup, engine, 3, weights, 1)
+    assert engine.statistics()["servers"] == 3
+
+
+@KINDS
+def test_a_restarted_server_joins_a_new_group(setup: Setup) -> None:
+    setup.add_servers(2)
+    engine = setup.engine(open_group=OPENERS[setup.kind])
+    engine.update_weights(1, weights_of(1))
+    old = setup.servers[0]
+    old.stop()
+    setup.servers[0] = setup._stack.enter_context(type(old)(old.table, port=int(old.url.rsplit(":", 1)[1])))
+    weights = weights_of(2)
+    engine.update_weights(2, weights)
+    for server in setup.servers:
+        check_loaded(server, weights)
+    assert [server.receiver.groups for server in setup.servers] == [1, 2]
+
+
+@KINDS
+def test_servers_that_refuse_or_hang(setup: Setup) -> None:
+    setup.add_servers(2)
+    engine = setup.engine(replace(QUICK, timeout_s=1.0), open_group=OPENERS[setup.kind])
+    setup.fault(0, "hang", path=RECEIVE[setup.kind])
+    weights = weights_of(1)
+    engine.update_weights(1, weights)
+    check_loaded(setup.servers[1], weights)
+    assert engine.statistics()["servers"] == 1
+    assert setup.servers[0].url in setup.lines[0]
+    for server in range(2):
+        setup.fault(server, *[500] * 9, path=CALLS[setup.kind][1])
+    with pytest.raises(ServerError, match="no rollout server could take the new weights"):
+        engine.update_weights(2, weights)
+
+
+def test_the_group_is_the_one_of_torch_distributed(tmp_path) -> None:
+    """SGLang's processes join with torch.distributed's rendezvous; stores and prefixes must be the same."""
+    group = StoreGroup(2, "http://127.0.0.1:9", 120)
+    program = """
+import sys, torch
+from datetime import timedelta
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=0, world_size=1)
+name, address = sys.argv[1], sys.argv[2]
+store, rank, size = next(dist.rendezvous(f"tcp://{address}", 1, 2, timeout=timedelta(seconds=120)))
+store = dist.PrefixStore(name, store)
+group, _ = c10d._new_process_group_helper(size, rank, [], dist.Backend("gloo"), store, group_name=name,
+                                          timeout=timedelta(seconds=120))
+c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+values = torch.zeros(9, dtype=torch.uint8)
+dist.broadcast(values, src=0, group=group)
+print(values.tolist(), flush=True)
+import os; os._exit(0)
+"""
+    address = f"{group.meeting.address}:{group.meeting.port}"
+    command = [sys.executable, "-c", program, group.meeting.name, address, str(tmp_path / "store")]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    values = torch.arange(9, dtype=torch.uint8)
+    sender = threading.Thread(target=lambda: (group.join(), group.broadcast(values)))
+    sender.start()
+    output, _ = other.communicate(timeout=120)
+    sender.join(60)
+    assert output.strip() == str(list(range(9)))
+    group.abort()
