@@ -18,9 +18,15 @@ venv=${VENV:-.venv}
 # Threads that spin while they wait slow each other down where cores are shared.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 
+packages_of() { "$1/bin/python" -c 'import site; print(site.getsitepackages()[0])'; }
+
 test_verl() {
   local own=$venv-verl
   [ -x "$own/bin/python" ] || "${PYTHON:-python3}" -m venv "$own"
+  if [ -x "$venv/bin/python" ]; then
+    # What the other tests have, PyTorch above all, serves here too; other versions of a package come before it.
+    packages_of "$venv" > "$(packages_of "$own")/beside.pth"
+  fi
   bash examples/install.sh "$own" verl
   "$own/bin/python" -m pip --disable-pip-version-check install --quiet pytest
   "$own/bin/python" -m pytest -q tests/verl "$@"

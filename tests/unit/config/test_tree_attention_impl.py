@@ -4,10 +4,6 @@ a stand-in for FlashAttention 4.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -115,16 +111,13 @@ def test_flash_attention_in_deterministic_mode_is_refused():
         assert is_deterministic == any("fa4 conflicts with --deterministic-mode" in line for line in lines)
 
 
-def test_triton_on_a_cpu_is_refused_but_for_the_interpreter():
+def test_triton_on_a_cpu_is_refused_but_for_the_interpreter(monkeypatch):
     pytest.importorskip("triton")
-    code = (
-        "import torch; from megatron_dta.model import choose_attention;"
-        "choose_attention('triton', 64, torch.float32, torch.device('cpu'))"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode != 0
-    assert "--tree-attention-impl triton needs a CUDA GPU; use auto or reference" in run.stderr
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_attention("triton", 64, torch.float32, CPU)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(InputError, match="--tree-attention-impl triton needs a CUDA GPU; use auto or reference"):
+        choose_attention("triton", 64, torch.float32, CPU)
 
 
 @pytest.mark.parametrize("seed", range(3))

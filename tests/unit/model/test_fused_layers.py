@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -157,16 +153,13 @@ def test_auto_takes_triton_on_a_gpu_for_what_it_takes():
         choose_fused_layers("liger", torch.float32, CUDA)
 
 
-def test_triton_on_a_cpu_is_refused_but_for_the_interpreter():
+def test_triton_on_a_cpu_is_refused_but_for_the_interpreter(monkeypatch):
     pytest.importorskip("triton")
-    code = (
-        "import torch; from megatron_dta.model.kernels import choose_fused_layers;"
-        "choose_fused_layers('triton', torch.float32, torch.device('cpu'))"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode != 0
-    assert "--fused-layer-impl triton needs a CUDA GPU; use auto or reference" in run.stderr
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_fused_layers("triton", torch.float32, CPU)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(InputError, match="--fused-layer-impl triton needs a CUDA GPU; use auto or reference"):
+        choose_fused_layers("triton", torch.float32, CPU)
 
 
 @interpreter
