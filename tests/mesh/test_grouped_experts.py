@@ -29,6 +29,7 @@ from moe_cases import CUTS, MODELS, make_reference
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import (
     GRPO,
+    QWEN3,
     TEMPERATURE,
     branching_sequences,
     check_siblings,
@@ -182,6 +183,20 @@ def test_beside_adapters_of_the_attention():
     )
     assert found.gradients.keys() == expected.gradients.keys()
     assert compare_outcomes(found, expected).largest() < 1e-12
+
+
+@interpreter
+def test_adapters_of_experts_on_the_kernels_in_float32():
+    settings = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
+    samples = random_training_samples(branching_sequences(seed_all(4), count=6, longest=16), seed=4)
+    plain = lora_config(torch.float32, **QWEN3, **settings)
+    model, tree = grouped(plain, fused_layer_impl="triton"), tree_config("dta", 16, 30)
+    weights = {key: weight.float() for key, weight in lora_weights(plain, seed=9).items()}
+    expected, _ = run_tree(plain, weights, samples, GRPO, tree, TEMPERATURE)
+    with poisoned_memory():
+        found, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
+    assert any("linear_fc1_adapter.lora_B" in name for name in found.gradients)
+    assert compare_outcomes(found, expected).largest() < 1e-5
 
 
 @pytest.mark.parametrize("model", [EXPERTS, in_bf16(EXPERTS)], ids=["fp32", "bf16"])

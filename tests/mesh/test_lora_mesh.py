@@ -24,6 +24,7 @@ MODELS = {
     "gpt": {"disable_bias_linear": False, "normalization": "LayerNorm", "swiglu": False},
     "recompute": QWEN3 | FULL_RECOMPUTE,
     "experts": EXPERTS,
+    "grouped": EXPERTS | {"moe_grouped_gemm": True},
     "attention": EXPERTS | {"lora_target_modules": ["linear_qkv", "linear_proj"]},
 }
 MESHES = {
@@ -68,7 +69,8 @@ COMBINATIONS = [
     *(("ep2", "experts", cut) for cut in ("dense", "dta-mixed")),
     ("cp2", "qwen3", "dta-mixed"),
     ("cp2", "experts", "dta"),
-    ("ep2-overlap", "experts", "dta"),
+    ("ep2-overlap", "grouped", "dta"),
+    ("ep2", "grouped", "dta-mixed"),
     ("ep2-over-tp2", "experts", "dta"),
     ("etp2", "attention", "dta"),
     ("etp1-tp2", "experts", "dta"),

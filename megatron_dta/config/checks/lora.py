@@ -60,10 +60,6 @@ def _check_experts(model: ModelConfig, parallel: ParallelConfig, targets: list[s
     if not feed_forward:
         return
     alone = "--lora-target-modules linear_qkv linear_proj"
-    if model.moe_grouped_gemm:
-        raise InputError(
-            f"--moe-grouped-gemm reads the experts' weights without their adapters; leave it out or give {alone}"
-        )
     if parallel.expert_tensor_size > 1:
         raise InputError(
             f"--lora-target-modules {feed_forward[0]}: experts divided over {parallel.expert_tensor_size} ranks cannot "

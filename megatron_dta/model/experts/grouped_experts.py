@@ -10,7 +10,8 @@ The products read tokens, and gradients of their outputs, by index, so a token w
 function returns the sum of each token's outputs. The tokens and the first product are kept for the backward; the
 activation is recomputed. Weight gradients are written directly to their buffers if these exist (``main_grad``). As in
 ``fused_autograd_layer``, autograd then need not know the parameters, unless their hooks must run
-(``SegmentContext.runs_hooks``). Those of the first map are computed while gradients travel to other ranks.
+(``SegmentContext.runs_hooks``). Those of the first map are computed while gradients travel to other ranks. Adapters of
+experts are grouped products, too (``expert_maps``); autograd knows their matrices.
 
 The products of this module are loops over the experts, for any device and dtype; the host waits for the number of rows
 of each expert. ``fused_experts`` has the products on the kernels, which read these numbers on the device.
@@ -30,17 +31,10 @@ from torch.nn import Parameter
 
 from dta_kernels.experts.reference import PlainRows, sum_rows
 from megatron_dta.model.activation import weighted_activation
+from megatron_dta.model.experts.expert_maps import ExpertMap, summed
 from megatron_dta.model.experts.expert_rows import ExpertRows, RowSums, scattered
 from megatron_dta.model.experts.weights import SameOnEveryMesh
 from megatron_dta.model.main_grad import MainGradColumnParallelLinear, added_to_main_grad, main_grad_of
-
-
-class _Maps(NamedTuple):
-    """The weights of all experts' first and second linear maps."""
-
-    fc1: tuple[Parameter, ...]
-    fc2: tuple[Parameter, ...]
-
 
 Later = Callable[[Callable[[], None]], None]
 """Calls its argument when gradients have started to travel."""
@@ -64,7 +58,7 @@ class GroupedExperts(SameOnEveryMesh):
     """Megatron's experts with another forward."""
 
     sum_rows: RowSums = staticmethod(sum_rows)
-    _maps: _Maps | None = None
+    _maps: tuple[ExpertMap, ExpertMap] | None = None
 
     def forward(
         self, x_RC: Tensor, weights_RK: Tensor, rows: ExpertRows, runs_hooks: bool = True, later: Later | None = None
@@ -77,26 +71,26 @@ class GroupedExperts(SameOnEveryMesh):
             runs_hooks: whether the hooks of the parameters must run in the backward.
             later: of the exchange with other ranks; None if there is none.
         """
-        in_buffers = self._in_buffers()
+        in_buffers, (fc1, fc2) = self._in_buffers(), (each.current for each in self.maps)
         needs_hooks = not in_buffers or runs_hooks or not x_RC.requires_grad
-        parameters = (*self.maps.fc1, *self.maps.fc2) if needs_hooks else ()
-        return _Experts.apply(x_RC, weights_RK, self, rows, in_buffers, None if needs_hooks else later, *parameters)
+        adapters = (*fc1.a, *fc1.b, *fc2.a, *fc2.b)
+        parameters = (*fc1.weights, *fc2.weights) if needs_hooks else ()
+        settings = _Settings(self, rows, fc1, fc2, in_buffers, None if needs_hooks or adapters else later)
+        return _Experts.apply(x_RC, weights_RK, settings, bool(parameters), *parameters, *adapters)
 
     @property
-    def maps(self) -> _Maps:
-        """The weights of both maps, cached: with many experts, the lookup takes as long as the launches of a pass."""
+    def maps(self) -> tuple[ExpertMap, ExpertMap]:
+        """Both maps, cached: with many experts, the lookup takes as long as the launches of a pass."""
         if self._maps is None:
-            experts = self.local_experts
-            self._maps = _Maps(
-                *(tuple(getattr(e, name).weight for e in experts) for name in ("linear_fc1", "linear_fc2"))
-            )
+            fc1, fc2 = (ExpertMap.of(self.local_experts, name) for name in ("linear_fc1", "linear_fc2"))
+            self._maps = fc1, fc2
         return self._maps
 
     def _in_buffers(self) -> bool:
         """Whether the gradients of all weights are written directly to buffers."""
         if not isinstance(self.local_experts[0].linear_fc1, MainGradColumnParallelLinear):
             return False
-        return all(main_grad_of(weight) is not None for weights in self.maps for weight in weights)
+        return all(main_grad_of(weight) is not None for each in self.maps for weight in each.weights)
 
     def products(self, rows: ExpertRows, x_RC: Tensor, is_kept: bool) -> Products:
         """The products of a pass; ``matrices`` makes their arguments.
@@ -123,61 +117,78 @@ class GroupedExperts(SameOnEveryMesh):
         return torch.autograd.grad(active, inputs, grad_QF)
 
 
+class _Settings(NamedTuple):
+    """What a pass knows beside its tensors.
+
+    Attributes:
+        in_buffers: whether gradients of weights are written directly to buffers.
+        later: see ``GroupedExperts.forward``; None if nothing may be computed later.
+    """
+
+    experts: GroupedExperts
+    rows: ExpertRows
+    fc1: ExpertMap
+    fc2: ExpertMap
+    in_buffers: bool
+    later: Later | None
+
+
 class _Experts(torch.autograd.Function):
-    """Both maps of all experts; ``parameters`` are their weights if autograd must know them, otherwise empty."""
+    """Both maps of all experts.
+
+    The parameters are the weights of both maps, if autograd must know them (``is_told``), and the matrices of adapters.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weights: Tensor,
-        experts: GroupedExperts,
-        rows: ExpertRows,
-        in_buffers: bool,
-        later: Later | None,
-        *parameters: Parameter,
+        ctx: Any, x: Tensor, weights: Tensor, settings: _Settings, is_told: bool, *parameters: Parameter
     ) -> Tensor:
-        maps, is_kept = experts.maps, any(ctx.needs_input_grad)
-        groups, entries, is_row = experts.products(rows, x, is_kept)
-        ctx.experts, ctx.groups, ctx.in_buffers, ctx.is_told = experts, groups, in_buffers, bool(parameters)
-        ctx.fc1, ctx.fc2, ctx.later = experts.matrices("fc1", maps.fc1), experts.matrices("fc2", maps.fc2), later
-        first = groups.product(x, ctx.fc1, indexed=True)
+        experts, rows, fc1, fc2, *_ = settings
+        groups, entries, is_row = experts.products(rows, x, any(ctx.needs_input_grad))
+        first, inner = fc1.product(groups, experts.matrices, x, indexed=True)
         weights_Q = weights.flatten().index_select(0, entries)
-        ctx.save_for_backward(x, weights_Q, first, entries, rows.places, is_row)
-        return experts.sum_rows(groups.product(experts.activate(first, weights_Q), ctx.fc2), rows.places)
+        made, inner_2 = fc2.product(groups, experts.matrices, experts.activate(first, weights_Q))
+        ctx.settings, ctx.groups, ctx.is_told = settings, groups, is_told
+        ctx.save_for_backward(x, weights_Q, first, inner, inner_2, entries, rows.places, is_row)
+        return experts.sum_rows(made, rows.places)
 
     @staticmethod
     def backward(ctx: Any, grad_RC: Tensor) -> tuple:
-        (x, weights, first, entries, place_RK, is_row), experts, groups = ctx.saved_tensors, ctx.experts, ctx.groups
-        grad = grad_RC.contiguous()
-        fc2_grads = _weight_gradients(ctx, "fc2", grad, experts.activate(first, weights), "grad")
-        grad_active = groups.input_gradient(grad, ctx.fc2, indexed=True)
+        x, weights, first, inner, inner_2, entries, place_RK, is_row = ctx.saved_tensors
+        (experts, _, fc1, fc2, _, later), groups = ctx.settings, ctx.groups
+        grad, tables = grad_RC.contiguous(), experts.matrices
+        active = experts.activate(first, weights)
+        fc2_grads = _weight_gradients(ctx, fc2, grad, active, "grad")
+        grad_active, grad_inner = fc2.input_gradient(groups, tables, grad, indexed=True)
+        adapters_2 = fc2.adapter_gradients(groups, tables, (grad, grad_inner), (active, inner_2), "grad")
+        del active
         grad_first, grad_weights = experts.activation_gradients(grad_active, first, weights)
         del grad_active
         if is_row is not None:
             grad_weights = grad_weights.masked_fill(~is_row, 0)
-        grad_x = experts.sum_rows(groups.input_gradient(grad_first, ctx.fc1), place_RK)
+        grad_rows, grad_inner = fc1.input_gradient(groups, tables, grad_first)
+        grad_x = experts.sum_rows(grad_rows, place_RK)
+        del grad_rows
         fc1_grads: Sequence[Tensor | None] = ()
-        if ctx.later is None:
-            fc1_grads = _weight_gradients(ctx, "fc1", grad_first, x, "x")
+        if later is None:
+            fc1_grads = _weight_gradients(ctx, fc1, grad_first, x, "x")
         else:
-            ctx.later(lambda: _weight_gradients(ctx, "fc1", grad_first, x, "x"))
+            later(lambda: _weight_gradients(ctx, fc1, grad_first, x, "x"))
+        adapters = fc1.adapter_gradients(groups, tables, (grad_first, grad_inner), (x, inner), "x")
         grad_weights = scattered(grad_weights, entries, place_RK.shape)
-        return grad_x, grad_weights, None, None, None, None, *fc1_grads, *fc2_grads
+        return grad_x, grad_weights, None, None, *fc1_grads, *fc2_grads, *adapters, *adapters_2
 
 
-def _weight_gradients(ctx: Any, name: str, grad: Tensor, x: Tensor, indexed: str) -> Sequence[Tensor | None]:
+def _weight_gradients(ctx: Any, of: ExpertMap, grad: Tensor, x: Tensor, indexed: str) -> Sequence[Tensor | None]:
     """Adds the weight gradients of one map to their buffers, or returns them if autograd knows the weights.
 
     ``indexed`` is "grad" or "x" for the tensor of tokens; the other one has a row for each pair of token and expert.
     """
-    weights: tuple[Parameter, ...] = getattr(ctx.experts.maps, name)
-    if ctx.in_buffers:
-        sums = ctx.experts.matrices(f"{name} sums", [weight.main_grad for weight in weights])
+    experts, weights = ctx.settings.experts, of.weights
+    if ctx.settings.in_buffers:
+        sums = experts.matrices(f"{of.name} sums", [weight.main_grad for weight in weights])
         ctx.groups.add_weight_gradients(sums, grad, x, indexed)
         return [added_to_main_grad(weight) for weight in weights] if ctx.is_told else ()
     if not any(weight.requires_grad for weight in weights):
         return [None] * len(weights)
-    sums = torch.zeros(len(weights), *weights[0].shape, dtype=weights[0].dtype, device=x.device).unbind()
-    ctx.groups.add_weight_gradients(ctx.experts.matrices("", sums), grad, x, indexed)
-    return sums
+    return summed(ctx.groups, experts.matrices, weights, (grad, x), indexed)

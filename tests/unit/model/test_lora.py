@@ -32,6 +32,7 @@ MODELS = {
     "gpt": GPT,
     "recompute": QWEN3 | FULL_RECOMPUTE,
     "experts": EXPERTS,
+    "grouped experts": EXPERTS | {"moe_grouped_gemm": True, "moe_router_topk": 2, "moe_router_pre_softmax": False},
     # The last layer's K and V, and the first layer's, have no adapter before them.
     "fc2": {"lora_target_modules": ["linear_fc2"]},
     "attention": QWEN3 | EXPERTS | {"lora_target_modules": ["linear_proj", "linear_qkv"]},
@@ -69,7 +70,7 @@ def test_a_wrong_scale_is_noticed(references):
     assert compare_outcomes(outcome, expected).largest() > 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen3", "experts"])
+@pytest.mark.parametrize("name", ["qwen3", "experts", "grouped experts"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_new_model_and_one_without_its_adapters_are_the_base_bit_for_bit(name, dtype):
     samples = random_training_samples(branching_sequences(seed_all(29), count=8), seed=29)
@@ -148,7 +149,6 @@ def test_settings_that_do_not_fit_are_refused(flags, reason):
             "--moe-router-bias-update-rate 0",
         ),
         (EXPERTS, {"tensor_model_parallel_size": 2}, "--expert-tensor-parallel-size 1"),
-        (EXPERTS | {"moe_grouped_gemm": True}, {}, "--moe-grouped-gemm"),
         ({}, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|ttL"}, "stage 0 has no layer"),
     ],
 )
