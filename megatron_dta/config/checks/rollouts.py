@@ -39,10 +39,12 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
                 f"--rollout-temperature {sampling.temperature:g} and --rollout-top-p {sampling.rollout_top_p:g}: vLLM "
                 f"returns no logprobs of the tempered softmax before the nucleus; {fix}"
             )
-    if engine == "in-process" and config.model.experimental_attention_variant is not None:
+    is_hybrid = config.model.experimental_attention_variant is not None
+    if engine == "in-process" and is_hybrid and config.speculation.rollout_speculation != "none":
         yield (
-            "--rollout-engine in-process cannot decode with gated delta net; sample with --rollout-engine vllm or "
-            "sglang, or train on stored rollouts (--rollouts)"
+            f"--rollout-speculation {config.speculation.rollout_speculation} does not support "
+            "--experimental-attention-variant with --rollout-engine in-process, where no state is restored after a "
+            "rejected draft; leave it out"
         )
     if engine == "replay" and not sampling.rollout_replay:
         yield "--rollout-engine replay needs --rollout-replay FILE, the rollouts to return"

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dta.common.errors import InputError
 from megatron_dta.model import Model, current_mesh
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import HeadShape
@@ -21,9 +20,7 @@ _MARGIN_BYTES, _MARGIN_SHARE = 2**30, 0.04
 
 
 def head_shape(model: Model) -> HeadShape:
-    """The attention heads of this rank; raises ``InputError`` for a model that the engine cannot sample from."""
-    if any(part.recurrent_layers for part in model.model_chunks):
-        raise InputError("the in-process engine cannot decode with gated delta net; sample with vLLM or SGLang")
+    """The attention heads of this rank."""
     config = model.config
     size = config.tensor_model_parallel_size
     dtype = next(model.parameters()).dtype

@@ -76,6 +76,8 @@ def _why_not_on_this_rank(model: Model, attention_impl: str) -> str | None:
             )
         if model.counts_on_host:
             return "cannot capture experts whose numbers of tokens the host has to know (use --moe-grouped-gemm)"
+    if config.experimental_attention_variant is not None:
+        return "cannot capture gated delta net (--experimental-attention-variant)"
     if getattr(config, "fp8", None):
         return "cannot capture products in FP8, whose scales change from pass to pass (--fp8-format)"
     if parameter.device.type != "cuda":

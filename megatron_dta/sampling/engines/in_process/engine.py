@@ -33,9 +33,10 @@ from megatron_dta.sampling.engines.in_process.cache_size import head_shape, max_
 from megatron_dta.sampling.engines.in_process.cuda_graphs import MOST_TOKENS, Burst, DecodeSteps, noise_of
 from megatron_dta.sampling.engines.in_process.drafting import Drafting, NoDrafting, Round, drafts_of
 from megatron_dta.sampling.engines.in_process.expert_passes import DecodingPasses
-from megatron_dta.sampling.engines.in_process.next_token import next_tokens, sampling_mode
+from megatron_dta.sampling.engines.in_process.next_token import by_row, next_tokens, sampling_mode
 from megatron_dta.sampling.engines.in_process.pages import PagePool
 from megatron_dta.sampling.engines.in_process.pipelined_steps import decode_steps
+from megatron_dta.sampling.engines.in_process.row_states import RowStates
 from megatron_dta.sampling.engines.in_process.scheduler import Pass, Request, Scheduler
 from megatron_dta.sampling.engines.interface import (
     FinishReason,
@@ -95,7 +96,7 @@ class InProcessEngine(RolloutEngine):
     def __init__(self, model: Model, settings: EngineSettings | None = None, drafting: Drafting | None = None) -> None:
         self.drafting: Drafting = drafting or NoDrafting()
         self._settings = settings = settings or EngineSettings()
-        self._model, self._passes = model, DecodingPasses(model)
+        self._model, self._passes, self._states = model, DecodingPasses(model), RowStates(model)
         self._shape, self._device = head_shape(model), next(model.parameters()).device
         head_size, dtype = self._shape.head_size, self._shape.dtype
         self._is_paged = choose_attention(settings.attention_impl, head_size, dtype, self._device)
@@ -113,7 +114,7 @@ class InProcessEngine(RolloutEngine):
 
     def _new_scheduler(self) -> Scheduler:
         pool = PagePool(self._settings.block_size)
-        return Scheduler(pool, self._settings.max_requests, self._settings.max_tokens)
+        return self._states.scheduler(pool, self._settings.max_requests, self._settings.max_tokens)
 
     @property
     def pages_in_use(self) -> int:
@@ -202,6 +203,7 @@ class InProcessEngine(RolloutEngine):
         for requests in (self._running, self._held, self._detectors):
             requests.clear()
         self._cache = None
+        self._states.clear()
         self._scheduler = self._new_scheduler()
         self._scheduler.counts.update((name, int(counts[name])) for name in self._scheduler.counts)
         self._counts["peak_pages"] = counts["peak_pages"]
@@ -233,6 +235,7 @@ class InProcessEngine(RolloutEngine):
             context, order = paged_context(cache, starts, counts, tables, self._shape)
         else:
             context, order = append_context(cache, starts, counts, tables)
+        self._states.attach(context, [plan.rows[i] for i in order], starts[order], counts[order])
         pieces = []
         for i in order:
             pieces += [plan.rows[i].tokens[starts[i] : starts[i] + plan.counts[i]], drafts[i]]
@@ -251,7 +254,7 @@ class InProcessEngine(RolloutEngine):
         self.drafting.catch_up()
         # The only place that waits for the device. A float64 represents every token id exactly.
         tokens, logprobs = drawn.cpu().numpy()
-        return rows, _by_row(tokens.astype(np.int32), logprobs, widths[ready] + 1)
+        return rows, by_row(tokens.astype(np.int32), logprobs, widths[ready] + 1)
 
     def _run_static(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
         """Like ``_run_eager`` if all rows decode: one pass with drafts, or a burst of passes without. What was drawn in
@@ -274,7 +277,7 @@ class InProcessEngine(RolloutEngine):
         self._counts["captures"] = float(self._steps.captures)
         self._scheduler.complete(plan)
         if is_drafted:
-            return rows, _by_row(tokens[0], logprobs[0], counts)
+            return rows, by_row(tokens[0], logprobs[0], counts)
         return rows, [(tokens[:n, i], logprobs[:n, i]) for i, n in enumerate(steps.tolist())]
 
     def _take(
@@ -338,6 +341,7 @@ class InProcessEngine(RolloutEngine):
         request, response = sequence.generation, sequence.response.copy()
         del self._running[request.request_id]
         self._detectors.pop(sequence, None)
+        self._states.release(sequence)
         if request.hold:
             self._held[request.request_id] = sequence
         self._counts["requests"] += 1
@@ -374,6 +378,7 @@ class InProcessEngine(RolloutEngine):
     def _free_when_unused(self) -> None:
         if self._scheduler.is_idle and self._scheduler.num_held == 0:
             self._scheduler.pool.clear()
+            self._states.clear()
             self._cache = None
 
     def _cache_for(self, plan: Pass) -> PagedCache:
@@ -393,8 +398,3 @@ class InProcessEngine(RolloutEngine):
     def _to_device(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
-
-
-def _by_row(tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> list[Sampled]:
-    """Splits both arrays into rows of ``counts[i]`` entries."""
-    return [(tokens[b - n : b], logprobs[b - n : b]) for n, b in zip(counts, np.cumsum(counts).tolist(), strict=True)]

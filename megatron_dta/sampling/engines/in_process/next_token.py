@@ -17,9 +17,10 @@ Legend: B rows, V vocabulary, C hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -143,3 +144,8 @@ def sampling_mode(model: Model) -> Iterator[None]:
     finally:
         if was_training:
             model.train()
+
+
+def by_row(tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Splits both arrays into rows of ``counts[i]`` entries."""
+    return [(tokens[b - n : b], logprobs[b - n : b]) for n, b in zip(counts, np.cumsum(counts).tolist(), strict=True)]

@@ -109,7 +109,7 @@ class Pass:
 
 
 @dataclass
-class _Prefix:
+class Prefix:
     """The cached prefix of a request: full pages, an optional partial page, and its length in tokens."""
 
     pages: list[int]
@@ -274,7 +274,7 @@ class Scheduler:
         request.add_pages(self.pool.take(1))
         return True
 
-    def _admit(self, request: Request, prefix: _Prefix, plan: Pass) -> bool:
+    def _admit(self, request: Request, prefix: Prefix, plan: Pass) -> bool:
         """Give ``request`` pages for all its tokens and start it; False if there are not enough pages."""
         pages, partial, computed = prefix.pages, prefix.partial_page, prefix.length
         needed = -(-request.num_tokens // request.page_size) - len(pages)
@@ -321,7 +321,7 @@ class Scheduler:
             if parent.released:
                 self.release(parent)
 
-    def _find_prefix(self, request: Request) -> _Prefix:
+    def _find_prefix(self, request: Request) -> Prefix:
         size, limit = request.page_size, request.num_tokens - 1
         pages: list[int] = []
         for digest in request.digests()[: limit // size]:
@@ -329,7 +329,7 @@ class Scheduler:
             if page is None:
                 break
             pages.append(page)
-        prefix = _Prefix(pages, None, len(pages) * size, False)
+        prefix = Prefix(pages, None, len(pages) * size, False)
         if len(pages) < limit // size:
             prefix.is_pending = request.digests()[len(pages)] in self._pending
         # The first request with this context has computed the most of it.

@@ -1,0 +1,106 @@
+"""States of sequences that are being decoded: one for each sequence, after the tokens that it has computed.
+
+A pass appends tokens to some sequences. Each is a run whose entry is the sequence's state, and whose exit replaces it;
+so prefill, decoding and prefill after an interruption are one operation. Nothing here is differentiated.
+
+Legend: n new tokens of the pass, R sequences (rows) of it, C channels and W width of the short convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dta_kernels.recurrence.contract import Recurrence, Runs
+from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution
+from dta_kernels.tree_attention.reference import accumulation_dtype
+from megatron_dta.model.recurrent.path_states import RecurrentShape
+
+
+class DecodeStates:
+    """States and last rows of ``num_slots`` sequences in each of a rank's layers with a recurrence."""
+
+    def __init__(self, layers: Mapping[int, RecurrentShape], dtype: torch.dtype, device: torch.device) -> None:
+        self.shapes, self.device, self.num_slots = dict(layers), device, 0
+        states = {number: (0, *shape.state) for number, shape in self.shapes.items()}
+        rows = {number: (0, shape.width - 1, shape.channels) for number, shape in self.shapes.items()}
+        self.states = {
+            n: torch.empty(size, dtype=accumulation_dtype(dtype), device=device) for n, size in states.items()
+        }
+        self.rows = {number: torch.empty(size, dtype=dtype, device=device) for number, size in rows.items()}
+
+    def grow(self, num_slots: int) -> None:
+        """Enlarge to ``num_slots`` and keep the contents."""
+        for of_layers in (self.states, self.rows):
+            for number, tensor in of_layers.items():
+                larger = tensor.new_zeros(num_slots, *tensor.shape[1:])
+                larger[: len(tensor)] = tensor
+                of_layers[number] = larger
+        self.num_slots = num_slots
+
+    def of_pass(
+        self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], uses_kernels: bool
+    ) -> PassStates:
+        """The states of a pass that appends ``counts[i]`` tokens to the ``starts[i]`` of the sequence of slot i."""
+        return PassStates(self, slots, starts, counts, uses_kernels)
+
+
+class PassStates:
+    """``PathStates`` of one pass; the tokens are those of the first row, then those of the second, and so on."""
+
+    def __init__(
+        self,
+        owner: DecodeStates,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        uses_kernels: bool,
+    ) -> None:
+        self._owner, self._uses_kernels = owner, uses_kernels
+        self._runs = Runs.of_lengths([int(count) for count in counts], owner.device)
+        self._slots = self._upload(np.asarray(slots))
+        # A sequence without computed tokens begins with zeros, whatever the slot held before.
+        self._begun = self._upload((np.asarray(starts) > 0).astype(np.int64)).bool()
+        self._layouts: dict[int, PathLayout] = {}
+
+    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
+        owner, width = self._owner, weight_CW.shape[1]
+        before = owner.rows[layer_number][self._slots]
+        before = torch.where(self._begun[:, None, None], before, torch.zeros_like(before)).flatten(0, 1)
+        layout = self._layout(width)
+        last = layout.place[self._runs.on_device[1:] - 1].unsqueeze(1)
+        kept = layout.source[last + torch.arange(2 - width, 1, device=owner.device)]
+        owner.rows[layer_number][self._slots] = torch.cat([rows_NC, before])[kept].to(rows_NC.dtype)
+        return short_convolution(rows_NC, before, weight_CW, layout)
+
+    def recur(
+        self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
+    ) -> Tensor:
+        states = self._owner.states[layer_number]
+        entry = states[self._slots]
+        entry = torch.where(self._begun.view(-1, *(1 for _ in state)), entry, torch.zeros_like(entry))
+        output, exits = recurrence(tuple(inputs), entry, self._runs)
+        states[self._slots] = exits
+        return output
+
+    def _layout(self, width: int) -> PathLayout:
+        if width not in self._layouts:
+            offsets = np.asarray(self._runs.offsets)
+            counts, before = np.diff(offsets), width - 1
+            run = np.repeat(np.arange(len(counts)), counts)
+            place = np.arange(offsets[-1]) + before * (run + 1)
+            source = np.empty(offsets[-1] + before * len(counts), np.int64)
+            outside = np.ones(len(source), bool)
+            outside[place] = False
+            source[place], source[outside] = np.arange(offsets[-1]), offsets[-1] + np.arange(before * len(counts))
+            arrays = (source, place, offsets[:-1], np.repeat(offsets[1:], counts))
+            self._layouts[width] = PathLayout(*map(self._upload, arrays), self._uses_kernels)
+        return self._layouts[width]
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
+        on_gpu = self._owner.device.type == "cuda"
+        return tensor.pin_memory().to(self._owner.device, non_blocking=True) if on_gpu else tensor

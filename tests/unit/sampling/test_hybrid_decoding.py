@@ -1,0 +1,68 @@
+"""The in-process engine with gated delta net: states of running requests, against the trainer's logprobs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from hybrid_cases import FLAGS, HYBRID, spread
+from in_process_engine_cases import trainers_logprobs
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import TreeConfig
+from megatron_dta.config.checks.all import check_config
+from megatron_dta.model.recurrent import decode_states
+from rollout_forest import NEVER, Drive, assert_same, run_forest, run_long, started
+from sampling_cases import make_model
+
+
+def hybrid_model(seed: int, dtype: torch.dtype = torch.float64):
+    settings = dict(HYBRID) | dict(group_query_attention=True, num_query_groups=2, disable_bias_linear=True)
+    model = make_model(seed, dtype, **settings)
+    with torch.no_grad():
+        spread(dict(model.named_parameters()), seed)
+    return model
+
+
+def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls():
+    seed_all(3)
+    model, drive = hybrid_model(3), Drive(seed=3, prompts=4)
+    engine = started(model)
+    found = run_forest(engine, drive)
+    trained = trainers_logprobs(model, found, TreeConfig(tree_segment_tokens=16))
+    for (_, result), expected in zip(found.values(), trained, strict=True):
+        assert np.allclose(result.logprobs, expected, rtol=0, atol=1e-10)
+    statistics = engine.statistics()
+    assert statistics["reused_tokens"] == 0 < statistics["decoded_tokens"]
+    assert engine.pages_in_use == 0
+    # Prompts in several passes, and few requests at once.
+    again = run_forest(started(model, block_size=3, max_tokens=5, max_requests=3), replace(drive, order=1))
+    assert_same(again, found, 1e-11)
+
+
+def test_preempted_requests_begin_again_with_no_state(monkeypatch: pytest.MonkeyPatch):
+    """Slots are used again by other requests, and start with NaN instead of zeros."""
+    model = hybrid_model(14)
+    reference = run_long(started(model, NEVER))
+    grow = decode_states.DecodeStates.grow
+
+    def poisoned(self: decode_states.DecodeStates, num_slots: int) -> None:
+        before = self.num_slots
+        grow(self, num_slots)
+        for tensor in (*self.states.values(), *self.rows.values()):
+            tensor[before:] = float("nan")
+
+    monkeypatch.setattr(decode_states.DecodeStates, "grow", poisoned)
+    engine = started(model, NEVER, block_size=4, pages=30, max_requests=7)
+    assert_same(run_long(engine), reference, 1e-11)
+    assert engine.statistics()["preemptions"] > 1
+
+
+def test_drafts_are_refused():
+    arguments = f"{FLAGS} --task arithmetic --tokenizer-type NullTokenizer --rollout-speculation das"
+    with pytest.raises(InputError, match="--rollout-speculation das does not support --experimental-attention-variant"):
+        check_config(parse_arguments(arguments.split()))
