@@ -22,6 +22,7 @@ from megatron_dta.training.weights.huggingface import write_hf
 from resume_cases import final_tensors, rows_without_timing
 from trainer_cases import VOCABULARY, make_rollouts, run
 
+TREEPO = "--rollout-method treepo --treepo-segment-length 3 --advantage-estimator treepo"
 MODEL = f"{FLAGS} --vocab-size {VOCABULARY}"
 
 
@@ -100,9 +101,7 @@ def test_what_cannot_work_is_refused_in_one_line(more: str, message: str) -> Non
 
 def test_flags_without_effect_are_refused() -> None:
     arguments = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --linear-key-head-dim 4 --rollouts r.jsonl"
-    with pytest.raises(
-        InputError, match="--linear-key-head-dim has no effect without --experimental-attention-variant"
-    ):
+    with pytest.raises(InputError, match="--linear-key-head-dim has no effect without --experimental-attention"):
         check_config(parse_arguments(f"{arguments} --global-batch-size 2 --vocab-size 5".split()))
 
 
@@ -111,3 +110,15 @@ def test_a_vision_tower_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="Qwen3_5ForConditionalGeneration has a vision tower"):
         settings_from_hf(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    "method", ["", "--rollout-method treepo --treepo-segment-length 3 --advantage-estimator treepo"]
+)
+def test_sampling_in_this_process_and_training_agree(tmp_path: Path, method: str) -> None:
+    """Where training starts at the sampler's weights, importance ratios are 1."""
+    sampled = "--task arithmetic --rollout-batch-size 2 --n-samples-per-prompt 3 --rollout-max-response-len 6"
+    trainer, _ = run(f"{sampled} {method} --train-iters 1 --save {tmp_path}/run --old-logprobs rollout", FLAGS)
+    row = rows_without_timing(tmp_path / "run")[-1]
+    assert row["ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert trainer.engine.mesh.world_size == 1
