@@ -10,7 +10,7 @@ from itertools import product
 from megatron_dta.capacity.cluster import Cluster
 from megatron_dta.capacity.memory import RunMesh
 from megatron_dta.common.errors import InputError
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.decoder_shape import DecoderShape, context_refusal
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.pipeline.layers import layers_per_stage
 
@@ -93,11 +93,11 @@ def make_mesh(shape: DecoderShape, num_gpus: int, sizes: MeshSizes | None = None
             f"--tensor-model-parallel-size {tensor}{shown} x --pipeline-model-parallel-size {pipeline} does not divide "
             f"--num-gpus {num_gpus}"
         )
-    if context > 1 and shape.num_query_groups % (tensor * context):
-        raise InputError(
-            f"--context-parallel-size {context} x --tensor-model-parallel-size {tensor} does not divide the "
-            f"{shape.num_query_groups} key/value heads (--num-query-groups)"
-        )
+    if context > 1 and shape.linear_attention_layers:
+        raise InputError(f"--context-parallel-size {context} does not support layers with linear attention")
+    refusal = context_refusal(tensor, context, shape.num_attention_heads, shape.num_query_groups)
+    if refusal is not None:
+        raise InputError(refusal)
     divided = {
         "--num-query-groups": shape.num_query_groups,
         "--num-attention-heads": shape.num_attention_heads,
@@ -133,7 +133,7 @@ class SearchSpace:
 
     Attributes:
         segment_tokens: None for ``SEGMENT_TOKENS`` of each rank that divides a segment.
-        context: None also limits tensor and context ranks together to a node and to the key/value heads.
+        context: None also limits tensor and context ranks together to a node.
         memory_tokens, activation_tokens: see ``Choice``.
         recompute: "tree" keeps as many activations as fit, "full" lets Megatron recompute every layer.
     """

@@ -54,7 +54,7 @@ class RankModel:
         self.dtype, self.device = parameter.dtype, parameter.device
         most = LOGIT_ELEMENTS[self.device.type] // self.true_vocab_size
         self.logprob_chunk_tokens = logprob_chunk_tokens or max(1, most)
-        head_size, ratio = self.config.kv_channels, self.config.num_attention_heads // self.config.num_query_groups
+        head_size, ratio = self.config.kv_channels, self.num_heads // self.num_kv_heads
         # "triton", "fa4" or "reference".
         self.attention = choose_segment_attention(tree_attention_impl, head_size, ratio, self.dtype, self.device)
 
@@ -64,9 +64,15 @@ class RankModel:
         return nullcontext() if allowed or not hasattr(part, "no_sync") else part.no_sync()
 
     @property
-    def head_ranks(self) -> int:
-        """Number of ranks that divide the heads of a layer's attention."""
-        return self.config.tensor_model_parallel_size * self.mesh.context_size
+    def num_heads(self) -> int:
+        """Query heads of a layer's attention on this rank."""
+        return self.config.num_attention_heads // (self.config.tensor_model_parallel_size * self.mesh.context_size)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of a layer's attention on this rank; context ranks may hold the same one."""
+        of_tensor_rank = self.config.num_query_groups // self.config.tensor_model_parallel_size
+        return max(1, of_tensor_rank // self.mesh.context_size)
 
     def own_tokens(self, num_tokens: int) -> range:
         """The tokens of a segment of ``num_tokens`` that this rank computes outside the attention."""

@@ -89,8 +89,7 @@ class StageRun:
         self.attention_plans = None
         if model.uses_kernels:
             _, _, groups, head_size = self.pools[0].keys_LSGD.shape
-            heads = model.config.num_attention_heads // model.head_ranks
-            shape = AttentionShape(heads, groups, head_size, model.dtype)
+            shape = AttentionShape(model.num_heads, groups, head_size, model.dtype)
             self.attention_plans = SegmentAttentionPlans(
                 step.segments, step.paths, shape, model.device, model.attention
             )
@@ -122,7 +121,7 @@ class StageRun:
         return KVPool(
             num_layers=len(self.model.tree_models[chunk].attention_rows),
             num_slots=self.program.num_slots[chunk],
-            num_kv_heads=config.num_query_groups // self.model.head_ranks,
+            num_kv_heads=self.model.num_kv_heads,
             head_size=config.kv_channels,
             dtype=self.model.dtype,
             device=self.model.device,

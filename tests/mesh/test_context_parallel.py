@@ -64,6 +64,7 @@ COMBINATIONS = [
     ("cp2-autograd", "qwen2", "dta-mixed"),
     ("cp2", "recompute", "dta-mixed"),
     *(("cp4", "wide", cut) for cut in ("dta", "dense-recomputed")),
+    *((mesh, "qwen3", "dta-mixed") for mesh in ("cp4", "cp2-tp2")),
     *((mesh, "wide", cut) for mesh in ("cp2-tp2", "cp2-pp2", "cp2-dp2") for cut in ("dta-mixed", "packed")),
     ("cp2-dp2-idle-overlap", "qwen3", "dta"),
     *((mesh, "deepseek", "dta-mixed") for mesh in ("cp2", "cp2-ep2", "cp2-ep2-turns", "cp2-dp2-ep4")),
@@ -136,10 +137,10 @@ def test_biases_of_experts_move_by_the_loads_of_all_tokens(suite, results):
 
 def test_sizes_that_do_not_divide_are_refused():
     model = model_config(**QWEN3)
-    with pytest.raises(
-        InputError, match="--context-parallel-size 4 x --tensor-model-parallel-size 1 does not divide the 2"
-    ):
-        check_context_parallel(model, _sizes(4))
+    for context, tensor in ((3, 1), (8, 1), (4, 2)):
+        words = f"--context-parallel-size {context} x --tensor-model-parallel-size {tensor} does not divide the heads"
+        with pytest.raises(InputError, match=words):
+            check_context_parallel(model, _sizes(context, tensor))
     with pytest.raises(
         InputError, match="--context-parallel-size 2 does not divide the 3 processes; start a multiple of 2"
     ):
@@ -178,9 +179,10 @@ def _in_float64(suite: MeshSuite) -> Outcome:
 
 
 @needs_kernels
-def test_layers_as_one_function_exchange_too(tmp_path):
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_layers_as_one_function_exchange_too(tmp_path, kv_heads):
     """Float32 on the kernels: bit for bit the modules of the same ranks, and within rounding of one process."""
-    model = fused(**QWEN3)
+    model = fused(**QWEN3, num_query_groups=kv_heads)
     samples = random_training_samples(branching_sequences(seed_all(51), count=6, longest=8), seed=51)
     suite = MeshSuite({"fused": model}, MESHES, {"": samples}, {"": ("dta", 13, 20)}, fused_weights)
     case = suite.case("cp2", "fused", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.planning.costs.decoder_shape import context_refusal
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
@@ -48,14 +49,8 @@ def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def check_context_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Reject a model whose key/value heads cannot be divided equally over tensor and context ranks."""
-    tensor, context, heads = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        model.num_query_groups,
-    )
-    if context > 1 and heads % (tensor * context):
-        raise InputError(
-            f"--context-parallel-size {context} x --tensor-model-parallel-size {tensor} does not divide the {heads} "
-            f"key/value heads (--num-query-groups); choose sizes whose product is a divisor of {heads}"
-        )
+    """Reject a model whose heads cannot be divided equally over tensor and context ranks."""
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    refusal = context_refusal(tensor, context, model.num_attention_heads, model.num_query_groups)
+    if refusal is not None:
+        raise InputError(refusal)

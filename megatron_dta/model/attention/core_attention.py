@@ -54,7 +54,7 @@ class TreeAttention(MegatronModule):
         # A pass over no tokens has nothing to exchange.
         group = context.context_group if n else None
         if group is not None:
-            parts = ToHeads.apply(group, *parts)
+            parts = ToHeads.apply(group, parts[0], group.repeated(parts[1]), group.repeated(parts[2]))
         # Padding tokens of sequence and context parallelism attend to nothing, and no token attends to them.
         padded = parts[0].shape[0]
         query, key, value = (part[:n] for part in parts)

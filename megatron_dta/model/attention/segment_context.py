@@ -118,16 +118,22 @@ class SegmentContext(AttentionContext):
         """``attend_by_kernels`` in a context group: query, key, value and output are rows of the rank's share with all
         heads of its tensor rank; the log-sum-exp is that of its own heads.
         """
-        query, key, value = self._to_heads(query, key, value)
+        group = self.context_group
+        query, key, value = self._to_heads(query, group.repeated(key), group.repeated(value))
         out, lse = self.attend_by_kernels(layer, query, key, value, scale)
         return self._to_rows(out)[0], lse
 
     def exchanged_gradients(
-        self, layer: int, grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, scale: float
+        self, layer: int, grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, scale: float, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``attention_gradients`` in a context group, of the rows that ``attend_exchanged`` takes and returns."""
+        """``attention_gradients`` in a context group, of the rows that ``attend_exchanged`` takes and returns.
+
+        Args:
+            kv_heads: key/value heads of the tensor rank.
+        """
         grad_out, query, out = self._to_heads(grad_out, query, out)
-        return self._to_rows(*self.attention_gradients(layer, grad_out, query, out, lse, scale))
+        grads = self._to_rows(*self.attention_gradients(layer, grad_out, query, out, lse, scale))
+        return grads[0], *(self.context_group.summed(grad, kv_heads) for grad in grads[1:])
 
     def _to_heads(self, *rows: Tensor) -> list[Tensor]:
         """Own heads of the segment's tokens; padding rows are left out."""

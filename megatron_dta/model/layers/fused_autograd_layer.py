@@ -136,9 +136,12 @@ class FusedAutogradLayer:
         grad_out = _backward(grad_stream.view(N, C), out.view(N, -1), self.proj, proj_bias).view(out.shape)
         rows, query = self.mixed_qkv(kept.mixed, context), torch.empty_like(out)
         rows.write(query)
-        is_exchanged = context.context_group is not None
-        gradients = context.exchanged_gradients if is_exchanged else context.attention_gradients
-        grads = gradients(layer, grad_out, query, out, kept.lse, self.scale)
+        inputs = (layer, grad_out, query, out, kept.lse, self.scale)
+        if context.context_group is None:
+            grads = context.attention_gradients(*inputs)
+        else:
+            grads = context.exchanged_gradients(*inputs, kv_heads=self.layout[0])
+        del inputs
         del query, grad_out
         grad_mixed, head_norms = rows.partial_gradients(*grads)
         del grads

@@ -6,6 +6,9 @@ stores. Two exchanges in each layer change from one division to the other and ba
 attention, its output after it (DeepSpeed-Ulysses, arXiv:2309.14509). Nothing is summed in them. The gradients by the
 weights are sums over tokens; Megatron adds them over the data-parallel and the context ranks.
 
+If there are fewer key/value heads than ranks, each is repeated for the ranks that share its query heads. Each of them
+stores its K and V, and the gradients that they compute are added up behind the exchange.
+
 Every share has the same number of rows, so the last ones may end in padding, or consist of padding alone.
 
 Legend: R rank's rows, N = R x ranks rows of the pass, P query heads and G key/value heads of the tensor rank (P' and G'
@@ -51,6 +54,15 @@ class ContextGroup(NamedTuple):
         received = torch.empty_like(sent)
         torch.distributed.all_to_all_single(received, sent, group=self.group)
         return received.flatten(0, 1).split(heads, dim=1)
+
+    def repeated(self, part: Tensor) -> Tensor:
+        """Key/value heads [R, heads, D], repeated if they are fewer than the ranks."""
+        copies = self.size // part.shape[1]
+        return part if copies <= 1 else part.unsqueeze(2).expand(-1, -1, copies, -1).flatten(1, 2)
+
+    def summed(self, part: Tensor, heads: int) -> Tensor:
+        """The sums over the copies of ``repeated``, [R, heads, D]."""
+        return part if part.shape[1] == heads else part.unflatten(1, (heads, -1)).sum(2)
 
     def to_rows(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """The reverse of ``to_heads``: the rank's rows of all heads, [R, heads, D], contiguous."""

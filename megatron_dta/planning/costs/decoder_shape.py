@@ -257,3 +257,20 @@ class DecoderShape:
         if not self.moe_layers[layer]:
             return self.ffn_hidden_size
         return self.moe_router_topk * self.expert_width + (self.moe_shared_expert_intermediate_size or 0)
+
+
+def context_refusal(tensor: int, context: int, num_heads: int, num_kv_heads: int) -> str | None:
+    """Why heads cannot be divided over tensor and context ranks; None if they can.
+
+    Each rank has whole key/value heads, or one that it shares with others, which have other query heads of it.
+    """
+    ranks = tensor * context
+    is_whole = num_kv_heads % ranks == 0
+    is_shared = ranks % num_kv_heads == 0 and num_heads % ranks == 0
+    if context == 1 or is_whole or is_shared:
+        return None
+    return (
+        f"--context-parallel-size {context} x --tensor-model-parallel-size {tensor} does not divide the heads: the "
+        f"product must be a divisor of --num-query-groups {num_kv_heads}, or a multiple of it that divides "
+        f"--num-attention-heads {num_heads}"
+    )

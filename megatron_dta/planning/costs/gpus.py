@@ -115,7 +115,8 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     # Queries, keys and values go to the ranks of their heads, and the output comes back; in the backward the gradients
     # do, and queries and output once more. Each takes a copy on both sides.
     ranks = split.context_size
-    exchanged = width * (2 * shape.query_width + 2 * shape.kv_width) / size * (ranks - 1) / ranks
+    kv_width = max(shape.kv_width, size * ranks * shape.kv_channels)  # each rank has a head
+    exchanged = width * (2 * shape.query_width + 2 * kv_width) / size * (ranks - 1) / ranks
     layer += exchanged * (1 / (LINK_SHARE * gpu.link) + 4 / (MEMORY_SHARE * gpu.memory))
     tokens = [shape.num_layers * (layer * passes + layer_sums) / ranks for passes in (1, 2)]
     size *= ranks

@@ -184,15 +184,16 @@ class SegmentBytes:
         )
         if fused_attention:
             found = found._with_scores(query, groups, heads, element_bytes, rank.flash_attention)
-        return found._over_context(rank, query, is_direct) if rank.context_size > 1 else found
+        return found._over_context(rank, shape, is_direct) if rank.context_size > 1 else found
 
-    def _over_context(self, rank: RankTensors, query: float, is_direct: bool) -> SegmentBytes:
-        """These bytes where context ranks divide the tokens, and inside the attention the heads; ``query`` are the
-        channels of queries of all of them.
-        """
-        size, row = rank.context_size, rank.element_bytes * query
-        # Queries, the output and its gradient, before and after their exchange.
+    def _over_context(self, rank: RankTensors, shape: DecoderShape, is_direct: bool) -> SegmentBytes:
+        """These bytes where context ranks divide the tokens, and inside the attention the heads."""
+        size, row = rank.context_size, rank.element_bytes * shape.query_width // rank.tensor_size
+        kv_ranks = min(size, shape.num_query_groups // rank.tensor_size)
+        # Queries, the output and its gradient, before and after their exchange; repeated keys and values, too.
         exchanged = 6 * row
+        if kv_ranks < size:
+            exchanged += 8 * rank.element_bytes * size * shape.kv_channels
         # Modules keep the exchanged queries and output.
         kept = 0 if is_direct else 2 * row
         indices = _INDEX_BYTES if rank.fused_attention else 0
@@ -200,13 +201,13 @@ class SegmentBytes:
             self,
             kept_per_token_and_layer=(self.kept_per_token_and_layer + kept) / size,
             kept_per_token=self.kept_per_token / size,
-            kv_per_token_and_layer=self.kv_per_token_and_layer / size,
+            kv_per_token_and_layer=self.kv_per_token_and_layer / kv_ranks,
             input_per_token=self.input_per_token / size,
             work_per_token=(self.work_per_token + exchanged) / size,
-            work_per_path_token=indices + (self.work_per_path_token - indices) / size,
+            work_per_path_token=indices + (self.work_per_path_token - indices) / kv_ranks,
             scores_per_token=(self.scores_per_token + exchanged) / size if self.scores_per_token else 0.0,
             scores_per_pair=self.scores_per_pair / size,
-            kv_per_token=self.kv_per_token / size,
+            kv_per_token=self.kv_per_token / kv_ranks,
         )
 
     def _with_scores(self, query: float, groups: float, heads: float, element_bytes: int, flash: bool) -> SegmentBytes:

@@ -268,23 +268,6 @@ def test_the_search_finds_what_trying_all_would() -> None:
     assert [p.time.total for p in best] == sorted(p.time.total for p in best)
 
 
-def test_context_ranks_share_tokens_and_heads() -> None:
-    plan, flight = planner(4), InFlight(3000, 512, 1500)
-    meshes = [make_mesh(SMALL, 4, MeshSizes(context=context)) for context in (1, 2, 4)]
-    assert [(mesh.data, mesh.copies, mesh.world_size) for mesh in meshes] == [(4, 4, 4), (2, 4, 4), (1, 4, 4)]
-    one, two, _ = (stage_memory(SMALL, mesh, StateSettings(), 0, flight) for mesh in meshes)
-    assert two.keys_values == pytest.approx(one.keys_values / 2)
-    assert (two.weights, two.gradients, two.optimizer) == (one.weights, one.gradients, one.optimizer)
-    work = plan.step.estimate(1, StepBudget(512), PipelineShape())
-    first, second, _ = (stage_time(SMALL, mesh, plan.cluster, work, 0) for mesh in meshes)
-    assert second.attention == pytest.approx(first.attention / 2)
-    assert second.tensor > first.tensor == 0
-    sizes = {choice.mesh.context: choice.segment_tokens for choice in possible_choices(SMALL, plan.cluster)}
-    assert sizes == {1: 8192, 2: 16384, 4: 32768}
-    with pytest.raises(InputError, match="--context-parallel-size 8 x --tensor-model-parallel-size 1 does not divide"):
-        make_mesh(SMALL, 8, MeshSizes(context=8))
-
-
 def test_what_does_not_fit_is_said_with_what_is_missing() -> None:
     plan = planner(2, gpu_memory_gib=2.1)
     best, misses = plan.search(possible_choices(SMALL, plan.cluster), top=3)

@@ -159,11 +159,13 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, attention
 
 
 @interpreter
-@pytest.mark.parametrize("settings", [QWEN3, QWEN3 | EXPERTS], ids=["function", "modules"])
+@pytest.mark.parametrize(
+    "settings", [QWEN3, QWEN3 | EXPERTS | {"num_query_groups": 1}], ids=["function", "modules and a shared head"]
+)
 def test_no_op_of_a_context_rank_holds_more_than_is_counted(settings, tmp_path):
     model = fused(**settings, **SHAPE)
     used = run_on_ranks(_check_rank, (model, weights_of(model, seed=3)), 2, tmp_path)
-    assert min(map(max, used)) > (0.25 if "num_experts" in settings else 0.5)
+    assert min(map(max, used)) > (0.2 if "num_experts" in settings else 0.5)
 
 
 def _check_rank(rank: int, argument: tuple) -> list[float]:

@@ -1,0 +1,45 @@
+"""Context parallelism in the planner of runs: memory, time, and the meshes that are tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.capacity.cluster import Cluster
+from megatron_dta.capacity.memory import InFlight, RunMesh, StateSettings, stage_memory
+from megatron_dta.capacity.meshes import MeshSizes, make_mesh, possible_choices
+from megatron_dta.capacity.step_time import mesh_costs, stage_time
+from megatron_dta.capacity.work import StepWork
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget
+
+SMALL = DecoderShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)
+
+
+def test_context_ranks_share_tokens_and_heads() -> None:
+    cluster, flight = Cluster(4), InFlight(3000, 512, 1500)
+    sequences = [seed_all(seed).integers(0, 50, 300).astype(np.int32) for seed in range(4)]
+    masks = [np.arange(300) > 20] * 4
+    step = StepWork(sequences, masks, mesh_costs(SMALL, RunMesh(1, 1, 1, (12,)), cluster))
+    meshes = [make_mesh(SMALL, 4, MeshSizes(context=context)) for context in (1, 2, 4)]
+    assert [(mesh.data, mesh.copies, mesh.world_size) for mesh in meshes] == [(4, 4, 4), (2, 4, 4), (1, 4, 4)]
+    one, two, _ = (stage_memory(SMALL, mesh, StateSettings(), 0, flight) for mesh in meshes)
+    assert two.keys_values == pytest.approx(one.keys_values / 2)
+    assert (two.weights, two.gradients, two.optimizer) == (one.weights, one.gradients, one.optimizer)
+    work = step.estimate(1, StepBudget(512), PipelineShape())
+    first, second, _ = (stage_time(SMALL, mesh, cluster, work, 0) for mesh in meshes)
+    assert second.attention == pytest.approx(first.attention / 2)
+    assert second.tensor > first.tensor == 0
+    sizes = {choice.mesh.context: choice.segment_tokens for choice in possible_choices(SMALL, cluster)}
+    assert sizes == {1: 8192, 2: 16384, 4: 32768}
+    shared = stage_memory(SMALL, make_mesh(SMALL, 8, MeshSizes(context=8)), StateSettings(), 0, flight)
+    assert shared.keys_values == pytest.approx(one.keys_values / 4)  # four key/value heads
+    with pytest.raises(InputError, match="--context-parallel-size 16 x --tensor-model-parallel-size 1 does not divide"):
+        make_mesh(SMALL, 16, MeshSizes(context=16))
+    hybrid = replace(SMALL, linear_attention_layers=(True, False) * 6)
+    with pytest.raises(InputError, match="--context-parallel-size 2 does not support layers with linear attention"):
+        make_mesh(hybrid, 2, MeshSizes(context=2))
