@@ -127,6 +127,9 @@ class PromptBuilder:
     ) -> GatewayPrompt:
         content = text.encode("utf-8", "replace")
         length, base = session.texts.find(content) or (0, None)
+        # A tokenizer needs seconds for megabytes, during which nobody else is answered.
+        if len(content) - length > _MOST_BYTES_PER_TOKEN * self._max_tokens:
+            raise refuse(f"the prompt has {len(content)} bytes; there is room for {self._max_tokens} tokens")
         try:
             rest = self._tokenizer.encode(content[length:].decode()) if length < len(content) else _NONE
         except InputError as error:
@@ -197,6 +200,7 @@ class PromptBuilder:
 
 
 _NONE = np.zeros(0, np.int32)
+_MOST_BYTES_PER_TOKEN = 64
 
 
 def _thought(text: str, answer: Answer) -> str:

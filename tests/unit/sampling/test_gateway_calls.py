@@ -283,6 +283,7 @@ def test_reasoning_apart_and_put_back(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 1: content of type"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role: "),
         ({"messages": [{"role": "user", "content": "a" * 9000}]}, "the prompt has"),
+        ({"messages": [{"role": "user", "content": "a" * 400_000}]}, "the prompt has 4000"),
         (b"{not json", "body: Invalid JSON"),
         (b"\xff\xfe", "body: "),
         (b"[1, 2]", "body: "),
