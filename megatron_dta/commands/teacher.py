@@ -188,12 +188,14 @@ def _server(
 
     from megatron_dta.common.array_message import pack, unpack
     from megatron_dta.sampling.gateway.errors import RequestError, refuse
-    from megatron_dta.sampling.gateway.http.application import limited_body
+    from megatron_dta.sampling.gateway.http.application import BodyBudget, limited_body
     from megatron_dta.sampling.gateway.http.server import GatewayServer, check_packages
     from megatron_dta.training.teacher_samples import unpack_samples
 
     check_packages("megatron-dta teacher")
     key, one_at_a_time = os.environ.get(KEY, ""), asyncio.Lock()
+    most = own.max_body_mib * 2**20
+    budget = BodyBudget(2 * most)
 
     def guarded(call: Any) -> Any:
         async def answer(request: Request) -> Response:
@@ -218,7 +220,7 @@ def _server(
         kind = request.url.path.rpartition("/")[2]
         try:
             temperature = float(request.query_params.get("temperature", "1"))
-            arrays = unpack(await limited_body(request, own.max_body_mib * 2**20))
+            arrays = unpack(await limited_body(request, most, budget))
             unpack_samples(arrays, engine.true_vocab_size, config.model.max_position_embeddings)
         except ValueError as error:
             raise refuse(str(error)) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import threading
 import time
@@ -152,6 +153,25 @@ def test_huge_and_lying_bodies(served) -> None:
     assert not session.calls
     settled(gateway, engine, session)
     assert post(gateway, key, "/v1/chat/completions", ASK)[0] == 200
+
+
+def test_bodies_of_all_connections_together_are_bounded(served) -> None:
+    """Clients that stop in the middle of long bodies hold a bounded number of bytes; then all is free again."""
+    gateway, _ = served
+    _, key = gateway.open()
+    clients = [connection(gateway) for _ in range(9)]
+    for client in clients:
+        client.sendall(head(key, 19_999) + b" " * 19_000)
+    found = select.select(clients, [], [], 20)[0]
+    assert len(found) == 1
+    assert b" 503 " in found[0].recv(4096)
+    for client in clients:
+        client.close()
+    deadline = time.monotonic() + 20
+    long = ASK | {"user": "x" * 15_000}
+    while post(gateway, key, "/v1/chat/completions", long)[0] != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_closed_sockets_end_their_calls(served) -> None:

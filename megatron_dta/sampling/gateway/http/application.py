@@ -45,6 +45,8 @@ _LOG = logging.getLogger(__name__)
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # A client that reads nothing for this long is given up.
 _SECONDS_TO_READ = 60.0
+# Bodies of the largest size that may be in memory at once while they are read.
+_BODIES_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Application:
         self._gateway, self._administration = gateway, administration
         # Tokenization of a body takes time on the event loop, and memory; one at a time.
         self._prompts = asyncio.Lock()
+        self._bodies = BodyBudget(_BODIES_AT_ONCE * gateway.settings.limits.max_body_bytes)
 
     def asgi(self) -> Starlette:
         """The application for a server."""
@@ -113,7 +116,7 @@ class Application:
         return guarded
 
     async def _body(self, request: Request) -> bytes:
-        return await limited_body(request, self._gateway.settings.limits.max_body_bytes)
+        return await limited_body(request, self._gateway.settings.limits.max_body_bytes, self._bodies)
 
     def _session(self, request: Request) -> Session:
         return self._gateway.sessions.find(_key(request))
@@ -229,18 +232,40 @@ class Application:
         return JSONResponse({"calls": len(session.calls)})
 
 
-async def limited_body(request: Request, most: int) -> bytes:
+class BodyBudget:
+    """Bytes of bodies that are being read, of all connections together."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def take(self, size: int) -> None:
+        """Count ``size`` more bytes; ``RequestError`` 503 if there are too many."""
+        if size > self._left:
+            raise RequestError(503, "too many long requests are being read at once; try again later")
+        self._left -= size
+
+    def give_back(self, size: int) -> None:
+        """Bytes that were read to their end, or given up."""
+        self._left += size
+
+
+async def limited_body(request: Request, most: int, budget: BodyBudget) -> bytes:
     """The body of a request; ``RequestError`` 413 as soon as it is known to be longer than ``most`` bytes."""
     declared = request.headers.get("content-length", "0")
     if not declared.isascii() or not declared.isdigit() or int(declared) > most:
         raise RequestError(413, f"the body is longer than {most} bytes, the most that is read")
-    pieces, size = [], 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > most:
-            raise RequestError(413, f"the body is longer than {most} bytes, the most that is read")
-        pieces.append(piece)
-    return b"".join(pieces)
+    pieces, size, taken = [], 0, 0
+    try:
+        async for piece in request.stream():
+            size += len(piece)
+            if size > most:
+                raise RequestError(413, f"the body is longer than {most} bytes, the most that is read")
+            budget.take(len(piece))
+            taken = size
+            pieces.append(piece)
+        return b"".join(pieces)
+    finally:
+        budget.give_back(taken)
 
 
 class PatientResponse(StreamingResponse):
