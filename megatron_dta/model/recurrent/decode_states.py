@@ -41,6 +41,11 @@ class DecodeStates:
                 of_layers[number] = larger
         self.num_slots = num_slots
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy the state of one slot to another."""
+        for tensor in (*self.states.values(), *self.rows.values()):
+            tensor[target] = tensor[source]
+
     def of_pass(
         self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], uses_kernels: bool
     ) -> PassStates:

@@ -341,7 +341,6 @@ class InProcessEngine(RolloutEngine):
         request, response = sequence.generation, sequence.response.copy()
         del self._running[request.request_id]
         self._detectors.pop(sequence, None)
-        self._states.release(sequence)
         if request.hold:
             self._held[request.request_id] = sequence
         self._counts["requests"] += 1
