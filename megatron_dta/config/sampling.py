@@ -91,6 +91,11 @@ class SamplingConfig:
         None,
         "Servers of --rollout-engine vllm or sglang, such as http://HOST:PORT; requests are distributed over them.",
     )
+    rollout_server_file: str | None = option(
+        None,
+        "File that lists the servers instead, one URL a line. It is read again while the run samples: servers that "
+        "are added get the weights and then requests, those that are removed get no new requests.",
+    )
     rollout_timeout_seconds: float = option(
         600.0, "Timeout in seconds for one request or weight update of a server.", above=0
     )

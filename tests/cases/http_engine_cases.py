@@ -45,7 +45,7 @@ class Setup:
         open_group: GroupOpener | None = None,
         **options: object,
     ) -> HttpEngine:
-        urls = [server.url for server in self.servers]
+        urls = options.pop("urls", [server.url for server in self.servers])
         protocol = PROTOCOLS[self.kind](routing, open_group)
         engine = HttpEngine(protocol, urls, settings, vocab_size=VOCABULARY, report=self.lines.append, **options)
         self._stack.callback(engine.close)

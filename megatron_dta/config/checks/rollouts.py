@@ -22,8 +22,15 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
     if not samples(config):
         return
     if engine in SERVERS:
-        if not sampling.rollout_server_url:
-            yield f"--rollout-engine {engine} needs --rollout-server-url http://HOST:PORT"
+        if not sampling.rollout_server_url and sampling.rollout_server_file is None:
+            yield f"--rollout-engine {engine} needs --rollout-server-url http://HOST:PORT or --rollout-server-file FILE"
+        if sampling.rollout_server_url and sampling.rollout_server_file is not None:
+            yield "--rollout-server-url and --rollout-server-file both name the servers; leave one out"
+        if sampling.rollout_server_file is not None and config.speculation.rollout_speculation == "das":
+            yield (
+                "--rollout-server-file with --rollout-speculation das: drafts are counted on servers that stay; give "
+                "--rollout-server-url"
+            )
         if checkpoint.load_hf is None and checkpoint.hf_checkpoint is None:
             yield (
                 f"--rollout-engine {engine} needs --load-hf or --hf-checkpoint: the servers receive new weights in "
@@ -150,7 +157,7 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
         "--rollout-engine vllm or sglang": (
             engine in SERVERS and samples(config),
             "rollout_server_url rollout_timeout_seconds rollout_attempts rollout_weights_dir rollout_max_staleness "
-            "rollout_weight_transfer",
+            "rollout_weight_transfer rollout_server_file",
         ),
         "--rollout-weight-transfer nccl or gloo": (
             config.sampling.rollout_weight_transfer != "folder",

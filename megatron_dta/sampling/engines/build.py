@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import SamplingConfig, TrainConfig
@@ -13,6 +14,7 @@ from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InPr
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.engines.servers.http_client import HttpSettings
+from megatron_dta.sampling.engines.servers.http_settings import listed_urls
 from megatron_dta.sampling.engines.servers.routing import RoutingShape
 from megatron_dta.sampling.engines.servers.sglang import SglangProtocol
 from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
@@ -94,13 +96,20 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
     )
     return HttpEngine(
         protocol(_routing_shape(config), open_group),
-        sampling.rollout_server_url or [],
+        _urls(config),
         settings,
         exact_logprobs=config.objective.needs_rollout_logprobs,
         vocab_size=config.model.vocab_size,
         report=report,
         speculation=ServerSpeculation.of(config) if config.speculation.rollout_speculation == "das" else None,
     )
+
+
+def _urls(config: TrainConfig) -> Sequence[str] | Callable[[], Sequence[str]]:
+    file = config.sampling.rollout_server_file
+    if file is None:
+        return config.sampling.rollout_server_url or []
+    return lambda: listed_urls(Path(file))
 
 
 def _routing_shape(config: TrainConfig) -> RoutingShape | None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from conftest import seed_all
 from http_engine_cases import KINDS, PARAMS, QUICK, VOCABULARY, Setup, check_result
 from megatron_dta.sampling.engines.interface import generate
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.engines.servers.http_client import ServerError
+from megatron_dta.sampling.engines.servers.http_settings import listed_urls
 from megatron_dta.sampling.engines.servers.weights.groups import StoreGroup
 from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights, empty_weights
 from rollout_servers import RolloutServer
@@ -192,3 +196,55 @@ import os; os._exit(0)
     sender.join(60)
     assert output.strip() == str(list(range(9)))
     group.abort()
+
+
+@KINDS
+@pytest.mark.parametrize("way", ["group", "folder"])
+def test_servers_come_and_go_while_requests_run(setup: Setup, tmp_path: Path, way: str) -> None:
+    """One dies and returns, one is added and one is removed, all in one phase; every result is of the new weights."""
+    setup.add_servers(2, delay_s=0.02)
+    setup.add_servers(1, delay_s=0.02)
+    dying, leaving, coming = setup.servers
+    listed = tmp_path / "servers"
+    listed.write_text(f"# two\n{dying.url}\n\n{leaving.url}/  # removed later\n")
+    settings = replace(QUICK, revisit_s=0.05, max_requests=2)
+    engine = setup.engine(settings, urls=lambda: listed_urls(listed), open_group=OPENERS[setup.kind])
+    weights = weights_of(3)
+    folder = tmp_path / "v3"
+    folder.mkdir()
+    save_file(weights.tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    engine.update_weights(3, folder if way == "folder" else weights)
+    embedding = weights.tensors["model.embed_tokens.weight"].double().numpy()
+    setup.table = embedding @ embedding.T * 20
+    engine.start(PARAMS, 0)
+    setup.fault(0, None, "die")
+    requests = setup.requests(150, prompts=40)
+    engine.submit(requests)
+    results = {}
+    changed, end = False, time.monotonic() + 60
+    while len(results) < len(requests) or not changed:
+        assert time.monotonic() < end
+        for result in engine.poll():
+            assert result.request_id not in results
+            results[result.request_id] = result
+        if len(results) >= 20 and not changed:
+            changed = True
+            port = int(dying.url.rsplit(":", 1)[1])
+            setup.servers[0] = setup._stack.enter_context(type(dying)(dying.table, port=port, delay_s=0.02))
+            listed.write_text(f"{coming.url}\n{dying.url}\n")
+    for request in requests:
+        check_result(setup, request, results[request.request_id])
+        assert results[request.request_id].policy_version == 3
+    assert coming.bodies
+    assert setup.servers[0].bodies
+    check_loaded(coming, weights)
+    check_loaded(setup.servers[0], weights)
+    assert len(leaving.bodies) < 150
+    assert not any(server.violations for server in setup.servers)
+    assert any("is new" in line for line in setup.lines)
+    assert any("no longer listed" in line for line in setup.lines)
+    engine.start(PARAMS, 1)
+    seen = len(leaving.bodies)
+    generate(engine, setup.requests(20))
+    assert len(leaving.bodies) == seen

@@ -56,6 +56,7 @@ class HttpEngine(RolloutEngine):
 
     Args:
         protocol: the kind of the servers.
+        urls: the servers, or a function that lists them and is called again from time to time (``set_urls``).
         exact_logprobs: refuse servers whose logprobs are not the trainer's; False if they are not used.
         vocab_size: ids outside of it are refused; None: not checked.
         report: called with a line when a server is left out.
@@ -70,7 +71,7 @@ class HttpEngine(RolloutEngine):
     def __init__(
         self,
         protocol: ServerProtocol,
-        urls: Sequence[str],
+        urls: Sequence[str] | Callable[[], Sequence[str]],
         settings: HttpSettings | None = None,
         exact_logprobs: bool = True,
         vocab_size: int | None = None,
@@ -78,8 +79,8 @@ class HttpEngine(RolloutEngine):
         speculation: ServerSpeculation | None = None,
     ) -> None:
         self._protocol, self._exact_logprobs, self._vocab_size = protocol, exact_logprobs, vocab_size
-        self._client = HttpClient(urls, protocol.health_path, settings, report)
-        self._weights = ServerWeights(self._client, protocol, self._forget)
+        self._client = HttpClient(urls() if callable(urls) else urls, protocol.health_path, settings, report)
+        self._weights = ServerWeights(self._client, protocol, self._forget, self._check_returned)
         self._client.still_current = self._weights.has_newest
         self.drafts = None if speculation is None else ServerDrafts(self._client, protocol, speculation, report)
         self._interrupted = False
@@ -93,6 +94,9 @@ class HttpEngine(RolloutEngine):
         self._finished: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._counts = dict.fromkeys((*ENGINE_COUNTS, "weight_updates"), 0.0)
         self._update_seconds = 0.0
+        if self.drafts is None:
+            # Drafts are counted on servers that were there when the phase began.
+            self._client.start(self._weights.keep_visiting(urls if callable(urls) else None))
 
     def start(self, params: SamplingParams, iteration: int) -> None:
         """See the interface; checks the logprobs of servers that have not been checked yet."""
@@ -286,6 +290,10 @@ class HttpEngine(RolloutEngine):
                 self._client.leave_out(server, str(error))
                 continue
             self._checked[server.url] = setting
+
+    async def _check_returned(self, server: Server) -> None:
+        if self._params is not None and self._exact_logprobs:
+            await self._protocol.check_logprobs(self._client, server, self._params)
 
     def _forget(self, server: Server) -> None:
         """Check a server again when it returns: it may have been restarted with other settings."""

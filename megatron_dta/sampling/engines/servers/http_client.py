@@ -14,8 +14,7 @@ There are no redirects, no cookies and no compressed replies: requests go only t
 a reply is bounded.
 
 A server that was left out returns when its weights are next updated or, if no other server is left, when it proves to
-have the current weights. Requests with the same ``affinity`` go to the same server while it lives, so that they use its
-prefix cache; a new affinity goes to the server with the fewest open requests.
+have the current weights. Which server gets a request: ``server_pool``.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts.batch_source import RolloutError
-from megatron_dta.sampling.engines.servers.http_settings import HttpSettings, checked_urls
+from megatron_dta.sampling.engines.servers.http_settings import HttpSettings
 from megatron_dta.sampling.engines.servers.replies import (
     MOST_ERROR_BYTES,
     MOST_REPLY_BYTES,
@@ -42,6 +40,7 @@ from megatron_dta.sampling.engines.servers.replies import (
     parse_json,
     read_at_most,
 )
+from megatron_dta.sampling.engines.servers.server_pool import Server, ServerPool
 
 API_KEY_VARIABLE = "ROLLOUT_SERVER_API_KEY"
 _TRANSIENT = frozenset((408, 429))
@@ -61,36 +60,10 @@ class WrongWeightsError(Exception):
     """A server replied with other weights than those it was given last."""
 
 
-@dataclass(eq=False)
-class Server:
-    """The state of one server."""
-
-    url: str
-    alive: bool = True
-    problem: str = ""
-    open_requests: int = 0
-    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def __str__(self) -> str:
-        return self.url
-
-
-@dataclass
-class Counts:
-    """Counts of failures."""
-
-    retried: int = 0
-    moved: int = 0
-    servers_lost: int = 0
-
-
-class HttpClient:
+class HttpClient(ServerPool):
     """Sends requests to servers of one kind.
 
     Attributes:
-        servers: all servers, in the given order.
-        counts: failures so far.
         closed: whether ``close`` was called.
         still_current: whether a server that was left out has the current weights and may get requests again.
 
@@ -117,16 +90,12 @@ class HttpClient:
                 "rollout servers need the package aiohttp; install it, or megatron_dta with its extra servers"
             ) from error
         self._aiohttp = aiohttp
-        self.settings, self._health_path, self._report = settings or HttpSettings(), health_path, report
-        self.servers = [Server(url) for url in checked_urls(urls)]
-        for server in self.servers:
-            server.slots = asyncio.Semaphore(self.settings.max_requests)
-        self.counts = Counts()
+        self.settings, self._health_path = settings or HttpSettings(), health_path
+        super().__init__(urls, self.settings.max_requests, report)
         self.still_current: Callable[[Server], Awaitable[bool]] = _never
         # The state of the global generator belongs to checkpoints.
         self._random = random.Random()
-        self._homes: dict[Hashable, Server] = {}
-        self._reviving, self._is_lost = asyncio.Lock(), False
+        self._reviving = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout servers", daemon=True)
         self._thread.start()
@@ -138,11 +107,6 @@ class HttpClient:
     def start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
         """Run a coroutine on the client's loop; may be called from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def begin_phase(self) -> None:
-        """Forget the servers of affinities and wait again for lost servers; call while no request is open."""
-        self._homes.clear()
-        self._is_lost = False
 
     def close(self) -> None:
         """Close all connections and cancel open requests. May be called twice."""
@@ -177,17 +141,17 @@ class HttpClient:
         failed_on: dict[str, int] = {}
         for attempt in range(1, self.settings.attempts + 1):
             try:
-                server = await self._home(affinity, failed_on)
-                async with server.slots:
-                    server.open_requests += 1
-                    try:
-                        return read(await self._send(server, "POST", path, body, most_bytes))
-                    finally:
-                        server.open_requests -= 1
+                server = await self.free_server(affinity, failed_on)
+                server.open_requests += 1
+                try:
+                    return read(await self._send(server, "POST", path, body, most_bytes))
+                finally:
+                    server.open_requests -= 1
+                    self.wake(1)
             except TransientFailureError as error:
                 reason = str(error)
                 failed_on[server.url] = failed_on.get(server.url, 0) + 1
-                healthy = await self._is_healthy(server)
+                healthy = await self.is_healthy(server)
             except WrongWeightsError as error:
                 reason, healthy = str(error), False
             except ServerError as error:
@@ -234,43 +198,11 @@ class HttpClient:
 
     async def find_healthy(self) -> list[Server]:
         """Check all servers, including those left out. Returns the healthy ones."""
-        healthy = await asyncio.gather(*(self._is_healthy(server) for server in self.servers))
+        healthy = await asyncio.gather(*(self.is_healthy(server) for server in self.servers))
         for server, is_healthy in zip(self.servers, healthy, strict=True):
             if not is_healthy:
                 self.leave_out(server, server.problem or "fails its health check")
         return [server for server, is_healthy in zip(self.servers, healthy, strict=True) if is_healthy]
-
-    def leave_out(self, server: Server, reason: str) -> None:
-        """Send nothing more to a server; call on the client's loop."""
-        if not server.alive:
-            return
-        server.alive, server.problem = False, reason
-        self.counts.servers_lost += 1
-        self._report(f"rollout server {server} is left out: {reason}")
-
-    def take_back(self, server: Server) -> None:
-        """Let a server that was left out have requests again."""
-        server.alive, server.problem, self._is_lost = True, "", False
-
-    @property
-    def alive(self) -> list[Server]:
-        """The servers that are not left out."""
-        return [server for server in self.servers if server.alive]
-
-    async def _home(self, affinity: Hashable, failed_on: Mapping[str, int]) -> Server:
-        """The server for a request: that of its affinity, unless it is left out or failed the request twice."""
-        candidates = self.alive or await self._revived()
-        home = self._homes.get(affinity)
-        usable = [server for server in candidates if failed_on.get(server.url, 0) < 2] or candidates
-        if home in usable:
-            return home
-        if home is not None:
-            self.counts.moved += 1
-        homes = list(self._homes.values())
-        chosen = min(usable, key=lambda server: (server.open_requests, homes.count(server)))
-        if home is None or not home.alive:
-            self._homes[affinity] = chosen
-        return chosen
 
     async def _revived(self) -> list[Server]:
         """The servers that are healthy again with the current weights, after all of them were left out."""
@@ -282,7 +214,7 @@ class HttpClient:
                 if attempt > 1:
                     await self.pause(attempt - 1)
                 for server in self.servers:
-                    if not server.alive and await self._is_healthy(server) and await self._has_current_weights(server):
+                    if not server.alive and await self.is_healthy(server) and await self._has_current_weights(server):
                         self.take_back(server)
             self._is_lost = not self.alive
         if self._is_lost:
@@ -297,7 +229,8 @@ class HttpClient:
             server.problem = str(error)
             return False
 
-    async def _is_healthy(self, server: Server) -> bool:
+    async def is_healthy(self, server: Server) -> bool:
+        """Whether a server answers its health check."""
         async with server.checking:
             timeout = self._aiohttp.ClientTimeout(total=self.settings.connect_timeout_s)
             try:

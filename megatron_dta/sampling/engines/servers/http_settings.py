@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_dta.common.errors import InputError
@@ -19,6 +20,7 @@ class HttpSettings:
         attempts: maximum number of times that a request is sent, over all servers.
         backoff_s, backoff_limit_s: first and longest pause between attempts; pauses double, and half of each is random.
         max_requests: maximum number of open requests per server.
+        revisit_s: pause between visits to servers that are left out, and between readings of the list of servers.
     """
 
     timeout_s: float = 600.0
@@ -27,6 +29,21 @@ class HttpSettings:
     backoff_s: float = 0.5
     backoff_limit_s: float = 30.0
     max_requests: int = 256
+    revisit_s: float = 15.0
+
+
+def listed_urls(path: Path) -> list[str]:
+    """The URLs in a file, one a line; empty lines and comments (#) are skipped.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--rollout-server-file {path}: cannot be read ({error})") from error
+    found = (line.partition("#")[0].strip() for line in lines)
+    return [url for url in found if url]
 
 
 def checked_urls(urls: Sequence[str]) -> list[str]:

@@ -2,16 +2,17 @@
 
 Weights come as a folder, which each server loads by itself, or in host memory, from which they are sent to all servers
 at once (``transfer``). A server that fails is left out. It gets the newest weights, all of them, when it is healthy
-again: with the next update or by ``give``.
+again: with the next update or, while requests are running, by ``keep_visiting``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
 from megatron_dta.sampling.engines.servers.protocol import ServerProtocol
 from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights
@@ -23,14 +24,21 @@ class ServerWeights:
 
     Args:
         lost: called with a server that could not take new weights; it may return with other settings.
+        check: called with a server that has returned; raises ``ServerError`` if it must not be used.
 
     Attributes:
         run: part of all labels.
         label, version: of the newest weights; "" and 0 before the first update.
     """
 
-    def __init__(self, client: HttpClient, protocol: ServerProtocol, lost: Callable[[Server], None]) -> None:
-        self._client, self._protocol, self._lost = client, protocol, lost
+    def __init__(
+        self,
+        client: HttpClient,
+        protocol: ServerProtocol,
+        lost: Callable[[Server], None],
+        check: Callable[[Server], Awaitable[None]],
+    ) -> None:
+        self._client, self._protocol, self._lost, self._check = client, protocol, lost, check
         self._transfer = GroupTransfer(client, protocol)
         # Weights of the same version from another trainer have another label.
         self.run = uuid.uuid4().hex[:8]
@@ -60,6 +68,8 @@ class ServerWeights:
                 healthy = await self._client.find_healthy()
                 if healthy and await self._give_all(healthy, labels):
                     return
+                if healthy and not isinstance(weights, HostWeights):
+                    break
                 if attempt < self._client.settings.attempts:
                     # Servers may still be starting.
                     await self._client.pause(attempt)
@@ -70,22 +80,60 @@ class ServerWeights:
         """Whether a server reports the label of the newest weights."""
         return bool(self.label) and await self._protocol.weights_label(self._client, server) == self.label
 
+    async def keep_visiting(self, list_urls: Callable[[], Sequence[str]] | None) -> None:
+        """From time to time, read the list of servers, and give servers that have come back the newest weights.
+
+        Args:
+            list_urls: the current servers; None: always the same.
+        """
+        while True:
+            await asyncio.sleep(self._client.settings.revisit_s)
+            if list_urls is not None:
+                try:
+                    self._client.set_urls(await asyncio.to_thread(list_urls))
+                except InputError as error:
+                    # The file may be half written.
+                    self._report(f"the servers stay as they are: {error}")
+            if self._weights is not None:
+                try:
+                    async with self._updating:
+                        await self._readmit()
+                except (ServerError, OSError, RuntimeError) as error:
+                    self._report(f"servers that are left out could not be visited: {error}")
+
+    async def _readmit(self) -> None:
+        labels = Labels(self.label, self.label)
+        for server in [server for server in self._client.servers if not server.alive]:
+            if not await self._client.is_healthy(server):
+                continue
+            # It is alone in this update: the others go on sampling.
+            if await self._give_all([server], labels, returns=True):
+                self._report(f"rollout server {server} has the newest weights and gets requests")
+
     async def close(self) -> None:
         """Leave the group with the servers."""
         await self._transfer.close()
 
-    async def _give_all(self, servers: Sequence[Server], labels: Labels) -> bool:
-        """Give the newest weights to servers. Returns whether at least one of them has them."""
+    async def _give_all(self, servers: Sequence[Server], labels: Labels, returns: bool = False) -> bool:
+        """Give the newest weights to servers. Returns whether at least one of them has them.
+
+        Args:
+            returns: they are back while requests run, and are checked before they get some.
+        """
         if isinstance(self._weights, HostWeights):
-            return await self._send(servers, labels)
-        given = await asyncio.gather(*(self._load(server, labels) for server in servers))
-        if not any(given):
-            raise ServerError(
-                "no rollout server could take the new weights ("
-                + "; ".join(f"{server}: {server.problem}" for server in self._client.servers)
-                + ")"
-            )
-        return True
+            given = await self._send(servers, labels)
+        else:
+            done = await asyncio.gather(*(self._load(server, labels) for server in servers))
+            given = [server for server, is_done in zip(servers, done, strict=True) if is_done]
+        for server in given:
+            try:
+                if returns:
+                    await self._check(server)
+            except ServerError as error:
+                self._leave_out(server, str(error))
+                return False
+            self._client.take_back(server)
+        return bool(given)
 
     async def _load(self, server: Server, labels: Labels) -> bool:
         try:
@@ -93,10 +141,9 @@ class ServerWeights:
         except ServerError as error:
             self._leave_out(server, str(error))
             return False
-        self._client.take_back(server)
         return True
 
-    async def _send(self, servers: Sequence[Server], labels: Labels) -> bool:
+    async def _send(self, servers: Sequence[Server], labels: Labels) -> Sequence[Server]:
         try:
             await self._transfer.send(servers, self._weights, labels)
         except TransferError as error:
@@ -104,12 +151,13 @@ class ServerWeights:
                 self._leave_out(server, reason)
             others = [server for server in servers if server not in error.failures]
             # Each round leaves at least one server out.
-            return bool(others) and await self._send(others, labels)
-        for server in servers:
-            self._client.take_back(server)
-        return True
+            return await self._send(others, labels) if others else []
+        return servers
 
     def _leave_out(self, server: Server, reason: str) -> None:
         self._client.leave_out(server, reason)
         server.problem = reason
         self._lost(server)
+
+    def _report(self, line: str) -> None:
+        self._client.report(line)
