@@ -203,6 +203,11 @@ REFUSED = [
         "add --use-tis",
     ),
     (
+        "--rollout-engine vllm --rollout-server-url http://a:1 --rollout-server-file f --save s",
+        "both name the servers; leave one out",
+    ),
+    ("--rollout-engine vllm --rollout-server-file missing --save s", "--rollout-server-file missing: cannot be read"),
+    (
         "--rollout-engine vllm --rollout-server-url http://a:1 --rollout-weight-transfer gloo",
         "vLLM's weight transfer is over NCCL",
     ),
