@@ -124,14 +124,14 @@ def run_python(
     return Program(arguments, cwd, env, largest_file).wait(timeout)
 
 
-def run_ranks(arguments: Sequence[object], count: int) -> list[CompletedProcess[str]]:
+def run_ranks(arguments: Sequence[object], count: int, cwd: str | Path = REPOSITORY) -> list[CompletedProcess[str]]:
     """Run a program in as many processes, with the environment that torchrun gives to each."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    started = [Program(arguments, env=common | own | {"LOCAL_WORLD_SIZE": str(count)}) for own in numbers]
+    started = [Program(arguments, cwd, common | own | {"LOCAL_WORLD_SIZE": str(count)}) for own in numbers]
     return [program.wait() for program in started]
 
 

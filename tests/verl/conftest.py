@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import forked
+
 
 def _free_port() -> int:
     with socket.socket() as found:
@@ -25,6 +27,7 @@ else:
     os.environ["HF_HUB_OFFLINE"] = "1"
     # Tests of one rank run in the test process, which is a rank of verl's own.
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    forked.PRELOAD[:] = ["verl_preloaded"]
     folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
 

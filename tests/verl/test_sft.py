@@ -1,37 +1,31 @@
-"""verl's own trainer for supervised training, started as users start it, with ``engine=megatron_dta``."""
+"""verl's own trainer for supervised training with ``engine=megatron_dta``, in processes like those of torchrun."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas
 import pytest
+
+from forked import run_ranks
 
 _STEP = re.compile(r"step:(\d+) - .*train/loss:([-\d.e]+) - train/grad_norm:([-\d.e]+)")
 
 
 def _train(model_folder: Path, data: Path, num_ranks: int, *flags: str) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm of every step."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command += ["-m", "verl.trainer.sft_trainer", "engine=megatron_dta", "engine.dtype=float32"]
+    command = ["-m", "verl.trainer.sft_trainer", "engine=megatron_dta", "engine.dtype=float32"]
     command += [f"data.train_files={data}", "data.train_batch_size=8", "data.num_workers=0", "data.max_length=128"]
     command += ["data.ignore_input_ids_mismatch=True", "data.micro_batch_size_per_gpu=4", f"model.path={model_folder}"]
     command += ["+model.override_config.attn_implementation=sdpa", "optim.lr=1e-3", "trainer.logger=[console]"]
     command += ["trainer.device=cpu", "trainer.project_name=x", "trainer.experiment_name=y", *flags]
-    done = subprocess.run(
-        command,
-        cwd=data.parent,  # Hydra writes its files into the working directory.
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return {int(step): (float(loss), float(norm)) for step, loss, norm in _STEP.findall(done.stdout + done.stderr)}
+    # Hydra writes its files into the working directory.
+    ranks = run_ranks(command, num_ranks, cwd=data.parent)
+    for done in ranks:
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    printed = "".join(done.stdout + done.stderr for done in ranks)
+    return {int(step): (float(loss), float(norm)) for step, loss, norm in _STEP.findall(printed)}
 
 
 @pytest.fixture(scope="module")

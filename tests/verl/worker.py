@@ -1,4 +1,4 @@
-"""Ranks of verl's ``TrainingWorker`` with this project's engine; ``run_ranks`` starts them with torchrun.
+"""Ranks of verl's ``TrainingWorker`` with this project's engine; ``run_ranks`` starts them.
 
     torchrun --nproc-per-node N worker.py CASES OUTPUT
 
@@ -9,8 +9,6 @@ Rank 0 writes the results of ``run_case`` to OUTPUT.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from verl.workers.config import DistillationLossConfig, HFModelConfig, McoreOpti
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, value_loss
 
+import forked
 from batches import BATCHES, random_rows
 from megatron_dta.integrations.verl.config import (
     MegatronDtaActorConfig,
@@ -40,15 +39,8 @@ def run_ranks(cases: list[dict[str, Any]], num_ranks: int, folder: Path) -> list
     """Run the cases on several processes and return what rank 0 found, in the order of the cases."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    done = subprocess.run(
-        [*command, __file__, str(folder / "cases.json"), str(folder / "out.pt")],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    for done in forked.run_ranks([__file__, folder / "cases.json", folder / "out.pt"], num_ranks):
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return torch.load(folder / "out.pt", weights_only=False)
 
 

@@ -1,0 +1,12 @@
+"""What the forked ranks of these tests find imported: verl's trainers and the engine."""
+
+from __future__ import annotations
+
+import gc
+
+import verl.trainer.sft_trainer  # noqa: F401
+
+import worker  # noqa: F401
+
+gc.collect()
+gc.freeze()
