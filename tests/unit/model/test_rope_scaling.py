@@ -16,7 +16,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
 from megatron_dta.conversion.hf.config import model_settings
 from megatron_dta.model import build_model, build_stock_model, initialize_parallel
-from megatron_dta.model.rotary import inverse_frequencies
+from megatron_dta.model.rotary import inverse_frequencies, rotary_tables
 from megatron_dta.objectives import make_objective
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
 from megatron_dta.parity.huggingface import build_huggingface, empty_huggingface, huggingface_config, to_huggingface
@@ -263,3 +263,15 @@ def test_impossible_scalings_are_refused(settings, message):
     initialize_parallel(0)
     with pytest.raises(InputError, match=message):
         build_model(ModelConfig(**shape, **settings), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["llama3", "yarn", "yarn, attention factor"])
+def test_angles_have_the_bits_of_transformers_up_to_a_million_positions(name):
+    positions = torch.tensor([0, 1, 131_071, 524_287, 999_999, (1 << 20) - 1])
+    config = config_json(SCALINGS[name] | {"original_max_position_embeddings": 32768}, 5e6, length=1 << 20)
+    built = build_model(model_of(config), initialize_parallel(0))
+    found = rotary_tables(built.rotary_pos_emb(1 << 20).index_select(0, positions), built.config)
+    rotary = empty_huggingface(config).model.rotary_emb
+    expected = rotary(torch.zeros(1, 1, dtype=torch.float32), positions[None])
+    for own, other in zip(found, expected, strict=True):
+        assert torch.equal(own, other[0, :, : own.shape[1]])
