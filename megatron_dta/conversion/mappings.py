@@ -363,7 +363,7 @@ def _parameter(rule: Rule, shape: ModelShape, layer: int | None = None, expert: 
         layer=layer,
         expert=expert,
         places=tuple(places),
-        sections=tuple(shape.recurrent_sections[section] for section in rule.sections),
+        sections=tuple((section, shape.recurrent_sections[section]) for section in rule.sections),
         is_filter=rule.shape == ("filters", "filter_width"),
     )
 

@@ -19,7 +19,7 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.conversion.parameters import Parameter, Sharding, StoredAt
+from megatron_dta.conversion.parameters import Parameter, Sharding, StoredAt, StoredTensor
 from megatron_dta.conversion.strict_pickle import load_values, read_metadata
 
 FORMAT = {
@@ -50,6 +50,7 @@ FORMAT = {
 }
 # Megatron's modules that store an extra state.
 _WITH_EXTRA_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+_WITH_EXTRA_STATE += ("in_proj.weight", "out_proj.weight")
 _COMMON_STATE = "common_state/shard_0_1"
 
 
@@ -169,21 +170,24 @@ class MegatronCheckpoint:
 
     def dtype_of(self, parameter: Parameter) -> torch.dtype:
         """The dtype in which a parameter is stored."""
-        return self._found(parameter)[1].properties.dtype
+        return self._found(parameter, parameter.stored_tensors[0])[1].properties.dtype
 
     def pieces_of(self, parameter: Parameter) -> Iterator[StoredPiece]:
         """Yield all pieces of a parameter. Together they cover it, including padding of the vocabulary."""
-        (key, place, _), _ = self._found(parameter)
-        axes, covered = len(place), 0
-        for chunk in self._chunks(key, axes).get(place, []):
-            where = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
-            if where is None:
-                raise InputError(f"{self.path}: its metadata does not say where {key} is")
-            shape, offsets = tuple(chunk.sizes[axes:]), tuple(chunk.offsets[axes:])
-            covered += torch.Size(shape).numel()
-            column = offsets[1] if len(offsets) > 1 else 0
-            path = self.path / where.relative_path
-            yield StoredPiece(path, where.offset, where.length, offsets[0], column, shape)
+        covered = 0
+        for tensor in parameter.stored_tensors:
+            (key, place, _), _ = self._found(parameter, tensor)
+            for chunk in self._chunks(key + tensor.suffix, len(place)).get(place, []):
+                where = self._metadata.storage_data.get(MetadataIndex(key + tensor.suffix, chunk.offsets))
+                if where is None:
+                    raise InputError(f"{self.path}: its metadata does not say where {key}{tensor.suffix} is")
+                shape, offsets = (
+                    _without_filter_axis(each[len(place) :], parameter) for each in (chunk.sizes, chunk.offsets)
+                )
+                covered += torch.Size(shape).numel()
+                column = offsets[1] if len(offsets) > 1 else 0
+                path = self.path / where.relative_path
+                yield StoredPiece(path, where.offset, where.length, tensor.row + offsets[0], column, shape)
         if covered < torch.Size(parameter.shape).numel():
             raise InputError(f"{self.path}: {parameter.name} is not whole in the checkpoint")
 
@@ -196,20 +200,36 @@ class MegatronCheckpoint:
                     found.setdefault(tuple(chunk.offsets[:axes]), []).append(chunk)
         return self._by_place[key]
 
-    def _found(self, parameter: Parameter) -> tuple[StoredAt, TensorStorageMetadata]:
-        """The location of a parameter and the metadata of its tensor, whose shape is checked."""
-        described = ((place, self._metadata.state_dict_metadata.get(place.key)) for place in parameter.places)
+    def _found(self, parameter: Parameter, tensor: StoredTensor) -> tuple[StoredAt, TensorStorageMetadata]:
+        """The location of a parameter and the metadata of one of its tensors, whose shape is checked."""
+        known, suffix = self._metadata.state_dict_metadata, tensor.suffix
+        described = ((place, known.get(place.key + suffix)) for place in parameter.places)
         place, stored = next((pair for pair in described if isinstance(pair[1], TensorStorageMetadata)), (None, None))
         if place is None:
-            raise InputError(f"{self.path}: has no {parameter.stored_at.key}; is it of the model in config.json?")
-        expected, found, axis = (*place.count, *parameter.shape), tuple(stored.size), len(place.count)
+            raise InputError(
+                f"{self.path}: has no {parameter.stored_at.key}{suffix}; is it of the model in config.json?"
+            )
+        shape = _with_filter_axis((tensor.rows, *parameter.shape[1:]), parameter, 1)
+        expected, found, axis = (*place.count, *shape), tuple(stored.size), len(place.count)
         fits = found == expected
         if parameter.sharding is Sharding.VOCABULARY and len(found) == len(expected):
             # Rows beyond the vocabulary are padding.
             fits = found[axis] >= expected[axis] and found[axis + 1 :] == expected[axis + 1 :]
         if not fits:
-            raise InputError(f"{self.path}: {place.key} has the shape {list(found)}; config.json says {list(expected)}")
+            raise InputError(
+                f"{self.path}: {place.key}{suffix} has the shape {list(found)}; config.json says {list(expected)}"
+            )
         return place, stored
+
+
+def _with_filter_axis(sizes: tuple[int, ...], parameter: Parameter, value: int) -> tuple[int, ...]:
+    """``sizes`` of rows and columns with ``value`` between them for a filter, which is stored with such an axis."""
+    return (sizes[0], value, *sizes[1:]) if parameter.is_filter else sizes
+
+
+def _without_filter_axis(sizes: Sequence[int], parameter: Parameter) -> tuple[int, ...]:
+    """The inverse of ``_with_filter_axis``."""
+    return (sizes[0], *sizes[2:]) if parameter.is_filter else tuple(sizes)
 
 
 def read_metadata_of(path: Path) -> Metadata:
@@ -280,7 +300,9 @@ def write_metadata(
         rows, dtypes: number of rows (including padding) and dtype of every written parameter.
         files: pieces (or names of extra states) of every file, each with its start and length in bytes.
     """
-    chunks: dict[str, list[ChunkStorageMetadata]] = {parameter.stored_at.key: [] for parameter in parameters}
+    chunks: dict[str, list[ChunkStorageMetadata]] = {
+        parameter.stored_at.key + tensor.suffix: [] for parameter in parameters for tensor in parameter.stored_tensors
+    }
     results: list[WriteResult] = []
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, pieces in files.items():
@@ -289,17 +311,24 @@ def write_metadata(
                 index = MetadataIndex(piece)
                 described[piece] = BytesStorageMetadata()
             else:
-                place = parameters[piece.parameter].stored_at
+                parameter = parameters[piece.parameter]
+                place = parameter.stored_at
+                # A piece begins and ends in one tensor, like the parts that ranks hold.
+                tensor = next(each for each in reversed(parameter.stored_tensors) if each.row <= piece.rows[0])
                 column = () if piece.columns is None else (piece.columns[0],)
-                offsets = torch.Size((*place.index, piece.rows[0], *column))
-                sizes = torch.Size((*(1 for _ in place.index), *piece.shape))
-                chunks[place.key].append(ChunkStorageMetadata(offsets, sizes))
-                index = MetadataIndex(place.key, offsets)
+                first = _with_filter_axis((piece.rows[0] - tensor.row, *column), parameter, 0)
+                offsets = torch.Size((*place.index, *first))
+                sizes = torch.Size((*(1 for _ in place.index), *_with_filter_axis(piece.shape, parameter, 1)))
+                chunks[place.key + tensor.suffix].append(ChunkStorageMetadata(offsets, sizes))
+                index = MetadataIndex(place.key + tensor.suffix, offsets)
             results.append(WriteResult(index, length, _StorageInfo(name, start, length)))
     for parameter, count, dtype in zip(parameters, rows, dtypes, strict=True):
         key, _, places = parameter.stored_at
-        size = torch.Size((*places, count, *parameter.shape[1:]))
-        described[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks[key])
+        for tensor in parameter.stored_tensors:
+            rows_of_tensor = tensor.rows if tensor.suffix else count
+            shape = _with_filter_axis((rows_of_tensor, *parameter.shape[1:]), parameter, 1)
+            name, size = key + tensor.suffix, torch.Size((*places, *shape))
+            described[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks[name])
     torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(FORMAT))
     FileSystemWriter(folder).finish(Metadata(described), [results])

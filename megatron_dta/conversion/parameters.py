@@ -65,6 +65,19 @@ class StoredAt(NamedTuple):
     count: tuple[int, ...]
 
 
+class StoredTensor(NamedTuple):
+    """A part of a parameter's rows that distributed checkpoints store as a tensor.
+
+    Attributes:
+        suffix: of its key, behind that of the parameter.
+        row, rows: first row in the parameter, and number of rows.
+    """
+
+    suffix: str
+    row: int
+    rows: int
+
+
 @dataclass(frozen=True)
 class Part:
     """One rectangle of a parameter, or two that are concatenated along the rows.
@@ -94,7 +107,8 @@ class Parameter:
         shape: shape without padding of the vocabulary.
         layer, expert: numbers of the layer and the expert; None if the parameter belongs to none.
         places: possible places in a distributed checkpoint; this project's models use the first one.
-        sections: numbers of rows whose sum is that of all rows; ranks divide each of them (``SECTION_ROWS``).
+        sections: names and numbers of rows of sections; ranks divide each of them (``SECTION_ROWS``), and distributed
+            checkpoints store them apart.
         is_filter: whether Hugging Face's tensor, like the module's, has an axis of size 1 between rows and columns.
     """
 
@@ -105,13 +119,22 @@ class Parameter:
     layer: int | None
     expert: int | None
     places: tuple[StoredAt, ...]
-    sections: tuple[int, ...] = ()
+    sections: tuple[tuple[str, int], ...] = ()
     is_filter: bool = False
 
     @property
     def stored_at(self) -> StoredAt:
         """The parameter's place in distributed checkpoints of this project's models."""
         return self.places[0]
+
+    @property
+    def stored_tensors(self) -> list[StoredTensor]:
+        """The tensors of a distributed checkpoint that make up the parameter, from its first row on."""
+        found, first = [], 0
+        for name, rows in self.sections:
+            found.append(StoredTensor(f".{name}", first, rows))
+            first += rows
+        return found or [StoredTensor("", 0, self.shape[0])]
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -135,7 +158,7 @@ class Parameter:
         if self.sharding is Sharding.WHOLE:
             return self.whole()
         if self.sharding in (Sharding.GATED_ROWS, Sharding.SECTION_ROWS):
-            sections = self.sections or (rows // 2, rows // 2)
+            sections = [count for _, count in self.sections] or [rows // 2, rows // 2]
             starts = [sum(sections[:index]) + rank * (section // size) for index, section in enumerate(sections)]
             ends = [start + section // size for start, section in zip(starts, sections, strict=True)]
             return Part(tuple(zip(starts, ends, strict=True)), columns)

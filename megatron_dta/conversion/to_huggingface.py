@@ -29,7 +29,6 @@ from megatron_dta.conversion.megatron_files import MegatronCheckpoint
 from megatron_dta.conversion.parameters import Parameter, Part
 from megatron_dta.conversion.safetensors_files import INDEX, weight_map_of
 from megatron_dta.conversion.safetensors_output import FileLayout, SafetensorsOutput, Shapes, index_of, lay_out
-from megatron_dta.conversion.to_megatron import check_convertible
 
 MAX_SHARD_BYTES = 5_000_000_000
 # Settings of a run that do not change the meaning of any weight.
@@ -58,7 +57,6 @@ class ToHuggingFace:
     adapters: Path | None = None
 
     def __post_init__(self) -> None:
-        check_convertible(self.shape, "let the training run write it (--save-hf)")
         for parameter in self.parameters:
             for piece in self.checkpoint.pieces_of(parameter):
                 if not piece.path.is_file() or piece.path.stat().st_size < piece.offset + piece.length:
@@ -137,6 +135,7 @@ class ToHuggingFace:
                 values = self._adapters.merged(parameter, piece, values)
             for copy in copies:
                 rows = values[copy.part_row : copy.part_row + copy.rows]
+                rows = rows.unsqueeze(1) if parameter.is_filter else rows
                 if columns is None or columns == (0, parameter.shape[1]):
                     output.write(copy.tensor, copy.tensor_row, rows)
                     continue

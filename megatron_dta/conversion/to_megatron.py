@@ -52,7 +52,6 @@ class ToMegatron:
     common: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check_convertible(self.shape, "train from the Hugging Face folder itself (--load-hf)")
         check_mesh(self.shape, self.tensor_size, self.pipeline_size, self.expert_size)
         check_tensors(self.reader, self.parameters, self.shape)
         self._check_dtypes()
@@ -118,7 +117,8 @@ class ToMegatron:
                 if piece.columns is not None and piece.columns != (0, parameter.shape[1]):
                     values = own_columns.tensor(piece.shape, values.dtype)
                     values.copy_(block[1][:, slice(*piece.columns)])
-                writer.append(values.reshape(*(1 for _ in parameter.stored_at.index), *piece.shape))
+                own_shape = (piece.rows[1] - piece.rows[0], 1, -1) if parameter.is_filter else piece.shape
+                writer.append(values.reshape(*(1 for _ in parameter.stored_at.index), *own_shape))
                 advance(self._bytes(piece))
             file.flush()
             os.fsync(file.fileno())
@@ -241,12 +241,6 @@ def _same_values(reader: SafetensorsFolder, left: str, right: str) -> bool:
     return True
 
 
-def check_convertible(shape: ModelShape, fix: str) -> None:
-    """Refuse a model whose distributed checkpoints are not read and written by these conversions."""
-    if any(shape.linear_attention_layers):
-        raise InputError(f"distributed checkpoints of models with gated delta net cannot be converted; {fix}")
-
-
 def check_mesh(shape: ModelShape, tensor_size: int, pipeline_size: int, expert_size: int) -> None:
     """Refuse a mesh over which the model cannot be divided."""
     for flag, value in (
@@ -254,6 +248,8 @@ def check_mesh(shape: ModelShape, tensor_size: int, pipeline_size: int, expert_s
         ("--num-attention-heads", shape.num_attention_heads),
         ("--ffn-hidden-size", shape.ffn_hidden_size),
         ("--moe-ffn-hidden-size", shape.moe_ffn_hidden_size or tensor_size),
+        ("--linear-num-key-heads", shape.linear_num_key_heads if any(shape.linear_attention_layers) else 0),
+        ("--moe-shared-expert-intermediate-size", shape.moe_shared_expert_intermediate_size or 0),
     ):
         if value % tensor_size:
             raise InputError(f"--tensor-model-parallel-size {tensor_size} does not divide the model's {flag} {value}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from conftest import seed_all
 from conversion_cases import HYBRIDS, QUIET, save_huggingface
@@ -15,8 +16,14 @@ from hybrid_cases import FLAGS
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.checks.all import check_config
-from megatron_dta.conversion.hf.config import settings_from_hf
+from megatron_dta.config.model import ModelConfig
+from megatron_dta.conversion.hf.config import architecture, read_hf_config, settings_from_hf
+from megatron_dta.conversion.job import run_job
+from megatron_dta.conversion.mappings import ModelShape
+from megatron_dta.conversion.to_huggingface import ToHuggingFace
+from megatron_dta.conversion.to_megatron import ToMegatron
 from megatron_dta.rollouts import write_rollouts
+from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.setup import build_trainer
 from megatron_dta.training.weights.huggingface import write_hf
 from resume_cases import final_tensors, rows_without_timing
@@ -122,3 +129,41 @@ def test_sampling_in_this_process_and_training_agree(tmp_path: Path, method: str
     row = rows_without_timing(tmp_path / "run")[-1]
     assert row["ratio"] == pytest.approx(1.0, abs=1e-4)
     assert trainer.engine.mesh.world_size == 1
+
+
+@pytest.mark.parametrize("case", ["qwen3-next", "qwen3.5"])
+def test_distributed_checkpoints_convert_both_ways(rollouts: str, tmp_path: Path, case: str) -> None:
+    """The converted checkpoint has the tensors that a run saves, loads into one, and goes back byte for byte."""
+    pytest.importorskip("transformers", reason="makes the folders (extra 'test')")
+    save_huggingface(tmp_path / "hf", case, seed=len(case))
+    config = read_hf_config(tmp_path / "hf")
+    model = ModelConfig(**settings_from_hf(tmp_path / "hf", {}))
+    name, shape = architecture(config).architecture, ModelShape.of(model)
+    run_job(ToMegatron(tmp_path / "hf", name, shape, tensor_size=2, pipeline_size=2), tmp_path / "there", 1, QUIET)
+    arguments = f"{rollouts} --train-iters 1 --load-hf {tmp_path}/hf --save {tmp_path}/run --lr 0"
+    direct = build_trainer(parse_arguments(arguments.split()), QUIET)
+    direct.run()
+    loaded = build_trainer(
+        parse_arguments(
+            f"{rollouts} --train-iters 1 --hf-checkpoint {tmp_path}/hf --load {tmp_path}/there --finetune".split()
+        ),
+        QUIET,
+    )
+    weights = dict(direct.model.named_parameters())
+    for parameter, values in loaded.model.named_parameters():
+        assert torch.equal(values, weights[parameter]), parameter
+    saved = find_checkpoint(tmp_path / "run")
+    for number, source in enumerate((tmp_path / "there" / "release", saved)):
+        target = tmp_path / f"back{number}"
+        run_job(ToHuggingFace(source, tmp_path / "hf", name, shape), target, 1, QUIET)
+        names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+        assert filecmp.cmpfiles(tmp_path / "hf", target, names, shallow=False)[0] == names
+    stored = [
+        {
+            key: tuple(entry.size)
+            for key, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items()
+            if key.startswith("decoder.") and hasattr(entry, "size")
+        }
+        for path in (tmp_path / "there" / "release", saved)
+    ]
+    assert stored[0] == stored[1]
