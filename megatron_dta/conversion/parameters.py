@@ -189,11 +189,12 @@ class Parameter:
     def split(self, whole: Tensor) -> dict[str, Tensor]:
         """The Hugging Face tensors of the whole parameter (or of its gradient)."""
         pieces: dict[str, list[tuple[int, Tensor]]] = {}
-        whole = whole.reshape(self.shape)
+        whole = whole.flatten(1) if self.is_filter else whole
         for copy in self.copies(self.whole()):
             rows = whole[copy.part_row : copy.part_row + copy.rows]
             pieces.setdefault(copy.tensor, []).append((copy.tensor_row, rows))
-        return {name: _stacked(rows).reshape(self.tensors[name]) for name, rows in pieces.items()}
+        tensors = {name: _stacked(rows) for name, rows in pieces.items()}
+        return {name: tensor.unsqueeze(1) if self.is_filter else tensor for name, tensor in tensors.items()}
 
     def _all_columns(self) -> tuple[int, int] | None:
         return (0, self.shape[1]) if len(self.shape) > 1 else None

@@ -86,8 +86,8 @@ def have_another_shape(rank: int, case: MeshCase) -> None:
 
     stage_shape = TreeGPTModel.stage_shape
 
-    def wider(self: Any, length: int) -> tuple[int, ...]:
-        *rows, hidden = stage_shape(self, length)
+    def wider(self: Any, length: int, context_size: int) -> tuple[int, ...]:
+        *rows, hidden = stage_shape(self, length, context_size)
         return (*rows, hidden + rank)
 
     with mock.patch.object(TreeGPTModel, "stage_shape", wider):

@@ -67,7 +67,7 @@ def hf_config(name: str) -> dict:
     return values | changed
 
 
-@pytest.mark.parametrize("name", sorted(SHAPES))
+@pytest.mark.parametrize("name", [name for name in sorted(SHAPES) if not SHAPES[name].linear_attention_layers])
 def test_the_command_for_a_named_model_trains_the_published_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     output = importlib.import_module("megatron_dta.capacity.report")
     planner = SimpleNamespace(shape=SHAPES[name], step=SimpleNamespace(longest=6000))

@@ -18,16 +18,16 @@ def test_equals_stock_megatron(monkeypatch: pytest.MonkeyPatch, unit: int, activ
     weights = weights_of(model, seed=5)
     expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)
     rows = []
-    filled_up = TreeGPTModel._filled_up
+    rows_of_share = TreeGPTModel.rows_of_share
     monkeypatch.setattr(TreeGPTModel, "_row_unit", property(lambda self: unit))
-    monkeypatch.setattr(TreeGPTModel, "_filled_up", lambda self, tokens: noted(rows, filled_up(self, tokens)))
+
+    def noted(self: TreeGPTModel, num_tokens: int, context_size: int = 1) -> int:
+        rows.append(rows_of_share(self, num_tokens, context_size))
+        return rows[-1]
+
+    monkeypatch.setattr(TreeGPTModel, "rows_of_share", noted)
     outcome, _ = run_tree(model, weights, samples, GRPO, tree_config("dta", 7, activation_tokens), TEMPERATURE)
     assert {count % unit for count in rows} == {0}
     assert unit == 1 or min(rows) >= unit
     errors = compare_outcomes(outcome, expected)
     assert errors.largest() < 1e-12, errors
-
-
-def noted(rows: list[int], tokens):
-    rows.append(tokens.shape[-1])
-    return tokens
