@@ -30,6 +30,9 @@ COMMANDS = {
     "report-run": "write the HTML report of a run",
 }
 
+# In commands/servers/; "train" is the module of the trainer, all others are in commands/.
+_SERVERS = ("gateway", "teacher")
+
 
 def main() -> int | None:
     """Run ``megatron-dta COMMAND ARGUMENTS``; returns the command's exit status."""
@@ -45,8 +48,8 @@ def main() -> int | None:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else "megatron-dta --help lists the commands"
         raise InputError(f"there is no command '{command}'; {hint}")
-    name = command.replace("-", "_")
-    module = importlib.import_module("megatron_dta.train" if command == "train" else f"megatron_dta.commands.{name}")
+    folder = "" if command == "train" else "commands.servers." if command in _SERVERS else "commands."
+    module = importlib.import_module(f"megatron_dta.{folder}{command.replace('-', '_')}")
     sys.argv = [f"megatron-dta {command}", *rest]
     return module.main()
 

@@ -13,7 +13,7 @@ import torch
 
 from common.attention_cases import AttentionCase
 from dta_kernels.tree_attention.config import TreeAttentionConfig
-from dta_kernels.tree_attention.flash_plan import plan_flash_attention
+from dta_kernels.tree_attention.flash.plan import plan_flash_attention
 from dta_kernels.tree_attention.plan import AttentionShape, plan_tree_attention
 
 
@@ -48,7 +48,8 @@ class Kernels:
 
 def kernel_calls(inputs: Inputs, kernels: Kernels) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The forward and the backward of these kernels; the backward's outputs include those of the forward."""
-    from dta_kernels.tree_attention import flash, launch
+    from dta_kernels.tree_attention import launch
+    from dta_kernels.tree_attention.flash import launch as flash
 
     case, attention = inputs.case, flash if kernels.impl == "fa4" else launch
     arguments = (case.key_end, case.num_queries, inputs.shape, inputs.device)

@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
-from dta_kernels.tree_attention import flash
-from dta_kernels.tree_attention.flash_plan import VERSION, installed_version
+from dta_kernels.tree_attention.flash import launch as flash
+from dta_kernels.tree_attention.flash.plan import VERSION, installed_version
 from dta_kernels.tree_attention.layer_cache import SharedByLayers
 from dta_kernels.tree_attention.plan import AttentionShape
 from megatron_dta.engine import TreeEngine, prepare_batch

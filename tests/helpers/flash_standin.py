@@ -1,4 +1,4 @@
-"""Stands in for FlashAttention 4 on a CPU: the functions and classes that ``flash_library`` uses, in plain PyTorch.
+"""Stands in for FlashAttention 4 on a CPU: the functions and classes that ``flash.library`` uses, in plain PyTorch.
 
 It visits the blocks that it is given, block by block, with the mask that it is given, checks bounds where the library
 does, and leaves dK and dV in the library's order of registers. Wrong lists, a wrong mask and a wrong order therefore
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dta_kernels.tree_attention import flash_plan
+from dta_kernels.tree_attention.flash import plan as flash_plan
 from megatron_dta.model.attention import segment_attention
 
 BLOCK, TILE = 128, 64
@@ -246,11 +246,11 @@ def _modules() -> dict[str, ModuleType]:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the stand-in in the library's place, for any head size that is a multiple of 8, and for float32 too."""
-    import dta_kernels.tree_attention as package
+    import dta_kernels.tree_attention.flash as package
 
     for name, module in _modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("flash_library", "flash_mask"):
+    for name in ("library", "mask"):
         # What imports the library is imported anew, now and afterwards.
         monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
         monkeypatch.setitem(sys.modules, f"{package.__name__}.{name}", None)

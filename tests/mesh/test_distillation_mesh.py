@@ -175,7 +175,10 @@ def served_teacher(flags: list[str]) -> Iterator[str]:
         port = found.getsockname()[1]
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     ranks = [
-        Program(["tools/teacher.py", *flags, "--port", "0"], env=common | {"RANK": str(i), "LOCAL_RANK": str(i)})
+        Program(
+            ["-m", "megatron_dta", "teacher", *flags, "--port", "0"],
+            env=common | {"RANK": str(i), "LOCAL_RANK": str(i)},
+        )
         for i in range(2)
     ]
     ranks[0].wait_until(lambda: "teacher: http" in ranks[0].stdout())

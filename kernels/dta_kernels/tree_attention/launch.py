@@ -25,7 +25,7 @@ from dta_kernels.tree_attention.backward import (
     query_gradients_kernel,
 )
 from dta_kernels.tree_attention.config import KernelConfig, padded_head_size
-from dta_kernels.tree_attention.flash_plan import FlashAttentionPlan
+from dta_kernels.tree_attention.flash.plan import FlashAttentionPlan
 from dta_kernels.tree_attention.forward import forward_kernel
 from dta_kernels.tree_attention.layer_cache import SharedByLayers
 from dta_kernels.tree_attention.plan import (

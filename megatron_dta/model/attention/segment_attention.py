@@ -12,7 +12,7 @@ import torch
 
 from dta_kernels.tree_attention.blocks import local_key_end
 from dta_kernels.tree_attention.config import MAX_HEAD_SIZE, supports
-from dta_kernels.tree_attention.flash_plan import (
+from dta_kernels.tree_attention.flash.plan import (
     DTYPES,
     HEAD_SIZES,
     PACKAGE,

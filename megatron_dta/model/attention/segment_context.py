@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dta_kernels.tree_attention.reference as reference
-from dta_kernels.tree_attention.flash_plan import FlashAttentionPlan
+from dta_kernels.tree_attention.flash.plan import FlashAttentionPlan
 from dta_kernels.tree_attention.plan import TreeAttentionPlan, local_key_end_on_device
 from megatron_dta.model.attention.context import AttentionContext
 from megatron_dta.model.attention.kv_pool import KVPool
@@ -157,7 +157,7 @@ class SegmentContext(AttentionContext):
     def _attention(self) -> ModuleType:
         """The module whose kernels follow the plan."""
         if isinstance(self.attention_plan, FlashAttentionPlan):
-            from dta_kernels.tree_attention import flash
+            from dta_kernels.tree_attention.flash import launch as flash
 
             return flash
         from dta_kernels.tree_attention import launch

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dta_kernels.tree_attention import flash, launch
+from dta_kernels.tree_attention import launch
 from dta_kernels.tree_attention.blocks import local_key_end
 from dta_kernels.tree_attention.config import KernelConfig, TreeAttentionConfig
-from dta_kernels.tree_attention.flash_plan import FlashAttentionPlan, plan_flash_attention
+from dta_kernels.tree_attention.flash import launch as flash
+from dta_kernels.tree_attention.flash.plan import FlashAttentionPlan, plan_flash_attention
 from dta_kernels.tree_attention.launch import AttentionShape, KeyGradients, TreeAttentionPlan, plan_tree_attention
 from dta_kernels.tree_attention.reference import tree_attention_backward as reference_backward
 from dta_kernels.tree_attention.reference import tree_attention_forward as reference_forward

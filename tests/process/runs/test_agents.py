@@ -140,7 +140,7 @@ def test_the_gateway_as_a_command(chat: Path, tmp_path: Path) -> None:
         str(chat / "model"),
         "--apply-chat-template",
     ]
-    own = ["tools/gateway.py", "--output", str(output), "--load", str(tmp_path / "run"), *MODEL, *text]
+    own = ["-m", "megatron_dta", "gateway", "--output", str(output), "--load", str(tmp_path / "run"), *MODEL, *text]
     for round_number in (1, 2):
         process = Program([*own, "--rollout-max-response-len", "6"])
         process.wait_until(lambda process=process: "sessions to" in process.stdout())

@@ -21,8 +21,13 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | None:
 
 def test_every_module_is_a_command_and_has_a_door():
     folder = Path(cli.__file__).parent / "commands"
-    names = {path.stem.replace("_", "-") for path in folder.glob("*.py")} - {"--init--"}
-    assert names | {"train"} == set(cli.COMMANDS)
+    names, servers = (
+        {path.stem.replace("_", "-") for path in place.glob("*.py")} - {"--init--"}
+        for place in (folder, folder / "servers")
+    )
+    assert names | servers | {"train"} == set(cli.COMMANDS)
+    assert servers == set(cli._SERVERS)
+    # Servers came after the scripts, and have none.
     assert names == {path.stem.replace("_", "-") for path in (REPOSITORY / "tools").glob("*.py")}
 
 

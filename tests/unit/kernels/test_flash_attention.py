@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
-from dta_kernels.tree_attention.flash_key_gradients import add_key_gradients, empty_sums
-from dta_kernels.tree_attention.flash_plan import BLOCK, BlockLists, block_lists, plan_flash_attention
+from dta_kernels.tree_attention.flash.key_gradients import add_key_gradients, empty_sums
+from dta_kernels.tree_attention.flash.plan import BLOCK, BlockLists, block_lists, plan_flash_attention
 from dta_kernels.tree_attention.plan import AttentionShape
 from flash_standin import install, register_order
 from tree_attention_cases import (

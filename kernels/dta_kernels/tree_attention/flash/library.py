@@ -1,9 +1,9 @@
-"""Calls FlashAttention 4 for one segment; only this module and ``flash_mask`` import the library.
+"""Calls FlashAttention 4 for one segment; only this module and ``flash.mask`` import the library.
 
 The forward is the library's own. Its backward rounds dK and dV of every call to the inputs' dtype, but a key collects
 the gradients of many segments. The backward here therefore runs the library's kernels one by one, in its order and with
 its settings, and leaves out the one that rounds dK and dV: the float32 sums stay as they are
-(``flash_key_gradients``). These are internal functions, so one version is supported (``flash_plan.VERSION``).
+(``flash.key_gradients``). These are internal functions, so one version is supported (``flash.plan.VERSION``).
 
 Legend: N queries, M keys, H query heads, G key/value heads, D head size. Tensors that the library reads have a batch
 dimension of 1 in front.
@@ -26,8 +26,8 @@ from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.utils import AuxData
 from torch import Tensor
 
-from dta_kernels.tree_attention.flash_mask import tree_mask
-from dta_kernels.tree_attention.flash_plan import BLOCK, BlockLists, FlashAttentionPlan
+from dta_kernels.tree_attention.flash.mask import tree_mask
+from dta_kernels.tree_attention.flash.plan import BLOCK, BlockLists, FlashAttentionPlan
 from dta_kernels.tree_attention.plan import AttentionShape
 
 # Compute capability 9.0, and the multiple of channels to which the library's accumulators are rounded.
@@ -41,7 +41,7 @@ class BackwardBuffers(NamedTuple):
 
     Attributes:
         dq: sums of dQ [1, H, R * D]; delta, lse_2: [1, H, R].
-        dk, dv: sums of dK and dV, see ``flash_key_gradients.empty_sums``.
+        dk, dv: sums of dK and dV, see ``flash.key_gradients.empty_sums``.
     """
 
     dq: Tensor

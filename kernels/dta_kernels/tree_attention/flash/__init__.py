@@ -1,0 +1,1 @@
+"""Attention of a segment by FlashAttention 4, where it is installed."""

@@ -1,0 +1,1 @@
+"""The commands that serve a model: to agents, and a teacher to training."""
