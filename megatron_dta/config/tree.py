@@ -20,7 +20,7 @@ class TreeConfig:
         None,
         "Maximum number of tokens in a segment, the unit of one forward and one backward; pipelines choose smaller "
         "segments (default: the fastest size on a GPU and with --cost-model or --tree-memory-gib; 2048 on a CPU and "
-        "for experts on tensor groups).",
+        "for experts without --moe-grouped-gemm).",
         minimum=1,
     )
     tree_memory_tokens: int | None = option(

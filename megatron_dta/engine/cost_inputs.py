@@ -73,10 +73,6 @@ def why_not_predicted(model: TreeGPTModel) -> str | None:
         return _why_not_counted(model)
     if config.num_moe_experts is None:
         return None
-    if config.expert_model_parallel_size > 1 and config.pipeline_model_parallel_size > 1:
-        return "experts on several ranks are not counted on pipeline stages (--pipeline-model-parallel-size above 1)"
-    if config.tensor_model_parallel_size > 1 or config.expert_tensor_parallel_size > 1:
-        return "experts on tensor groups are not counted (--tensor-model-parallel-size above 1)"
     if model.counts_on_host:
         return "experts are counted as grouped products on the kernels only (--moe-grouped-gemm)"
     return None
@@ -104,7 +100,9 @@ def costs_of_gpu(model: TreeGPTModel, shape: DecoderShape, segment_tokens: int) 
     direct = model.has_fused_layers and size == 1 and is_plain
     ranks, contexts = config.expert_model_parallel_size, config.context_parallel_size
     is_16_bit = parameter.dtype.itemsize == 2
-    split = LayerSplit(is_16_bit, size, config.sequence_parallel, direct, ranks, contexts)
+    split = LayerSplit(
+        is_16_bit, size, config.sequence_parallel, direct, ranks, contexts, config.expert_tensor_parallel_size or 1
+    )
     return gpu_cost_model(shape, gpu, split, segment_tokens)
 
 

@@ -100,6 +100,7 @@ class TreeEngine(RankModel):
             part.fp32_lm_head,
             config.expert_model_parallel_size,
             self.mesh.context_size,
+            config.expert_tensor_parallel_size or 1,
         )
         return counted_bytes(part, self.shape, rank)
 

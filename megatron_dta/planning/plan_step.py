@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.planning.expert_parallel.synchronized_plan import synchronize
 from megatron_dta.planning.segments.cut import default_memory_tokens
-from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, choose_kept_of, choose_step
+from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, SIZES, choose_kept_of, choose_step
 from megatron_dta.planning.step.evaluate import StepChoice
 from megatron_dta.planning.step.modes import build_forest, plan_forest
 from megatron_dta.planning.step.passes import PipelineShape, StepBudget
@@ -41,6 +42,7 @@ def plan_step(
         raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
     budget, pipeline = budget or StepBudget(), pipeline or PipelineShape()
     choice = _choose(samples, tree_mode, budget, pipeline)
+    agreed = budget.segment_tokens
     if pipeline.group is not None and budget.segment_tokens is None:
         # Segments of one size on all ranks leave no rank waiting for longer ones of another.
         has_tokens = choice.segments.num_segments > 0
@@ -48,10 +50,18 @@ def plan_step(
         agreed = min((size for size in sizes if size is not None), default=None)
         if has_tokens and agreed < choice.segments.segment_tokens:
             choice = _choose(samples, tree_mode, replace(budget, segment_tokens=agreed), pipeline)
-    if any(sample.tree_keys is not None for sample in samples):
-        choice = _with_token_ids(choice, samples)
-    step = plan_segmented_step(samples, choice, pipeline, budget.activation_tokens)
-    return step if pipeline.group is None else synchronize(step, pipeline)
+    while True:
+        if any(sample.tree_keys is not None for sample in samples):
+            choice = _with_token_ids(choice, samples)
+        step = plan_segmented_step(samples, choice, pipeline, budget.activation_tokens)
+        try:
+            return step if pipeline.group is None else synchronize(step, pipeline)
+        except InputError:
+            # The ranks' plans fit, but not the one of all: shorter segments need less memory. All ranks are here.
+            if budget.segment_tokens is not None or agreed < 2 * SIZES[-1]:
+                raise
+        agreed //= 2
+        choice = _choose(samples, tree_mode, replace(budget, segment_tokens=agreed), pipeline)
 
 
 def _choose(

@@ -48,27 +48,12 @@ def _check_hybrid(config: TrainConfig) -> Iterator[str]:
 
 
 def _check_experts(config: TrainConfig) -> Iterator[str]:
-    tree, model, parallel = config.tree, config.model, config.parallel
+    tree, model = config.tree, config.model
     if model.num_experts is None:
         return
     if tree.cost_model is not None:
         yield f"--cost-model {tree.cost_model}: does not support experts; leave it out with --num-experts"
     if tree.tree_memory_gib is None:
         return
-    is_divided = parallel.expert_model_parallel_size > 1
-    for flag, is_set in (
-        ("--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
-        ("--expert-tensor-parallel-size above 1", parallel.expert_tensor_size > 1),
-        (
-            "both --expert-model-parallel-size and --pipeline-model-parallel-size above 1",
-            is_divided and parallel.pipeline_model_parallel_size > 1,
-        ),
-    ):
-        if is_set:
-            yield (
-                f"--tree-memory-gib {tree.tree_memory_gib:g}: does not support experts with {flag}, whose memory is "
-                "not counted; leave it out"
-            )
-            return
     if not model.moe_grouped_gemm:
         yield f"--tree-memory-gib {tree.tree_memory_gib:g}: supports experts with --moe-grouped-gemm only; add it"

@@ -78,6 +78,7 @@ class LayerSplit:
         context_size: ranks that divide the tokens of a segment, and the heads of its attention.
         direct: whether a layer runs as one function, with few launches (``model.fused_autograd_layer``).
         expert_ranks: number of ranks over which experts are divided.
+        expert_tensor_size: tensor parallelism of each expert.
     """
 
     is_16_bit: bool = True
@@ -86,6 +87,7 @@ class LayerSplit:
     direct: bool = True
     expert_ranks: int = 1
     context_size: int = 1
+    expert_tensor_size: int = 1
 
 
 def gpu_named(reported: str) -> tuple[Gpu, bool]:
@@ -102,15 +104,17 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     attention = shape.num_attention_layers / shape.num_layers
     mixed = attention * 2 * (shape.query_width + 2 * shape.kv_width)
     mixed += (1 - attention) * LINEAR_PASSES * shape.linear_channels
-    divided = (mixed + 3 * shape.ffn_hidden_size) / size
+    widths = sum(map(shape.layer_width, range(shape.num_layers)))
+    divided = (mixed + 3 * widths / shape.num_layers) / size
     summed = 4 * (size - 1) / size * shape.hidden_size
     layer = (2 * shape.layer_weights + shape.linear_token_operations) / shape.num_layers / size / (GEMM_SHARE * peak)
     layer += width * (whole + divided) / (MEMORY_SHARE * gpu.memory)
     # Two sums over the tensor group in the forward, and two in the backward, whose other work is twice as much; so for
     # the exchange of tokens.
     if any(shape.moe_layers):
-        # A token goes to all other ranks, and a sum comes back from each.
-        summed += 2 * (split.expert_ranks - 1) * shape.hidden_size * sum(shape.moe_layers) / shape.num_layers
+        # A token goes to all other ranks of its experts, and a sum comes back from each; a tensor rank sends its part.
+        others = split.expert_ranks * split.expert_tensor_size - 1
+        summed += 2 * others / size * shape.hidden_size * sum(shape.moe_layers) / shape.num_layers
     layer_sums = width * summed / (LINK_SHARE * gpu.link)
     # Queries, keys and values go to the ranks of their heads, and the output comes back; in the backward the gradients
     # do, and queries and output once more. Each takes a copy on both sides.

@@ -66,6 +66,7 @@ class RankTensors:
         flash_attention: with ``fused_attention``, whether these kernels are those of FlashAttention 4.
         float32_logits: whether logits are float32 beside a gradient in the weights' dtype.
         expert_ranks: number of ranks over which experts are divided.
+        expert_tensor_size: tensor parallelism of each expert.
     """
 
     element_bytes: int = 2
@@ -79,6 +80,7 @@ class RankTensors:
     float32_logits: bool = False
     expert_ranks: int = 1
     context_size: int = 1
+    expert_tensor_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class SegmentBytes:
             row += 4
         if has_experts:
             attention = element_bytes * (2 * hidden + mixed + query) + statistics
-            of_experts = _expert_bytes(shape, element_bytes, rank.expert_ranks)
+            of_experts = _expert_bytes(shape, rank)
             # Layers of both kinds count as the larger one.
             kept = max(attention + of_experts[0], 0 if all(shape.moe_layers) else kept)
             work = max(attention, of_experts[1], 0 if all(shape.moe_layers) else work) + 4 * element_bytes * hidden_size
@@ -248,25 +250,29 @@ class SegmentBytes:
         return layers * self.kv_per_token_and_layer + self.kv_per_token
 
 
-def _expert_bytes(shape: DecoderShape, element_bytes: int, ranks: int) -> tuple[float, float]:
+def _expert_bytes(shape: DecoderShape, rank: RankTensors) -> tuple[float, float]:
     """Bytes of a token in a layer's experts: kept until the backward, and in use during it.
 
     A token has a row for each of its experts, of which the first product is kept, with the indices of the rows; router
-    and experts keep its input, and the router its scores. If experts are divided, a rank has a token of each rank for
-    each of its own, and rows for its share of their experts. Shared experts keep what plain modules keep.
+    and experts keep its input, and the router its scores. Each of T tensor ranks routes 1 / T of the tokens. If experts
+    are divided, a rank has a token of each rank of their group for each of its own, and rows for its share of their
+    experts; experts on tensor ranks have the rows of all of them, and a part of the width. Shared experts keep what
+    plain modules keep, of tokens that are gathered for them.
     """
-    hidden, rows, width = shape.hidden_size, shape.moe_router_topk, shape.expert_width
-    shared = shape.moe_shared_expert_intermediate_size or 0
+    size, tensor, group = rank.element_bytes, rank.tensor_size, rank.expert_ranks * rank.expert_tensor_size
+    hidden, width = shape.hidden_size / tensor, shape.expert_width / rank.expert_tensor_size
+    rows = shape.moe_router_topk * rank.expert_tensor_size / tensor
+    shared = (shape.moe_shared_expert_intermediate_size or 0) / tensor
     gates = 2 if shape.swiglu else 1
-    indices = 6 * 8 * rows * ranks + 16
-    if ranks > 1:
+    indices = 6 * 8 * shape.moe_router_topk * group / tensor + 16
+    if rank.expert_ranks > 1:
         rows = EXPERT_SHARE * rows
-    travelling = element_bytes * ranks * hidden if ranks > 1 else 0
-    kept = element_bytes * (hidden + rows * (gates * width + 1)) + travelling + indices + 8 * shape.num_experts
-    kept += element_bytes * (hidden + (2 * gates + 1) * shared) if shared else 0
+    travelling = size * group * hidden if group > 1 else 0
+    kept = size * (hidden + rows * (gates * width + 1)) + travelling + indices + 8 * shape.num_experts / tensor
+    kept += size * (hidden + (2 * gates + 1) * shared) if shared else 0
     # The gradient by the rows' input, the activation, and the gradients by it and by the first product; tokens or sums
     # of all ranks on their way there, here and back.
-    work = element_bytes * rows * (hidden + (2 + gates) * width) + element_bytes * (3 * hidden + 3 * gates * shared)
+    work = size * rows * (shape.hidden_size + (2 + gates) * width) + size * (3 * hidden + 3 * gates * shared)
     return kept, work + indices + 3 * travelling
 
 

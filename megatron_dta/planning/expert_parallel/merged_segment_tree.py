@@ -77,9 +77,14 @@ class MergedSegmentTree:
         return len(self.segment_parent)
 
     @cached_property
+    def in_flight_tokens(self) -> np.ndarray:
+        """Tokens of each node's root path, int64 [C], counting the longest segment at each node."""
+        return path_totals(self.segment_parent.tolist(), self.lengths.tolist())
+
+    @property
     def peak_in_flight_tokens(self) -> int:
-        """Tokens of the longest root path, counting the longest segment at each node: an upper bound for every rank."""
-        return int(path_totals(self.segment_parent.tolist(), self.lengths.tolist()).max(initial=0))
+        """Tokens of the longest root path: an upper bound for every rank."""
+        return int(self.in_flight_tokens.max(initial=0))
 
 
 def build_merged_segment_tree(forests: Sequence[SegmentForest], memory_tokens: int = 0) -> MergedSegmentTree:

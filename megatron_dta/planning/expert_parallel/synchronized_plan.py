@@ -35,7 +35,6 @@ from megatron_dta.planning.expert_parallel.merged_segment_tree import (
     SegmentForest,
     SegmentTree,
     build_merged_segment_tree,
-    path_totals,
 )
 from megatron_dta.planning.expert_parallel.overlap import with_pairs
 from megatron_dta.planning.pipeline.costs import PipelineCosts
@@ -52,7 +51,15 @@ from megatron_dta.planning.segments.recompute import (
     least_activation_tokens,
 )
 from megatron_dta.planning.segments.schedule import OpKind
-from megatron_dta.planning.step.passes import PassPlan, PipelineShape, attention_pairs, plan_training_pass
+from megatron_dta.planning.step.choice import shares_and_limits
+from megatron_dta.planning.step.evaluate import out_of_memory_error
+from megatron_dta.planning.step.passes import (
+    PassPlan,
+    PipelineShape,
+    attention_pairs,
+    plan_training_pass,
+    stage_peak_bytes,
+)
 from megatron_dta.planning.step.plan import StepPlan
 
 
@@ -64,14 +71,14 @@ class RankPlan:
         forest: segments of the rank.
         pairs, edges: attention pairs and trained edges of each segment.
         memory_tokens: limit on the tokens in flight.
-        available_bytes: what a step's tensors may take; infinite without a limit.
+        available_bytes: what a step's tensors may take on each pipeline rank; infinite without a limit.
     """
 
     forest: SegmentForest
     pairs: list[int]
     edges: list[int]
     memory_tokens: int
-    available_bytes: float = math.inf
+    available_bytes: tuple[float, ...] = (math.inf,)
 
     @classmethod
     def of(cls, step: StepPlan, shape: PipelineShape | None = None) -> RankPlan:
@@ -83,7 +90,7 @@ class RankPlan:
             attention_pairs(segments).tolist(),
             np.diff(step.segment_edges).tolist(),
             step.memory_tokens,
-            math.inf if memory is None else memory.available(0),
+            (math.inf,) if memory is None else tuple(memory.available(stage) for stage in range(shape.num_stages)),
         )
 
 
@@ -120,7 +127,10 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape
     num_empty = max(int(np.count_nonzero(segment_of < 0)), num_forwards - num_own)
     number = segment_of.astype(np.int64)
     number[number < 0] = num_own + np.arange(np.count_nonzero(number < 0))
-    training = plan_training_pass(tree, _largest_counts(tree, ranks), kept, shape)
+    if shape.memory is not None and shape.num_stages > 1 and tree.num_segments:
+        training = _stages_within_memory(tree, step, ranks, shape)
+    else:
+        training = plan_training_pass(tree, _largest_counts(tree, ranks), kept, shape)
     training = replace(training, most_tokens=_most_tokens(training.schedule, tree.lengths))
     if overlaps:
         nodes = [tree.segment_of[:, op.segment].tolist() for op in training.schedule.ops[0]]
@@ -142,14 +152,42 @@ def _kept(tree: MergedSegmentTree, step: StepPlan, ranks: Sequence[RankPlan], sh
     if shape.memory is None or shape.num_stages > 1:
         return choose_kept_segments(tree, step.activation_tokens, shape.num_stages)
     layers, each = float(sum(shape.layers)), shape.memory.bytes
-    paths = path_totals(tree.segment_parent.tolist(), tree.lengths.tolist())
-    slots, unit = each.fixed + max(int(paths.max(initial=0)), 0) * each.slot(layers), each.kept(layers)
-    needed = np.ceil(tree.lengths + each.work(tree.lengths, paths) / unit).astype(np.int64)
-    left = int((min(rank.available_bytes for rank in ranks) - slots) // unit)
+    slots, unit = each.fixed + tree.peak_in_flight_tokens * each.slot(layers), each.kept(layers)
+    needed = np.ceil(tree.lengths + each.work(tree.lengths, tree.in_flight_tokens) / unit).astype(np.int64)
+    left = int((_available_bytes(ranks, 0) - slots) // unit)
     if least_activation_tokens(needed) > left:
         # Sums of the ranks' longest segments may exceed every rank's own; leaves are free.
         return choose_kept_segments(tree, 0)
     return choose_kept_by_memory(tree, left, needed, tree.lengths.astype(np.float64))
+
+
+def _stages_within_memory(
+    tree: MergedSegmentTree, step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape
+) -> PassPlan:
+    """The first plan of a pipeline's training pass that fits on all stages of all ranks (``step.choice``).
+
+    A node counts with the tokens of its longest segment, so no rank takes more than is counted here.
+
+    Raises:
+        InputError: no plan fits. The ranks raise it together.
+    """
+    path, missing, stage = tree.peak_in_flight_tokens, math.inf, 0
+    for share, limit in shares_and_limits(path, shape):
+        kept = choose_kept_segments(tree, None if share == 1 else int(share * path), shape.num_stages)
+        limited = replace(shape, max_in_flight_tokens=limit)
+        found = plan_training_pass(tree, _largest_counts(tree, ranks), kept, limited)
+        over = [
+            stage_peak_bytes(tree, found, shape, each) - _available_bytes(ranks, each)
+            for each in range(shape.num_stages)
+        ]
+        if max(over) <= 0:
+            return found
+        if max(over) < missing:
+            missing, stage = max(over), int(np.argmax(over))
+    segments = step.segments
+    raise out_of_memory_error(
+        shape.memory, stage, missing, segments.tree, segments.segment_tokens, _memory_tokens(ranks)
+    )
 
 
 def _with_own_pairs(step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape) -> StepPlan:
@@ -259,11 +297,15 @@ def _paired(
         layers, each = float(sum(shape.layers)), shape.memory.bytes
         longest = max(plan.most_tokens[0], default=0)
         # Two segments are at work in a pair.
-        left = min(rank.available_bytes for rank in ranks) - each.fixed - 2 * float(each.work(longest, limit))
+        left = _available_bytes(ranks, 0) - each.fixed - 2 * float(each.work(longest, limit))
         limit = min(limit, int(left // (each.kept(layers) + each.slot(layers))))
     forests = [rank.forest for rank in ranks]
     parents, lengths = [forest.segment_parent for forest in forests], [forest.lengths for forest in forests]
     return with_pairs(plan, segments, parents, lengths, limit)
+
+
+def _available_bytes(ranks: Sequence[RankPlan], stage: int) -> float:
+    return min(rank.available_bytes[stage] for rank in ranks)
 
 
 def _memory_tokens(ranks: Sequence[RankPlan]) -> int:

@@ -129,10 +129,7 @@ def _attempts(
 ) -> Iterator[StepChoice]:
     """Pipeline plans that keep fewer and fewer activations; the last one holds only one path in flight."""
     path, edges = segments.peak_in_flight_tokens, segment_counts(segments, loss_masks)[2]
-    tries = [(share, shape.max_in_flight_tokens) for share in KEPT_SHARES]
-    if shape.max_in_flight_tokens is None or shape.max_in_flight_tokens > path:
-        tries.append((0.0, path))
-    for share, limit in tries:
+    for share, limit in shares_and_limits(path, shape):
         kept = choose_kept_segments(segments, None if share == 1 else int(share * path), shape.num_stages)
         least = [_least_bytes(segments, kept, shape, stage) for stage in range(shape.num_stages)]
         if max(least[stage] - shape.memory.available(stage) for stage in range(shape.num_stages)) > 0:
@@ -141,6 +138,18 @@ def _attempts(
         passes = plan_passes(segments, edges, kept, replace(shape, max_in_flight_tokens=limit))
         peaks = [stage_peak_bytes(segments, passes[0], shape, stage) for stage in range(shape.num_stages)]
         yield StepChoice(segments, kept, memory_tokens, passes[0].timeline.makespan, passes, tuple(peaks))
+
+
+def shares_and_limits(path: int, shape: PipelineShape) -> list[tuple[float, int | None]]:
+    """Shares of the activations to keep, and limits of the tokens in flight, to try one after the other.
+
+    Args:
+        path: tokens of the longest root path.
+    """
+    found = [(share, shape.max_in_flight_tokens) for share in KEPT_SHARES]
+    if shape.max_in_flight_tokens is None or shape.max_in_flight_tokens > path:
+        found.append((0.0, path))
+    return found
 
 
 def _least_bytes(segments: SegmentPlan, kept: np.ndarray, shape: PipelineShape, stage: int) -> float:

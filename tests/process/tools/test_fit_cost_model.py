@@ -226,11 +226,6 @@ def test_bytes_that_stay_the_same(dtype: torch.dtype, each: int) -> None:
             f"{STORED} --tree-memory-gib 8 --num-experts 4",
             "--tree-memory-gib 8: supports experts with --moe-grouped-gemm only; add it",
         ),
-        (
-            f"{STORED} --tree-memory-gib 8 --num-experts 4 --moe-grouped-gemm --expert-model-parallel-size 2 "
-            "--pipeline-model-parallel-size 2",
-            "--tree-memory-gib 8: does not support experts with both --expert-model-parallel-size and",
-        ),
         (f"{STORED} --cost-model c.json --num-experts 4", "--cost-model c.json: does not support experts"),
     ],
 )

@@ -55,6 +55,12 @@ from triton_device import interpreter
 SFT = make_objective(ObjectiveConfig(objective="sft"))
 EXPERTS = {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_grouped_gemm": True}
 SHARED = {"moe_shared_expert_intermediate_size": 32}
+TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EXPERT_MESHES = {
+    "ep2": ParallelConfig(expert_model_parallel_size=2),
+    "ep2 over tp2, shared": ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=1, **TP),
+    "etp2": ParallelConfig(**TP),
+}
 SHAPE = dict(hidden_size=48, ffn_hidden_size=128, num_attention_heads=4, kv_channels=16, num_layers=2)
 
 
@@ -164,19 +170,32 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, attention
 )
 def test_no_op_of_a_context_rank_holds_more_than_is_counted(settings, tmp_path):
     model = fused(**settings, **SHAPE)
-    used = run_on_ranks(_check_rank, (model, weights_of(model, seed=3)), 2, tmp_path)
+    parallel = ParallelConfig(context_parallel_size=2)
+    used = run_on_ranks(_check_rank, (model, weights_of(model, seed=3), parallel), 2, tmp_path)
     assert min(map(max, used)) > (0.2 if "num_experts" in settings else 0.5)
 
 
+@interpreter
+@pytest.mark.parametrize("mesh", EXPERT_MESHES)
+def test_no_op_of_an_expert_rank_holds_more_than_is_counted(mesh, tmp_path):
+    settings = QWEN3 | EXPERTS | (SHARED if "shared" in mesh else {})
+    used = run_on_ranks(_check_rank, (fused(**settings, **SHAPE), {}, EXPERT_MESHES[mesh]), 2, tmp_path)
+    print("parts of the counted room that backwards took:", used)
+    assert min(map(max, used)) > 0.2
+
+
 def _check_rank(rank: int, argument: tuple) -> list[float]:
-    parallel = ParallelConfig(context_parallel_size=2)
+    *argument, parallel = argument
     with (
         mock.patch.object(rms_norm, "_MAX_PROGRAMS", 1),
         mock.patch.object(qkv_rope, "_MAX_PROGRAMS", 1),
         mock.patch.object(segment_bytes, "TILE_TOKENS", 16),
         mock.patch.object(segment_bytes, "TILE_KEYS", 32),
+        # Few rows have room for the largest possible number of them: all experts of all tokens.
+        mock.patch.object(segment_bytes, "EXPERT_SHARE", 2.0),
     ):
-        return [part for kept in (None, 0) for part in check_ops(*argument, parallel, kept, "triton")]
+        kinds = (None,) if parallel in EXPERT_MESHES.values() else (None, 0)
+        return [part for kept in kinds for part in check_ops(*argument, parallel, kept, "triton")]
 
 
 def check_ops(
@@ -190,7 +209,7 @@ def check_ops(
     blocks = each.fixed - FIXED_BYTES
     assert (blocks > 0) == (attention == "fa4")
     tree = TreeConfig(tree_mode="dta", tree_segment_tokens=24, tree_activation_tokens=activation_tokens)
-    batch = prepare_batch(samples_of(seed_all(61)), tree)
+    batch = prepare_batch(samples_of(seed_all(61)), tree, pipeline=engine.pipeline(24))
     engine.forward_backward(batch, SFT)
     run, mode = StageRun(engine, batch, SFT), LiveBytes()
     run.clock = Scales(mode)
@@ -201,7 +220,7 @@ def check_ops(
     assert segments.num_segments > 2
     assert kept.all() == (activation_tokens is None)
     used = []
-    ranks = parallel.context_parallel_size
+    ranks = parallel.context_parallel_size * parallel.tensor_model_parallel_size
     for segment, (tokens, path) in enumerate(zip(segments.lengths, segments.in_flight_tokens, strict=True)):
         tokens = -(-tokens // ranks) * ranks  # with padding
         forward, backward = (run.clock.ops[kind, segment] for kind in (OpKind.FORWARD, OpKind.BACKWARD))

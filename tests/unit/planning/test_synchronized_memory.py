@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
+from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.segment_bytes import MemoryBudget, RankTensors, SegmentBytes
+from megatron_dta.planning.costs.segment_bytes import UNDIVIDED, MemoryBudget, RankTensors, SegmentBytes
 from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments.schedule import OpKind
-from megatron_dta.planning.step.passes import PipelineShape, RankGroup, StepBudget
+from megatron_dta.planning.step.passes import PipelineShape, RankGroup, StepBudget, stage_peak_bytes
 from megatron_dta.planning.step.plan import StepPlan
 from megatron_dta.planning.step.sample import TrainingSample
 from tree_engine_cases import branching_sequences
@@ -25,6 +26,8 @@ SHAPE = DecoderShape(
 )
 BYTES = replace(SegmentBytes.of_shape(SHAPE, RankTensors(logit_rows=16, expert_ranks=2)), fixed=0.0)
 RANKS = 2
+ONE_STAGE = PipelineShape(layers=(4,))
+PIPELINES = {"pp2": PipelineShape(2, layers=(3, 1)), "pp2, virtual": PipelineShape(2, 2, layers=(1,) * 4)}
 
 
 class Gather:
@@ -41,19 +44,25 @@ class Gather:
         return found
 
 
-def plans(mib: float, budget: StepBudget, overlaps: bool = False, num_sequences: int = 12) -> list[StepPlan]:
+def plans(
+    mib: float, budget: StepBudget, overlaps: bool = False, stages: PipelineShape = ONE_STAGE
+) -> list[StepPlan | InputError]:
     """The plans of all ranks; the second one has a third of the sequences."""
+    num_sequences = 12
     sequences = branching_sequences(seed_all(3), count=num_sequences, longest=60)
     samples = [
         TrainingSample(tokens, np.ones(len(tokens), bool) & (np.arange(len(tokens)) > 0)) for tokens in sequences
     ]
     parts, gather, found = (samples[: 2 * len(samples) // 3], samples[2 * len(samples) // 3 :]), Gather(), {}
-    memory = MemoryBudget(mib / 1024, (0.0,), BYTES)
+    memory = MemoryBudget(mib / 1024, (0.0,) * stages.num_stages, BYTES)
 
     def plan(rank: int) -> None:
-        shape = PipelineShape(layers=(4,), cost_model=CostModel.from_shape(SHAPE), memory=memory, is_measured=True)
+        shape = replace(stages, cost_model=CostModel.from_shape(SHAPE), memory=memory, is_measured=True)
         group = RankGroup(rank, lambda value: gather(rank, value), overlaps=overlaps)
-        found[rank] = plan_step(parts[rank], "dta", budget, replace(shape, group=group))
+        try:
+            found[rank] = plan_step(parts[rank], "dta", budget, replace(shape, group=group))
+        except InputError as error:
+            found[rank] = error
 
     threads = [threading.Thread(target=plan, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:
@@ -84,3 +93,27 @@ def test_ranks_agree_on_the_size_of_segments():
     steps = plans(2.0, StepBudget())
     sizes = {step.segments.segment_tokens for step in steps}
     assert max(sizes) <= 17 / 16 * min(sizes) + 1
+
+
+def peaks(steps: list[StepPlan], pipeline: PipelineShape) -> list[float]:
+    """Most bytes of each rank and stage, by the tokens of its own segments."""
+    shape = replace(pipeline, memory=MemoryBudget(1.0, (0.0,) * pipeline.num_stages, BYTES))
+    stages = range(pipeline.num_stages)
+    return [stage_peak_bytes(step.segments, step.training, shape, stage) for step in steps for stage in stages]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_that_share_experts_keep_within_the_limit(name):
+    pipeline, budget = PIPELINES[name], StepBudget(segment_tokens=8)
+    everything = max(peaks(plans(1024.0, budget, stages=pipeline), pipeline))
+    for share in (0.9, 0.7):
+        limit = share * everything / (1 - UNDIVIDED) / 2**20
+        steps = plans(limit, budget, stages=pipeline)
+        assert max(peaks(steps, pipeline)) <= share * everything
+        schedules = [
+            [[(op.kind, op.chunk, bool(step.training.kept[0, op.segment])) for op in ops] for ops in stages]
+            for step, stages in ((step, step.training.schedule.ops) for step in steps)
+        ]
+        assert schedules[0] == schedules[1]
+    found = plans(0.1, budget, stages=pipeline)
+    assert all(isinstance(error, InputError) and "too small on pipeline rank" in str(error) for error in found)
