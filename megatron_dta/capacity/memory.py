@@ -65,6 +65,11 @@ class RunMesh:
         return self.context * self.data
 
     @property
+    def synchronized_replicas(self) -> int:
+        """Number of replicas that run the same ops at the same time, because they share experts."""
+        return max(1, self.experts * self.expert_tensor // (self.tensor * self.context))
+
+    @property
     def expert_replicas(self) -> int:
         """Number of ranks that hold the same experts."""
         return self.tensor * self.copies // (self.experts * self.expert_tensor)
@@ -143,14 +148,12 @@ class RankMemory:
 
 
 def _expert_bytes(shape: DecoderShape, mesh: RunMesh, element: int, rows: int) -> tuple[float, float]:
-    """Bytes of a token in a layer's experts beyond those of their products: kept, and in use."""
+    """Bytes of a token in a layer's ungrouped experts beyond those of their products: kept, and in use."""
     routing = 8.0 * shape.num_experts / rows
     hidden, ranks = element * shape.hidden_size / mesh.tensor, mesh.experts * mesh.expert_tensor
     copies = shape.moe_router_topk * mesh.expert_tensor * hidden
     # The tokens of all ranks, of which each has some for each of its own.
     travelling = ranks * hidden if ranks > 1 else 0.0
-    if shape.moe_grouped_gemm:
-        return travelling + hidden + routing, copies + 3 * travelling + routing
     # Each copy of a token, in the order of its experts, before and after them.
     return travelling + 2 * copies + routing, 2 * copies + 3 * travelling + routing
 
@@ -162,13 +165,24 @@ def counted_bytes(shape: DecoderShape, mesh: RunMesh, states: StateSettings) -> 
     element = DTYPE_BYTES[states.weights]
     kept = work = 0.0
     for layer, count in shape.kinds(range(shape.num_layers)):
-        width = shape.layer_width(layer)
-        dense = replace(shape, ffn_hidden_size=width, num_experts=None, moe_layers=(), moe_grouped_gemm=False)
-        rank = RankTensors(element, tensor, mesh.sequence_parallel, context_size=mesh.context)
-        of_layer = SegmentBytes.of_shape(dense, rank)
+        rank = RankTensors(
+            element,
+            tensor,
+            mesh.sequence_parallel,
+            expert_ranks=mesh.experts,
+            context_size=mesh.context,
+            expert_tensor_size=mesh.expert_tensor,
+        )
         of_experts = (0.0, 0.0)
-        if shape.moe_layers[layer]:
-            of_experts = _expert_bytes(shape, mesh, element, rows)
+        if shape.moe_layers[layer] and shape.moe_grouped_gemm:
+            # As training counts them.
+            of_layer = SegmentBytes.of_shape(replace(shape, num_layers=1, moe_layers=(True,)), rank)
+        else:
+            width = shape.layer_width(layer)
+            dense = replace(shape, ffn_hidden_size=width, num_experts=None, moe_layers=(), moe_grouped_gemm=False)
+            of_layer = SegmentBytes.of_shape(dense, rank)
+            if shape.moe_layers[layer]:
+                of_experts = _expert_bytes(shape, mesh, element, rows)
         kept += (of_layer.kept_per_token_and_layer + of_experts[0] / mesh.context) * count / shape.num_layers
         work = max(work, of_layer.work_per_token + of_experts[1] / mesh.context)
     # Fixed bytes are in FIXED_BYTES.

@@ -22,6 +22,7 @@ TIME_NAMES = {
     "tensor": "tensor, sequence, context, expert communication",
     "launches": "waiting for launches",
     "bubble": "pipeline bubble",
+    "experts": "waiting for ranks of the expert group",
     "data": "data-parallel reduction",
 }
 

@@ -137,7 +137,7 @@ class Planner:
     def simulate(self, choice: Choice) -> Prediction:
         """Predict from the segments and the schedule that training would plan."""
         mesh = choice.mesh
-        work = self.step.plan(*self._cut(choice))
+        work = self.step.plan(*self._cut(choice), mesh.synchronized_replicas)
         segments, counts = work.planned
         parents, busiest, wait, utilisation = segments.segment_parent, 0, 1.0, 1.0
         # With full recomputation each layer is recomputed, so the segments keep nothing.
@@ -210,9 +210,13 @@ class Planner:
             stage: stage_memory(self.shape, mesh, states, stage, flight, each) for stage, flight in flights.items()
         }
         fullest = max(of_stages, key=lambda s: of_stages[s].total)
+        own = stage_time(self.shape, mesh, self.cluster, work.alone or work, busiest, recomputed)
+        together = stage_time(self.shape, mesh, self.cluster, work, busiest, recomputed)
         time = replace(
-            stage_time(self.shape, mesh, self.cluster, work, busiest, recomputed),
+            own,
             bubble=bubble,
+            # Another replica's segments may be shorter and more, which launches cost.
+            experts=max(0.0, together.computing - own.computing),
             data=reduction_seconds(self.shape, mesh, self.cluster, states, busiest),
             optimizer=optimizer_seconds(self.shape, mesh, self.cluster, states, busiest),
         )

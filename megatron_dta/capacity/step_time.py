@@ -7,6 +7,7 @@ elementwise   norms, rotary embedding, activation, residuals, and reading the ke
 tensor        communication of the tensor group and of experts
 launches      waiting for the host to launch the kernels of short segments
 bubble        waiting for other stages
+experts       waiting for longer segments of other ranks that share experts
 data          reduction of gradients over the replicas
 optimizer     reading and writing weights and states
 
@@ -56,6 +57,7 @@ class StepTime:
     tensor: float = 0.0
     launches: float = 0.0
     bubble: float = 0.0
+    experts: float = 0.0
     data: float = 0.0
     optimizer: float = 0.0
 

@@ -15,6 +15,11 @@ import numpy as np
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_counts import segment_counts
+from megatron_dta.planning.expert_parallel.merged_segment_tree import (
+    MergedSegmentTree,
+    SegmentForest,
+    build_merged_segment_tree,
+)
 from megatron_dta.planning.partition.divide import Partition, partition_costs
 from megatron_dta.planning.partition.sequence_costs import SequenceCosts
 from megatron_dta.planning.pipeline.segments import pipeline_segment_tokens, tokens_of_floor
@@ -36,6 +41,8 @@ class ReplicaWork:
         in_flight_tokens: peak in-flight tokens on a single stage with the whole model.
         path_tokens: sum over segments of their ancestors' tokens, which attention reads again.
         planned: the segments and their tokens, pairs and edges; None for an estimate.
+        alone: the counts of the slowest replica, where the others are those of a merged segment tree
+            (``planning.expert_parallel``): at each node, of the replica with most.
     """
 
     tokens: int
@@ -45,7 +52,27 @@ class ReplicaWork:
     segment_tokens: int
     in_flight_tokens: int
     path_tokens: int
-    planned: tuple[SegmentPlan, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+    planned: tuple[SegmentPlan | MergedSegmentTree, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+    alone: ReplicaWork | None = None
+
+    @classmethod
+    def of(
+        cls,
+        segments: SegmentPlan | MergedSegmentTree,
+        counts: tuple[np.ndarray, np.ndarray, np.ndarray],
+        segment_tokens: int,
+        alone: ReplicaWork | None = None,
+    ) -> ReplicaWork:
+        """The work of planned segments."""
+        return cls(
+            *(int(each.sum()) for each in counts),
+            segments.num_segments,
+            segment_tokens,
+            segments.peak_in_flight_tokens,
+            int((segments.in_flight_tokens - segments.lengths).sum()),
+            (segments, counts),
+            alone,
+        )
 
 
 @dataclass
@@ -63,7 +90,7 @@ class StepWork:
     cost_model: CostModel
     tree_mode: str = "dta"
     _partitions: dict[int, Partition] = field(default_factory=dict)
-    _plans: dict[tuple[int, StepBudget, PipelineShape], ReplicaWork] = field(default_factory=dict)
+    _plans: dict[tuple[int, StepBudget, PipelineShape, int], ReplicaWork] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not len(self.sequences):
@@ -107,23 +134,47 @@ class StepWork:
         segments = max(1, -(-tokens // size))
         return ReplicaWork(tokens, pairs, edges, segments, size, in_flight, segments * in_flight // 2)
 
-    def plan(self, num_replicas: int, budget: StepBudget, pipeline: PipelineShape) -> ReplicaWork:
-        """Counts of the slowest replica as planned by training."""
-        key = num_replicas, budget, pipeline
+    def plan(self, num_replicas: int, budget: StepBudget, pipeline: PipelineShape, group: int = 1) -> ReplicaWork:
+        """Counts of the slowest replica as planned by training.
+
+        Args:
+            group: replicas that share experts and therefore run the same ops.
+        """
+        key = num_replicas, budget, pipeline, group
         if key not in self._plans:
-            partition = self.partition(num_replicas)
-            own = partition.sequences_of(int(partition.cost_per_rank.argmax()))
-            segments = plan_forest([self.sequences[i] for i in own], self.tree_mode, budget, pipeline)
-            counts = segment_counts(segments, [self.masks[i] for i in own])
-            self._plans[key] = ReplicaWork(
-                *(int(each.sum()) for each in counts),
-                segments.num_segments,
-                segments.segment_tokens,
-                segments.peak_in_flight_tokens,
-                int((segments.in_flight_tokens - segments.lengths).sum()),
-                (segments, counts),
-            )
+            slowest = int(self.partition(num_replicas).cost_per_rank.argmax())
+            first = slowest // group * group
+            replicas = [self._planned(num_replicas, each, budget, pipeline) for each in range(first, first + group)]
+            alone = ReplicaWork.of(*replicas[slowest - first], replicas[slowest - first][0].segment_tokens)
+            self._plans[key] = alone if group == 1 else self._merged(replicas, alone, budget)
         return self._plans[key]
+
+    def _planned(
+        self, num_replicas: int, replica: int, budget: StepBudget, pipeline: PipelineShape
+    ) -> tuple[SegmentPlan, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Segments of a replica, and their counts."""
+        own = self.partition(num_replicas).sequences_of(replica)
+        segments = plan_forest([self.sequences[i] for i in own], self.tree_mode, budget, pipeline)
+        return segments, segment_counts(segments, [self.masks[i] for i in own])
+
+    def _merged(
+        self,
+        replicas: Sequence[tuple[SegmentPlan, tuple[np.ndarray, np.ndarray, np.ndarray]]],
+        alone: ReplicaWork,
+        budget: StepBudget,
+    ) -> ReplicaWork:
+        """What each replica of a group takes part in: at each node as many counts as the largest segment has."""
+        forests = [SegmentForest(each.segment_parent.tolist(), each.lengths.tolist()) for each, _ in replicas]
+        tree = build_merged_segment_tree(forests, max(self._memory_tokens(budget), alone.in_flight_tokens))
+        counts = tuple(
+            np.max(
+                [np.append(of[kind], 0)[nodes] for (_, of), nodes in zip(replicas, tree.segment_of, strict=True)],
+                axis=0,
+            )
+            for kind in range(3)
+        )
+        size = max(each.segment_tokens for each, _ in replicas)
+        return ReplicaWork.of(tree, counts, size, alone)
 
     def _memory_tokens(self, budget: StepBudget) -> int:
         """Limit on in-flight tokens; the planner's default if None is given."""

@@ -11,6 +11,8 @@ from megatron_dta.config.options import REQUIRED, option
 
 # Megatron's linear layers that can have a LoRA adapter.
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+# Those of layers with gated delta net.
+RECURRENT_LORA_TARGETS = ("in_proj", "out_proj")
 
 
 @dataclass
@@ -243,7 +245,9 @@ class ModelConfig:
         0.0, "Dropout before adapters; must be 0, because sequences that share a prefix would share its dropout mask."
     )
     lora_target_modules: list[str] | None = option(
-        None, "Linear layers with adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2 (default: all four)."
+        None,
+        "Linear layers with adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, and of gated delta net in_proj, "
+        "out_proj (default: all).",
     )
 
     def __post_init__(self) -> None:
@@ -270,7 +274,12 @@ class ModelConfig:
             self.linear_attention_freq = str(self.linear_attention_freq)
         if self.lora_rank is not None:
             self.lora_alpha = float(self.lora_rank if self.lora_alpha is None else self.lora_alpha)
-            self.lora_target_modules = list(self.lora_target_modules or LORA_TARGETS)
+            self.lora_target_modules = list(self.lora_target_modules or self.lora_targets)
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Names of the linear layers that can have adapters."""
+        return LORA_TARGETS + (RECURRENT_LORA_TARGETS if any(self.linear_attention_layers) else ())
 
     @property
     def moe_layers(self) -> list[bool]:

@@ -125,7 +125,9 @@ def _parameters(parameter: Parameter, rank: int) -> tuple[Parameter, Parameter]:
 
         places = tuple(place._replace(key=renamed(place.key)) for place in parameter.places)
         changes = {"name": renamed(parameter.name), "shape": shape, "sharding": sharding}
-        return replace(parameter, **changes, blocks=blocks, places=places)
+        # Sections are parts of the outputs.
+        sections = parameter.sections if blocks else ()
+        return replace(parameter, **changes, blocks=blocks, places=places, sections=sections)
 
     rows, columns = parameter.shape
     divides_columns = parameter.sharding is Sharding.COLUMNS

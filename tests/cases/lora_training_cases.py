@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from conftest import seed_all
+from conftest import REPOSITORY, seed_all
+from forked import run_python
 from megatron_dta.rollouts import Rollout, write_rollouts
 
 
@@ -18,3 +19,12 @@ def hf_rollouts(path: Path, seed: int) -> None:
             tokens = np.concatenate([prompt, rng.integers(0, 37, rng.integers(2, 9))]).astype(np.int32)
             found.append(Rollout(tokens, np.arange(len(tokens)) >= 4, reward=float(rng.normal()), group_id=str(group)))
     write_rollouts(path, found)
+
+
+def convert(run_folder: Path, template: Path, target: Path, *flags: str) -> Path:
+    """The Hugging Face folder that the tool makes of a run's last checkpoint."""
+    tool = REPOSITORY / "tools" / "convert_megatron_to_hf.py"
+    command = [tool, "--load", run_folder, "--hf-checkpoint", template]
+    done = run_python([*command, "--save-hf", target, *flags])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target

@@ -20,7 +20,8 @@ _ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc
 _ROWS += ("linear_qkv_adapter.lora_B", "linear_fc1_adapter.lora_B")
 _ROWS += ("in_proj.weight", "conv1d.weight", "dt_bias", "A_log")
 _COLUMNS = ("linear_proj.weight", "linear_fc2.weight", "linear_proj_adapter.lora_A", "linear_fc2_adapter.lora_A")
-_COLUMNS += ("out_proj.weight",)
+_ROWS += ("in_proj_adapter.lora_B",)
+_COLUMNS += ("out_proj.weight", "out_proj_adapter.lora_A")
 
 
 def shard_weights(whole: dict[str, Tensor], model: ModelConfig, rank: int, size: int) -> dict[str, Tensor]:
@@ -63,6 +64,7 @@ def _sections(name: str, tensor: Tensor, model: ModelConfig, size: int = 1) -> t
         return tensor.chunk(2)
     keys, values = model.linear_num_key_heads * model.linear_key_head_dim, model.linear_num_value_heads
     filters = [keys, keys, values * model.linear_value_head_dim]
-    rows = {"in_proj.weight": [*filters, filters[2], values, values], "conv1d.weight": filters}
+    inputs = [*filters, filters[2], values, values]
+    rows = {"in_proj.weight": inputs, "in_proj_adapter.lora_B": inputs, "conv1d.weight": filters}
     found = next((rows[end] for end in rows if name.endswith(end)), None)
     return (tensor,) if found is None else tensor.split([each // size for each in found])

@@ -7,6 +7,7 @@ import torch
 
 from conftest import seed_all
 from hybrid_cases import EXPERTS, HYBRID, spread
+from lora_cases import LORA, lora_weights
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.parity import random_training_samples
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
@@ -17,6 +18,7 @@ SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 MODELS = {
     "hybrid": HYBRID,
     "recompute": HYBRID | FULL_RECOMPUTE,
+    "adapters": HYBRID | LORA,
     "experts": HYBRID | EXPERTS | {"moe_aux_loss_coeff": 0.3},
     # The first stage has no attention, the last one no gated delta net.
     "uneven": HYBRID | {"num_layers": 4, "linear_attention_freq": "[1,1,1,0]"},
@@ -40,7 +42,7 @@ MESHES = {
 COMBINATIONS = [
     *(("tp2", "hybrid", cut) for cut in ("dta", "dta-mixed")),
     *(("tp2-sp", "hybrid", cut) for cut in ("dta", "packed")),
-    *(("tp2-sp", "recompute", "dta-mixed"), ("tp2-ep2", "experts", "dta-mixed")),
+    *(("tp2-sp", "recompute", "dta-mixed"), ("tp2-sp", "adapters", "dta-mixed"), ("tp2-ep2", "experts", "dta-mixed")),
     *(("dp2", "hybrid", "dta-mixed"), ("dp2-idle-overlap", "hybrid", "dta")),
     *(("pp2", "uneven", "dta"), ("pp2", "uneven", "dense"), ("pp2-vp2", "uneven", "dta-mixed")),
     *(("ep2", "experts", "dta-mixed"), ("ep2-idle", "experts", "dta")),
@@ -48,7 +50,7 @@ COMBINATIONS = [
 
 
 def slow_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
-    return spread(weights_of(model, seed), seed)
+    return spread((weights_of if model.lora_rank is None else lora_weights)(model, seed), seed)
 
 
 @pytest.fixture(scope="module")

@@ -36,8 +36,6 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig) -> None:
             "--experimental-attention-variant gated_delta_net needs --swiglu, --normalization RMSNorm and "
             "--disable-bias-linear"
         )
-    if model.lora_rank is not None:
-        raise InputError("--lora-rank does not support --experimental-attention-variant yet; leave one of them out")
     if parallel.context_parallel_size > 1:
         raise InputError(
             f"--context-parallel-size {parallel.context_parallel_size} does not support "

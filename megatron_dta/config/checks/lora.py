@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.derived.pipeline_layout import stage_layers
-from megatron_dta.config.model import LORA_TARGETS, ModelConfig
+from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective import ObjectiveConfig
 from megatron_dta.config.output import CheckpointConfig
 from megatron_dta.config.parallel import ParallelConfig
@@ -21,8 +21,8 @@ def check_lora(model: ModelConfig, parallel: ParallelConfig) -> None:
         return
     targets = model.lora_target_modules or []
     for name in targets:
-        if name not in LORA_TARGETS:
-            raise InputError(f"--lora-target-modules {name}: choose from {', '.join(LORA_TARGETS)}")
+        if name not in model.lora_targets:
+            raise InputError(f"--lora-target-modules {name}: choose from {', '.join(model.lora_targets)}")
     if len(set(targets)) < len(targets):
         raise InputError(f"--lora-target-modules {' '.join(targets)}: one is repeated; name each once")
     stages = parallel.pipeline_model_parallel_size

@@ -21,7 +21,7 @@ from megatron_dta.arguments import settings_from
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.checks.all import check_engine
-from megatron_dta.config.model import LORA_TARGETS
+from megatron_dta.config.model import LORA_TARGETS, RECURRENT_LORA_TARGETS
 from megatron_dta.config.train import settings_of
 from megatron_dta.integrations.verl.config import MegatronDtaEngineConfig
 
@@ -105,11 +105,13 @@ def _model_settings(model: HFModelConfig) -> dict[str, Any]:
         raise _refused("model.lora.merge", False, "rollout servers get the merged weights; add model.lora.merge=True")
     alpha = model.lora.get("alpha", model.lora_alpha) if model.lora.get("rank") else model.lora_alpha
     targets = model.lora.get("target_modules", "all-linear") if model.lora.get("rank") else model.target_modules
+    adapters = {"lora_rank": int(rank), "lora_alpha": float(alpha)}
     if targets == "all-linear":
-        targets = list(LORA_TARGETS)
-    if isinstance(targets, str) or set(targets) - set(LORA_TARGETS):
-        raise _refused("model.target_modules", targets, f"choose all-linear or from {', '.join(LORA_TARGETS)}")
-    return {"lora_rank": int(rank), "lora_alpha": float(alpha), "lora_target_modules": list(targets)}
+        return adapters
+    known = LORA_TARGETS + RECURRENT_LORA_TARGETS
+    if isinstance(targets, str) or set(targets) - set(known):
+        raise _refused("model.target_modules", targets, f"choose all-linear or from {', '.join(known)}")
+    return adapters | {"lora_target_modules": list(targets)}
 
 
 def _optimizer_settings(optimizer: OptimizerConfig) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.ssm.gated_delta_net import _split_tensor_factory
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,6 +49,7 @@ class LoraAdapter(torch.nn.Module):
         lora_A, lora_B: the trained matrices [R, I] and [O, R].
         scale: factor of their product.
         enabled: False leaves the linear layer's output unchanged.
+        sections: names and numbers of this rank's rows of the parts that checkpoints store apart; empty for one part.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class LoraAdapter(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.scale, self.enabled = alpha / rank, True
+        self.sections: dict[str, int] = {}
         is_expert = getattr(linear, "is_expert", False)
         self._is_column, self._is_gated = bool(_is_column_parallel(linear)), is_gated
         self._group, size, place = linear.tp_group, linear.tp_group.size(), linear.tp_group.rank()
@@ -131,6 +134,9 @@ class LoraAdapter(torch.nn.Module):
         if self._is_gated:
             name, single = f"{prefix}lora_B", metadata.get("singleton_local_shards", False)
             state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets, single)
+        if self.sections:
+            name, rows = f"{prefix}lora_B", list(self.sections.values())
+            state[name] = _split_tensor_factory(state[name], rows, list(self.sections), 0)
         return state
 
 
@@ -171,7 +177,10 @@ def add_adapters(part: torch.nn.Module, model: ModelConfig, seed: int) -> None:
                 is_gated=model.swiglu and name == "linear_fc1",
                 seed=int.from_bytes(digest[:7], "little"),
             )
-            layer.get_submodule(owner).add_module(name + SUFFIX, adapter)
+            module = layer.get_submodule(owner)
+            if name == "in_proj":
+                adapter.sections = dict(zip(module.in_proj_split_names, module.in_proj_split_sections, strict=True))
+            module.add_module(name + SUFFIX, adapter)
             linear.register_forward_hook(adapter.add_to)
 
 

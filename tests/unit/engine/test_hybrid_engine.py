@@ -10,6 +10,8 @@ import torch
 
 from conftest import seed_all
 from hybrid_cases import EXPERTS, HYBRID, spread
+from lora_cases import LORA, is_adapter, lora_weights
+from megatron_dta.config.derived.lora_sizes import adapter_parameters
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.model import build_model
@@ -64,6 +66,22 @@ def test_with_experts(references):
         outcome, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
         errors = compare_outcomes(outcome, expected)
         assert errors.largest() < 1e-12, errors
+
+
+def test_adapters_equal_adapted_weights(references):
+    samples = references["dense"][2]
+    model = model_config(**HYBRID, **LORA)
+    weights = spread(lora_weights(model, seed=5), seed=3)
+    expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)
+    for segment_tokens, activation_tokens in ((6, 0), (13, None)):
+        tree = tree_config("dta", segment_tokens, activation_tokens)
+        outcome, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
+        assert outcome.gradients.keys() == {name for name in weights if is_adapter(name)}
+        errors = compare_outcomes(outcome, expected)
+        assert errors.largest() < 1e-12, errors
+    adapters = {name: values for name, values in weights.items() if is_adapter(name)}
+    assert any("in_proj_adapter" in name for name in adapters)
+    assert adapter_parameters(model) == sum(values.numel() for values in adapters.values())
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])

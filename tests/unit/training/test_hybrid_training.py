@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from conftest import seed_all
-from conversion_cases import HYBRIDS, QUIET, save_huggingface
+from conversion_cases import HYBRIDS, QUIET, save_huggingface, tensors_in
 from hybrid_cases import FLAGS
+from lora_training_cases import convert
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.checks.all import check_config
 from megatron_dta.config.model import ModelConfig
+from megatron_dta.conversion.adapters import WEIGHTS
 from megatron_dta.conversion.hf.config import architecture, read_hf_config, settings_from_hf
 from megatron_dta.conversion.job import run_job
 from megatron_dta.conversion.mappings import ModelShape
@@ -90,7 +93,6 @@ def test_a_run_from_scratch_exports_a_folder_that_transformers_loads(rollouts: s
         ("--tensor-model-parallel-size 4", "does not divide --linear-num-key-heads 2"),
         ("--transformer-impl transformer_engine", "needs --transformer-impl local"),
         ("--normalization LayerNorm", "--apply-layernorm-1p with --normalization LayerNorm"),
-        ("--lora-rank 2", "--lora-rank does not support --experimental-attention-variant"),
         (
             "--tree-memory-gib 3 --num-experts 2 --moe-grouped-gemm",
             "--tree-memory-gib 3: does not support --experimental-attention-variant with --num-experts",
@@ -129,6 +131,32 @@ def test_sampling_in_this_process_and_training_agree(tmp_path: Path, method: str
     row = rows_without_timing(tmp_path / "run")[-1]
     assert row["ratio"] == pytest.approx(1.0, abs=1e-4)
     assert trainer.engine.mesh.world_size == 1
+
+
+@pytest.mark.parametrize("case", ["qwen3-next", "qwen3.5"])
+def test_adapters_resume_merge_and_export(rollouts: str, tmp_path: Path, case: str) -> None:
+    pytest.importorskip("transformers", reason="makes the folders (extra 'test')")
+    save_huggingface(tmp_path / "hf", case, seed=len(case))
+    adapted = f"{rollouts} --load-hf {tmp_path}/hf --lr 2e-2 --lora-rank 3 --lora-alpha 6 --save-interval 1"
+    run(f"{adapted} --train-iters 2 --save {tmp_path}/run --save-hf {tmp_path}/merged", "")
+    run(f"{adapted} --train-iters 1 --save {tmp_path}/parts", "")
+    run(f"{adapted} --train-iters 2 --save {tmp_path}/parts", "")
+    expected, found = final_tensors(tmp_path / "run"), final_tensors(tmp_path / "parts")
+    assert any(name.endswith("self_attention.in_proj_adapter.lora_B.alpha") for name in expected)
+    for name, values in expected.items():
+        assert torch.equal(values, found[name]), name
+    first, merged = tensors_in(tmp_path / "hf"), tensors_in(tmp_path / "merged")
+    from_files = tensors_in(convert(tmp_path / "run", tmp_path / "hf", tmp_path / "from-files"))
+    peft = load_file(convert(tmp_path / "run", tmp_path / "hf", tmp_path / "peft", "--adapter-only") / WEIGHTS)
+    projections = [name for name in first if "linear_attn" in name and "proj" in name]
+    assert projections
+    for name in projections:
+        matrices = (peft[f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"] for part in "BA")
+        second, down = (each.double() for each in matrices)
+        assert (second != 0).any()
+        assert torch.allclose(first[name].double() + 2 * second @ down, merged[name].double(), rtol=0, atol=2e-6), name
+    for name, values in merged.items():
+        assert torch.allclose(from_files[name], values, rtol=0, atol=2e-6), name
 
 
 @pytest.mark.parametrize("case", ["qwen3-next", "qwen3.5"])

@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from arguments_cases import STORED
-from conftest import REPOSITORY, seed_all
+from conftest import seed_all
 from conversion_cases import save_huggingface, tensors_in
-from forked import run_python
 from lora_cases import is_adapter
-from lora_training_cases import hf_rollouts
+from lora_training_cases import convert, hf_rollouts
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.conversion.adapters import CheckpointAdapters
@@ -135,14 +134,6 @@ def test_the_sampler_has_the_adapters(tmp_path: Path) -> None:
     assert max(row["sampler_logprob_gap"] for row in rows) < 1e-5
     assert rows[0]["ref_kl"] == pytest.approx(0, abs=1e-9)
     assert rows[-1]["ref_kl"] > 1e-3
-
-
-def convert(run_folder: Path, template: Path, target: Path, *flags: str) -> Path:
-    tool = REPOSITORY / "tools" / "convert_megatron_to_hf.py"
-    command = [tool, "--load", run_folder, "--hf-checkpoint", template]
-    done = run_python([*command, "--save-hf", target, *flags])
-    assert done.returncode == 0, done.stdout + done.stderr
-    return target
 
 
 @pytest.mark.parametrize("case", ["qwen3-tied", "qwen2", "qwen3-moe-some"])
