@@ -122,6 +122,18 @@ class SamplingConfig:
         "and the first step that trains its batch; with 0 sampling and training alternate.",
         minimum=0,
     )
+    partial_rollout: bool = option(
+        False,
+        "With --rollout-max-staleness, sample without a break between rollout batches: servers get new weights while "
+        "they sample, unfinished rollouts continue on these, and each token keeps the version that sampled it. "
+        "Rollouts are trained in the order in which their groups are finished.",
+    )
+    partial_rollout_stale: str = option(
+        "wait",
+        "What happens to a group that would exceed --rollout-max-staleness in the next rollout batch: training waits "
+        "for it (wait), or its rollouts that are too old are left out and counted (drop).",
+        choices=("wait", "drop"),
+    )
     rollout_replay: list[str] | None = option(
         None, "Stored rollouts that --rollout-engine replay returns, each once (.jsonl, .parquet or .npz)."
     )

@@ -38,6 +38,7 @@ SCHEMA = pa.schema(
         pa.field("group_id", pa.string(), nullable=False),
         pa.field("trajectory_id", pa.string()),
         pa.field("policy_version", pa.int64()),
+        pa.field("token_versions", pa.list_(pa.int64())),
         pa.field("routed_experts", pa.list_(pa.int16())),
         pa.field("segment_ends", pa.list_(pa.int32())),
         pa.field("branches", pa.list_(pa.int32())),

@@ -38,7 +38,9 @@ class Rollout:
         group_id: rollouts of one prompt, whose rewards are compared.
         trajectory_id: shared by the samples cut from one trajectory, whose reward counts once in its group. None: the
             sample is a whole trajectory.
-        policy_version: version of the weights that sampled it, from 0.
+        policy_version: version of the weights that sampled it, from 0; of several, the oldest.
+        token_versions: int64 [T]: version of the weights that sampled each token, -1 at untrained tokens. The oldest is
+            ``policy_version``.
         routed_experts: int16 [T x L x K]: experts that the sampler's routers chose, by token, then by layer with
             experts, K a layer; -1 where unknown. For --moe-routing-replay.
         segment_ends: int32 [D], ascending: end of each node of the sampled tree on this path, the prompt first, T last.
@@ -60,6 +62,7 @@ class Rollout:
     group_id: str = "0"
     trajectory_id: str | None = None
     policy_version: int | None = None
+    token_versions: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
     segment_ends: np.ndarray | None = None
     branches: np.ndarray | None = None
@@ -79,6 +82,7 @@ class Rollout:
             "group_id": lambda value: _checked_text(value, "group_id"),
             "trajectory_id": lambda value: _checked_text(value, "trajectory_id"),
             "policy_version": _checked_version,
+            "token_versions": lambda value: _checked_token_versions(value, loss_mask),
             "teacher": lambda value: _checked_text(value, "teacher"),
             "routed_experts": lambda value: _checked_routing(value, len(token_ids)),
         }
@@ -86,6 +90,11 @@ class Rollout:
             value = getattr(self, name)
             if value is not None or name == "group_id":
                 values[name] = check(value)
+        if "token_versions" in values:
+            oldest = int(values["token_versions"][loss_mask].min())
+            if values.setdefault("policy_version", oldest) != oldest:
+                given = values["policy_version"]
+                raise field_error("policy_version", f"is {given}, but the oldest of token_versions is {oldest}")
         values |= _checked_tree_fields(self, len(token_ids))
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -317,6 +326,14 @@ def _checked_version(value: Any) -> int:
     if not 0 <= value < 2**63:
         raise field_error("policy_version", f"is {printable(value)}; versions count from 0; leave it out if unknown")
     return int(value)
+
+
+def _checked_token_versions(value: Any, loss_mask: np.ndarray) -> np.ndarray:
+    name = "token_versions"
+    array = _to_array(value, name, _INTEGERS)
+    _check_length(array, name, len(loss_mask))
+    _refuse(loss_mask & ((array < 0) | (array >= 2**63)), array, name, "but versions of trained tokens count from 0")
+    return np.where(loss_mask, array, -1).astype(np.int64)
 
 
 def _checked_text(value: Any, name: str) -> str:

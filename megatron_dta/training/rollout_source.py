@@ -5,6 +5,8 @@ of agents (``agents.source``)
 -> over-sampling -> dynamic sampling and overlong shaping (``sources.filters``)
 -> counts of degenerate responses -> drafts in the checkpoint              in this process, on all ranks
 -> corpora for servers that draft -> rank 0's thread, broadcast to all     servers and recorded rollouts
+
+With ``--partial-rollout`` there is one source instead, ``sources.stream_source``.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ from megatron_dta.sampling.engines.build import build_drafting, build_engine, se
 from megatron_dta.sampling.engines.in_process.pass_costs import measure_passes
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.engines.replay import ReplayEngine
+from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.sources.filters import FilteringSource, OverSamplingSource
+from megatron_dta.sampling.sources.group_sampler import GroupSampler
 from megatron_dta.sampling.sources.independent import SamplingEvaluation, SamplingSource, sampling_params
 from megatron_dta.sampling.sources.rank0_source import Rank0Evaluation, Rank0Source
+from megatron_dta.sampling.sources.rollout_stream import StreamLimits
 from megatron_dta.sampling.sources.server_corpus import DraftingServersSource, RolloutCorpus
 from megatron_dta.sampling.sources.speculating_source import SpeculatingSource
 from megatron_dta.sampling.sources.stopping_source import StoppingSource
+from megatron_dta.sampling.sources.stream_source import StreamSource
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.source import TreeEvaluation, TreeSource
 from megatron_dta.training.data.stored import load_files
@@ -65,6 +71,8 @@ def build_sampled_data(
     engine = None
     if first:
         engine = _replay(config) if is_replay else server_engine(config, report)
+    if config.sampling.partial_rollout:
+        return _stream(config, model, task, progress, engine)
     agents = _agents(engine, task, config) if first else None
     inner = build_sampling_source(engine, task, config, agents) if first else None
     if first and config.speculation.rollout_speculation == "das":
@@ -85,6 +93,27 @@ def build_sampled_data(
     if not evaluated:
         return source, []
     evaluation = build_sampling_evaluation(engine, task, config, agents) if first else None
+    return source, [Rank0Evaluation(evaluation, source)]
+
+
+def _stream(
+    config: TrainConfig, model: Model, task: SamplingTask, progress: Progress, engine: HttpEngine | None
+) -> tuple[RolloutSource, list[Evaluation]]:
+    """The source of ``--partial-rollout``, and the evaluation; ``engine`` is None on all ranks but the first."""
+    sampling = config.sampling
+    limits = StreamLimits(
+        sampling.rollout_batch_size,
+        steps_per_rollout_batch(config),
+        sampling.rollout_max_staleness,
+        _num_rollout_batches(config, progress),
+        sampling.partial_rollout_stale == "wait",
+    )
+    seed = config.optimization.seed
+    sampler = None if engine is None else GroupSampler(engine, task, sampling, seed)
+    source = StreamSource(sampler, engine, rollout_weights(config, model), lambda: progress.iteration, limits)
+    if config.logging.eval_interval is None:
+        return source, []
+    evaluation = None if engine is None else build_sampling_evaluation(engine, task, config)
     return source, [Rank0Evaluation(evaluation, source)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ class RolloutServer:
         self.violations: list[str] = []
         self.label = "default"
         self.paused, self.running, self.most_running = False, 0, 0
+        # Seconds for each token, beside those for each request; how often all running requests were ended.
+        self.token_delay_s, self.aborts = 0.0, 0
         # Settings of speculation as the server tells them, None without; and how much was drafted and accepted.
         self.receiver, self.bucket_bytes = WeightReceiver(processes), 0
         self.speculation: dict[str, Any] | None = None
@@ -187,19 +190,25 @@ class RolloutServer:
         seed: int,
         stops: set[int],
         allowed: list[int] | None,
-    ) -> tuple[list[int], list[float], bool, int]:
-        """Tokens, logprobs, whether a stop token came, context tokens in the cache."""
+    ) -> tuple[list[int], list[float], str, int]:
+        """Tokens, logprobs, the reason of the end ("stop", "length" or "abort"), context tokens in the cache."""
         if max(context) >= len(self.table) or min(context) < 0:
             raise BadRequestError(f"Token id {max(context)} is out of vocabulary")
         if self._cache_is_old:
             self.violations.append("K/V of old weights used")
-        table = self.table
+        table, aborts = self.table, self.aborts
         self.running += 1
         self.most_running = max(self.most_running, self.running)
+        begin = time.monotonic()
         try:
-            await asyncio.sleep(self.delay_s)
+            end = begin + self.delay_s + most * self.token_delay_s
+            await asyncio.sleep(0)
+            while aborts == self.aborts and time.monotonic() < end:
+                await asyncio.sleep(min(max(0.0, end - time.monotonic()), 0.01))
         finally:
             self.running -= 1
+        if aborts != self.aborts:
+            most = min(most, int(max(0.0, time.monotonic() - begin - self.delay_s) / (self.token_delay_s or 1e9)))
         cached = max((shared(context, known) for known in self._cache), default=0)
         random, tokens, logprobs = np.random.default_rng(seed), list(context), []
         stopped = False
@@ -215,7 +224,13 @@ class RolloutServer:
             logprobs.append(float(self.returned(raw, scaled, kept)[token]))
             stopped = token in stops
         self._cache.append(tuple(tokens))
-        return tokens[len(context) :], logprobs, stopped, min(cached, len(context) - 1)
+        reason = "stop" if stopped else "length" if aborts == self.aborts else "abort"
+        return tokens[len(context) :], logprobs, reason, min(cached, len(context) - 1)
+
+    async def abort_running(self) -> None:
+        self.aborts += 1
+        while self.running:
+            await asyncio.sleep(0.001)
 
     def draft(self, tokens: list[int]) -> tuple[int, int]:
         """Of a response, drafted and accepted tokens as if it had guessed every third one, and as many wrongly."""

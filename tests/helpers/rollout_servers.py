@@ -69,6 +69,8 @@ class VllmServer(RolloutServer):
         if path == "/pause":
             check_mode(request.query, ("abort", "wait", "keep"))
             self.paused = True
+            if request.query["mode"] == "abort":
+                await self.abort_running()
             return web.json_response({"status": "paused"})
         if path == "/resume":
             self.paused = False
@@ -124,7 +126,7 @@ class VllmServer(RolloutServer):
         stops = set(body.get("stop_token_ids", []))
         if not body.get("ignore_eos", False) and self.model_eos is not None:
             stops.add(self.model_eos)
-        tokens, logprobs, stopped, _ = await self.sample(
+        tokens, logprobs, reason, _ = await self.sample(
             body["prompt"], body.get("max_tokens", 16), body.get("temperature", 1.0), body.get("top_p", 1.0),
             body.get("seed", 0), stops, body.get("allowed_token_ids"),
         )  # fmt: skip
@@ -142,8 +144,8 @@ class VllmServer(RolloutServer):
             }
             if body.get("logprobs") is not None
             else None,
-            "finish_reason": "stop" if stopped else "length",
-            "stop_reason": tokens[-1] if stopped and tokens[-1] != self.model_eos else None,
+            "finish_reason": reason,
+            "stop_reason": tokens[-1] if reason == "stop" and tokens[-1] != self.model_eos else None,
             "token_ids": tokens if body.get("return_token_ids") else None,
             "prompt_logprobs": None,
             "prompt_token_ids": body["prompt"] if body.get("return_token_ids") else None,
@@ -218,6 +220,8 @@ class SglangServer(RolloutServer):
         if path == "/pause_generation":
             check_mode(check(body, {"mode": str}), ("abort", "retract", "in_place"))
             self.paused = True
+            if body["mode"] == "abort":
+                await self.abort_running()
             return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
         if path == "/continue_generation":
             check(body, {"torch_empty_cache": bool})
@@ -293,11 +297,15 @@ class SglangServer(RolloutServer):
         stops = set(settings.get("stop_token_ids", [])) | ({self.model_eos} - {None})
         if settings.get("ignore_eos", False):
             stops = set()
-        tokens, logprobs, stopped, cached = await self.sample(
+        tokens, logprobs, reason, cached = await self.sample(
             context, settings.get("max_new_tokens", 128), settings.get("temperature", 1.0),
             settings.get("top_p", 1.0), settings.get("sampling_seed", 42), stops, None,
         )  # fmt: skip
-        finish = {"type": "stop", "matched": tokens[-1]} if stopped else {"type": "length", "length": len(tokens)}
+        finish = {
+            "stop": {"type": "stop", "matched": tokens[-1] if tokens else None},
+            "length": {"type": "length", "length": len(tokens)},
+            "abort": {"type": "abort", "message": "Aborted", "status_code": None},
+        }[reason]
         meta: dict[str, Any] = {
             "id": "0",
             "finish_reason": finish,

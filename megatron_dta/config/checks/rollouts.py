@@ -85,6 +85,8 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
     yield from _check_draft_length(config.speculation)
     if sampling.rollout_max_staleness:
         yield from _check_staleness(config)
+    if sampling.partial_rollout:
+        yield from _check_partial(config)
     if config.speculation.rollout_stop_degenerate:
         if config.treepo.rollout_method == "treepo":
             yield (
@@ -139,6 +141,25 @@ def _check_staleness(config: TrainConfig) -> Iterator[str]:
         )
 
 
+def _check_partial(config: TrainConfig) -> Iterator[str]:
+    """Yield a line for every setting with which groups cannot be sampled one by one."""
+    sampling, filtering = config.sampling, config.filtering
+    if sampling.rollout_engine in SERVERS and not sampling.rollout_max_staleness:
+        yield "--partial-rollout needs --rollout-max-staleness 1 or more: with 0 weights change between batches only"
+    for flag, is_set in (
+        ("--rollout-method treepo", config.treepo.rollout_method == "treepo"),
+        ("--environment", config.environment.environment is not None),
+        ("--agent-command and --agent-callable", config.agent.is_used),
+        ("--dynamic-sampling", filtering.dynamic_sampling),
+        ("--over-sampling-batch-size", sampling.over_sampling_batch_size is not None),
+        ("--overlong-buffer-len", filtering.overlong_buffer_len is not None),
+        ("--rollout-speculation das", config.speculation.rollout_speculation == "das"),
+        ("--moe-routing-replay", config.model.moe_routing_replay),
+    ):
+        if is_set:
+            yield f"--partial-rollout samples independent rollouts and conflicts with {flag}; leave one of them out"
+
+
 def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     """Condition -> (whether it holds, the settings that have no effect otherwise)."""
     engine, reward = config.sampling.rollout_engine, config.sampling.reward_function
@@ -157,8 +178,9 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
         "--rollout-engine vllm or sglang": (
             engine in SERVERS and samples(config),
             "rollout_server_url rollout_timeout_seconds rollout_attempts rollout_weights_dir rollout_max_staleness "
-            "rollout_weight_transfer rollout_server_file",
+            "rollout_weight_transfer rollout_server_file partial_rollout",
         ),
+        "--partial-rollout": (config.sampling.partial_rollout, "partial_rollout_stale"),
         "--rollout-weight-transfer nccl or gloo": (
             config.sampling.rollout_weight_transfer != "folder",
             "rollout_weight_bucket_mb",

@@ -93,6 +93,7 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
         connect_timeout_s=min(10.0, sampling.rollout_timeout_seconds),
         attempts=sampling.rollout_attempts,
         max_requests=sampling.inference_max_requests,
+        continues=sampling.partial_rollout,
     )
     return HttpEngine(
         protocol(_routing_shape(config), open_group),

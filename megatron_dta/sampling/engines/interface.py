@@ -70,7 +70,8 @@ class GenerationResult:
     Attributes:
         token_ids: int32 [R], 1 <= R <= max_tokens, including the end of sequence.
         logprobs: float32 [R] (float64 for a float64 model), see the module's docstring.
-        policy_version: version of the weights that sampled it.
+        policy_version: version of the weights that sampled it; of several, the oldest.
+        token_versions: int64 [R], the version that sampled each token; None: all are ``policy_version``.
         routed_experts: int16 [context + R, layers with experts, K], the experts of each token of context and response,
             -1 for the last one, which no pass has seen; None if the engine does not record them.
     """
@@ -81,6 +82,7 @@ class GenerationResult:
     finish_reason: FinishReason
     policy_version: int
     routed_experts: np.ndarray | None = None
+    token_versions: np.ndarray | None = None
 
     @property
     def ended(self) -> bool:

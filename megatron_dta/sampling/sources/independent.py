@@ -146,6 +146,10 @@ def to_rollout(prompt: Prompt, result: GenerationResult, reward: float, group_id
     prompt_length, length = len(prompt.token_ids), len(prompt.token_ids) + len(result.token_ids)
     logprobs = np.zeros(length, dtype=np.float32)
     logprobs[prompt_length:] = result.logprobs
+    versions = None
+    if result.token_versions is not None:
+        versions = np.full(length, -1)
+        versions[prompt_length:] = result.token_versions
     return Rollout(
         token_ids=np.concatenate([prompt.token_ids, result.token_ids]),
         loss_mask=np.arange(length) >= prompt_length,
@@ -153,6 +157,7 @@ def to_rollout(prompt: Prompt, result: GenerationResult, reward: float, group_id
         logprobs=logprobs,
         group_id=group_id,
         policy_version=result.policy_version,
+        token_versions=versions,
         teacher=prompt.teacher,
         routed_experts=None if result.routed_experts is None else result.routed_experts.reshape(-1),
     )

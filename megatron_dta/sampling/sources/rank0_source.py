@@ -112,13 +112,15 @@ class Rank0Source(RolloutSource):
         """Timing of ``inner`` for the batch that it sampled last, and the engine's counts since this process started;
         empty on ranks other than 0.
         """
-        if self._inner is None:
+        if self._engine is None:
             return {}
+        own = {} if self._inner is None else self._inner.timing()
         names = (
-            "servers", "retried_requests", "moved_requests", "decoded_tokens", "reused_tokens", "weight_update_seconds"
+            "servers", "open_requests", "queued_requests", "retried_requests", "moved_requests", "decoded_tokens",
+            "reused_tokens", "weight_update_seconds",
         )  # fmt: skip
         found = self._engine.statistics()
-        return self._inner.timing() | {f"rollout_{name}": found[name] for name in names if name in found}
+        return own | {f"rollout_{name}": found[name] for name in names if name in found}
 
     def state_dict(self, wait: bool = True) -> dict[str, Any]:
         """See ``RolloutSource``; the same on every rank."""
@@ -157,7 +159,8 @@ class Rank0Source(RolloutSource):
         if self._prefetcher is not None:
             self._engine.interrupt()
             self._prefetcher.close()
-            self._inner.close()
+            if self._inner is not None:
+                self._inner.close()
             self._engine.close()
             if self._writer is not None:
                 self._writer.close()

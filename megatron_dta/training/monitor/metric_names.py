@@ -40,6 +40,11 @@ METRICS: dict[str, dict[str, str]] = {
         "rejected_groups": "number of groups whose rewards are all equal, with --over-sampling-batch-size",
         "overlong_penalty": "mean reward subtracted because of --overlong-buffer-len",
         "rollout_staleness": "optimizer steps between the weights that sampled the batch and those being trained",
+        "token_staleness": "with --partial-rollout, the same for each trained token, averaged over the rollout batch",
+        "mixed_rollouts": "with --partial-rollout, fraction of the batch's rollouts that several versions sampled",
+        "stale_rollouts": "with --partial-rollout, rollouts dropped since the last batch because they were too old",
+        "failed_groups": "with --partial-rollout, groups dropped since the last batch because all their rewards failed",
+        "unfinished_groups": "with --partial-rollout, groups being sampled or scored when the batch was taken",
     },
     "Rewards and environments": {
         "reward/{name}": "mean of an additional value that the reward function returned under this name",

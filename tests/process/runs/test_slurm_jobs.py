@@ -109,7 +109,8 @@ def test_servers_are_ready_before_the_trainer_and_end_with_it(site):
     job = site.submit("train_with_servers", "--nodes=1", "--exclusive", ":", "--nodes=1", "--", "--lr", "1e-6")
     assert site.cluster.wait_for_job(job, 60) == "COMPLETED"
     notes = site.notes("train_with_servers")
-    expected = ["-m", "megatron_dta.train", "--lr", "1e-6", "--rollout-server-url", f"http://127.0.0.1:{PORT}"]
+    flags = ["--rollout-weight-transfer", "nccl", "--lr", "1e-6", "--rollout-server-url", f"http://127.0.0.1:{PORT}"]
+    expected = ["-m", "megatron_dta.train", *flags]
     assert [note["arguments"] for note in notes] == [expected] * 2
     assert sorted((note["rank"], note["size"]) for note in notes) == [("0", "2"), ("1", "2")]
     log = site.log("train_with_servers", job)

@@ -17,7 +17,7 @@ from megatron_dta.engine import StepPart, TreeEngine, prepare_batch
 from megatron_dta.model import build_model
 from megatron_dta.objectives import make_objective
 from mesh_worker import run_on_ranks
-from objective_cases import TEMPERATURE, Alone, largest_error, make_case, reference_gradients
+from objective_cases import TEMPERATURE, Alone, largest_error, make_case, one_by_one, reference_gradients
 from tree_engine_cases import tree_config
 
 CUTS = [("dense", 9, None), ("packed", 45, None), ("dta", 5, None), ("dta", 7, 0)]
@@ -102,6 +102,48 @@ def train(case, settings: dict, cut: tuple, aggregation: str = "token-mean", **m
     )
     result = TreeEngine(tree_model, TEMPERATURE, 5).forward_backward(batch, make_objective(ObjectiveConfig(**settings)))
     return result, {name: p.grad for name, p in tree_model.named_parameters() if p.grad is not None}
+
+
+def test_decoupled_ppo_of_several_versions_in_one_rollout(case):
+    """The tokens of a rollout are sampled by three versions of the weights in turn; the proximal policy is a fourth and
+    the one that is trained a fifth. All logprobs are computed one sequence at a time by the stock model.
+    """
+    model, weights, samples = case
+    generator = torch.Generator().manual_seed(5)
+    versions = [
+        {name: w + 0.05 * torch.randn(w.shape, generator=generator, dtype=w.dtype) for name, w in weights.items()}
+        for _ in range(4)
+    ]
+    found = [[own.detach() for own in one_by_one(model, version, samples)[1]] for version in versions]
+    rng, mixed, newest = np.random.default_rng(5), [], []
+    for place, sample in enumerate(samples):
+        by_version = torch.stack([found[version][place] for version in range(4)]).numpy()
+        trained = by_version.shape[1]
+        token_versions = np.sort(rng.integers(0, 3, trained))
+        fields = {name: np.full(len(sample.token_ids), np.nan) for name in ("old_logprobs", "rollout_logprobs")}
+        fields["old_logprobs"][sample.loss_mask] = by_version[3]
+        fields["rollout_logprobs"][sample.loss_mask] = by_version[token_versions, np.arange(trained)]
+        mixed.append(replace(sample, **fields))
+        fields["rollout_logprobs"] = fields["old_logprobs"].copy()
+        fields["rollout_logprobs"][sample.loss_mask] = by_version[2]
+        newest.append(replace(sample, **fields))
+
+    def decoupled(s: Alone) -> Tensor:
+        weight = (s.old - s.rollout).exp()
+        return torch.where(weight <= 1.1, weight, 0) * grpo(s)
+
+    settings = {"objective": "grpo", "use_tis": True, "tis_mode": "mask", "tis_clip": 1.1, **CLIP}
+    loss, expected = reference_gradients(
+        model, weights, mixed, lambda all_: torch.cat([decoupled(s) for s in all_]).mean()
+    )
+    for cut in CUTS[1:3]:
+        result, gradients = train((model, weights, mixed), settings, cut)
+        assert float(result.loss) == pytest.approx(loss, rel=1e-12)
+        assert largest_error(gradients, expected) < 1e-12, cut
+        assert 0 < float(result.metrics["tis_clip_fraction"]) < 1
+    # As if all tokens were sampled by the newest version.
+    _, gradients = train((model, weights, newest), settings, CUTS[2])
+    assert largest_error(gradients, expected) > 1e-3
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -6,12 +6,17 @@ costs time but never mixes tokens. If a request fails for good, ``poll`` raises.
 
 Requests of one prompt, and a request and its ``parent``, go to the same server, which has their prefix in its cache.
 ``hold`` and ``release`` have no other effect, since servers evict on their own. Servers that draft: ``drafts.py``.
+
+With ``HttpSettings.continues`` weights may change while requests run. The servers then end all requests and reply with
+the tokens so far, and each request is sent again with these behind its context. Every reply has one version, and so has
+every token. A prefix is then forgotten with the last of its requests.
 """
 
 from __future__ import annotations
 
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -41,7 +46,7 @@ from megatron_dta.sampling.engines.servers.protocol import (
     ServerProtocol,
     request_seed,
 )
-from megatron_dta.sampling.engines.servers.replies import shortened
+from megatron_dta.sampling.engines.servers.replies import TransientFailureError, shortened
 from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
 from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights
 from megatron_dta.sampling.engines.servers.weights.updates import ServerWeights
@@ -78,6 +83,7 @@ class HttpEngine(RolloutEngine):
         report: Callable[[str], None] = lambda line: None,
         speculation: ServerSpeculation | None = None,
     ) -> None:
+        self._continues = settings is not None and settings.continues
         self._protocol, self._exact_logprobs, self._vocab_size = protocol, exact_logprobs, vocab_size
         self._client = HttpClient(urls() if callable(urls) else urls, protocol.health_path, settings, report)
         self._weights = ServerWeights(self._client, protocol, self._forget, self._check_returned)
@@ -91,6 +97,7 @@ class HttpEngine(RolloutEngine):
         self._held: dict[int, bytes] = {}  # affinities
         self._affinities: dict[int, tuple[bytes, bool]] = {}
         self._prompts: dict[int, set[bytes]] = {}
+        self._open_affinities: Counter[bytes] = Counter()
         self._finished: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._counts = dict.fromkeys((*ENGINE_COUNTS, "weight_updates"), 0.0)
         self._update_seconds = 0.0
@@ -143,6 +150,7 @@ class HttpEngine(RolloutEngine):
         for request in requests:
             affinity = self._affinity(request)
             self._affinities[request.request_id] = (affinity, request.hold)
+            self._open_affinities[affinity] += 1
             label = f"request {request.request_id} ({len(request.token_ids)} tokens, up to {request.max_tokens} more)"
             future = self._client.start(self._generate(request, affinity, self._params, self._iteration, label))
             self._running[request.request_id] = future
@@ -160,7 +168,17 @@ class HttpEngine(RolloutEngine):
             if self._interrupted:
                 self._cancel()
                 raise ServerError("generation was interrupted")
-            results = self._collect(wait=True)
+            results = self._collect(_WAIT_S)
+        self._counts["seconds"] += time.perf_counter() - begin
+        return results
+
+    def poll_for(self, seconds: float) -> list[GenerationResult]:
+        """``poll`` that returns after ``seconds`` in any case, maybe with nothing."""
+        if self._interrupted:
+            self._cancel()
+            raise ServerError("generation was interrupted")
+        begin = time.perf_counter()
+        results = self._collect(seconds)
         self._counts["seconds"] += time.perf_counter() - begin
         return results
 
@@ -179,6 +197,8 @@ class HttpEngine(RolloutEngine):
             "moved_requests": float(counts.moved),
             "servers_lost": float(counts.servers_lost),
             "servers": float(len(self._client.alive)),
+            "open_requests": float(len(self._running)),
+            "queued_requests": float(self._client.num_waiting),
         }
 
     def update_weights(self, policy_version: int, checkpoint: Path | HostWeights | None = None) -> None:
@@ -187,12 +207,13 @@ class HttpEngine(RolloutEngine):
         Raises:
             ServerError: no server has the new weights.
         """
-        self._refuse_running()
+        if not self._continues:
+            self._refuse_running()
         if checkpoint is None:
             raise ValueError("servers need the weights, as a checkpoint or in host memory")
         begin = time.perf_counter()
         weights = checkpoint.resolve() if isinstance(checkpoint, Path) else checkpoint
-        self._client.start(self._weights.update(policy_version, weights)).result()
+        self._client.start(self._weights.update(policy_version, weights, running=bool(self._running))).result()
         self._counts["weight_updates"] += 1
         self._update_seconds += time.perf_counter() - begin
 
@@ -206,12 +227,12 @@ class HttpEngine(RolloutEngine):
             self._client.start(self._weights.close()).result()
         self._client.close()
 
-    def _collect(self, wait: bool) -> list[GenerationResult]:
-        """The finished requests; with ``wait``, wait a short time for the first one."""
+    def _collect(self, wait_s: float) -> list[GenerationResult]:
+        """The finished requests; waits up to ``wait_s`` for the first one."""
         results: list[GenerationResult] = []
         while True:
             try:
-                request_id = self._finished.get(timeout=_WAIT_S) if wait and not results else self._finished.get(False)
+                request_id = self._finished.get(False) if results else self._finished.get(timeout=wait_s)
             except queue.Empty:
                 return results
             future = self._running.pop(request_id, None)
@@ -225,6 +246,9 @@ class HttpEngine(RolloutEngine):
             affinity, hold = self._affinities.pop(request_id)
             if hold:
                 self._held[request_id] = affinity
+            self._open_affinities[affinity] -= 1
+            if self._continues and not self._open_affinities[affinity]:
+                self._forget_affinity(affinity)
             self._counts["requests"] += 1
             self._counts["decoded_tokens"] += len(result.token_ids)
             results.append(result)
@@ -233,18 +257,19 @@ class HttpEngine(RolloutEngine):
         self, request: GenerationRequest, affinity: bytes, params: SamplingParams, iteration: int, label: str
     ) -> GenerationResult:
         """Sample until one of the trainer's ends of sequence or the length cap."""
-        tokens, logprobs = [np.asarray(request.token_ids, dtype=np.int32)], []
+        tokens, logprobs, versions = [np.asarray(request.token_ids, dtype=np.int32)], [], []
         left, stopped = request.max_tokens, False
         while left and not stopped:
             context = np.concatenate(tokens)
             seed = request_seed(params, iteration, request, len(context))
             body = self._protocol.body(context, left, params, seed)
-            asked = Asked(context, left, self._vocab_size, self._protocol.routing)
+            asked = Asked(context, left, self._vocab_size, self._protocol.routing, self._continues)
+            sent = self._weights.label
             piece = await self._client.post_anywhere(
                 affinity,
                 self._protocol.generate_path,
                 body,
-                lambda reply, asked=asked: self._read(reply, asked),
+                lambda reply, asked=asked, sent=sent: self._read(reply, asked, sent),
                 label,
                 asked.most_reply_bytes,
             )
@@ -254,28 +279,56 @@ class HttpEngine(RolloutEngine):
                 self._counted_drafts.add(piece)
             tokens.append(piece.token_ids)
             logprobs.append(piece.logprobs)
+            versions.append(np.full(len(piece.token_ids), self._version_of(piece)))
             left -= len(piece.token_ids)
             ends = np.flatnonzero(np.isin(piece.token_ids, list(params.eos_ids)))
             stopped = ends.size > 0
             if stopped and int(ends[0]) + 1 < len(piece.token_ids):
                 raise ServerError(f"{label}: the server sampled past an end of sequence that it was given")
+        token_versions = np.concatenate(versions)
         return GenerationResult(
             request.request_id,
             np.concatenate(tokens[1:]),
             np.concatenate(logprobs),
             FinishReason.STOP if stopped else FinishReason.LENGTH,
-            self._weights.version,
+            int(token_versions.min()),
             # The last reply tells the experts of all tokens before it, too.
             piece.routed_experts,
+            token_versions if self._continues else None,
         )
 
-    def _read(self, reply: object, asked: Asked) -> Piece:
+    def _version_of(self, piece: Piece) -> int:
+        label = next(iter(piece.weight_versions), None) if self._continues else None
+        return self._weights.version if label is None else self._weights.version_of(label)
+
+    def _read(self, reply: object, asked: Asked, sent: str) -> Piece:
+        """Read a reply; ``sent`` is the label of the newest weights when its request was made."""
         piece = self._protocol.read(reply, asked)
         newest = self._weights.label
+        if self._continues and newest:
+            self._check_versions(piece)
+            if not len(piece.token_ids) and sent == newest:
+                raise TransientFailureError("the server ended the request without a token, and without new weights")
+            return piece
         if newest and piece.weight_versions - {newest}:
             others = shortened(", ".join(sorted(piece.weight_versions - {newest})))
             raise WrongWeightsError(f"it samples with the weights {others} and not with {newest}")
         return piece
+
+    def _check_versions(self, piece: Piece) -> None:
+        """Refuse a reply without one known version."""
+        labels = piece.weight_versions
+        if not labels and len(piece.token_ids):
+            raise ServerError(
+                "replies do not tell the version of the weights; --partial-rollout needs vLLM 0.33 or SGLang"
+            )
+        unknown = sorted(label for label in labels if self._weights.version_of(label) is None)
+        if unknown:
+            raise WrongWeightsError(
+                f"it samples with the weights {shortened(', '.join(unknown))}, which it was not given"
+            )
+        if len(labels) > 1:
+            raise TransientFailureError("the reply was sampled by two versions of the weights")
 
     async def _check_logprobs(self, params: SamplingParams) -> None:
         setting = (params.temperature, params.top_p)
@@ -312,6 +365,12 @@ class HttpEngine(RolloutEngine):
         self._prompts.setdefault(len(context), set()).add(context)
         return context
 
+    def _forget_affinity(self, affinity: bytes) -> None:
+        del self._open_affinities[affinity]
+        for known in self._prompts.values():
+            known.discard(affinity)
+        self._client.forget_home(affinity)
+
     def _refuse_running(self) -> None:
         if self._running:
             raise ValueError(f"{len(self._running)} requests are running")
@@ -322,3 +381,4 @@ class HttpEngine(RolloutEngine):
             future.cancel()
         self._finished = queue.SimpleQueue()
         self._affinities.clear()
+        self._open_affinities.clear()

@@ -24,8 +24,9 @@ import atexit
 import os
 import random
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from megatron_dta.common.errors import InputError
@@ -96,6 +97,8 @@ class HttpClient(ServerPool):
         # The state of the global generator belongs to checkpoints.
         self._random = random.Random()
         self._reviving = asyncio.Lock()
+        self._may_send = asyncio.Event()
+        self._may_send.set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout servers", daemon=True)
         self._thread.start()
@@ -141,7 +144,7 @@ class HttpClient(ServerPool):
         failed_on: dict[str, int] = {}
         for attempt in range(1, self.settings.attempts + 1):
             try:
-                server = await self.free_server(affinity, failed_on)
+                server = await self._sendable_server(affinity, failed_on)
                 server.open_requests += 1
                 try:
                     return read(await self._send(server, "POST", path, body, most_bytes))
@@ -165,6 +168,24 @@ class HttpClient(ServerPool):
                 await self.pause(attempt)
         left = f"; {len(self.alive)} of {len(self.servers)} servers are left" if len(self.servers) > 1 else ""
         raise ServerError(f"{label}: failed {self.settings.attempts} times, the last time on {server}: {reason}{left}")
+
+    @asynccontextmanager
+    async def sending_held(self) -> AsyncIterator[None]:
+        """``post_anywhere`` sends nothing inside; what is open stays open."""
+        self._may_send.clear()
+        try:
+            yield
+        finally:
+            self._may_send.set()
+
+    async def _sendable_server(self, affinity: Hashable, failed_on: Mapping[str, int]) -> Server:
+        while True:
+            await self._may_send.wait()
+            server = await self.free_server(affinity, failed_on)
+            if self._may_send.is_set():
+                return server
+            # The place is left to another request, which also waits.
+            self.wake(1)
 
     async def ask(
         self,

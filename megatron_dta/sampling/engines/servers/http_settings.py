@@ -19,6 +19,7 @@ class HttpSettings:
         connect_timeout_s: for opening a connection, and for a health check.
         attempts: maximum number of times that a request is sent, over all servers.
         backoff_s, backoff_limit_s: first and longest pause between attempts; pauses double, and half of each is random.
+        continues: running requests continue on new weights; see ``engine``.
         max_requests: maximum number of open requests per server.
         revisit_s: pause between visits to servers that are left out, and between readings of the list of servers.
     """
@@ -29,6 +30,7 @@ class HttpSettings:
     backoff_s: float = 0.5
     backoff_limit_s: float = 30.0
     max_requests: int = 256
+    continues: bool = False
     revisit_s: float = 15.0
 
 

@@ -48,12 +48,14 @@ class Asked:
         max_tokens: maximum number of tokens to sample.
         vocab_size: ids must be below it; None: below 2^31.
         routing: the layers of which the reply must tell the experts; None if it need not.
+        may_abort: the reply may end before its end, after any number of tokens, because new weights were loaded.
     """
 
     token_ids: np.ndarray
     max_tokens: int
     vocab_size: int | None = None
     routing: RoutingShape | None = None
+    may_abort: bool = False
 
     @property
     def most_reply_bytes(self) -> int:
@@ -67,7 +69,7 @@ class Piece:
     """The contents of one reply.
 
     Attributes:
-        token_ids: int32 [R], R >= 1.
+        token_ids: int32 [R], R >= 1 unless the reply was aborted.
         logprobs: float32 [R].
         stopped: whether a token ended it, rather than the length cap.
         cached_tokens: context tokens from the server's prefix cache, if reported.
@@ -131,7 +133,7 @@ class ServerProtocol(ABC):
         """Pause, load, clear the cache, set the label, continue; ``ServerError`` leaves the state unknown.
 
         Args:
-            running: requests are running; they continue with the new weights, from K/V that is computed again.
+            running: requests may be running; the server ends them, and replies with the tokens so far.
         """
 
     @abstractmethod
@@ -160,7 +162,7 @@ class ServerProtocol(ABC):
         """Let a server receive one bucket from its group; returns when it has."""
 
     @abstractmethod
-    async def end_update(self, client: HttpClient, server: Server, label: str, running: bool) -> None:
+    async def end_update(self, client: HttpClient, server: Server, label: str) -> None:
         """Use the new weights: clear the prefix cache, set the label, continue."""
 
     @abstractmethod
@@ -217,9 +219,10 @@ def make_piece(
     list_of(logprobs, (int, float), names[1])
     if len(token_ids) != len(logprobs):
         raise TransientFailureError(f"the reply has {len(token_ids)} {names[0]} and {len(logprobs)} {names[1]}")
-    if not 1 <= len(token_ids) <= asked.max_tokens:
+    aborted = asked.may_abort and finish_reason == "abort"
+    if not (0 if aborted else 1) <= len(token_ids) <= asked.max_tokens:
         raise TransientFailureError(f"the reply has {len(token_ids)} {names[0]}, asked were 1 to {asked.max_tokens}")
-    if finish_reason not in ("stop", "length"):
+    if finish_reason not in ("stop", "length") and not aborted:
         raise TransientFailureError(f"generation ended because of {shown(finish_reason)}")
     if finish_reason == "length" and len(token_ids) < asked.max_tokens:
         raise TransientFailureError(

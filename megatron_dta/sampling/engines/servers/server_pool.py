@@ -112,6 +112,15 @@ class ServerPool(ABC):
         self._leaving = [server for server in self._leaving if server not in self.servers]
         self.wake(len(self._waiting))
 
+    def forget_home(self, affinity: Hashable) -> None:
+        """Forget the server of an affinity that no request has any more; may be called from any thread."""
+        self._homes.pop(affinity, None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a free place."""
+        return sum(not turn.done() for turn in tuple(self._waiting))
+
     @property
     def alive(self) -> list[Server]:
         """The servers that are not left out; those that are leaving only while there is no other."""
@@ -152,7 +161,7 @@ class ServerPool(ABC):
             return home
         if home is not None:
             self.counts.moved += 1
-        homes = list(self._homes.values())
+        homes = list(self._homes.copy().values())
         chosen = min(usable, key=lambda server: (server.open_requests, homes.count(server)))
         if home not in candidates:
             self._homes[affinity] = chosen

@@ -146,8 +146,7 @@ class SglangProtocol(ServerProtocol):
     async def update_weights(
         self, client: HttpClient, server: Server, folder: Path, label: str, running: bool = False
     ) -> None:
-        del running  # the pause retracts what runs, in any case
-        await client.ask(server, "POST", "/pause_generation", {"mode": "retract"})
+        await self._pause(client, server, running)
         body = {
             "model_path": str(folder),
             # A server that was started with dummy weights would load dummy weights again.
@@ -161,6 +160,9 @@ class SglangProtocol(ServerProtocol):
             raise ServerError(f"{server}: POST /update_weights_from_disk: {shown(done)}")
         await client.ask(server, "POST", "/flush_cache")
         await client.ask(server, "POST", "/continue_generation", {})
+
+    async def _pause(self, client: HttpClient, server: Server, running: bool) -> None:
+        await client.ask(server, "POST", "/pause_generation", {"mode": "abort" if running else "retract"})
 
     async def world_size(self, client: HttpClient, server: Server) -> int:
         sizes = await client.ask(
@@ -193,7 +195,7 @@ class SglangProtocol(ServerProtocol):
         await self._transfer(client, server, "/destroy_weights_update_group", {"group_name": meeting.name})
 
     async def begin_update(self, client: HttpClient, server: Server, running: bool) -> None:
-        await client.ask(server, "POST", "/pause_generation", {"mode": "retract"})
+        await self._pause(client, server, running)
         await self._transfer(client, server, "/begin_weight_update", {})
 
     async def receive(self, client: HttpClient, server: Server, bucket: Bucket, meeting: Meeting) -> None:
@@ -207,7 +209,7 @@ class SglangProtocol(ServerProtocol):
         }
         await self._transfer(client, server, "/update_weights_from_distributed", body)
 
-    async def end_update(self, client: HttpClient, server: Server, label: str, running: bool) -> None:
+    async def end_update(self, client: HttpClient, server: Server, label: str) -> None:
         await self._transfer(client, server, "/end_weight_update", {})
         await client.ask(server, "POST", "/flush_cache")
         body = {"new_version": label, "abort_all_requests": False}

@@ -131,15 +131,17 @@ class VllmProtocol(ServerProtocol):
     async def update_weights(
         self, client: HttpClient, server: Server, folder: Path, label: str, running: bool = False
     ) -> None:
-        await self._control(client, server, f"/pause?mode={'keep' if running else 'wait'}")
+        await self._pause(client, server, running)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._control(client, server, "/collective_rpc", body)
-        await self._continue(client, server, label, running)
+        await self._continue(client, server, label)
 
-    async def _continue(self, client: HttpClient, server: Server, label: str, running: bool) -> None:
+    async def _pause(self, client: HttpClient, server: Server, running: bool) -> None:
+        await self._control(client, server, f"/pause?mode={'abort' if running else 'wait'}")
+
+    async def _continue(self, client: HttpClient, server: Server, label: str) -> None:
         """Sample with weights that were just loaded."""
-        options = "?reset_running_requests=true" if running else ""
-        reset = await self._control(client, server, "/reset_prefix_cache" + options)
+        reset = await self._control(client, server, "/reset_prefix_cache")
         if isinstance(reset, dict) and reset.get("success") is False:
             raise ServerError(f"{server}: could not forget its prefix cache, which is of the weights before")
         # Older versions have no labels.
@@ -164,7 +166,7 @@ class VllmProtocol(ServerProtocol):
         await self._transfer(client, server, "/init_weight_transfer_engine", {"init_info": info})
 
     async def begin_update(self, client: HttpClient, server: Server, running: bool) -> None:
-        await self._control(client, server, f"/pause?mode={'keep' if running else 'wait'}")
+        await self._pause(client, server, running)
         await self._transfer(client, server, "/start_weight_update")
 
     async def receive(self, client: HttpClient, server: Server, bucket: Bucket, meeting: Meeting) -> None:
@@ -175,9 +177,9 @@ class VllmProtocol(ServerProtocol):
         }
         await self._transfer(client, server, "/update_weights", {"update_info": info})
 
-    async def end_update(self, client: HttpClient, server: Server, label: str, running: bool) -> None:
+    async def end_update(self, client: HttpClient, server: Server, label: str) -> None:
         await self._transfer(client, server, "/finish_weight_update")
-        await self._continue(client, server, label, running)
+        await self._continue(client, server, label)
 
     async def give_up_update(self, client: HttpClient, server: Server) -> None:
         await self._transfer(client, server, "/finish_weight_update")

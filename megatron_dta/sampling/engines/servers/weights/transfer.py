@@ -37,7 +37,7 @@ class Labels:
 
     Attributes:
         new, old: of the weights that are sent, and of those before; a server in the group with others was restarted.
-        running: whether requests are running, which continue with the new weights.
+        running: whether requests may be running, which the servers end.
     """
 
     new: str
@@ -65,9 +65,7 @@ class GroupTransfer:
             await self._all(servers, lambda server: self._protocol.begin_update(self._client, server, labels.running))
             for bucket in weights.buckets:
                 await self._send_bucket(servers, bucket)
-            await self._all(
-                servers, lambda server: self._protocol.end_update(self._client, server, labels.new, labels.running)
-            )
+            await self._all(servers, lambda server: self._protocol.end_update(self._client, server, labels.new))
         except (TransferError, asyncio.CancelledError):
             await self._give_up(servers)
             raise

@@ -55,12 +55,12 @@ class ServerWeights:
         """Give all healthy servers new weights; those that fail are left out.
 
         Args:
-            running: requests are running and continue with the new weights.
+            running: requests may be running; the servers end them, and no other is sent until the update is done.
 
         Raises:
             ServerError: no server has the new weights.
         """
-        async with self._updating:
+        async with self._updating, self._client.sending_held():
             labels = Labels(f"{self.run}-{version}", self.label, running)
             self.label, self.version, self._weights = labels.new, version, weights
             self._versions[labels.new] = version
