@@ -42,6 +42,7 @@ class EngineOptions:
     tree_attention_impl: str = "auto"
     cost_model: str | None = None
     bf16_gradients: bool = False
+    kv_offload_fraction: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,14 @@ class StepTimer:
 
     def _make_engine(self) -> TreeEngine:
         options = self.options
-        return TreeEngine(
+        engine = TreeEngine(
             self.chunks,
             logprob_chunk_tokens=options.logprob_chunk_tokens,
             tree_attention_impl=options.tree_attention_impl,
             costs=load_cost_file(options.cost_model) if options.cost_model else None,
         )
+        engine.offload_kv(options.kv_offload_fraction)
+        return engine
 
     def use_attention(self, impl: str) -> None:
         """Let another implementation (``--tree-attention-impl``) compute the attention of the steps that follow."""

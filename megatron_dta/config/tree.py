@@ -44,6 +44,14 @@ class TreeConfig:
         "has, measured before every step, unless one of those flags or --recompute-granularity is given).",
         above=0,
     )
+    kv_offload_fraction: float = option(
+        0.0,
+        "Share of the layers whose keys, values and gradient accumulators of the path in flight are in pinned host "
+        "memory, copied to the GPU and back while other layers compute. It makes longer paths fit and changes no bit "
+        "of the result; segments must be long enough for computation to hide the copies.",
+        minimum=0,
+        maximum=1,
+    )
     cost_model: str | None = option(
         None,
         "File of measured seconds and bytes, written by tools/fit_cost_model.py for this model's shape, dtype and "

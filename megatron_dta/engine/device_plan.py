@@ -54,6 +54,7 @@ class DevicePlan:
         own_tokens: the tokens of each segment that this rank computes, within the segment.
 
     Attributes:
+        token_slot, host_slots: the slot of each token of the stream, on the device and on the host.
         own_rows, own_edges, own_pairs: of each segment those of the rank's tokens.
     """
 
@@ -87,9 +88,10 @@ class DevicePlan:
         self.positions = upload(tree.position)
         self.subtree_end = upload(tree.subtree_end)
         self.stream = upload(stream)
-        self.token_slot = [
-            upload(np.repeat(starts - segments.segment_start[:-1], lengths) + stream) for starts in program.slot_start
+        self.host_slots = [
+            np.repeat(starts - segments.segment_start[:-1], lengths) + stream for starts in program.slot_start
         ]
+        self.token_slot = [upload(slots) for slots in self.host_slots]
         self.run_begin, self.run_length = upload(plan.paths.run_begin), upload(plan.paths.run_length)
         segment_of_row = np.repeat(np.arange(segments.num_segments), np.diff(plan.segment_rows))
         self.local_row = upload(plan.row_stream - own_begin[segment_of_row])

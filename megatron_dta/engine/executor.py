@@ -24,7 +24,7 @@ from megatron_dta.engine.preference_pairs import with_pair_terms
 from megatron_dta.engine.rank_model import RankModel
 from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.engine.step_result import StepResult, TokenOutputs
-from megatron_dta.model import Mesh, Model, weights_quantized_once
+from megatron_dta.model import HostSlots, Mesh, Model, weights_quantized_once
 from megatron_dta.planning.costs.correction import CostCorrection
 from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.model import CostModel
@@ -68,6 +68,10 @@ class TreeEngine(RankModel):
         if costs is not None:
             costs.check(cost_shape(self.config, self.shape, self.dtype))
 
+    def offload_kv(self, fraction: float) -> None:
+        """Keep the K/V slots of this share of the layers on the host (``--kv-offload-fraction``)."""
+        self.kv_on_host = HostSlots(fraction, self.device) if fraction > 0 else None
+
     def limit_memory(self, gib: float, constant_bytes: float, automatic: bool = False) -> None:
         """Plan steps within ``gib`` GiB, of which ``constant_bytes`` are this rank's weights, gradients and optimizer
         states. All ranks of a replica call this.
@@ -78,6 +82,8 @@ class TreeEngine(RankModel):
         found = self.mesh.gather_over_replica((self.mesh.pipeline_rank, float(constant_bytes)))
         constant = [max(each for rank, each in found if rank == stage) for stage in range(self.mesh.pipeline_size)]
         each = self.costs.bytes if self.costs is not None else None
+        if each is not None and self.kv_on_host is not None:
+            each = replace(each, kv_offload_fraction=self.kv_on_host.fraction)
         self.memory = MemoryBudget(gib, tuple(constant), each or self.counted_bytes(), automatic, self.state_bytes())
 
     def state_bytes(self) -> StateBytes | None:
@@ -101,6 +107,7 @@ class TreeEngine(RankModel):
             config.expert_model_parallel_size,
             self.mesh.context_size,
             config.expert_tensor_parallel_size or 1,
+            self.kv_on_host.fraction if self.kv_on_host is not None else 0.0,
         )
         return counted_bytes(part, self.shape, rank)
 

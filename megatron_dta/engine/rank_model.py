@@ -9,6 +9,7 @@ import torch
 
 from megatron_dta.engine.cost_inputs import decoder_shape
 from megatron_dta.model import (
+    HostSlots,
     Model,
     StagedModel,
     TreeGPTModel,
@@ -30,6 +31,9 @@ class RankModel:
         logprob_chunk_tokens: rows of logits alive at once; None for ``LOGIT_ELEMENTS`` divided by the vocabulary size.
         tree_attention_impl: "auto", "triton", "fa4" or "reference", see ``TreeConfig``.
         routing_replay: use the experts that the sampler of the rollouts chose.
+
+    Attributes:
+        kv_on_host: memory for the K/V slots of layers on the host; None without offloading.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class RankModel:
         self.mesh, self.context_group = training_mesh(), context_group()
         parameter = next(self.tree_models[0].parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
+        self.kv_on_host: HostSlots | None = None
         most = LOGIT_ELEMENTS[self.device.type] // self.true_vocab_size
         self.logprob_chunk_tokens = logprob_chunk_tokens or max(1, most)
         head_size, ratio = self.config.kv_channels, self.num_heads // self.num_kv_heads

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DevicePlan
 from megatron_dta.engine.expert_pass import ExpertPass
@@ -32,8 +33,10 @@ from megatron_dta.engine.teacher_pass import TeacherPass
 from megatron_dta.model import (
     AttentionShape,
     KVPool,
+    OffloadedKVPool,
     SegmentAttentionPlans,
     SegmentContext,
+    SlotRuns,
     StatePool,
     StepStates,
     accumulation_dtype,
@@ -83,6 +86,11 @@ class StageRun:
         # Hidden states of all rows, on the host: the only result of a pass that keeps them.
         self.row_states: Tensor | None = None
         self.experts = self._expert_passes(batch)
+        if self.program.pairs and model.kv_on_host is not None:
+            raise InputError(
+                "--kv-offload-fraction conflicts with --overlap-moe-expert-parallel-comm, which runs two segments in "
+                "turns; leave one of them out"
+            )
         self.pools = [self._pool(chunk) for chunk in range(len(model.chunks))]
         self.layer_rows = [part.attention_rows for part in model.tree_models]
         self.states = self._step_states(step)
@@ -93,6 +101,7 @@ class StageRun:
             self.attention_plans = SegmentAttentionPlans(
                 step.segments, step.paths, shape, model.device, model.attention
             )
+        self.paths = step.paths
         self.lengths = step.segments.lengths.tolist()
         self.last_backward = {op.chunk: op.segment for op in self.program.ops if op.kind is OpKind.BACKWARD}
         self.transport = None
@@ -118,8 +127,10 @@ class StageRun:
 
     def _pool(self, chunk: int) -> KVPool:
         config = self.model.config
-        return KVPool(
-            num_layers=len(self.model.tree_models[chunk].attention_rows),
+        num_layers, on_host = len(self.model.tree_models[chunk].attention_rows), self.model.kv_on_host
+        create = KVPool if on_host is None else partial(OffloadedKVPool, on_host, chunk)
+        return create(
+            num_layers=num_layers,
             num_slots=self.program.num_slots[chunk],
             num_kv_heads=self.model.num_kv_heads,
             head_size=config.kv_channels,
@@ -153,6 +164,8 @@ class StageRun:
             runner.run(*(partial(self._run, at) for at in piece), last=last)
         if runner is not None:
             runner.close()
+        for pool in self.pools:
+            pool.close()
         if self.transport is not None:
             self.transport.finish()
 
@@ -209,6 +222,7 @@ class StageRun:
             stage_input = self._receive(op, stage).requires_grad_(self.training)
         with self._timed(op):
             self.pools[chunk].open(context.slots)
+            self.pools[chunk].begin(context.slot_runs, descending=False)
             if self.states:
                 self.states[chunk].open(segment)
             with torch.set_grad_enabled(keep):
@@ -239,11 +253,14 @@ class StageRun:
         graph, arrived = live.graph, None
         if not self._is_last(chunk):
             arrived = self._receive(op, stage)
+        pool = self.pools[chunk]
         with self._timed(op):
             if graph is None:
+                pool.begin(live.context.slot_runs, descending=False)
                 self.recomputed_tokens += self.lengths[segment]
                 with torch.enable_grad():
                     graph = self._run_model(op, live.context, live.stage_input)
+            pool.begin(live.context.slot_runs, descending=True)
             if arrived is None:
                 outputs, gradients = self._at_the_loss(segment, graph, is_last)
             else:
@@ -309,6 +326,10 @@ class StageRun:
         own = slice(plan.start[segment], plan.start[segment + 1])
         path = plan.path_of(segment)
         slot = plan.slot_start[chunk][segment]
+        slots = slice(slot, slot + own.stop - own.start)
+        runs = None
+        if self.model.kv_on_host is not None:
+            runs = SlotRuns.of(plan.host_slots[chunk][self.paths.stream_indices(segment)], slots)
         return SegmentContext(
             position_ids=plan.positions[own],
             routing=self.experts[chunk].routing(segment) if self.experts else None,
@@ -316,7 +337,8 @@ class StageRun:
             pool=self.pools[chunk],
             layer_rows=self.layer_rows[chunk],
             path_states=self.states[chunk].of_segment(segment) if self.states else None,
-            slots=slice(slot, slot + own.stop - own.start),
+            slots=slots,
+            slot_runs=runs,
             ancestor_slots=plan.token_slot[chunk][path],
             query_index=plan.stream[own],
             key_index=torch.cat([path, plan.stream[own]]),

@@ -6,7 +6,8 @@ from dta_kernels.logprobs.reverse_kl import TeacherRows
 from dta_kernels.tree_attention.plan import AttentionShape
 from dta_kernels.tree_attention.reference import accumulation_dtype
 from megatron_dta.model.attention.context import AttentionContext, EmptyContext
-from megatron_dta.model.attention.kv_pool import KVPool
+from megatron_dta.model.attention.kv_offload import HostSlots, OffloadedKVPool
+from megatron_dta.model.attention.kv_pool import KVPool, SlotRuns
 from megatron_dta.model.attention.segment_attention import (
     SegmentAttentionPlans,
     choose_attention,
@@ -40,13 +41,16 @@ __all__ = [
     "EmptyContext",
     "GatedDeltaNet",
     "Head",
+    "HostSlots",
     "KVPool",
     "LoraAdapter",
     "Mesh",
     "Model",
+    "OffloadedKVPool",
     "RowChunk",
     "SegmentAttentionPlans",
     "SegmentContext",
+    "SlotRuns",
     "StageChannels",
     "StagedModel",
     "StatePool",

@@ -47,6 +47,7 @@ class Critic:
             pipeline_in_flight_tokens=config.parallel.pipeline_in_flight_tokens,
             tree_attention_impl=config.tree.tree_attention_impl,
         )
+        self.engine.offload_kv(config.tree.kv_offload_fraction)
         self._objective = make_value_objective(config.critic.value_clip or None)
 
     def train(self, batch: TreeBatch) -> dict[str, float | bool]:

@@ -351,7 +351,7 @@ def _engine(
     routing_replay: bool = False,
     costs: CostFile | None = None,
 ) -> TreeEngine:
-    return TreeEngine(
+    engine = TreeEngine(
         model,
         config.sampling.temperature,
         config.tree.logprob_chunk_tokens,
@@ -360,6 +360,8 @@ def _engine(
         routing_replay,
         costs,
     )
+    engine.offload_kv(config.tree.kv_offload_fraction)
+    return engine
 
 
 def _evaluations(config: TrainConfig, engine: TreeEngine, held_out: list[Rollout]) -> list[Evaluation]:

@@ -239,8 +239,12 @@ def _run_case(case: MeshCase) -> RankResult:
     optimizer = TrainingOptimizer(model, OptimizationConfig(train_iters=1, lr=1e-3), case.parallel)
     attention = case.tree.tree_attention_impl
     engine = TreeEngine(
-        optimizer.chunks, case.temperature, case.tree.logprob_chunk_tokens, tree_attention_impl=attention
+        optimizer.chunks,
+        case.temperature,
+        case.tree.logprob_chunk_tokens,
+        tree_attention_impl=attention,
     )
+    engine.offload_kv(case.tree.kv_offload_fraction)
     own = [case.samples[i] for i in case.partition[mesh.data_rank]]
     counts = count_trained([sample.num_trained for sample in case.samples])
     pipeline = engine.pipeline(case.tree.tree_segment_tokens)

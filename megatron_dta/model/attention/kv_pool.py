@@ -10,9 +10,12 @@ Legend: L layers, S slots, G key/value heads on this rank, D head size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +29,28 @@ class LayerSlots(NamedTuple):
     values: Tensor
     grad_keys: Tensor | None
     grad_values: Tensor | None
+
+
+@dataclass(eq=False)
+class SlotRuns:
+    """The slots that a segment uses, as runs known to the host.
+
+    Attributes:
+        ancestors: slots of the root path in earlier segments.
+        own: slots of the segment.
+        stored: layers whose K and V of the segment were copied to the host.
+    """
+
+    ancestors: list[slice]
+    own: slice
+    stored: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, ancestor_slots: np.ndarray, own: slice) -> SlotRuns:
+        """The runs of the ancestors' slots, int64 [A]."""
+        bounds = [0, *(np.flatnonzero(np.diff(ancestor_slots) != 1) + 1).tolist(), len(ancestor_slots)]
+        pairs = pairwise(bounds) if len(ancestor_slots) else ()
+        return cls([slice(int(ancestor_slots[a]), int(ancestor_slots[a]) + b - a) for a, b in pairs], own)
 
 
 class KVPool:
@@ -70,3 +95,16 @@ class KVPool:
         if self.grad_keys_LSGD is not None:
             self.grad_keys_LSGD[:, slots].zero_()
             self.grad_values_LSGD[:, slots].zero_()
+
+    def begin(self, runs: SlotRuns | None, descending: bool) -> None:
+        """Begin a pass of one segment through the layers: descending in a backward, else ascending."""
+
+    def layer(self, layer: int) -> LayerSlots:
+        """A layer's slots on the device, valid until ``finish``."""
+        return self.layers[layer]
+
+    def finish(self, layer: int, gradients: bool) -> None:
+        """A layer's kernels are launched; they wrote the ancestors' gradients, or else the segment's K and V."""
+
+    def close(self) -> None:
+        """All segments are done."""

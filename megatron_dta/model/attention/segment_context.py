@@ -25,7 +25,7 @@ import dta_kernels.tree_attention.reference as reference
 from dta_kernels.tree_attention.flash.plan import FlashAttentionPlan
 from dta_kernels.tree_attention.plan import TreeAttentionPlan, local_key_end_on_device
 from megatron_dta.model.attention.context import AttentionContext
-from megatron_dta.model.attention.kv_pool import KVPool
+from megatron_dta.model.attention.kv_pool import KVPool, SlotRuns
 
 if TYPE_CHECKING:
     from dta_kernels.tree_attention.layer_cache import SharedByLayers
@@ -39,6 +39,7 @@ class SegmentContext(AttentionContext):
         pool: K/V pool of the model chunk.
         layer_rows: index in the pool of each of the model chunk's layers with attention, by its 1-based number.
         slots: the segment's own slots.
+        slot_runs: the slots of path and segment on the host; None if all layers' K and V are on the device.
         ancestor_slots: int64 [A], slots of the tokens on the root path that lie in earlier segments, in stream order.
         query_index: int64 [N], stream indices of the segment's tokens.
         key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first.
@@ -51,6 +52,7 @@ class SegmentContext(AttentionContext):
     pool: KVPool | None = None
     layer_rows: Mapping[int, int] = field(default_factory=dict)
     slots: slice | None = None
+    slot_runs: SlotRuns | None = None
     ancestor_slots: Tensor | None = None
     query_index: Tensor | None = None
     key_index: Tensor | None = None
@@ -66,7 +68,7 @@ class SegmentContext(AttentionContext):
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of [ancestors, own] in one layer of the model chunk, each [A + N, G, D]."""
-        keys_SGD, values_SGD = self.pool.keys_LSGD[layer], self.pool.values_LSGD[layer]
+        keys_SGD, values_SGD = self.pool.layer(layer)[:2]
         if self.ancestor_slots.shape[0] == 0:
             return keys_SGD[self.slots], values_SGD[self.slots]
         return keys_SGD.index_select(0, self.key_slots), values_SGD.index_select(0, self.key_slots)
@@ -82,7 +84,7 @@ class SegmentContext(AttentionContext):
         # Imported here because the reference does not need Triton.
         from dta_kernels.tree_attention.gather_keys import gather_keys
 
-        pool = self.pool.layers[layer]
+        pool = self.pool.layer(layer)
         if key is not None:
             pool.keys[self.slots] = key
         if self.ancestor_slots.shape[0]:
@@ -92,7 +94,9 @@ class SegmentContext(AttentionContext):
             keys, values = pool.keys[self.slots], pool.values[self.slots]
             values.copy_(value)
         plan, ends = self.attention_plan, self.local_key_end
-        return self._attention.tree_attention_forward(query, keys, values, ends, plan, scale, self._shared)
+        found = self._attention.tree_attention_forward(query, keys, values, ends, plan, scale, self._shared)
+        self.pool.finish(layer, gradients=False)
+        return found
 
     def attention_gradients(
         self, layer: int, grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, scale: float
@@ -100,7 +104,7 @@ class SegmentContext(AttentionContext):
         """Gradients by queries, own keys and own values of ``attend_by_kernels``; adds the ancestors' to the pool."""
         from dta_kernels.tree_attention.gather_keys import gather_keys
 
-        pool = self.pool.layers[layer]
+        pool = self.pool.layer(layer)
         if self.ancestor_slots.shape[0]:
             keys, values = self._gathered
             gather_keys(pool.keys, pool.values, self.key_slots, (keys, values))
@@ -108,9 +112,11 @@ class SegmentContext(AttentionContext):
             keys, values = pool.keys[self.slots], pool.values[self.slots]
         attention, plan, ends = self._attention, self.attention_plan, self.local_key_end
         into = attention.KeyGradients(pool.grad_keys, pool.grad_values, self.key_slots)
-        return attention.tree_attention_backward(
+        found = attention.tree_attention_backward(
             grad_out, query, keys, values, out, lse, ends, plan, scale, into, self._shared
         )
+        self.pool.finish(layer, gradients=True)
+        return found
 
     def attend_exchanged(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -151,7 +157,7 @@ class SegmentContext(AttentionContext):
 
     def own_keys(self, layer: int) -> Tensor:
         """View of the pool on the segment's keys [N, G, D] in one layer of the model chunk."""
-        return self.pool.layers[layer].keys[self.slots]
+        return self.pool.layer(layer).keys[self.slots]
 
     @property
     def _attention(self) -> ModuleType:
@@ -196,12 +202,13 @@ class _SegmentAttention(torch.autograd.Function):
         if segment.attention_plan is not None:
             out, lse = segment.attend_by_kernels(layer, query, key, value, scale)
         else:
-            segment.pool.keys_LSGD[layer, segment.slots] = key
-            segment.pool.values_LSGD[layer, segment.slots] = value
+            pool = segment.pool.layer(layer)
+            pool.keys[segment.slots], pool.values[segment.slots] = key, value
             keys, values = segment.keys_and_values(layer)
             out, lse = reference.tree_attention_forward(
                 query, keys, values, segment.query_index, segment.key_index, segment.key_end, scale
             )
+            segment.pool.finish(layer, gradients=False)
         # K and V stay in the pool until the segment's backward, so only queries, output and log-sum-exp are saved.
         ctx.save_for_backward(query, out, lse)
         ctx.segment, ctx.layer, ctx.scale = segment, layer, scale
@@ -210,17 +217,18 @@ class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         query, out, lse = ctx.saved_tensors
-        segment, layer, pool = ctx.segment, ctx.layer, ctx.segment.pool
+        segment, layer = ctx.segment, ctx.layer
         if segment.attention_plan is not None:
             return *segment.attention_gradients(layer, grad_out, query, out, lse, ctx.scale), None, None, None
         keys, values = segment.keys_and_values(layer)
         dq, dk, dv = reference.tree_attention_backward(
             grad_out, query, keys, values, out, lse, segment.query_index, segment.key_index, segment.key_end, ctx.scale
         )
-        num_ancestors = segment.ancestor_slots.shape[0]
+        num_ancestors, pool = segment.ancestor_slots.shape[0], segment.pool.layer(layer)
         # Slots are distinct, so the scatter is deterministic on a GPU too.
-        pool.grad_keys_LSGD[layer].index_add_(0, segment.ancestor_slots, dk[:num_ancestors])
-        pool.grad_values_LSGD[layer].index_add_(0, segment.ancestor_slots, dv[:num_ancestors])
-        grad_key = dk[num_ancestors:] + pool.grad_keys_LSGD[layer, segment.slots]
-        grad_value = dv[num_ancestors:] + pool.grad_values_LSGD[layer, segment.slots]
+        pool.grad_keys.index_add_(0, segment.ancestor_slots, dk[:num_ancestors])
+        pool.grad_values.index_add_(0, segment.ancestor_slots, dv[:num_ancestors])
+        grad_key = dk[num_ancestors:] + pool.grad_keys[segment.slots]
+        grad_value = dv[num_ancestors:] + pool.grad_values[segment.slots]
+        segment.pool.finish(layer, gradients=True)
         return dq, grad_key.to(query.dtype), grad_value.to(query.dtype), None, None, None

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.kv_offload import layers_on_device
 from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates, hybrid_layer_bytes
 from megatron_dta.planning.segments.schedule import OpKind
 
@@ -67,6 +68,7 @@ class RankTensors:
         float32_logits: whether logits are float32 beside a gradient in the weights' dtype.
         expert_ranks: number of ranks over which experts are divided.
         expert_tensor_size: tensor parallelism of each expert.
+        kv_offload_fraction: share of the layers whose K/V slots are on the host.
     """
 
     element_bytes: int = 2
@@ -81,6 +83,7 @@ class RankTensors:
     expert_ranks: int = 1
     context_size: int = 1
     expert_tensor_size: int = 1
+    kv_offload_fraction: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class SegmentBytes:
             ``most_scores``.
         kv_per_token: bytes of a token in flight, once for all layers of a rank.
         fixed: bytes that exist throughout the step.
+        kv_offload_fraction: share of a rank's layers with attention whose K/V slots are on the host.
+        attention_share: share of the layers that have attention; the others have no K/V slots.
     """
 
     kept_per_token_and_layer: float
@@ -114,6 +119,8 @@ class SegmentBytes:
     most_scores: float = 0.0
     kv_per_token: float = 0.0
     fixed: float = 0.0
+    kv_offload_fraction: float = 0.0
+    attention_share: float = 1.0
 
     @classmethod
     def of_shape(cls, shape: DecoderShape, rank: RankTensors | None = None) -> SegmentBytes:
@@ -183,6 +190,8 @@ class SegmentBytes:
             work_per_token=work,
             work_per_path_token=_INDEX_BYTES if fused_attention else kv,
             work_fixed=rank.logit_rows * shape.vocab_size / tensor_size * row + largest_gradient,
+            kv_offload_fraction=rank.kv_offload_fraction,
+            attention_share=shape.num_attention_layers / shape.num_layers,
         )
         if fused_attention:
             found = found._with_scores(query, groups, heads, element_bytes, rank.flash_attention)
@@ -247,7 +256,9 @@ class SegmentBytes:
 
     def slot(self, layers: float) -> float:
         """Bytes of a token in flight on a rank with ``layers`` layers, without its activations."""
-        return layers * self.kv_per_token_and_layer + self.kv_per_token
+        with_attention = layers * self.attention_share
+        share = layers_on_device(with_attention, self.kv_offload_fraction) / with_attention if with_attention else 1.0
+        return share * layers * self.kv_per_token_and_layer + self.kv_per_token
 
 
 def _expert_bytes(shape: DecoderShape, rank: RankTensors) -> tuple[float, float]:

@@ -154,7 +154,7 @@ def test_a_lost_gradient_would_be_seen(references):
 
     def forgetful(context: SegmentContext, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         # Called at the start of each backward too, before the own part of dK is read.
-        context.pool.grad_keys_LSGD[layer].zero_()
+        context.pool.layer(layer).grad_keys.zero_()
         return forget(context, layer)
 
     with pytest.MonkeyPatch.context() as patch:
