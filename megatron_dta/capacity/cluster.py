@@ -16,6 +16,10 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.model import FLOOR_SECONDS_PER_LAYER, CostModel
 
+# Grouped products take this much longer than the layers' products, and twice as long with FEW_ROWS rows an expert. With
+# 1,024 rows 456 TFLOP/s were measured on an H200, and two steps with 256 rows were fitted (``moe_h200.json`` of the
+# benchmarks' results).
+GROUPED_PRODUCTS, FEW_ROWS = 1.40, 105.0
 # Products per row of logits: the forward, its recomputation in the backward, and the two gradients.
 LOGIT_PASSES = 4.0
 # The backward of attention recomputes the scores: 5 products for the 2 of the forward.

@@ -23,7 +23,9 @@ import numpy as np
 
 from megatron_dta.capacity.cluster import (
     ATTENTION_PASSES,
+    FEW_ROWS,
     GEMM_PASSES,
+    GROUPED_PRODUCTS,
     LOGIT_PASSES,
     Cluster,
     elementwise_channels,
@@ -89,7 +91,8 @@ def stage_time(
     kinds = shape.kinds(layers)
     again_gemm, again_attention = 1 + recomputed / GEMM_PASSES, 1 + recomputed / ATTENTION_PASSES
     again = 1 + recomputed * FORWARD_PART
-    gemm_flops = 2.0 * GEMM_PASSES * sum(n * shape.token_weights(layer) for layer, n in kinds) * work.tokens
+    grouped = sum(n for layer, n in kinds if shape.moe_layers[layer] and shape.moe_grouped_gemm) * shape.routed_weights
+    plain = sum(n * shape.token_weights(layer) for layer, n in kinds) - grouped
     attention_flops = 4.0 * ATTENTION_PASSES * len(layers) * shape.query_width * work.pairs
     logit_flops = 0.0
     if (len(mesh.layers) - 1) % mesh.pipeline == stage:
@@ -102,9 +105,11 @@ def stage_time(
     # Keys and values of ancestors are gathered in forward and backward; their gradients are added in float32.
     gathered = len(layers) * 2.0 * shape.kv_width / mesh.tensor * (2 * 2 * 2 + 2 * 4)
     longer, ranks = 1 + cluster.short_segment_tokens * mesh.context / work.segment_tokens, mesh.tensor * mesh.context
+    weights = plain * longer + (grouped and grouped * grouped_factor(shape, mesh, work.segment_tokens))
+    gemm_flops = 2.0 * GEMM_PASSES * weights * work.tokens
     moved_bytes = (moved * work.tokens + gathered * work.path_tokens) / mesh.context
     time = StepTime(
-        gemm=gemm_flops / ranks / cluster.gemm_rate * again_gemm * longer,
+        gemm=gemm_flops / ranks / cluster.gemm_rate * again_gemm,
         attention=attention_flops / ranks / cluster.attention_rate * again_attention,
         logits=logit_flops / ranks / cluster.logit_rate * longer,
         elementwise=moved_bytes / cluster.hbm_rate * again * longer,
@@ -112,6 +117,13 @@ def stage_time(
     )
     launched = sum(count * layer_launches(shape, mesh, layer) for layer, count in kinds)
     return replace(time, launches=_waiting_for_launches(time, cluster, work, launched, recomputed))
+
+
+def grouped_factor(shape: DecoderShape, mesh: RunMesh, segment_tokens: float) -> float:
+    """Time of grouped products over that of large products: an expert has few rows of all ranks' segments."""
+    segments = mesh.experts * mesh.expert_tensor / (mesh.tensor * mesh.context)
+    rows = segment_tokens * segments * shape.moe_router_topk / shape.num_experts
+    return GROUPED_PRODUCTS * (1 + FEW_ROWS / rows)
 
 
 def layer_launches(shape: DecoderShape, mesh: RunMesh, layer: int) -> float:

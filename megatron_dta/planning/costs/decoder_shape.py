@@ -235,12 +235,17 @@ class DecoderShape:
         """Number of parameters of the model."""
         return self.stage_parameters([self.num_layers], 0).total
 
+    @property
+    def routed_weights(self) -> int:
+        """Matrix entries of the routed experts that a token is multiplied with in a layer with experts."""
+        return self.moe_router_topk * self._ffn(self.expert_width)
+
     def token_weights(self, layer: int) -> int:
         """Matrix entries that a token is multiplied with in a layer."""
         if not self.moe_layers[layer]:
             return self.mixer_weights(layer) + self._ffn(self.ffn_hidden_size)
         router = self.num_experts * self.hidden_size
-        return self.mixer_weights(layer) + router + self._shared + self.moe_router_topk * self._ffn(self.expert_width)
+        return self.mixer_weights(layer) + router + self._shared + self.routed_weights
 
     @property
     def layer_weights(self) -> int:
