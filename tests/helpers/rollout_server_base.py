@@ -54,6 +54,8 @@ class RolloutServer:
         self.folders: list[str] = []
         self.loaded: list[dict[str, Tensor]] = []
         self.violations: list[str] = []
+        # The table of each label that it was given.
+        self.tables: dict[str, np.ndarray] = {}
         self.label = "default"
         self.paused, self.running, self.most_running = False, 0, 0
         # Seconds for each token, beside those for each request; how often all running requests were ended.
@@ -103,6 +105,14 @@ class RolloutServer:
         if not self._stopped:
             self._stopped = True
             asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._label, self.tables[label] = label, self.table
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         path = "/" + request.match_info["path"]

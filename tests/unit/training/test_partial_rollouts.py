@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,12 +13,11 @@ import pytest
 from conftest import REPOSITORY, seed_all
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.jsonl import read_jsonl
+from megatron_dta.sampling.engines import build
 from megatron_dta.training.dry_run import dry_run
-from megatron_dta.training.loop import Trainer
+from partial_rollout_cases import QUICK, Fleet, check_batches, record, tables_of, train_with_faults
 from rollout_runs import Runs
-from rollout_server_forms import log_softmax
 
 
 @pytest.fixture
@@ -28,71 +26,20 @@ def runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runs]:
         yield Runs(stack, tmp_path, seed_all(len(request.node.name)))
 
 
-def record(trainer: Trainer) -> list[tuple[int, list[Rollout]]]:
-    """For each rollout batch the steps done when it was taken and its rollouts, filled as the trainer runs."""
-    found: list[tuple[int, list[Rollout]]] = []
-    collect = trainer.source.next_batch
-
-    def remember(number):
-        rollouts = collect(number)
-        found.append((trainer.progress.iteration, rollouts))
-        return rollouts
-
-    trainer.source.next_batch = remember
-    return found
-
-
-def tables_of(runs: Runs, trainer: Trainer) -> dict[int, np.ndarray]:
-    """The table that the servers sample from at each version, filled as they get weights; some versions are skipped."""
-    tables: dict[int, np.ndarray] = {}
-    engine, newest = trainer.source._engine, []
-    update = engine.update_weights
-
-    def update_weights(version, weights):
-        newest.append(version)
-        update(version, weights)
-
-    engine.update_weights = update_weights
-    for server in runs.servers:
-
-        def use(weights, server=server, use=server.use):
-            use(weights)
-            tables[newest[-1]] = server.table
-
-        server.use = use
-    return tables
-
-
-def check_batches(batches: list[tuple[int, list[Rollout]]], tables: dict[int, np.ndarray], bound: int) -> None:
-    """Every token has the logprob of its version, versions rise along a rollout and are within the bound."""
-    names = Counter(rollout.group_id for _, rollouts in batches for rollout in rollouts)
-    assert set(names.values()) <= {4}
-    for step, rollouts in batches:
-        for rollout in rollouts:
-            places = np.flatnonzero(rollout.loss_mask)
-            versions = rollout.token_versions[places]
-            assert (np.diff(versions) >= 0).all()
-            assert rollout.policy_version == versions[0]
-            assert 0 <= step - versions[-1] <= step - versions[0] <= bound
-            assert (rollout.token_versions[~rollout.loss_mask] == -1).all()
-            for place, version in zip(places, versions, strict=True):
-                row = log_softmax(tables[version][rollout.token_ids[place - 1]])
-                assert abs(row[rollout.token_ids[place]] - rollout.logprobs[place]) < 1e-5
-
-
 @pytest.mark.parametrize(("kind", "way"), [("vllm", "folder"), ("sglang", "gloo")])
 def test_tokens_keep_the_version_that_sampled_them(runs: Runs, kind: str, way: str) -> None:
     servers = runs.add_servers(kind, 2)
     for server in servers:
-        server.token_delay_s = 0.05
+        # Slower than a step on a busy machine.
+        server.token_delay_s = 0.15
     trainer, _ = runs.trainer(
         f"--train-iters 8 --save {runs.folder / 'run'} --rollout-max-staleness 2 --partial-rollout --lr 1e-3 "
         f"--rollout-weight-transfer {way} --save-rollouts-interval 1"
     )
-    batches, tables = record(trainer), tables_of(runs, trainer)
+    batches = record(trainer)
     trainer.run()
     trainer.metrics.close()
-    check_batches(batches, tables, 2)
+    check_batches(batches, tables_of(servers, trainer), 2)
     assert [len(rollouts) for _, rollouts in batches] == [12] * 8
     mixed = [r for _, rollouts in batches for r in rollouts if len(set(r.token_versions[r.loss_mask])) > 1]
     assert mixed
@@ -144,3 +91,14 @@ def test_what_has_no_single_groups_is_refused(runs: Runs, flags: str, match: str
     runs.add_servers("vllm", 1)
     with pytest.raises(InputError, match=match):
         runs.trainer(f"--train-iters 1 --save {runs.folder / 'run'} {flags}")
+
+
+def test_no_group_is_lost_or_trained_twice_while_servers_come_and_go(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The short version of ``tests/stress/server_faults.py``: servers die and return, and the run is killed once."""
+    monkeypatch.setattr(build, "HttpSettings", QUICK)
+    fleet = Fleet(runs, "vllm", np.random.default_rng(3))
+    found = train_with_faults(runs, fleet, steps=12, killed_after=7)
+    assert found["groups"] == 36
+    assert {"kill", "add", "restart", "remove"} <= set(fleet.events)

@@ -219,11 +219,13 @@ class HttpClient(ServerPool):
 
     async def find_healthy(self) -> list[Server]:
         """Check all servers, including those left out. Returns the healthy ones."""
-        healthy = await asyncio.gather(*(self.is_healthy(server) for server in self.servers))
-        for server, is_healthy in zip(self.servers, healthy, strict=True):
+        # The list may change meanwhile.
+        servers = tuple(self.servers)
+        healthy = await asyncio.gather(*(self.is_healthy(server) for server in servers))
+        for server, is_healthy in zip(servers, healthy, strict=True):
             if not is_healthy:
                 self.leave_out(server, server.problem or "fails its health check")
-        return [server for server, is_healthy in zip(self.servers, healthy, strict=True) if is_healthy]
+        return [server for server, is_healthy in zip(servers, healthy, strict=True) if is_healthy]
 
     async def _revived(self) -> list[Server]:
         """The servers that are healthy again with the current weights, after all of them were left out."""

@@ -1,0 +1,204 @@
+"""Runs with ``--partial-rollout``: what they train, with servers that are killed, restarted, added and removed."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.engines.servers.http_settings import HttpSettings
+from megatron_dta.sampling.sources.rank0_source import unpack_rollout
+from megatron_dta.training.loop import Trainer
+from megatron_dta.training.setup import build_trainer
+from rollout_runs import Runs
+from rollout_server_base import RolloutServer
+from rollout_server_forms import log_softmax
+
+Batches = list[tuple[int, list[Rollout]]]
+# Servers that return or are new are found at once.
+QUICK = partial(HttpSettings, revisit_s=0.1, backoff_s=0.02, backoff_limit_s=0.2)
+
+
+def record(trainer: Trainer) -> Batches:
+    """For each rollout batch the steps done when it was taken and its rollouts, filled as the trainer runs."""
+    found: Batches = []
+    collect = trainer.source.next_batch
+
+    def remember(number):
+        rollouts = collect(number)
+        found.append((trainer.progress.iteration, rollouts))
+        return rollouts
+
+    trainer.source.next_batch = remember
+    return found
+
+
+def tables_of(servers: Sequence[RolloutServer], trainer: Trainer) -> dict[int, np.ndarray]:
+    """The table from which servers sample at each version of a run; all servers must agree."""
+    run, found = trainer.source._engine._weights.run, {}
+    for server in servers:
+        for label, table in server.tables.items():
+            if label.startswith(run):
+                assert np.array_equal(found.setdefault(int(label.rsplit("-", 1)[1]), table), table)
+    return found
+
+
+def check_batches(batches: Batches, tables: dict[int, np.ndarray], bound: int) -> None:
+    """Every token has the logprob of its version, versions rise along a rollout and are within the bound."""
+    for step, rollouts in batches:
+        for rollout in rollouts:
+            places = np.flatnonzero(rollout.loss_mask)
+            versions = rollout.token_versions[places]
+            assert (np.diff(versions) >= 0).all()
+            assert rollout.policy_version == versions[0]
+            assert 0 <= step - versions[-1] <= step - versions[0] <= bound
+            assert (rollout.token_versions[~rollout.loss_mask] == -1).all()
+            for place, version in zip(places, versions, strict=True):
+                row = log_softmax(tables[version][rollout.token_ids[place - 1]])
+                assert abs(row[rollout.token_ids[place]] - rollout.logprobs[place]) < 1e-5
+
+
+def groups_in(batches: Batches) -> Counter[int]:
+    """Number of rollouts of each group in the batches."""
+    return Counter(int(rollout.group_id.split(":")[0]) for _, rollouts in batches for rollout in rollouts)
+
+
+class Fleet:
+    """Servers of a run with ``--rollout-server-file`` that come and go.
+
+    Attributes:
+        events: counts of what happened, by name.
+        servers: all that ever were.
+    """
+
+    def __init__(self, runs: Runs, kind: str, rng: np.random.Generator) -> None:
+        self._runs, self.kind, self._rng = runs, kind, rng
+        self.events: Counter[str] = Counter()
+        self.servers: list[RolloutServer] = []
+        self._listed: list[RolloutServer] = []
+        self._dead: list[RolloutServer] = []
+        self.file = runs.folder / "servers"
+        for _ in range(3):
+            self._add()
+
+    def act(self, number: int) -> None:
+        """Kill, add, restart or remove a server."""
+        event = ("kill", "add", "restart", "remove")[number % 4]
+        alive = [server for server in self._listed if server not in self._dead]
+        if event == "kill":
+            server = alive[self._rng.integers(len(alive))]
+            server.stop()
+            self._dead.append(server)
+        elif event == "add":
+            self._add()
+        elif event == "restart":
+            server = self._dead.pop(0)
+            self._listed.remove(server)
+            self._add(int(server.url.rsplit(":", 1)[1]))
+        else:
+            self._listed.remove(alive[0])
+            self._write()
+        self.events[event] += 1
+
+    def _add(self, port: int = 0) -> None:
+        self._runs.servers.clear()
+        (server,) = self._runs.add_servers(self.kind, 1, port=port)
+        server.token_delay_s = 0.03
+        self.servers.append(server)
+        self._listed.append(server)
+        self._write()
+
+    def _write(self) -> None:
+        temporary = Path(f"{self.file}.new")
+        temporary.write_text("".join(f"{server.url}\n" for server in self._listed))
+        temporary.replace(self.file)
+
+
+def train_with_faults(runs: Runs, fleet: Fleet, steps: int, killed_after: int, flags: str = "") -> dict[str, int]:
+    """Train while servers come and go, kill the run in the step after a checkpoint, continue it, and check that every
+    group was trained once, by weights within the bound. The fleet acts after every second step.
+
+    Returns:
+        counts of trained groups, of rollouts with several versions, and of groups that the checkpoint kept.
+    """
+    runs.servers.clear()
+    more = (
+        f"--train-iters {steps} --save {runs.folder / 'run'} --save-interval {killed_after} --lr 1e-3 "
+        f"--rollout-max-staleness 2 --partial-rollout --rollout-server-file {fleet.file} {flags}"
+    )
+    command = f"{runs.command(more, fleet.kind)} --rollout-attempts 20"
+    saved: list[dict[str, Any]] = []
+
+    def trainer(killed_at: int | None) -> Trainer:
+        found = build_trainer(parse_arguments(command.split()), Console(file=io.StringIO()))
+        report, state_dict = found._report, found.source.state_dict
+
+        def act(record):
+            report(record)
+            if record["iteration"] % 2 == 0:
+                fleet.act(record["iteration"] // 2 - 1)
+            if record["iteration"] == killed_at:
+                raise KeyboardInterrupt
+
+        found._report, found.source.state_dict = act, lambda wait=True: saved.append(state_dict(wait)) or saved[-1]
+        return found
+
+    first = trainer(killed_after + 1)
+    lost = record(first)
+    with suppress(KeyboardInterrupt):
+        first.run()
+    first.metrics.close()
+    kept, second = saved[0]["stream"], trainer(None)
+    assert second.progress.iteration == killed_after
+    restored = second.source.state_dict()["stream"]
+    assert_equal(restored, kept)
+    rest = record(second)
+    second.run()
+    second.metrics.close()
+    trained = lost[:killed_after]
+    check_batches(trained, tables_of(fleet.servers, first), 2)
+    tables = tables_of(fleet.servers, first) | tables_of(fleet.servers, second)
+    known = {each["group"]: [unpack_rollout(rollout) for rollout in each["rollouts"]] for each in kept["finished"]}
+    for step, rollouts in rest:
+        for rollout in rollouts:
+            group = int(rollout.group_id.split(":")[0])
+            # A group that the checkpoint kept is trained as it was, bit for bit.
+            same = [own for own in known.get(group, [rollout]) if np.array_equal(own.token_ids, rollout.token_ids)]
+            assert any(np.array_equal(own.logprobs, rollout.logprobs) for own in same)
+            assert any(np.array_equal(own.token_versions, rollout.token_versions) for own in same)
+        check_batches([(step, [r for r in rollouts if int(r.group_id.split(":")[0]) not in known])], tables, 2)
+    groups = groups_in(trained) + groups_in(rest)
+    assert set(groups.values()) == {4}
+    assert len(groups) == 3 * steps
+    end = saved[-1]["stream"]
+    left = {each["group"] for each in end["finished"]} | set(end["unfinished"])
+    assert not left & set(groups)
+    assert left | set(groups) == set(range(end["next_group"]))
+    every = [rollout for _, rollouts in trained + rest for rollout in rollouts]
+    mixed = sum(len(np.unique(rollout.token_versions[rollout.loss_mask])) > 1 for rollout in every)
+    return {"groups": len(groups), "mixed rollouts": mixed, "kept groups": len(known)}
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    """Equal in every bit: dictionaries, lists, tensors and plain values."""
+    assert type(left) is type(right)
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+    if isinstance(left, dict | list):
+        pairs = [(left[key], right[key]) for key in left] if isinstance(left, dict) else zip(left, right, strict=True)
+        for one, other in pairs:
+            assert_equal(one, other)
+    elif isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    else:
+        assert left == right
