@@ -46,13 +46,6 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
                 f"--rollout-temperature {sampling.temperature:g} and --rollout-top-p {sampling.rollout_top_p:g}: vLLM "
                 f"returns no logprobs of the tempered softmax before the nucleus; {fix}"
             )
-    is_hybrid = config.model.experimental_attention_variant is not None
-    if engine == "in-process" and is_hybrid and config.speculation.rollout_speculation != "none":
-        yield (
-            f"--rollout-speculation {config.speculation.rollout_speculation} does not support "
-            "--experimental-attention-variant with --rollout-engine in-process, where no state is restored after a "
-            "rejected draft; leave it out"
-        )
     if engine == "replay" and not sampling.rollout_replay:
         yield "--rollout-engine replay needs --rollout-replay FILE, the rollouts to return"
     if sampling.reward_function == "remote" and not config.reward.reward_server_url:

@@ -46,15 +46,13 @@ class DecodeStates:
         for tensor in (*self.states.values(), *self.rows.values()):
             tensor[target] = tensor[source]
 
-    def of_pass(
-        self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], uses_kernels: bool
-    ) -> PassStates:
-        """The states of a pass that appends ``counts[i]`` tokens to the ``starts[i]`` of the sequence of slot i."""
-        return PassStates(self, slots, starts, counts, uses_kernels)
-
 
 class PassStates:
-    """``PathStates`` of one pass; the tokens are those of the first row, then those of the second, and so on."""
+    """``PathStates`` of one pass, which appends ``counts[i]`` tokens to the ``starts[i]`` of the sequence of slot i.
+
+    The tokens are those of the first row, then those of the second, and so on. The states of ``tentative`` rows are
+    read but not written: it is not known yet which of their tokens are kept (``commit``).
+    """
 
     def __init__(
         self,
@@ -63,6 +61,7 @@ class PassStates:
         starts: Sequence[int],
         counts: Sequence[int],
         uses_kernels: bool,
+        tentative: Sequence[int] = (),
     ) -> None:
         self._owner, self._uses_kernels = owner, uses_kernels
         self._runs = Runs.of_lengths([int(count) for count in counts], owner.device)
@@ -70,15 +69,46 @@ class PassStates:
         # A sequence without computed tokens begins with zeros, whatever the slot held before.
         self._begun = self._upload((np.asarray(starts) > 0).astype(np.int64)).bool()
         self._layouts: dict[int, PathLayout] = {}
+        self._tentative, ends = list(tentative), np.cumsum(counts)
+        self._written = self._upload(np.setdiff1d(np.arange(len(counts)), self._tentative))
+        self._num_kept = [int(counts[row]) for row in self._tentative]
+        kept = [np.arange(ends[row] - counts[row], ends[row]) for row in self._tentative]
+        self._kept = self._upload(np.concatenate(kept)) if kept else None
+        # By layer: inputs of the tentative rows' tokens.
+        self._filtered: dict[int, Tensor] = {}
+        self._recurred: dict[int, tuple[Recurrence, tuple[Tensor, ...]]] = {}
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Write the states of the tentative rows, of whose tokens the first ``counts[i]`` are kept."""
+        rows = [i for i, count in enumerate(counts) if count]
+        if not rows:
+            return
+        owner, offsets = self._owner, np.concatenate([[0], np.cumsum(self._num_kept)])
+        own = self._upload(np.asarray([self._tentative[i] for i in rows]))
+        slots, begun = self._slots[own], self._begun[own]
+        chosen = self._upload(np.concatenate([np.arange(offsets[i], offsets[i] + counts[i]) for i in rows]))
+        runs = Runs.of_lengths([counts[i] for i in rows], owner.device)
+        for layer, filtered in self._filtered.items():
+            before = _begun_or_zero(owner.rows[layer][slots], begun)
+            for row, i in enumerate(rows):
+                path = torch.cat([before[row], filtered[offsets[i] : offsets[i] + counts[i]].to(before.dtype)])
+                owner.rows[layer][slots[row]] = path[len(path) - before.shape[1] :]
+        for layer, (recurrence, inputs) in self._recurred.items():
+            entry = _begun_or_zero(owner.states[layer][slots], begun)
+            owner.states[layer][slots] = recurrence(tuple(each[chosen] for each in inputs), entry, runs)[1]
+        self._filtered, self._recurred = {}, {}
 
     def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
         owner, width = self._owner, weight_CW.shape[1]
         before = owner.rows[layer_number][self._slots]
-        before = torch.where(self._begun[:, None, None], before, torch.zeros_like(before)).flatten(0, 1)
+        before = _begun_or_zero(before, self._begun).flatten(0, 1)
         layout = self._layout(width)
         last = layout.place[self._runs.on_device[1:] - 1].unsqueeze(1)
         kept = layout.source[last + torch.arange(2 - width, 1, device=owner.device)]
-        owner.rows[layer_number][self._slots] = torch.cat([rows_NC, before])[kept].to(rows_NC.dtype)
+        new = torch.cat([rows_NC, before])[kept].to(rows_NC.dtype)
+        owner.rows[layer_number][self._slots[self._written]] = new[self._written]
+        if self._kept is not None:
+            self._filtered[layer_number] = rows_NC[self._kept]
         return short_convolution(rows_NC, before, weight_CW, layout)
 
     def recur(
@@ -86,9 +116,10 @@ class PassStates:
     ) -> Tensor:
         states = self._owner.states[layer_number]
         entry = states[self._slots]
-        entry = torch.where(self._begun.view(-1, *(1 for _ in state)), entry, torch.zeros_like(entry))
-        output, exits = recurrence(tuple(inputs), entry, self._runs)
-        states[self._slots] = exits
+        output, exits = recurrence(tuple(inputs), _begun_or_zero(entry, self._begun), self._runs)
+        states[self._slots[self._written]] = exits[self._written]
+        if self._kept is not None:
+            self._recurred[layer_number] = recurrence, tuple(each[self._kept] for each in inputs)
         return output
 
     def _layout(self, width: int) -> PathLayout:
@@ -109,3 +140,8 @@ class PassStates:
         tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
         on_gpu = self._owner.device.type == "cuda"
         return tensor.pin_memory().to(self._owner.device, non_blocking=True) if on_gpu else tensor
+
+
+def _begun_or_zero(states: Tensor, begun: Tensor) -> Tensor:
+    """``states`` [R, ...] with zeros for the rows that have not begun."""
+    return torch.where(begun.view(-1, *(1 for _ in states.shape[1:])), states, torch.zeros_like(states))

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from conftest import seed_all
-from hybrid_cases import FLAGS, HYBRID, spread
+from hybrid_cases import HYBRID, spread
 from in_process_engine_cases import trainers_logprobs
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
 from megatron_dta.config import TreeConfig
-from megatron_dta.config.checks.all import check_config
 from megatron_dta.model.recurrent import decode_states
+from megatron_dta.sampling.engines.interface import GenerationRequest
 from rollout_forest import NEVER, SETTINGS, Drive, assert_same, run_forest, run_long, started
 from sampling_cases import make_model
+from speculation_exact_cases import Adversary, answers_of
 
 
 def hybrid_model(seed: int, dtype: torch.dtype = torch.float64):
@@ -26,6 +25,19 @@ def hybrid_model(seed: int, dtype: torch.dtype = torch.float64):
     with torch.no_grad():
         spread(dict(model.named_parameters()), seed)
     return model
+
+
+def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the slots of states begin with NaN."""
+    grow = decode_states.DecodeStates.grow
+
+    def poisoned(self: decode_states.DecodeStates, num_slots: int) -> None:
+        before = self.num_slots
+        grow(self, num_slots)
+        for tensor in (*self.states.values(), *self.rows.values()):
+            tensor[before:] = float("nan")
+
+    monkeypatch.setattr(decode_states.DecodeStates, "grow", poisoned)
 
 
 def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls():
@@ -52,21 +64,39 @@ def test_preempted_requests_begin_again_with_no_state(monkeypatch: pytest.Monkey
     """Slots are used again by other requests, and start with NaN instead of zeros."""
     model = hybrid_model(14)
     reference = run_long(started(model, NEVER))
-    grow = decode_states.DecodeStates.grow
-
-    def poisoned(self: decode_states.DecodeStates, num_slots: int) -> None:
-        before = self.num_slots
-        grow(self, num_slots)
-        for tensor in (*self.states.values(), *self.rows.values()):
-            tensor[before:] = float("nan")
-
-    monkeypatch.setattr(decode_states.DecodeStates, "grow", poisoned)
+    poison_slots(monkeypatch)
     engine = started(model, NEVER, block_size=4, pages=30, max_requests=7)
     assert_same(run_long(engine), reference, 1e-11)
     assert engine.statistics()["preemptions"] > 1
 
 
-def test_drafts_are_refused():
-    arguments = f"{FLAGS} --task arithmetic --tokenizer-type NullTokenizer --rollout-speculation das"
-    with pytest.raises(InputError, match="--rollout-speculation das does not support --experimental-attention-variant"):
-        check_config(parse_arguments(arguments.split()))
+@pytest.mark.parametrize("kind", ["wrong", "mixed"])
+def test_rejected_drafts_leave_no_trace_in_the_states(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """In float32, where the tokens must be the same and the logprobs up to rounding; slots begin with NaN."""
+    model, drive = hybrid_model(5, torch.float32), Drive(seed=5, prompts=2)
+    poison_slots(monkeypatch)
+    expected = run_forest(started(model), drive)
+    drafting = Adversary(kind, answers_of(expected), seed=2)
+    engine = started(model, block_size=4, max_tokens=12, drafting=drafting)
+    assert_same(run_forest(engine, drive), expected, 1e-4)
+    assert (drafting.accepted > 0) == (kind == "mixed")
+    assert drafting.drafted > drafting.accepted
+
+
+def test_a_shared_context_is_computed_once():
+    model = hybrid_model(6)
+    context = np.arange(13, dtype=np.int32) % 7
+    requests = [GenerationRequest(i, context, 5, key=i, parent=None, hold=False) for i in range(4)]
+    alone = {}
+    for request in requests:
+        engine = started(model)
+        engine.submit([request])
+        alone[request.request_id] = (request, engine.poll()[0])
+    for settings in (dict(), dict(max_tokens=5, block_size=4), dict(max_requests=2)):
+        engine, found = started(model, **settings), {}
+        engine.submit(requests)
+        while len(found) < len(requests):
+            found |= {result.request_id: (requests[result.request_id], result) for result in engine.poll()}
+        assert_same(found, alone, 1e-11)
+        prefills = 2 if settings.get("max_requests") else 1
+        assert engine.statistics()["prefilled_tokens"] == 13 * prefills + (4 - prefills)

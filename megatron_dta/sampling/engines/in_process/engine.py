@@ -235,7 +235,7 @@ class InProcessEngine(RolloutEngine):
             context, order = paged_context(cache, starts, counts, tables, self._shape)
         else:
             context, order = append_context(cache, starts, counts, tables)
-        self._states.attach(context, [plan.rows[i] for i in order], starts[order], counts[order])
+        self._states.attach(context, [plan.rows[i] for i in order], starts[order], counts[order], widths[order])
         pieces = []
         for i in order:
             pieces += [plan.rows[i].tokens[starts[i] : starts[i] + plan.counts[i]], drafts[i]]
@@ -303,6 +303,7 @@ class InProcessEngine(RolloutEngine):
             if is_end:
                 self._scheduler.finish(sequence)
                 finished.append(sequence)
+        self._states.commit_drafts()
         self._counts["decoded_tokens"] += sum(map(len, appended))
         if drafts is not None:
             drafted = np.array([len(draft) for draft in drafts])

@@ -1,40 +1,73 @@
 """Gives each request a slot for its states, if the model has layers with a recurrence.
 
-A state belongs to exactly the tokens that were computed, so a prefix can be reused only where a request has stopped: a
-request continues its finished parent's state, of which it gets a copy beside the parent's pages. Other prefixes are
-computed again.
+A state belongs to exactly the tokens that were computed, so a prefix can be reused only where a request has stopped.
+A request continues its finished parent, or begins with the context that another one has computed for all requests with
+that context. It gets a copy of the state, beside the pages. Other prefixes are computed again.
+
+A pass does not write the states of rows with drafts. Once it is known how many drafted tokens are kept, their states
+are continued by that many tokens (``commit_drafts``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_dta.model import AttentionContext, Model
-from megatron_dta.model.recurrent.decode_states import DecodeStates
+from megatron_dta.model.recurrent.decode_states import DecodeStates, PassStates
 from megatron_dta.sampling.engines.in_process.scheduler import Pass, Prefix, Request, Scheduler
 
 _FIRST_SLOTS = 8
 
 
+@dataclass
+class StatePrefix(Prefix):
+    """A prefix after which ``source`` has a state; None if the prefix is empty."""
+
+    source: Request | None = None
+
+
 class StateScheduler(Scheduler):
-    """A scheduler whose requests reuse the whole computed part of their finished parents, or nothing."""
+    """A scheduler whose requests reuse prefixes after which another request's state stands.
 
-    def _find_prefix(self, request: Request) -> Prefix:
-        parent = request.parent
-        length = 0 if parent is None or parent.is_running else parent.num_computed_tokens
-        if parent is None or not 0 < length <= min(request.common_with_parent, request.num_tokens - 1):
-            return Prefix([], None, 0, False)
-        full, rest = divmod(length, request.page_size)
-        return Prefix(parent.pages[:full], int(parent.table[full]) if rest else None, length, False)
+    That is the whole computed part of a finished parent, or the context of a running request, all but its last token: a
+    request that computes a context for which others wait stops there once.
+    """
 
-    def _admit(self, request: Request, prefix: Prefix, plan: Pass) -> bool:
+    def _find_prefix(self, request: Request) -> StatePrefix:
+        limit, end = request.num_tokens - 1, request.context_length - 1
+        found, parent = StatePrefix([], None, 0, False), request.parent
+        same_context = self._by_context.get(request.context_digest, [])
+        sources = [(other, end) for other in same_context if other.is_running and other.num_computed_tokens == end]
+        if parent is not None and not parent.is_running:
+            sources.append((parent, min(request.common_with_parent, limit)))
+        for source, most in sources:
+            length = source.num_computed_tokens
+            if found.length < length <= most:
+                full, rest = divmod(length, request.page_size)
+                found = StatePrefix(
+                    source.pages[:full], int(source.table[full]) if rest else None, length, False, source
+                )
+        will_be_there = (other.is_running and other.num_computed_tokens < end for other in same_context)
+        found.is_pending = found.length < end and any(will_be_there)
+        return found
+
+    def _run_chunk(self, plan: Pass, request: Request, budget: int) -> int:
+        missing = request.context_length - 1 - request.num_computed_tokens
+        if missing > 0 and any(other.context_digest == request.context_digest for other in self.waiting):
+            budget = min(budget, missing)
+        return super()._run_chunk(plan, request, budget)
+
+    def _admit(self, request: Request, prefix: StatePrefix, plan: Pass) -> bool:
         if not self.running:
             # Alone, a request must fit with all its prefix or with none of it.
             self._make_room(-(-request.num_tokens // request.page_size))
             prefix = self._find_prefix(request)
+        # A source that is admitted in this pass too has no state yet; its own source has the same.
+        request.state_source = prefix.source and (prefix.source.state_source or prefix.source)
         return super()._admit(request, prefix, plan)
 
 
@@ -66,11 +99,22 @@ class RowStates:
         self._places: dict[Request, _Place] = {}
         self._free: list[int] = []
         self._states: DecodeStates | None = None
+        self._tentative: tuple[PassStates, list[Request]] | None = None
 
     def attach(
-        self, context: AttentionContext, rows: Sequence[Request], starts: np.ndarray, counts: np.ndarray
+        self,
+        context: AttentionContext,
+        rows: Sequence[Request],
+        starts: np.ndarray,
+        counts: np.ndarray,
+        drafted: np.ndarray,
     ) -> None:
-        """Let ``context`` read and write the states of the pass's ``rows``, in the order of its tokens."""
+        """Let ``context`` read and write the states of the pass's ``rows``, in the order of its tokens.
+
+        Args:
+            starts, counts, drafted: for each row, the number of its computed tokens, that of its tokens in the pass,
+                and how many of these are drafted.
+        """
         if not self.is_used:
             return
         if self._states is None:
@@ -79,14 +123,26 @@ class RowStates:
         self._make_room(sum(row not in self._places for row in rows))
         places = [self._place(row, start) for row, start in zip(rows, starts.tolist(), strict=True)]
         self._places |= {
-            row: _Place(place.slot, place.num_tokens + count)
-            for row, place, count in zip(rows, places, counts.tolist(), strict=True)
+            row: _Place(place.slot, place.num_tokens + (0 if draft else count))
+            for row, place, count, draft in zip(rows, places, counts.tolist(), drafted.tolist(), strict=True)
         }
         # Of requests that have lost their pages nothing can be continued.
         for row in [row for row in self._places if not (row.is_running or row.num_pages)]:
             self._free.append(self._places.pop(row).slot)
         uses_kernels = self._model.model_chunks[0].has_fused_layers
-        context.path_states = self._states.of_pass([place.slot for place in places], starts, counts, uses_kernels)
+        slots, tentative = [place.slot for place in places], np.flatnonzero(drafted)
+        context.path_states = states = PassStates(self._states, slots, starts, counts, uses_kernels, tentative.tolist())
+        self._tentative = (states, [rows[i] for i in tentative]) if len(tentative) else None
+
+    def commit_drafts(self) -> None:
+        """Continue the states of the last pass's rows with drafts to the tokens that the scheduler has kept."""
+        if self._tentative is None:
+            return
+        (states, rows), self._tentative = self._tentative, None
+        seen = [max(0, row.num_computed_tokens - self._places[row].num_tokens) for row in rows]
+        states.commit(seen)
+        for row, count in zip(rows, seen, strict=True):
+            self._places[row] = _Place(self._places[row].slot, self._places[row].num_tokens + count)
 
     def _make_room(self, count: int) -> None:
         if count > len(self._free):
@@ -95,14 +151,14 @@ class RowStates:
             self._states.grow(total)
 
     def _place(self, row: Request, start: int) -> _Place:
-        """The place of a request that continues behind ``start`` tokens; its parent's state is copied if it is new."""
-        place = self._places.get(row)
+        """The place of a request that continues behind ``start`` tokens; its source's state is copied if it is new."""
+        place, (source, row.state_source) = self._places.get(row), (row.state_source, None)
         if place is not None and place.num_tokens == start:
             return place
         place = _Place(self._free.pop() if place is None else place.slot, start)
         if start:
-            parent = self._places[row.parent]
-            if parent.num_tokens != start:
-                raise AssertionError(f"a state of {parent.num_tokens} tokens cannot be continued behind {start}")
-            self._states.copy(parent.slot, place.slot)
+            origin = self._places[source]
+            if origin.num_tokens != start:
+                raise AssertionError(f"a state of {origin.num_tokens} tokens cannot be continued behind {start}")
+            self._states.copy(origin.slot, place.slot)
         return place

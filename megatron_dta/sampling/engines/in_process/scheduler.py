@@ -44,6 +44,7 @@ class Request:
         logprobs: float64 [max_tokens], logprobs of the sampled tokens.
         common_with_parent: length of the prefix that the context shares with the parent's tokens.
         waiting_children: requests not yet admitted that have this one as their parent.
+        state_source: request whose state this one copies in its first pass (``row_states``).
     """
 
     def __init__(self, generation: GenerationRequest, arrival: int, page_size: int, parent: Request | None) -> None:
@@ -53,6 +54,7 @@ class Request:
         self.logprobs = np.zeros(generation.max_tokens)
         self.context_length = self.num_tokens = len(context)
         self.num_computed_tokens = self.num_pages = self.waiting_children = 0
+        self.state_source: Request | None = None
         self.table = np.zeros(-(-len(self.tokens) // page_size), dtype=np.int64)
         self.common_with_parent = 0 if parent is None else common_prefix(parent.tokens[: parent.num_tokens], context)
         # A long context is mostly its parent's, so only the new part is hashed.
@@ -220,10 +222,8 @@ class Scheduler:
         """Keep the first ``accepted`` tokens of a draft that was run, and free the pages of the rest."""
         self._record_computed(request, accepted)
         kept = -(-request.num_computed_tokens // request.page_size)
-        if kept == request.num_pages:
-            return
         self.pool.give_back(request.table[kept : request.num_pages].tolist())
-        request.num_pages = kept
+        request.num_pages = min(kept, request.num_pages)
 
     def finish(self, request: Request) -> None:
         """Finish ``request``; it keeps its pages if it is held."""
