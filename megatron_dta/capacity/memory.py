@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape, RankParameters
-from megatron_dta.planning.costs.file import CostFile
+from megatron_dta.planning.costs.file import RUN_SETTINGS, CostFile
 from megatron_dta.planning.costs.segment_bytes import GIB, RankTensors, SegmentBytes
 
 # CUDA context, NCCL buffers, and the workspaces of cuBLAS and Triton.
@@ -91,6 +91,7 @@ class StateSettings:
         distributed_optimizer: whether the replicas divide the optimizer states.
         offload_fraction: share of the optimizer states on the host.
         logprob_chunk_tokens: rows of a logit chunk; None for the default.
+        kv_offload_fraction: share of the layers whose K/V slots are on the host.
         full_recompute_layers: layers recomputed together with ``--recompute-granularity full``; None without it.
     """
 
@@ -104,6 +105,7 @@ class StateSettings:
     offload_fraction: float = 0.0
     logprob_chunk_tokens: int | None = None
     full_recompute_layers: int | None = None
+    kv_offload_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("weights", "main_grads", "main_params", "exp_avg", "exp_avg_sq"):
@@ -112,6 +114,8 @@ class StateSettings:
                 raise InputError(f"{name} {getattr(self, name)!r}: choose one of {known}")
         if not 0 <= self.offload_fraction <= 1:
             raise InputError(f"--optimizer-offload-fraction {self.offload_fraction}: must be from 0 to 1")
+        if not 0 <= self.kv_offload_fraction <= 1:
+            raise InputError(f"--kv-offload-fraction {self.kv_offload_fraction}: must be from 0 to 1")
         if self.offload_fraction and {self.main_params, self.exp_avg, self.exp_avg_sq} != {"fp32"}:
             raise InputError("--optimizer-offload-fraction: offloaded states are float32; leave their dtypes out")
 
@@ -172,6 +176,7 @@ def counted_bytes(shape: DecoderShape, mesh: RunMesh, states: StateSettings) -> 
             expert_ranks=mesh.experts,
             context_size=mesh.context,
             expert_tensor_size=mesh.expert_tensor,
+            kv_offload_fraction=states.kv_offload_fraction,
         )
         of_experts = (0.0, 0.0)
         if shape.moe_layers[layer] and shape.moe_grouped_gemm:
@@ -209,7 +214,8 @@ def corrected_bytes(counted: SegmentBytes, measured: CostFile | None) -> Segment
     for field in fields(SegmentBytes):
         value, was, is_now = (getattr(each, field.name) for each in (counted, expected, measured.bytes))
         found[field.name] = value * is_now / was if was else is_now
-    return SegmentBytes(**found)
+    kept = {name: getattr(counted, name) for name in RUN_SETTINGS}
+    return SegmentBytes(**found | kept)
 
 
 @dataclass(frozen=True)
@@ -255,6 +261,7 @@ def stage_memory(
     kept = flight.tokens if flight.kept is None else min(flight.kept, flight.tokens)
     room = float(replace(each, work_fixed=0.0).work(flight.segment, flight.path))
     keys_values = flight.tokens * each.slot(num_layers)
+    kv_on_host = flight.tokens * each.host_slot(num_layers)
     if flight.peak_bytes is None:
         activations = kept * of_token + (flight.tokens - kept) * each.input_per_token
         if kept < flight.tokens:
@@ -272,7 +279,7 @@ def stage_memory(
         logits=logits,
         workspace=FIXED_BYTES + room + messages,
         # Includes the gradients that the host uses for the update.
-        host=offloaded * (1 + 4 / states.optimizer_bytes) if offloaded else 0.0,
+        host=kv_on_host + (offloaded * (1 + 4 / states.optimizer_bytes) if offloaded else 0.0),
     )
 
 

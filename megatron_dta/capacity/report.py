@@ -264,6 +264,8 @@ def _mesh_flags(planner: Planner, prediction: Prediction) -> list[str]:
         flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     if states.logprob_chunk_tokens is not None:
         flags += ["--logprob-chunk-tokens", str(states.logprob_chunk_tokens)]
+    if states.kv_offload_fraction:
+        flags += ["--kv-offload-fraction", f"{states.kv_offload_fraction:g}"]
     if states.distributed_optimizer:
         flags.append("--use-distributed-optimizer")
     dtypes = {name: getattr(states, name) for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq")}

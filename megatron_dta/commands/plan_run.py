@@ -116,6 +116,7 @@ def parse_arguments() -> argparse.Namespace:
         default=0.0,
         help="share of the optimizer states on the host",
     )
+    add("--kv-offload-fraction", type=float, metavar="X", default=0.0, help=HELP["kv_offload_fraction"])
     add("--no-distributed-optimizer", action="store_true", help="keep all optimizer states on every replica")
     add("--no-optimizer", action="store_true", help="plan forward and backward only, as in benchmarks/train.py")
     add("--logprob-chunk-tokens", type=int, metavar="N", help=HELP["logprob_chunk_tokens"])
@@ -216,6 +217,7 @@ def read_states(arguments: argparse.Namespace) -> StateSettings:
         distributed_optimizer=not arguments.no_distributed_optimizer,
         offload_fraction=arguments.optimizer_offload_fraction,
         logprob_chunk_tokens=arguments.logprob_chunk_tokens,
+        kv_offload_fraction=arguments.kv_offload_fraction,
     )
 
 

@@ -8,6 +8,7 @@ list. A pass for logprobs only is an op list without backwards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.cost_inputs import cost_shape, costs_of_gpu, counted_bytes, why_not_predicted
 from megatron_dta.engine.expert_pass import with_auxiliary_losses
@@ -27,6 +29,7 @@ from megatron_dta.engine.step_result import StepResult, TokenOutputs
 from megatron_dta.model import HostSlots, Mesh, Model, weights_quantized_once
 from megatron_dta.planning.costs.correction import CostCorrection
 from megatron_dta.planning.costs.file import CostFile
+from megatron_dta.planning.costs.gpus import gpu_named, least_offload_tokens
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import MemoryBudget, RankTensors, SegmentBytes
 from megatron_dta.planning.costs.state_bytes import StateBytes
@@ -70,7 +73,26 @@ class TreeEngine(RankModel):
 
     def offload_kv(self, fraction: float) -> None:
         """Keep the K/V slots of this share of the layers on the host (``--kv-offload-fraction``)."""
+        if fraction > 0 and self.tree_models[0].overlaps_experts:
+            raise InputError(
+                f"--kv-offload-fraction {fraction:g} conflicts with --overlap-moe-expert-parallel-comm, which runs two "
+                "segments in turns; leave one of them out"
+            )
         self.kv_on_host = HostSlots(fraction, self.device) if fraction > 0 else None
+
+    def check_kv_offload(self, segment_tokens: int | None) -> None:
+        """Raise InputError if segments of this size compute for less time than the copies of long paths take."""
+        if self.kv_on_host is None or self.device.type != "cuda":
+            return
+        fraction, (gpu, _) = self.kv_on_host.fraction, gpu_named(torch.cuda.get_device_name(self.device))
+        heads = (self.num_heads, self.num_kv_heads)
+        least = math.ceil(least_offload_tokens(gpu, fraction, heads, self.dtype.itemsize))
+        if segment_tokens is None or segment_tokens < least:
+            raise InputError(
+                f"--kv-offload-fraction {fraction:g}: computation hides the copies of a long path for segments of "
+                f"{least} tokens or more on {gpu.name}; give --tree-segment-tokens {least} or more, or lower the "
+                "fraction in proportion"
+            )
 
     def limit_memory(self, gib: float, constant_bytes: float, automatic: bool = False) -> None:
         """Plan steps within ``gib`` GiB, of which ``constant_bytes`` are this rank's weights, gradients and optimizer

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_dta.common.errors import InputError
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DevicePlan
 from megatron_dta.engine.expert_pass import ExpertPass
@@ -86,11 +85,6 @@ class StageRun:
         # Hidden states of all rows, on the host: the only result of a pass that keeps them.
         self.row_states: Tensor | None = None
         self.experts = self._expert_passes(batch)
-        if self.program.pairs and model.kv_on_host is not None:
-            raise InputError(
-                "--kv-offload-fraction conflicts with --overlap-moe-expert-parallel-comm, which runs two segments in "
-                "turns; leave one of them out"
-            )
         self.pools = [self._pool(chunk) for chunk in range(len(model.chunks))]
         self.layer_rows = [part.attention_rows for part in model.tree_models]
         self.states = self._step_states(step)

@@ -38,6 +38,7 @@ def build_tree_engine(
         costs=load_cost_file(tree.cost_model) if tree.cost_model is not None else None,
     )
     engine.offload_kv(tree.kv_offload_fraction)
+    engine.check_kv_offload(tree.tree_segment_tokens)
     frozen = list(frozen) if optimizer is not None else [*frozen, *model.model_chunks]
     constant = constant_bytes(frozen)
     if optimizer is not None:

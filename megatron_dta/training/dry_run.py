@@ -308,7 +308,7 @@ def _tell_memory(config: TrainConfig, memory: tuple[int, RankMemory, float], tel
     text = ", ".join(f"{name.replace('_', ' ')} {value / GIB:.2f}" for name, value in named.items() if value)
     tell("memory", f"about {needed:.2f} GiB on a rank of stage {stage} (estimate): {text}")
     if parts.host:
-        tell("", f"{parts.host / GIB:.2f} GiB of the rank's optimizer states are on the host")
+        tell("", f"{parts.host / GIB:.2f} GiB of the rank's optimizer states, K and V are on the host")
     limit = config.tree.tree_memory_gib
     constant = (parts.weights + parts.gradients + parts.optimizer + more) / GIB
     if limit is not None:

@@ -361,6 +361,7 @@ def _engine(
         costs,
     )
     engine.offload_kv(config.tree.kv_offload_fraction)
+    engine.check_kv_offload(config.tree.tree_segment_tokens)
     return engine
 
 

@@ -71,6 +71,8 @@ COMBINATIONS = [
     ("cp2-tp2-ep2", "wide-experts", "dta-mixed"),
     ("cp2-ep2", "wide-experts", "packed"),
 ]
+# Meshes that run with --kv-offload-fraction, too.
+OFFLOADED = ("cp2", "cp2-pp2")
 MODELS = {
     "qwen3": QWEN3,
     "qwen2": QWEN2,
@@ -96,6 +98,9 @@ def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
         for tokens in (4, 5, 200):
             tree, name = tree_config("dta", tokens), f"cp2 siblings {tokens} {changed}"
             more[name] = suite.case("cp2", "qwen3", "dta", samples=samples, partition=[[0, 1, 2]], tree=tree)
+    for mesh in OFFLOADED:
+        tree = replace(tree_config("dta", 6, 12), kv_offload_fraction=1.0)
+        more[f"{mesh} offloaded"] = suite.case(mesh, "qwen3", "dta", tree=tree)
     for fault in ("reduction", "logprobs", "attention gradients"):
         more[f"cp2 without {fault}"] = suite.case("cp2", "qwen3", "dta", sabotage=fault)
     return suite.run(COMBINATIONS, tmp_path_factory.mktemp("context"), more)
@@ -104,6 +109,11 @@ def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
 @pytest.mark.parametrize(("mesh", "name", "cut"), COMBINATIONS)
 def test_equals_one_process(suite, results, mesh, name, cut):
     suite.check(results[f"{mesh} {name} {cut}"], mesh, name)
+
+
+@pytest.mark.parametrize("mesh", OFFLOADED)
+def test_keys_on_the_host_change_nothing(suite, results, mesh):
+    suite.check(results[f"{mesh} offloaded"], mesh, "qwen3")
 
 
 def test_a_real_tree_equals_one_process(tmp_path):

@@ -41,7 +41,7 @@ SHARED_WITH_DECODER = (
 # Bytes that files of version 1 lack.
 _SINCE_VERSION_2 = frozenset({"scores_per_token", "scores_per_pair", "most_scores", "kv_per_token", "fixed"})
 # What a run sets and no file holds.
-_SETTINGS = frozenset({"kv_offload_fraction", "attention_share"})
+RUN_SETTINGS = frozenset({"kv_offload_fraction", "attention_share"})
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class CostFile:
 
 
 def _measured(of: SegmentBytes) -> dict[str, float]:
-    return {name: value for name, value in asdict(of).items() if name not in _SETTINGS}
+    return {name: value for name, value in asdict(of).items() if name not in RUN_SETTINGS}
 
 
 def load_cost_file(path: str | Path) -> CostFile:
@@ -163,7 +163,7 @@ def load_cost_file(path: str | Path) -> CostFile:
                 f"tools/fit_cost_model.py --refit {path} --output FILE"
             )
     measured = values.get("bytes")
-    optional = _SETTINGS | (_SINCE_VERSION_2 if values.get("version", 1) == 1 else frozenset())
+    optional = RUN_SETTINGS | (_SINCE_VERSION_2 if values.get("version", 1) == 1 else frozenset())
     found = CostFile(
         str(path),
         read_part(path, values, "shape", CostShape),

@@ -24,6 +24,8 @@ from megatron_dta.planning.costs.model import (
 GEMM_SHARE, ATTENTION_SHARES, LOGIT_SHARES = 0.62, (0.626, 0.457), (0.454, 0.346)
 # Achieved shares of the memory's and of the link's bandwidth.
 MEMORY_SHARE, LINK_SHARE = 0.55, 0.65
+# The share for copies from and to pinned memory, an assumption.
+HOST_SHARE = 0.8
 # Times that the rows of gated delta net's convolution are read or written in a layer's forward, with the rule's own.
 LINEAR_PASSES = 6
 # Seconds that a host needs to launch a layer that runs as one function, and the rest of a pass: forward, backward.
@@ -37,7 +39,7 @@ class Gpu:
     Attributes:
         name: a part of the name that CUDA reports.
         flops_16, flops_32: dense FLOP/s in bfloat16 and in float32.
-        memory, link: bytes/s of the memory and to other GPUs of a node, in one direction.
+        memory, link, host: bytes/s of the memory, to other GPUs of a node and to the host, in one direction.
     """
 
     name: str
@@ -45,24 +47,25 @@ class Gpu:
     flops_32: float
     memory: float
     link: float
+    host: float
 
 
 # The first whose name is part of the reported one counts.
 GPUS = (
-    Gpu("GB200", 2500e12, 80e12, 8.0e12, 900e9),
-    Gpu("B300", 2250e12, 80e12, 8.0e12, 900e9),
-    Gpu("B200", 2250e12, 80e12, 8.0e12, 900e9),
-    Gpu("GH200", 989e12, 67e12, 4.0e12, 450e9),
-    Gpu("H200", 989e12, 67e12, 4.8e12, 450e9),
-    Gpu("H100 PCIe", 756e12, 51e12, 2.0e12, 64e9),
-    Gpu("H100 NVL", 835e12, 60e12, 3.9e12, 300e9),
-    Gpu("H100", 989e12, 67e12, 3.35e12, 450e9),
-    Gpu("H800", 989e12, 67e12, 3.35e12, 200e9),
-    Gpu("H20", 148e12, 44e12, 4.0e12, 450e9),
-    Gpu("A100", 312e12, 19.5e12, 2.0e12, 300e9),
-    Gpu("A800", 312e12, 19.5e12, 2.0e12, 200e9),
-    Gpu("L40", 362e12, 91e12, 0.86e12, 32e9),
-    Gpu("A10", 125e12, 31e12, 0.6e12, 32e9),
+    Gpu("GB200", 2500e12, 80e12, 8.0e12, 900e9, 450e9),
+    Gpu("B300", 2250e12, 80e12, 8.0e12, 900e9, 64e9),
+    Gpu("B200", 2250e12, 80e12, 8.0e12, 900e9, 64e9),
+    Gpu("GH200", 989e12, 67e12, 4.0e12, 450e9, 450e9),
+    Gpu("H200", 989e12, 67e12, 4.8e12, 450e9, 64e9),
+    Gpu("H100 PCIe", 756e12, 51e12, 2.0e12, 64e9, 64e9),
+    Gpu("H100 NVL", 835e12, 60e12, 3.9e12, 300e9, 64e9),
+    Gpu("H100", 989e12, 67e12, 3.35e12, 450e9, 64e9),
+    Gpu("H800", 989e12, 67e12, 3.35e12, 200e9, 64e9),
+    Gpu("H20", 148e12, 44e12, 4.0e12, 450e9, 64e9),
+    Gpu("A100", 312e12, 19.5e12, 2.0e12, 300e9, 32e9),
+    Gpu("A800", 312e12, 19.5e12, 2.0e12, 200e9, 32e9),
+    Gpu("L40", 362e12, 91e12, 0.86e12, 32e9, 32e9),
+    Gpu("A10", 125e12, 31e12, 0.6e12, 32e9, 32e9),
 )
 # For a GPU that the table lacks.
 ASSUMED = "H100"
@@ -131,3 +134,21 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     per_layer = DIRECT_FLOORS_PER_LAYER if split.direct else (FORWARD_FLOOR_PER_LAYER, BACKWARD_FLOOR_PER_LAYER)
     floors = [shape.num_layers * each + rest for each, rest in zip(per_layer, FLOORS, strict=True)]
     return CostModel.of_passes(tokens, pairs, edges, floors, segment_tokens)
+
+
+def least_offload_tokens(gpu: Gpu, fraction: float, heads: tuple[float, float], element_bytes: int) -> float:
+    """Tokens of a segment from which its attention alone takes longer than the copies of its path, however long.
+
+    Both are proportional to the path. A layer's backward copies K, V and the accumulators in, and the accumulators out,
+    one after the other, because its buffer is needed for both. Layers on the device compute meanwhile, too.
+
+    Args:
+        fraction: share of the layers whose K/V slots are on the host.
+        heads: a rank's query heads and its key/value heads; only their ratio matters.
+    """
+    query, kv = heads
+    peak, accumulator = gpu.flops_16 if element_bytes == 2 else gpu.flops_32, max(4, element_bytes)
+    copied = (2 * kv * element_bytes, 2 * kv * (element_bytes + 2 * accumulator))
+    computed = [4 * query * passes / share / peak for passes, share in zip((1, 2.5), ATTENTION_SHARES, strict=True)]
+    host = HOST_SHARE * gpu.host
+    return fraction * max(moved / host / seconds for moved, seconds in zip(copied, computed, strict=True))

@@ -260,6 +260,12 @@ class SegmentBytes:
         share = layers_on_device(with_attention, self.kv_offload_fraction) / with_attention if with_attention else 1.0
         return share * layers * self.kv_per_token_and_layer + self.kv_per_token
 
+    def host_slot(self, layers: float) -> float:
+        """Bytes of a token in flight on the host."""
+        with_attention = layers * self.attention_share
+        count = round(self.kv_offload_fraction * with_attention)
+        return count / with_attention * layers * self.kv_per_token_and_layer if count else 0.0
+
 
 def _expert_bytes(shape: DecoderShape, rank: RankTensors) -> tuple[float, float]:
     """Bytes of a token in a layer's experts: kept until the backward, and in use during it.

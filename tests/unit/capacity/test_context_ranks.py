@@ -38,6 +38,11 @@ def test_context_ranks_share_tokens_and_heads() -> None:
     assert sizes == {1: 8192, 2: 16384, 4: 32768}
     shared = stage_memory(SMALL, make_mesh(SMALL, 8, MeshSizes(context=8)), StateSettings(), 0, flight)
     assert shared.keys_values == pytest.approx(one.keys_values / 4)  # four key/value heads
+    offloaded = stage_memory(SMALL, meshes[1], StateSettings(kv_offload_fraction=0.5), 0, flight)
+    # Six layers and two buffers of twelve are left on the device.
+    gathered = flight.tokens * 2 * 2 * 2 * 64
+    assert offloaded.keys_values == pytest.approx(gathered + (two.keys_values - gathered) * 8 / 12)
+    assert offloaded.host == pytest.approx((two.keys_values - gathered) * 6 / 12)
     with pytest.raises(InputError, match="--context-parallel-size 16 x --tensor-model-parallel-size 1 does not divide"):
         make_mesh(SMALL, 16, MeshSizes(context=16))
     hybrid = replace(SMALL, linear_attention_layers=(True, False) * 6)

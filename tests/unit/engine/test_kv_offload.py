@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.model import HostSlots, OffloadedKVPool
+from megatron_dta.common.errors import InputError
+from megatron_dta.engine import TreeEngine
+from megatron_dta.model import HostSlots, OffloadedKVPool, build_model
 from megatron_dta.model.attention.kv_offload import _Buffer
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.gpus import gpu_named, least_offload_tokens
 from megatron_dta.planning.costs.kv_offload import layers_on_device, layers_on_host
+from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config, weights_of
 
 
@@ -97,3 +102,40 @@ def test_layers_on_the_host_are_spread_over_the_depth():
     assert layers_on_host(5, 0.2) == [2]
     assert layers_on_host(5, 0.0) == layers_on_host(0, 1.0) == []
     assert [layers_on_device(12, share) for share in (0, 0.05, 0.5, 1)] == [12, 12, 8, 2]
+
+
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+def test_the_pool_takes_the_bytes_that_are_counted(fraction):
+    shape = DecoderShape(5, 64, 128, 8, 4, 16, 100)
+    each = SegmentBytes.of_shape(shape, RankTensors(4, kv_offload_fraction=fraction))
+    host = HostSlots(fraction, torch.device("cpu"))
+    sizes = dict(num_slots=7, num_kv_heads=4, head_size=16, dtype=torch.float32, device=torch.device("cpu"))
+    pool = OffloadedKVPool(host, 0, 5, **sizes, with_gradients=True)
+    held = (pool.keys_LSGD, pool.values_LSGD, pool.grad_keys_LSGD, pool.grad_values_LSGD, *pool.gathered)
+    assert sum(tensor.nbytes for tensor in held) == 7 * each.slot(5)
+    assert host.memory(0, 0).untyped_storage().nbytes() == 7 * each.host_slot(5)
+
+
+def test_segments_too_short_to_hide_the_copies_are_refused(case, monkeypatch):
+    """Heads of Qwen3-8B: 4,096 channels of queries and 1,024 of keys."""
+    h200, found = gpu_named("NVIDIA H200")
+    assert found
+    least = least_offload_tokens(h200, 1.0, (4096, 1024), 2)
+    backward = 2.5 * 4 * 4096 / 989e12 / 0.457  # seconds of a pair of a token and a key
+    assert least == pytest.approx(2 * 1024 * (2 + 8) / (0.8 * 64e9) / backward)
+    assert least_offload_tokens(h200, 0.5, (4096, 1024), 2) == pytest.approx(least / 2)
+    engine = TreeEngine(build_model(case[0], torch.device("cpu")))
+    engine.offload_kv(1.0)
+    engine.check_kv_offload(None)  # a CPU computes and copies in turn
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
+    with pytest.raises(InputError, match=r"--kv-offload-fraction 1: .* give --tree-segment-tokens [0-9]+ or more"):
+        engine.check_kv_offload(64)
+    engine.check_kv_offload(1 << 20)
+
+
+def test_the_overlap_of_experts_is_refused(case, monkeypatch):
+    engine = TreeEngine(build_model(case[0], torch.device("cpu")))
+    monkeypatch.setattr(engine.tree_models[0], "overlaps_experts", True)
+    with pytest.raises(InputError, match="--kv-offload-fraction 1 conflicts with --overlap-moe-expert-parallel-comm"):
+        engine.offload_kv(1.0)
