@@ -92,9 +92,11 @@ class Fleet:
             self._add()
 
     def act(self, number: int) -> None:
-        """Kill, add, restart or remove a server."""
+        """Kill, add, restart or remove a server, unless that cannot be done now."""
         event = ("kill", "add", "restart", "remove")[number % 4]
         alive = [server for server in self._listed if server not in self._dead]
+        if (event == "restart" and not self._dead) or (event in ("kill", "remove") and len(alive) < 2):
+            return
         if event == "kill":
             server = alive[self._rng.integers(len(alive))]
             server.stop()

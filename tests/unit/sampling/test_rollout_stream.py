@@ -1,0 +1,96 @@
+"""The stream of groups at all speeds: bounds of their age, and every group taken once, or dropped and counted."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.sources.rollout_stream import RolloutStream, StreamLimits
+
+
+class Sampler:
+    """Groups of two rollouts whose first tokens are sampled at once and which take random times to finish."""
+
+    samples, last_failure = 2, ""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng, self.version = rng, -1
+        self._open: dict[int, tuple[float, int]] = {}
+        self.submitted: list[int] = []
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def update(self, version: int, weights: None) -> None:
+        self.version = version
+
+    def begin(self) -> None:
+        assert not self._open
+
+    def submit(self, group: int) -> None:
+        self.submitted.append(group)
+        for number in (2 * group, 2 * group + 1):
+            # A few take far longer than a step.
+            seconds = self._rng.random() * (0.01 if self._rng.random() < 0.8 else 0.08)
+            self._open[number] = time.monotonic() + seconds, self.version
+
+    def place_of(self, request_id: int) -> tuple[int, int]:
+        return divmod(request_id, 2)
+
+    def poll(self, seconds: float) -> list[SimpleNamespace]:
+        time.sleep(0.001)
+        done = [number for number, (end, _) in self._open.items() if end < time.monotonic()]
+        return [SimpleNamespace(request_id=n, versions=[-1, self._open.pop(n)[1], self.version]) for n in done]
+
+    def score(self, group: int, results: list[SimpleNamespace]) -> list[Rollout]:
+        mask = [False, True, True]
+        return [Rollout([1, 2, 3], mask, group_id=str(group), token_versions=each.versions) for each in results]
+
+    def statistics(self) -> dict[str, float]:
+        return {}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_group_is_taken_once_or_dropped_and_counted(seed: int, waits: bool) -> None:
+    rng = seed_all(seed)
+    steps, bound, groups, total = int(rng.integers(1, 3)), int(rng.integers(2, 5)), 3, 12
+    limits = StreamLimits(groups, steps, bound, total, waits)
+    sampler = Sampler(rng)
+    stream = RolloutStream(sampler, sampler.update, limits)
+    step, taken, dropped, state = 0, [], 0.0, {}
+    for number in range(total):
+        if number == total // 2:
+            # Another process goes on with what was saved.
+            state = stream.state_dict()
+            stream.close()
+            sampler = Sampler(rng)
+            stream = RolloutStream(sampler, sampler.update, limits)
+            stream.load_state_dict(state)
+        stream.offer(step, None)
+        found = None
+        while found is None:
+            found = stream.take(number, step, 0.02)
+        rollouts, statistics = found
+        dropped += statistics["stale_rollouts"]
+        assert len({rollout.group_id for rollout in rollouts}) == groups
+        assert all(0 <= step - rollout.policy_version <= bound for rollout in rollouts)
+        taken += [int(rollout.group_id) for rollout in rollouts]
+        time.sleep(rng.random() * 0.01)
+        step += steps
+    stream.close()
+    end = stream.state_dict()
+    left = {*end["finished"], *end["unfinished"]}
+    assert len(taken) == len(set(taken)) * 2
+    assert not left & set(taken)
+    lost = set(range(end["next_group"])) - left - set(taken)
+    print(f"dropped {len(lost)} groups")
+    assert dropped == 2 * len(lost)
+    assert set(state["unfinished"]) <= set(sampler.submitted)
+    assert not (waits and lost)
