@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import sys
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
+
+# This checkout, whichever one is installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_dta.arguments import build_parser
 from megatron_dta.common.command_line import CommandLineParser

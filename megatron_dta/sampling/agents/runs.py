@@ -15,8 +15,6 @@ cannot be killed: its session is closed, so its next call fails.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import os
 import shlex
@@ -34,6 +32,7 @@ from typing import IO, Any
 import numpy as np
 
 from megatron_dta.common.errors import InputError, one_line
+from megatron_dta.common.user_code import load_from_file
 
 _SECONDS_TO_END = 3.0
 _TAIL_BYTES = 64 * 1024
@@ -181,15 +180,4 @@ def _load(spec: str) -> Callable[[dict[str, Any], AgentAccess], Any]:
     where = f"--agent-callable {spec}"
     if not separator or not path.endswith(".py") or not Path(path).is_file():
         raise InputError(f"{where}: must be FILE.py:NAME of a file that exists")
-    module_spec = importlib.util.spec_from_file_location(f"megatron_dta_agent_{Path(path).stem}", path)
-    assert module_spec is not None  # the suffix is .py
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise InputError(one_line(f"{where}: the file does not run: {type(error).__name__}: {error}")) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise InputError(f"{where}: {path} has no function {name}")
-    return function
+    return load_from_file(where, path, name)

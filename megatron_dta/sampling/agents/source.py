@@ -34,7 +34,7 @@ from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt, prompts_at
 from megatron_dta.sampling.rewards.registry import Response
 from megatron_dta.sampling.rewards.scoring import counted
-from megatron_dta.sampling.sources.independent import evaluation_params, sampling_params
+from megatron_dta.sampling.sources.independent import evaluation_params, held_out_prompts, sampling_params
 from megatron_dta.sampling.task import SamplingTask
 
 FOLDER = "sessions"
@@ -124,9 +124,7 @@ class AgentEvaluation(Evaluation):
 
     def __init__(self, task: SamplingTask, config: TrainConfig, service: AgentService) -> None:
         self._task, self._config, self._service = task, config, service
-        self._prompts = task.eval_prompts[: config.logging.eval_iters]
-        if not self._prompts:
-            raise ValueError("an evaluation needs at least one held-out prompt")
+        self._prompts = held_out_prompts(task, config.logging.eval_iters)
         self._params = evaluation_params(task, config.sampling, config.optimization.seed)
 
     def evaluate(self, step: int) -> dict[str, float]:

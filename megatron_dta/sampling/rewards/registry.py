@@ -23,15 +23,14 @@ import importlib.util
 import inspect
 import math
 import numbers
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_dta.common.errors import InputError, one_line
+from megatron_dta.common.user_code import describe_error, load_from_file
 from megatron_dta.config.sampling import RewardConfig
 
 BUILT_IN = ("exact_match", "math_verify", "code_tests", "remote")
@@ -80,20 +79,7 @@ def load_reward_function(spec: str, settings: RewardConfig | None = None) -> Rew
     path, separator, name = spec.rpartition(":")
     if not separator or not path.endswith(".py") or not name.isidentifier():
         raise InputError(f"--reward-function {spec}: must be {', '.join(BUILT_IN)} or FILE.py:NAME")
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"--reward-function {spec}: no such file: {path}")
-    module_spec = importlib.util.spec_from_file_location(f"megatron_dta_user_reward_{file.stem}", file)
-    assert module_spec is not None  # the suffix is .py
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise InputError(f"--reward-function {spec}: the file does not run: {_describe(error)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise InputError(f"--reward-function {spec}: {path} has no function {name}")
+    function = load_from_file(f"--reward-function {spec}", path, name)
     if inspect.iscoroutinefunction(function):
         raise InputError(f"--reward-function {spec}: {name} is asynchronous; give a function that returns its value")
     return function
@@ -201,7 +187,7 @@ def _call(function: RewardFunction, arguments: Mapping[str | int, Any], where: s
     # Not Exception alone: a function that calls sys.exit would end the run with its status, maybe 0, and time-outs of
     # some packages (math-verify's, for one) derive from BaseException.
     except BaseException as error:
-        raise InputError(f"{where}: raised {_describe(error)}") from error
+        raise InputError(f"{where}: raised {describe_error(error)}") from error
 
 
 def _checked(value: Any, where: str) -> Score:
@@ -241,14 +227,3 @@ def _answer(prompt: Mapping[str, Any]) -> Any:
     if "answer" not in prompt:
         raise InputError("the prompt's record has no field 'answer', which this reward compares against")
     return prompt["answer"]
-
-
-def _describe(error: BaseException) -> str:
-    """Type, message and the innermost place of the error, on one line."""
-    try:
-        message = str(error)
-    except Exception:  # the user's own class may do anything
-        message = "no message"
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return one_line(f"{type(error).__name__}: {message}{place}")

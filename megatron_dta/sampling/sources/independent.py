@@ -97,9 +97,7 @@ class SamplingEvaluation(Evaluation):
     ) -> None:
         self._engine = engine
         self._task = task
-        self._prompts = task.eval_prompts[:max_prompts]
-        if not self._prompts:
-            raise ValueError("an evaluation needs at least one held-out prompt")
+        self._prompts = held_out_prompts(task, max_prompts)
         self._samples = config.n_samples_per_eval_prompt
         self._params = evaluation_params(task, config, seed)
 
@@ -133,6 +131,14 @@ def sampling_params(task: SamplingTask, config: SamplingConfig, seed: int) -> Sa
         top_p=config.rollout_top_p,
         seed=seed,
     )
+
+
+def held_out_prompts(task: SamplingTask, most: int | None) -> Sequence[Prompt]:
+    """The prompts of an evaluation, ``most`` of them if given."""
+    prompts = task.eval_prompts[:most]
+    if not prompts:
+        raise ValueError("an evaluation needs at least one held-out prompt")
+    return prompts
 
 
 def evaluation_params(task: SamplingTask, config: SamplingConfig, seed: int) -> SamplingParams:

@@ -24,7 +24,7 @@ from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt, prompts_at
 from megatron_dta.sampling.rewards.registry import Response
 from megatron_dta.sampling.rewards.scoring import counted
-from megatron_dta.sampling.sources.independent import evaluation_params, sampling_params
+from megatron_dta.sampling.sources.independent import evaluation_params, held_out_prompts, sampling_params
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import EnvironmentRunner, load_environment
 from megatron_dta.sampling.treepo.records import tree_rollouts
@@ -93,9 +93,7 @@ class TreeEvaluation(Evaluation):
 
     def __init__(self, engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> None:
         self._engine, self._task, self._config = engine, task, config
-        self._prompts = task.eval_prompts[: config.logging.eval_iters]
-        if not self._prompts:
-            raise ValueError("an evaluation needs at least one held-out prompt")
+        self._prompts = held_out_prompts(task, config.logging.eval_iters)
         self._params = evaluation_params(task, config.sampling, config.optimization.seed)
         self._environments = environment_runner(task, config)
 
