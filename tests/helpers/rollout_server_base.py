@@ -89,7 +89,7 @@ class RolloutServer:
 
         self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
-        assert ready.wait(10)
+        assert ready.wait(120)
         self.url = f"http://127.0.0.1:{self._port}"
         return self
 

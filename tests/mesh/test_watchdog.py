@@ -68,7 +68,7 @@ def test_a_lost_rank_is_named_in_time(tmp_path: Path, way: str, message: str) ->
     print(errors, seconds)
     assert len(errors) == 1
     assert message in errors[0]
-    assert seconds < TIMEOUT_S + 6
+    assert seconds < TIMEOUT_S + 30
 
 
 def test_slow_ranks_are_left_alone(tmp_path: Path) -> None:

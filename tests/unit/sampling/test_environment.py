@@ -370,10 +370,10 @@ def test_calls_that_hang_share_one_time_out():
         def step(self, action):
             time.sleep(20)
 
-    runner = EnvironmentRunner(Hanging, NullTokenizer(VOCAB, EOS), timeout=0.5, workers=6)
+    runner = EnvironmentRunner(Hanging, NullTokenizer(VOCAB, EOS), timeout=1.0, workers=6)
     states, _ = runner.reset([{}] * 6)
     began = time.monotonic()
     _, outcomes = runner.step(states, [np.array([1])] * 6)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
     assert all("took longer than" in outcome.failure for outcome in outcomes)
     assert runner.counts["environment_timeouts"] == 6

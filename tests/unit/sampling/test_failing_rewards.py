@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -212,13 +213,16 @@ def test_failures_stop_or_drop() -> None:
 
 
 def test_concurrent_rewards_keep_their_order() -> None:
-    with RewardServer(
-        lambda body: (time.sleep(0.05 * (3 - int(body["response"]) % 4)), {"reward": float(body["response"])})[1]
-    ) as server:
-        scorer = Scorer(remote(server, timeout_s=9.0), workers=4)
-        began = time.monotonic()
+    together = threading.Barrier(4)
+
+    def reply(body: dict) -> dict:
+        together.wait(60)  # for three others; one after another they would wait for ever
+        time.sleep(0.05 * (3 - int(body["response"]) % 4))
+        return {"reward": float(body["response"])}
+
+    with RewardServer(reply) as server:
+        scorer = Scorer(remote(server, timeout_s=90.0), workers=4)
         assert scorer.score([Response("p", {}, str(i), []) for i in range(12)]) == list(map(float, range(12)))
-        assert time.monotonic() - began < 0.9  # one after another they take 0.9 s
 
 
 PROMPTS = (
@@ -330,7 +334,7 @@ def test_functions_that_hang_fail_in_time_where_there_is_one(drop: bool) -> None
     else:
         with pytest.raises(InputError, match=r"prompt 'p', response 'hang': took longer than 0.5 s"):
             scorer.score(responses)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 18
 
 
 @pytest.mark.parametrize("concurrent", [False, True])

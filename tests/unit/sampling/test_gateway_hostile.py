@@ -217,7 +217,7 @@ def test_slow_readers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     began = time.monotonic()
     asyncio.run(serve())
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
     assert ends == ["closed"]
 
 

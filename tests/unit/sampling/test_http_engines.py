@@ -180,7 +180,7 @@ def test_a_hanging_request_is_moved(setup: Setup) -> None:
     requests = setup.requests(8)
     begin = time.monotonic()
     assert len(generate(engine, requests)) == 8
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
 
 
 @KINDS

@@ -147,7 +147,7 @@ def test_sigterm_does_not_wait_for_what_is_sampled_ahead(runs: Runs) -> None:
 
     def slow_down(number):
         rollouts = collect(number)
-        server.delay_s = 15.0
+        server.delay_s = 60.0
         return rollouts
 
     trainer.source.next_batch = slow_down
@@ -155,7 +155,7 @@ def test_sigterm_does_not_wait_for_what_is_sampled_ahead(runs: Runs) -> None:
     server.faults[server.generate_path] = [None] * 12 + ["hang"] * 12
     trainer.run()
     trainer.metrics.close()
-    assert time.monotonic() - ended[0] < 10
+    assert time.monotonic() - ended[0] < 50
     server.delay_s = 0.0
     server.faults.clear()
     continued, output = runs.run(command)
