@@ -52,7 +52,7 @@ def weights_of(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in build_model(model, device).named_parameters()}
 
 
-def branching_sequences(generator: np.random.Generator, count: int = 18, longest: int = 45) -> list[np.ndarray]:
+def branching_sequences(generator: np.random.Generator, count: int = 12, longest: int = 28) -> list[np.ndarray]:
     """Sequences that share prefixes, with a duplicate, a prefix of another and one that is a lone token pair."""
     sequences = [generator.integers(0, VOCABULARY, size=generator.integers(2, longest))]
     while len(sequences) < count:

@@ -16,7 +16,7 @@ from resume_cases import rows_without_timing
 from trainer_cases import make_rollouts
 
 LAYERS = SHAPE.replace("--num-layers 2", "--num-layers 4")
-STORED = f"{LAYERS} --global-batch-size 8 --train-iters 4 --tree-segment-tokens 7"
+STORED = f"{LAYERS} --global-batch-size 8 --train-iters 4 --tree-segment-tokens 14"
 SAMPLED = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 48 --task arithmetic "
     "--arithmetic-max-operand 9 --rollout-batch-size 3 --n-samples-per-prompt 5 --rollout-max-response-len 6 "

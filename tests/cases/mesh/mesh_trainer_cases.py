@@ -20,7 +20,7 @@ from trainer_cases import MODEL, make_rollouts
 SHAPE = MODEL.replace("--num-attention-heads 3", "--num-attention-heads 4 --group-query-attention --num-query-groups 2")
 
 
-STORED = f"{SHAPE} --global-batch-size 8 --train-iters 4 --tree-segment-tokens 7 --untie-embeddings-and-output-weights"
+STORED = f"{SHAPE} --global-batch-size 8 --train-iters 4 --tree-segment-tokens 14 --untie-embeddings-and-output-weights"
 
 
 GRPO = "--kl-loss-coef 0.05 --old-logprobs recompute --entropy-coef 0.01 --eval-interval 2"

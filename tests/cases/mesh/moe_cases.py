@@ -72,8 +72,8 @@ def moe_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
 
 
 def make_reference(name: str) -> tuple:
-    """Model, weights, samples and the outcome of training each of them alone."""
-    samples = random_training_samples(branching_sequences(seed_all(11)), seed=11)
+    """Model, weights, samples that use every expert, and the outcome of training each of them alone."""
+    samples = random_training_samples(branching_sequences(seed_all(12)), seed=12)
     model = model_config(**BALANCED_MODELS[name])
     weights = moe_weights(model, seed=5)
     return model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE)

@@ -27,7 +27,7 @@ def test_a_forest_equals_the_slow_engine(shape: str):
     """Token for token, logprob for logprob, for any order of calls: every kind of pool, on most models two of them."""
     seed_all(len(shape))
     model = make_model(3, **MODELS[shape])
-    drive = Drive(seed=len(shape))
+    drive = Drive(seed=len(shape), prompts=4)
     reference = run_forest(started(model), drive)
     assert len(reference) > 40
     ended = 0
