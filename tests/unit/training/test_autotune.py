@@ -56,12 +56,12 @@ def test_a_flag_that_limits_memory_is_obeyed(flags: str, decides: bool) -> None:
         (1, 1, 1, False, True),
         (2, 1, 1, False, True),
         (1, 1, 2, False, True),
-        (2, 1, 2, False, False),
-        (1, 2, 1, False, False),
+        (2, 1, 2, False, True),
+        (1, 2, 1, False, True),
         (1, 1, 1, True, False),
     ],
 )
-def test_experts_are_predicted_without_tensor_groups(
+def test_grouped_experts_are_predicted_on_every_mesh(
     ranks: int, tensor: int, stages: int, counts_on_host: bool, decides: bool
 ) -> None:
     config = parse_arguments(f"{MODEL} --rollouts r.jsonl --global-batch-size 12 --train-iters 1".split())
