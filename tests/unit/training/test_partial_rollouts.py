@@ -67,12 +67,16 @@ def test_the_preset_of_areal_runs(runs: Runs) -> None:
     lines: list[str] = []
     dry_run(parse_arguments(f"{command} --dry-run".split()), lines.append)
     assert lines
-    trainer, _ = runs.trainer(f"{preset} {shape} --train-iters 4 --save {runs.folder / 'run'}")
+    # Evaluations come between requests of the stream, with the weights of their step.
+    evaluated = f"--eval-interval 2 --eval-prompt-data {runs.folder / 'prompts.jsonl'}"
+    trainer, _ = runs.trainer(f"{preset} {shape} --train-iters 4 --save {runs.folder / 'run'} {evaluated}")
     batches = record(trainer)
     trainer.run()
     trainer.metrics.close()
     assert [len(rollouts) for _, rollouts in batches] == [12] * 4
     assert trainer.config.optimization.lr == 1.7e-5
+    rows = [json.loads(line) for line in (runs.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows if "eval_reward" in row] == [0, 2, 4]
 
 
 @pytest.mark.parametrize(
