@@ -159,7 +159,7 @@ class OffloadedKVPool(KVPool):
     def finish(self, layer: int, gradients: bool) -> None:
         if layer in self._row:
             return
-        buffer = next(each for each in self._buffers if each.layer == layer)
+        buffer = next(each for each in self._buffers if each.layer == layer and each.runs is self._now.runs)
         if self._host.is_cuda:
             buffer.used = torch.cuda.current_stream().record_event()
         runs, on_host = self._now.runs, self._on_host[layer]
@@ -198,7 +198,8 @@ class OffloadedKVPool(KVPool):
         """
         now = self._now
         buffer = next((each for each in self._buffers if each.layer == layer and each.runs is now.runs), None)
-        if buffer is None:
+        is_taken = buffer is None
+        if is_taken:
             buffer = next(each for each in self._buffers if each is not current)
             # The order of the list is that of their last use.
             buffer.take(layer, now.runs)
@@ -212,7 +213,8 @@ class OffloadedKVPool(KVPool):
             buffer.has_own_keys = True
         gradients = now.gradient_runs if now.descending and not buffer.has_gradients else []
         buffer.has_gradients |= now.descending
-        if keys or gradients:
+        # Without copies in, too, a kernel must not write to a buffer that is still copied out.
+        if is_taken or keys or gradients:
             self._load(buffer, keys, gradients)
         return buffer
 
