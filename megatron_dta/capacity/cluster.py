@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.gpus import LINEAR_PASSES
 from megatron_dta.planning.costs.model import FLOOR_SECONDS_PER_LAYER, CostModel
 
 # Grouped products take this much longer than the layers' products, and twice as long with FEW_ROWS rows an expert. With
@@ -108,6 +109,12 @@ def elementwise_channels(shape: DecoderShape, layer: int) -> tuple[float, float,
         # Tokens are permuted into the order of their experts and back.
         hidden += shape.moe_router_topk * shape.hidden_size / 2
     attention = shape.query_width + 2 * shape.kv_width
+    if shape.is_linear(layer):
+        return (
+            passes["hidden"] * hidden,
+            LINEAR_PASSES * shape.linear_channels,
+            passes["ffn"] * shape.layer_width(layer),
+        )
     return passes["hidden"] * hidden, passes["attention"] * attention, passes["ffn"] * shape.layer_width(layer)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_dta.capacity.cluster import Cluster
 from megatron_dta.capacity.memory import (
+    DTYPE_BYTES,
     InFlight,
     RankMemory,
     RunMesh,
@@ -40,6 +41,7 @@ from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import GIB, ChunkTensors, SegmentBytes, peak_bytes
+from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.planner import DEFAULT_FACTOR, plan_pipeline
 from megatron_dta.planning.pipeline.schedule import (
@@ -169,9 +171,22 @@ class Planner:
         computing = stage_time(self.shape, mesh, self.cluster, work, busiest, recomputed).computing
         kept = np.broadcast_to(kept | choice.full_recompute, (len(mesh.layers), segments.num_segments))
         each = self._bytes(choice)
-        flights = {stage: _in_flight(segments, schedule, stage, mesh, kept, each) for stage in range(mesh.pipeline)}
+        states = [self._states_at_forks(segments, mesh, stage) for stage in range(mesh.pipeline)]
+        flights = {
+            stage: _in_flight(segments, schedule, stage, mesh, kept, each, states[stage])
+            for stage in range(mesh.pipeline)
+        }
         bubble = computing * (wait - 1)
         return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed)
+
+    def _states_at_forks(self, segments: SegmentPlan, mesh: RunMesh, stage: int) -> StepStates | None:
+        """Bytes of the states of a stage's gated delta net; None if it has none."""
+        layers = tuple(self.shape.is_linear(layer) for layer in mesh.stage_layers(stage))
+        if not any(layers):
+            return None
+        of_stage = replace(self.shape, num_layers=len(layers), moe_layers=(), linear_attention_layers=layers)
+        each = StateBytes.of_shape(of_stage, DTYPE_BYTES[self.states.weights], mesh.tensor)
+        return StepStates.of(segments, each)
 
     def _training_costs(self, choice: Choice) -> CostModel:
         return training_costs(self.shape, choice.mesh, self.measured, choice.segment_tokens)
@@ -306,6 +321,7 @@ def _in_flight(
     mesh: RunMesh,
     kept: np.ndarray,
     each: SegmentBytes,
+    states: StepStates | None,
 ) -> InFlight:
     """Peak of a stage under a schedule."""
     program = stage_program(segments, PassPlan(schedule, []), stage)
@@ -317,6 +333,6 @@ def _in_flight(
     of_chunks = kept[stage :: mesh.pipeline].tolist(), program.num_slots, own
     virtual = range(stage, len(mesh.layers), mesh.pipeline)
     chunks = [ChunkTensors(*of_chunk, v > 0) for *of_chunk, v in zip(*of_chunks, virtual, strict=True)]
-    peak = peak_bytes(program.ops, lengths, paths, chunks, of_stage)
+    peak = peak_bytes(program.ops, lengths, paths, chunks, of_stage, states)
     slots = sum(count * layers for count, layers in zip(program.num_slots, own, strict=True))
     return InFlight(slots / max(1, sum(own)), max(lengths, default=0), segments.peak_in_flight_tokens, peak_bytes=peak)

@@ -175,7 +175,10 @@ def read_shape(arguments: argparse.Namespace) -> DecoderShape:
     if len(sources) > 1:
         raise InputError(f"{' and '.join(sources)}: give one model")
     if arguments.model is not None:
-        return replace(SHAPES[arguments.model], **given | ({"moe_layers": ()} if given else {}))
+        shape = SHAPES[arguments.model]
+        if "num_layers" in given:
+            given["linear_attention_layers"] = shape.linear_attention_layers[: given["num_layers"]]
+        return replace(shape, **given | ({"moe_layers": ()} if given else {}))
     if arguments.hf_config is not None:
         if given:
             raise InputError(f"{_flag(next(iter(given)))} has no effect beside --hf-config; leave it out")
@@ -261,8 +264,11 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         shape = replace(read_shape(arguments), moe_grouped_gemm=arguments.moe_grouped_gemm)
         states = read_states(arguments)
         looked_at = choices(arguments, shape, cluster)
-    if any(shape.linear_attention_layers):
-        raise InputError("plan-run does not count the time and memory of gated delta net; give another model")
+    if shape.linear_attention_layers:
+        if shape.num_experts is not None:
+            raise InputError("gated delta net beside experts is not counted; give a model without experts")
+        if arguments.cost_model is not None:
+            raise InputError("--cost-model: models with gated delta net cannot be measured; leave it out")
     measured = None if arguments.cost_model is None else load_cost_file(arguments.cost_model)
     if measured is not None:
         cluster = calibrated(cluster, measured)

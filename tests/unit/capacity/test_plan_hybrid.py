@@ -1,0 +1,60 @@
+"""Planning a run of a model with gated delta net: its operations, the states at forks, and the flags of the run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import pytest
+
+from megatron_dta.arguments import parse_settings
+from megatron_dta.capacity.cluster import Cluster
+from megatron_dta.capacity.memory import RunMesh
+from megatron_dta.capacity.meshes import Choice
+from megatron_dta.capacity.report import train_flags
+from megatron_dta.capacity.search import Planner
+from megatron_dta.capacity.sequences import made_up_sequences
+from megatron_dta.capacity.step_time import mesh_costs, stage_time
+from megatron_dta.capacity.work import ReplicaWork, StepWork
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
+from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates
+from megatron_dta.planning.step.flops import StepCounts
+
+SMALL = DecoderShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)
+
+
+def test_a_model_with_gated_delta_net_counts_its_operations_and_states() -> None:
+    shape = replace(
+        SMALL, linear_attention_layers=(True, True, True, False) * 3, attention_output_gate=True, linear_num_key_heads=8
+    )
+    cluster = Cluster(num_gpus=2, gpus_per_node=2, short_segment_tokens=0.0)
+    sequences, masks = made_up_sequences(40, 6000, 600, 8)
+    costs = mesh_costs(shape, RunMesh(1, 1, 1, (12,)), cluster)
+    planner = Planner(shape, cluster, StepWork(sequences, masks, costs))
+    one, two = RunMesh(1, 1, 2, (12,)), RunMesh(1, 2, 1, (7, 5))
+    counts = ReplicaWork(1000, 50_000, 0, 1, 1000, 1000, 1000)
+    time = stage_time(shape, one, cluster, counts, 0)
+    expected = StepCounts(1000, 50_000, 0).flops(shape)
+    attention = 12.0 * 3 * shape.query_width * 50_000
+    assert time.gemm * cluster.gemm_rate + attention == pytest.approx(expected)
+    # Two stages share the work: 6 and 3 layers with states.
+    stages = [stage_time(shape, two, cluster, counts, stage) for stage in (0, 1)]
+    assert sum(each.gemm for each in stages) == pytest.approx(time.gemm)
+    assert sum(each.attention for each in stages) == pytest.approx(time.attention)
+    # Bytes as training counts them, with the states of the plan's open forks.
+    assert planner._bytes(Choice(one, 256)) == replace(
+        SegmentBytes.of_shape(shape, RankTensors(2)), work_fixed=0.0, fixed=0.0
+    )
+    planned = planner.simulate(Choice(one, 256))
+    segments = planned.work.planned[0]
+    states = StepStates.of(segments, StateBytes.of_shape(shape, 2))
+    assert states.in_flight > 0
+    without = Planner(shape, cluster, planner.step)
+    without._states_at_forks = lambda *_: None
+    added = planned.memory.total - without.simulate(Choice(one, 256)).memory.total
+    assert states.in_flight <= added <= states.in_flight + states.kept.sum() + states.work.max()
+    assert planner.simulate(Choice(two, 256)).memory.total < planned.memory.total
+    arguments = argparse.Namespace(args_file=None, hf_config=None, file="r.jsonl")
+    config = parse_settings(train_flags(planner, planned, arguments))
+    assert DecoderShape.of(config.model) == replace(shape, norm_epsilon=config.model.norm_epsilon)
