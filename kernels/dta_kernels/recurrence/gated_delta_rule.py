@@ -41,18 +41,21 @@ def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs)
     q, k, v, g, beta = (_by_chunk(x, token.to(device)).to(dtype) for x in (q_THK, k_THK, v_TJV, g_TJ, beta_TJ))
     q, k = (unit_heads(x).repeat_interleave(per_key_head, dim=1) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
-    total = g.cumsum(-1)
+    # Under strong decay the sums are large and their differences small, which float32 would not resolve.
+    total = g.double().cumsum(-1)
     seen = torch.ones(token.shape[1], token.shape[1], dtype=torch.bool, device=device).tril()
     # The exponent is at most 0 where it is used; elsewhere it could overflow.
-    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp()
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp().to(dtype)
+    kept = total.exp().to(dtype)
     pulls = (beta.unsqueeze(-1) * (k @ k.transpose(-1, -2)) * decay).tril(-1)
-    right = torch.cat([beta.unsqueeze(-1) * v, (beta * total.exp()).unsqueeze(-1) * k], dim=-1)
+    right = torch.cat([beta.unsqueeze(-1) * v, (beta * kept).unsqueeze(-1) * k], dim=-1)
     solved = torch.linalg.solve_triangular(pulls, right, upper=False, unitriangular=True)
     update, taken = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores = (q @ k.transpose(-1, -2)) * decay
-    reads = q * total.exp().unsqueeze(-1)
+    reads = q * kept.unsqueeze(-1)
     last = total[..., -1:]
-    writes, fade = (k * (last - total).exp().unsqueeze(-1)).transpose(-1, -2), last.exp().unsqueeze(-1)
+    writes = (k * (last - total).exp().to(dtype).unsqueeze(-1)).transpose(-1, -2)
+    fade = last.exp().to(dtype).unsqueeze(-1)
 
     order = order.to(device)
     state, outputs, first = entry_RJKV.to(dtype).index_select(0, order), [], 0

@@ -123,3 +123,16 @@ def test_convolution_along_paths_and_all_gradients(width):
     for one, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
         assert other.abs().min() > 0
+
+
+def test_decay_has_an_exact_gradient_in_float32():
+    """Sums of strong decay are in the hundreds within a chunk, and only their small differences matter."""
+    lengths = [128, 40]
+    inputs = rule_inputs(lengths, torch.float32, strong_decay=12.0)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    out, exits = gated_delta_rule(tuple(inputs[:-1]), inputs[-1], Runs.of_lengths(lengths))
+    expected, expected_exits = by_token(doubles, lengths)
+    weights = torch.randn_like(expected), torch.randn_like(expected_exits)
+    (found,) = torch.autograd.grad([out, exits], inputs[3], [weight.float() for weight in weights])
+    (wanted,) = torch.autograd.grad([expected, expected_exits], doubles[3], weights)
+    assert (found - wanted).abs().max() < 1e-6 * wanted.abs().max()
