@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from conftest import seed_all
+from fused_layers_cases import fused
+from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.common.errors import InputError
 from megatron_dta.engine import TreeEngine
 from megatron_dta.model import HostSlots, OffloadedKVPool, build_model
@@ -19,6 +21,7 @@ from megatron_dta.planning.costs.gpus import gpu_named, least_offload_tokens
 from megatron_dta.planning.costs.kv_offload import layers_on_device, layers_on_host
 from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config, weights_of
+from triton_device import interpreter
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +68,23 @@ def test_equals_the_run_without_offload_bit_for_bit(case, fraction, segment_toke
     for name, gradient in without.gradients.items():
         assert torch.equal(outcome.gradients[name], gradient), name
     assert compare_outcomes(outcome, expected).largest() < 1e-12
+
+
+@interpreter
+def test_the_kernels_of_training_see_the_same_slots():
+    """Layers as one function: the keys are written to the slots by the kernel that rotates them."""
+    model = fused(**QWEN3)
+    weights = weights_of(replace(model, fused_layer_impl="reference"), seed=3)
+    samples = random_training_samples(branching_sequences(seed_all(51), count=6, longest=8), seed=51)
+    found = []
+    for fraction in (0.0, 1.0):
+        wrapped = Wrapped(model, weights, DIRECT)
+        wrapped.engine = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 5, tree_attention_impl="triton")
+        wrapped.engine.offload_kv(fraction)
+        found.append(wrapped.gradients(samples, tree_config("dta", 6)))
+    for name, gradient in found[0].items():
+        assert gradient.isfinite().all()
+        assert torch.equal(found[1][name], gradient), name
 
 
 @pytest.mark.parametrize("fault", ["keys stay", "gradients stay", "gradients vanish"])
