@@ -10,7 +10,7 @@ import torch
 
 from megatron_dta.config import ModelConfig, ParallelConfig
 from mesh_worker import copy_shards, named_parameters, run_on_ranks
-from rollout_forest import NEVER, SETTINGS, Drive, assert_same, run_forest, run_long, started
+from rollout_forest import NEVER, SETTINGS, Drive, assert_same, pool_gb, run_forest, run_long, started
 from sampling_cases import SHAPES, make_model, sampling_config
 from speculation_exact_cases import suffix_drafting
 
@@ -61,6 +61,10 @@ def test_meshes_give_the_samples_of_one_process(tmp_path):
         "dp2": ParallelConfig(),
     }
     jobs = {name: MeshJob(parallel, SETTINGS["small pool"]) for name, parallel in meshes.items()}
+    # In so many bytes the stage with one layer has room for three times the pages; both take those of the other.
+    small = {name: value for name, value in SETTINGS["small pool"].items() if name != "pages"}
+    gib = 0.75 * pool_gb(whole, small["block_size"], SETTINGS["small pool"]["pages"])
+    jobs["pp2-uneven"] = MeshJob(meshes["pp2-uneven"], small | {"buffer_size_gb": gib})
     # Ranks draft alike, after each has measured its own passes too.
     for name, parallel in (("tp2", ParallelConfig(**tensor)), ("pp2", ParallelConfig(**stages))):
         jobs[name] = MeshJob(parallel, SETTINGS["small pages"], drafts=True)
