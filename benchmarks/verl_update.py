@@ -96,6 +96,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-token-len-per-gpu", type=int, default=32768, help="of verl's own engines")
     parser.add_argument("--tree-memory-gib", type=float, help="of megatron_dta")
     parser.add_argument("--attn-implementation", default="flash_attention_2", help=f"of fsdp2; also {PACKED_FA4}")
+    parser.add_argument(
+        "--fused-kernels-backend",
+        choices=("torch", "triton"),
+        help="of fsdp2: verl's own fused logprobs. Without them and without flash-attn 2, verl loops over the tokens",
+    )
     parser.add_argument("--steps", type=int, default=3, help="timed passes; the median counts")
     parser.add_argument("--model-folder", type=Path, help="write the random model here and use it again next time")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
@@ -103,6 +108,8 @@ def parse_arguments() -> argparse.Namespace:
     check_at_least(arguments, 1, "max_sequences", "groups", "group_size", "prompt_tokens", "response_tokens", "steps")
     if (arguments.rollouts is None) == (arguments.groups is None):
         raise InputError("give either --rollouts or --groups")
+    if arguments.fused_kernels_backend is not None and arguments.engine != "fsdp2":
+        raise InputError(f"--fused-kernels-backend is for --engine fsdp2, not {arguments.engine}")
     return arguments
 
 
@@ -199,6 +206,8 @@ def build_worker(arguments: argparse.Namespace, folder: Path) -> TrainingWorker:
                 path=str(folder),
                 load_tokenizer=False,
                 override_config={"attn_implementation": arguments.attn_implementation},
+                use_fused_kernels=arguments.fused_kernels_backend is not None,
+                fused_kernel_options={"impl_backend": arguments.fused_kernels_backend},
             ),
             engine_config=engine,
             optimizer_config=optimizer,

@@ -15,9 +15,8 @@ _TEXTS = {
         are those of plain PyTorch attention, which computes masked pairs too; counts and bounds are the same on a
         GPU.
 
-        Asynchronous training with a decoupled objective is not measured. The trainer samples ahead
-        (`--rollout-max-staleness`) with the sampler's logprobs as the old ones, and refuses to recompute those of
-        stale samples, which that objective needs as its proximal ones.
+        Asynchronous training with the decoupled objective exists (`examples/areal_async.args`) and is not measured
+        here.
         """,
     "sizes": """
         AReaL-DTA runs one branch at a time in blocks (2,048 and 4,096 tokens in the quoted rows below). Here a
