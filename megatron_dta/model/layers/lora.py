@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.ssm.mamba_mixer import _split_tensor_factory
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,6 +32,11 @@ from torch import Tensor
 
 from megatron_dta.config import ModelConfig
 from megatron_dta.model.layers.transformer_engine import TreeTELinear
+
+try:
+    from megatron.core.ssm.utils import _split_tensor_factory
+except ImportError:  # before Megatron-Core 0.19
+    from megatron.core.ssm.gated_delta_net import _split_tensor_factory
 
 SUFFIX = "_adapter"
 
