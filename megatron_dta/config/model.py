@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_dta.config.derived.moe_layers import parse_linear_attention_freq, parse_moe_layer_freq
-from megatron_dta.config.options import REQUIRED, option
+from megatron_dta.config.options import NO_FLAG, REQUIRED, option
 
 # Megatron's linear layers that can have a LoRA adapter.
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -120,7 +120,7 @@ class ModelConfig:
     )
     fp16: bool = option(False, "Not supported, because float16 needs loss scaling; use --bf16.")
     params_dtype: torch.dtype | None = option(
-        None, "Dtype of the weights, derived from --bf16; torch.float64 for exactness tests.", command_line=False
+        None, "Dtype of the weights, derived from --bf16; torch.float64 for exactness tests.", flag=NO_FLAG
     )
     transformer_impl: str = option(
         "local",

@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, field
 from typing import Any
 
 REQUIRED = MISSING
+NO_FLAG = ""
 
 
 def option(
@@ -19,7 +20,6 @@ def option(
     *,
     choices: Sequence[str] | None = None,
     flag: str | None = None,
-    command_line: bool = True,
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
@@ -30,8 +30,8 @@ def option(
         default: the value when the flag is absent; ``REQUIRED`` if the flag must be given.
         help: the text for ``--help``.
         choices: the accepted values; None accepts any value.
-        flag: the name of the flag, if it is not the field's name with dashes.
-        command_line: False for settings of the Python API only.
+        flag: the name of the flag, if it is not the field's name with dashes; ``NO_FLAG`` for settings of the Python
+            API only.
         minimum, maximum: inclusive bounds of a number, checked by ``config.checks``.
         above: exclusive lower bound of a number, checked by ``config.checks``.
     """
@@ -39,7 +39,7 @@ def option(
         "help": help,
         "choices": choices,
         "flag": flag,
-        "command_line": command_line,
+        "command_line": flag != NO_FLAG,
         "minimum": minimum,
         "maximum": maximum,
         "above": above,

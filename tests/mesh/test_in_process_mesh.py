@@ -61,7 +61,7 @@ def test_meshes_give_the_samples_of_one_process(tmp_path):
         "dp2": ParallelConfig(),
     }
     jobs = {name: MeshJob(parallel, SETTINGS["small pool"]) for name, parallel in meshes.items()}
-    # In so many bytes the stage with one layer has room for three times the pages; both take those of the other.
+    # In this memory the stage with one layer could hold three times as many pages as the other; both take the fewer.
     small = {name: value for name, value in SETTINGS["small pool"].items() if name != "pages"}
     gib = 0.75 * pool_gb(whole, small["block_size"], SETTINGS["small pool"]["pages"])
     jobs["pp2-uneven"] = MeshJob(meshes["pp2-uneven"], small | {"buffer_size_gb": gib})

@@ -17,20 +17,16 @@ An error ends the thread and is raised by the next call of ``take``.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
-from megatron_dta.model.parallel.mesh import alone
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights
+from megatron_dta.sampling.sources.sampling_thread import SamplingThread
 
 
-class RolloutPrefetcher:
+class RolloutPrefetcher(SamplingThread):
     """Samples rollout batches ahead of training in its own thread.
 
     Args:
@@ -49,29 +45,17 @@ class RolloutPrefetcher:
         max_staleness: int,
         num_rollout_batches: int,
     ) -> None:
-        self._collect, self._update = collect, update
+        super().__init__("rollout prefetcher", update)
+        self._collect = collect
         self._steps, self._max_staleness, self._num_rollout_batches = (
             steps_per_rollout_batch,
             max_staleness,
             num_rollout_batches,
         )
-        self._changed = threading.Condition()
         self._ready: dict[int, list[Rollout]] = {}
-        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._offered: tuple[int, Path | HostWeights | None] | None = None
-        self._loaded: int | None = None
         # Batch and step of the last call of ``take``, from which the steps of the other batches follow.
         self._place: tuple[int, int] | None = None
         self._next = 0
-        self._error: BaseException | None = None
-        self._stops = False
-        self._thread = threading.Thread(target=self._run, name="rollout prefetcher", daemon=True)
-
-    def offer(self, version: int, weights: Path | HostWeights | None) -> None:
-        """Offer the weights of ``version``."""
-        with self._changed:
-            self._offered = version, weights
-            self._changed.notify_all()
 
     def take(self, number: int, step: int, timeout_s: float) -> list[Rollout] | None:
         """Wait for batch ``number``, whose training starts after ``step`` optimizer steps.
@@ -97,18 +81,6 @@ class RolloutPrefetcher:
             self._wait(lambda: number in self._ready, timeout_s)
             return self._ready.pop(number, None)
 
-    def run(self, job: Callable[[], Any]) -> Future[Any]:
-        """Call ``job`` in the thread, between two batches, after the sampler has received the newest weights."""
-        done: Future[Any] = Future()
-        with self._changed:
-            if self._error is not None:
-                done.set_exception(self._error)
-                return done
-            self._jobs.append((job, done))
-            self._start()
-            self._changed.notify_all()
-        return done
-
     def finish_begun(self, timeout_s: float) -> bool:
         """Whether all batches that the bound allows so far are sampled; waits up to ``timeout_s`` for them."""
         with self._changed:
@@ -124,18 +96,6 @@ class RolloutPrefetcher:
         """Start with batches of an earlier run, which have consecutive numbers; call before any other method."""
         self._ready = dict(ready)
         self._next = max(ready, default=-1) + 1
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """End the thread, waiting up to ``timeout_s`` for its current work. May be called twice."""
-        with self._changed:
-            self._stops = True
-            self._changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
-
-    def _start(self) -> None:
-        if not self._thread.is_alive() and self._error is None and not self._stops:
-            self._thread.start()
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Wait until ``condition`` holds; raise the thread's error if there is one and it does not hold."""
@@ -155,19 +115,6 @@ class RolloutPrefetcher:
             return False
         return step + (self._next - number) * self._steps - self._offered[0] <= self._max_staleness
 
-    def _run(self) -> None:
-        with alone():
-            try:
-                while self._work():
-                    pass
-            except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    for _, done in self._jobs:
-                        done.set_exception(error)
-                    self._jobs.clear()
-                    self._changed.notify_all()
-
     def _work(self) -> bool:
         """Run one job or sample one batch; False if the thread must end."""
         with self._changed:
@@ -178,9 +125,7 @@ class RolloutPrefetcher:
             job = self._jobs.popleft() if self._jobs else None
             offered, number = self._offered, self._next
         try:
-            if offered is not None and offered[0] != self._loaded:
-                self._update(*offered)
-                self._loaded = offered[0]
+            self._load_offered(offered)
             if job is not None:
                 job[1].set_result(job[0]())
                 return True

@@ -34,12 +34,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.model.parallel.mesh import alone
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.engines.interface import GenerationResult
 from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights
 from megatron_dta.sampling.sources.group_sampler import GroupSampler
+from megatron_dta.sampling.sources.sampling_thread import SamplingThread
 
 _POLL_S = 0.05
 
@@ -70,7 +70,7 @@ class _Group:
     scored: Future[list[Rollout]] | None = None
 
 
-class RolloutStream:
+class RolloutStream(SamplingThread):
     """See the module's docstring; used by one thread beside its own.
 
     Args:
@@ -84,32 +84,21 @@ class RolloutStream:
         update: Callable[[int, Path | HostWeights | None], None],
         limits: StreamLimits,
     ) -> None:
-        self._sampler, self._update, self._limits = sampler, update, limits
-        self._changed = threading.Condition()
+        super().__init__("rollout stream", update)
+        self._sampler, self._limits = sampler, limits
         self._open: dict[int, _Group] = {}
         # In the order in which they were finished.
         self._finished: dict[int, list[Rollout]] = {}
         self._again: deque[int] = deque()
         self._next_group = 0
         self._dropped = {"stale_rollouts": 0, "failed_groups": 0}
-        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._offered: tuple[int, Path | HostWeights | None] | None = None
-        self._loaded: int | None = None
         # The batch that is taken next, the step from which it is trained, and whether training waits for it.
         self._batch, self._step, self._is_wanted = 0, 0, False
-        self._error: BaseException | None = None
-        self._stops = self._is_begun = False
+        self._is_begun = False
         self._failed_in_row = 0
         self._to_score: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Unlike those of a pool, daemon threads do not keep a process from ending when a reward function hangs.
         self._scoring = threading.Thread(target=self._score, name="rollout rewards", daemon=True)
-        self._thread = threading.Thread(target=self._run, name="rollout stream", daemon=True)
-
-    def offer(self, version: int, weights: Path | HostWeights | None) -> None:
-        """Offer the weights of ``version``; the servers get them soon, while they sample."""
-        with self._changed:
-            self._offered = version, weights
-            self._changed.notify_all()
 
     def take(self, number: int, step: int, timeout_s: float) -> tuple[list[Rollout], dict[str, float]] | None:
         """Wait for batch ``number``, whose training starts after ``step`` optimizer steps.
@@ -128,6 +117,8 @@ class RolloutStream:
                 chosen = self._chosen()
                 if chosen is not None:
                     break
+                # The thread may be waiting: a wanted batch, or groups dropped as too old, let it admit others.
+                self._changed.notify_all()
                 if time.monotonic() >= end:
                     return None
                 self._changed.wait(end - time.monotonic())
@@ -138,18 +129,6 @@ class RolloutStream:
             self._batch, self._step, self._is_wanted = number + 1, step + self._limits.steps, False
             self._changed.notify_all()
         return rollouts, statistics
-
-    def run(self, job: Callable[[], Any]) -> Future[Any]:
-        """Call ``job`` in the thread, with the newest weights, when no request is open."""
-        done: Future[Any] = Future()
-        with self._changed:
-            if self._error is not None:
-                done.set_exception(self._error)
-                return done
-            self._jobs.append((job, done))
-            self._start()
-            self._changed.notify_all()
-        return done
 
     def finish_begun(self, timeout_s: float) -> bool:
         """Nothing has to be finished for a checkpoint."""
@@ -171,14 +150,6 @@ class RolloutStream:
         self._finished = dict(state["finished"])
         self._again = deque(state["unfinished"])
         self._next_group, self._dropped = state["next_group"], dict(state["dropped"])
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """End the thread, waiting up to ``timeout_s`` for its current work. May be called twice."""
-        with self._changed:
-            self._stops = True
-            self._changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
 
     def _chosen(self) -> list[int] | None:
         """The groups of the wanted batch; None while it is incomplete. Drops rollouts that are too old for it."""
@@ -229,26 +200,19 @@ class RolloutStream:
             return False
         return self._step + ahead * self._limits.steps - self._offered[0] <= self._limits.max_staleness
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
         self._is_begun = True
-        if not self._thread.is_alive() and self._error is None and not self._stops:
-            self._thread.start()
+        starts = super()._start()
+        if starts:
             self._scoring.start()
+        return starts
+
+    def _begin(self) -> None:
+        self._sampler.begin()
 
     def _run(self) -> None:
-        with alone():
-            try:
-                self._sampler.begin()
-                while self._work():
-                    pass
-            except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    for _, done in self._jobs:
-                        done.set_exception(error)
-                    self._jobs.clear()
-                    self._changed.notify_all()
-            self._to_score.put(None)
+        super()._run()
+        self._to_score.put(None)
 
     def _score(self) -> None:
         while (work := self._to_score.get()) is not None:
@@ -262,9 +226,7 @@ class RolloutStream:
             if self._stops:
                 return False
             offered = self._offered
-        if offered is not None and offered[0] != self._loaded:
-            self._update(*offered)
-            self._loaded = offered[0]
+        self._load_offered(offered)
         self._admit()
         if self._sampler.num_open:
             self._receive(self._sampler.poll(_POLL_S))

@@ -94,3 +94,30 @@ def test_every_group_is_taken_once_or_dropped_and_counted(seed: int, waits: bool
     assert dropped == 2 * len(lost)
     assert set(state["unfinished"]) <= set(sampler.submitted)
     assert not (waits and lost)
+
+
+def test_groups_that_are_dropped_as_too_old_are_replaced() -> None:
+    """The stream was full and idle, so nothing but the dropping tells its thread that there is work again."""
+    sampler = Sampler(seed_all(1))
+    stream = RolloutStream(sampler, sampler.update, StreamLimits(1, 1, 1, num_rollout_batches=2, waits=False))
+
+    def take(number: int, step: int) -> tuple[list[Rollout], dict[str, float]] | None:
+        end = time.monotonic() + 60
+        while (found := stream.take(number, step, 0.02)) is None and time.monotonic() < end:
+            pass
+        return found
+
+    stream.offer(0, None)
+    assert take(0, 0) is not None
+    end = time.monotonic() + 60
+    while not stream.state_dict()["finished"] and time.monotonic() < end:
+        time.sleep(0.001)
+    stream.offer(5, None)
+    while sampler.version != 5 and time.monotonic() < end:
+        time.sleep(0.001)
+    time.sleep(0.2)  # until the thread waits for work again
+    found = take(1, 5)
+    stream.close()
+    assert found is not None
+    assert found[1]["stale_rollouts"] == 2
+    assert all(rollout.policy_version == 5 for rollout in found[0])
