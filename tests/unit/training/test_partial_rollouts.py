@@ -50,9 +50,10 @@ def test_tokens_keep_the_version_that_sampled_them(runs: Runs, kind: str, way: s
         assert row["token_staleness"] == pytest.approx(step - versions.mean())
         assert row["rollout_staleness"] == step - versions.min()
     saved = [rollout for _, rollout in read_jsonl(runs.folder / "run" / "rollouts" / "step_0000008.jsonl")]
-    kept = {tuple(rollout.token_ids): rollout.token_versions.tolist() for rollout in batches[7][1]}
+    # Short responses may be equal and of different versions.
+    kept = {(tuple(rollout.token_ids), tuple(rollout.token_versions)) for rollout in batches[7][1]}
     assert saved
-    assert all(rollout.token_versions.tolist() == kept[tuple(rollout.token_ids)] for rollout in saved)
+    assert all((tuple(rollout.token_ids), tuple(rollout.token_versions)) in kept for rollout in saved)
     assert not any(server.violations for server in servers)
 
 
