@@ -8,12 +8,14 @@ compile its backward wrongly, and the package refuses them unless TileLang is th
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from dta_kernels.recurrence import library_settings
 from dta_kernels.recurrence.contract import CHUNK, Runs
 
 PACKAGE, OLDEST = "fla-core", (0, 6, 0)
@@ -51,20 +53,28 @@ def _numbers(found: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", found)[:3])
 
 
+@lru_cache
+def _prepare(head_sizes: tuple[int, int], capability: tuple[int, int]) -> None:
+    """Fix the settings of the kernels where they are known."""
+    if capability[0] == library_settings.CAPABILITY and set(head_sizes) == {library_settings.HEAD_SIZE}:
+        library_settings.fix_settings(library_settings.HOPPER)
+
+
 def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     """``(output [T, J, V], exits [R, J, K, V])``; arguments as in ``gated_delta_rule.gated_delta_rule``."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    q, k, v, g, beta = (each.unsqueeze(0) for each in inputs)
+    from dta_kernels.recurrence.unit_heads import unit_heads
+
+    q, k, v, g, beta = inputs
+    _prepare((k.shape[2], v.shape[2]), torch.cuda.get_device_capability(q.device))
+    q, k = unit_heads(q), unit_heads(k)
     output, exits = chunk_gated_delta_rule(
-        q,
-        k,
-        v,
-        g=g,
-        beta=beta,
+        *(each.unsqueeze(0) for each in (q, k, v)),
+        g=g.unsqueeze(0),
+        beta=beta.unsqueeze(0),
         initial_state=entry_RJKV,
         output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
         cu_seqlens=runs.on_device,
         chunk_indices=runs.chunks,
         chunk_size=CHUNK,

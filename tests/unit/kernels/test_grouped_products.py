@@ -204,14 +204,15 @@ def test_weighted_swiglu(rows, width, weight_dtype):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("script", "flags", "message"),
     [
-        ([], "benchmarks/grouped_products.py measures a CUDA GPU, and there is none here"),
-        (["--experts", "4", "0"], "--experts 0: must be at least 1"),
+        ("grouped_products.py", [], "benchmarks/grouped_products.py measures a CUDA GPU, and there is none here"),
+        ("grouped_products.py", ["--experts", "4", "0"], "--experts 0: must be at least 1"),
+        ("recurrence.py", [], "benchmarks/recurrence.py measures a CUDA GPU, and there is none here"),
     ],
 )
-def test_the_benchmark_refuses_in_one_line(flags, message):
-    command = [str(REPOSITORY / "benchmarks" / "grouped_products.py"), *flags]
+def test_the_benchmark_refuses_in_one_line(script, flags, message):
+    command = [str(REPOSITORY / "benchmarks" / script), *flags]
     run = run_python(command)
     assert run.returncode == 2
     assert run.stderr.strip().splitlines() == [f"error: {message}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
-from dta_kernels.recurrence import library
+from dta_kernels.recurrence import library, library_settings, reference
 from dta_kernels.recurrence.gated_norm import gated_norm
 from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution, short_convolution_gradients
+from dta_kernels.recurrence.unit_heads import unit_heads
 from hybrid_cases import HYBRID, spread
 from megatron_dta.common.errors import InputError
 from megatron_dta.model import kernels as model_kernels
@@ -86,6 +88,19 @@ def test_gated_norm_equals_its_formula(N, J, V):
 
 
 @interpreter
+@pytest.mark.parametrize(("N", "H", "K"), [(9, 3, 20), (1, 1, 128), (0, 2, 16)])
+def test_unit_heads_equal_their_formula(N, H, K):
+    generator = torch.Generator().manual_seed(N)
+    wide = torch.randn(N, H * K + 7, generator=generator, requires_grad=True)
+    x = wide[:, : H * K].reshape(N, H, K) if N else torch.zeros(0, H, K, requires_grad=True)
+    expected, found = reference.unit_heads(x), unit_heads(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    grad = torch.randn(found.shape, generator=generator)
+    one, other = (torch.autograd.grad(out, wide if N else x, grad)[0] for out in (found, expected))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@interpreter
 def test_a_hybrid_model_on_fused_layers_equals_the_plain_one():
     samples = random_training_samples(branching_sequences(seed_all(5), count=6, longest=16), seed=5)
     model = model_config(torch.float32, **HYBRID, fused_layer_impl="reference")
@@ -125,3 +140,28 @@ def test_missing_and_old_libraries_are_refused_in_one_line(monkeypatch):
     assert choose("reference", torch.bfloat16, cuda) is not library.gated_delta_rule
     with pytest.raises(InputError, match="--gated-delta-rule-impl fla needs a CUDA GPU and --bf16; use auto"):
         choose("fla", torch.float32, cuda)
+
+
+def test_fixed_settings_leave_one_candidate_and_unknown_ones_all(monkeypatch):
+    import triton
+
+    def tuned(*warps: int) -> object:
+        @triton.heuristics({"EVEN": lambda arguments: True})
+        @triton.autotune([triton.Config({"BK": 32}, num_warps=n, num_stages=2) for n in warps], key=[])
+        @triton.jit
+        def kernel(x, BK, EVEN):
+            pass
+
+        return kernel
+
+    module = ModuleType("kernels")
+    module.first, module.second, module.third, module.plain = tuned(1, 2, 4), tuned(1, 2), tuned(2, 4), len
+    monkeypatch.setattr(library_settings, "import_module", lambda name: module)
+    monkeypatch.setattr(library_settings, "_MODULES", ("one",))
+    wanted = library_settings.LaunchSettings(4, 2, {"BK": 32})
+    library_settings.fix_settings({"first": wanted, "second": wanted, "missing": wanted})
+    assert [library_settings.settings_of(each) for each in module.first.fn.configs] == [wanted]
+    assert (len(module.second.fn.configs), len(module.third.fn.configs)) == (2, 2)
+    assert library_settings.chosen_settings() == {}
+    module.first.fn.best_config = module.first.fn.configs[0]
+    assert library_settings.chosen_settings() == {"first": wanted}

@@ -1,0 +1,64 @@
+"""Launch settings of flash-linear-attention's kernels, from a fixed table instead of its tuner.
+
+The tuner compiles all candidates of every kernel at the first step, which takes minutes, and picks by time, so another
+run may add in another order. The settings here are used on Hopper GPUs for heads of 128, the size of the published
+models; elsewhere the tuner decides. ``benchmarks/recurrence.py --tune`` shows what it picks; enter its winners here.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+HEAD_SIZE, CAPABILITY = 128, 9
+# Modules of the kernels that a call runs; all of them are tuned by the shapes of heads alone.
+_MODULES = ("common.chunk_delta_h", "common.chunk_o", "gated_delta_rule.chunk_fwd", "gated_delta_rule.wy_fast")
+_MODULES += ("utils.cumsum",)
+
+
+class LaunchSettings(NamedTuple):
+    """What the tuner chooses for a kernel: warps, stages of its pipeline and tile sizes."""
+
+    num_warps: int
+    num_stages: int
+    tiles: dict[str, int]
+
+
+# By the kernel's name.
+HOPPER: dict[str, LaunchSettings] = {}
+
+
+def tuners() -> dict[str, Any]:
+    """The library's tuners by the names of their kernels."""
+    from triton.runtime.autotuner import Autotuner
+
+    found = {}
+    for module in _MODULES:
+        for name, kernel in vars(import_module(f"fla.ops.{module}")).items():
+            while hasattr(kernel, "fn") and not isinstance(kernel, Autotuner):
+                kernel = kernel.fn
+            if isinstance(kernel, Autotuner):
+                found[name] = kernel
+    return found
+
+
+def fix_settings(settings: dict[str, LaunchSettings]) -> None:
+    """Leave each tuner in ``settings`` that one candidate, with which it does not tune.
+
+    A candidate that this version of the library does not have is left to its tuner.
+    """
+    found = tuners()
+    for name, chosen in settings.items():
+        if name in found:
+            tuner = found[name]
+            tuner.configs = [config for config in tuner.configs if settings_of(config) == chosen] or tuner.configs
+
+
+def settings_of(config: Any) -> LaunchSettings:
+    """The settings of a candidate (``triton.Config``)."""
+    return LaunchSettings(config.num_warps, config.num_stages, dict(config.kwargs))
+
+
+def chosen_settings() -> dict[str, LaunchSettings]:
+    """What the tuners have chosen so far."""
+    return {name: settings_of(tuner.best_config) for name, tuner in tuners().items() if hasattr(tuner, "best_config")}
