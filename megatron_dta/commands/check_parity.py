@@ -22,7 +22,7 @@ from megatron_dta.train import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which tells what is not installed
 
-from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
+from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
 from megatron_dta.config.derived.moe_layers import parse_linear_attention_freq
@@ -60,12 +60,7 @@ class Row:
 def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts as .jsonl, .parquet or .npz")
-    parser.add_argument(
-        "--sample-granularity",
-        choices=("trajectory", "turn"),
-        default="trajectory",
-        help="sequences of .npz files: whole trajectories or turns",
-    )
+    add_sample_granularity(parser)
     parser.add_argument("--max-sequences", type=int, default=16, help="use the file's first N sequences (default 16)")
     parser.add_argument("--max-length", type=int, default=256, help="maximum tokens of a sequence (default 256)")
     parser.add_argument(

@@ -32,7 +32,14 @@ from megatron_dta.train import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which tells what is not installed
 
-from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_output, json_text, print_json
+from megatron_dta.common.command_line import (
+    CommandLineParser,
+    add_sample_granularity,
+    check_at_least,
+    check_output,
+    json_text,
+    print_json,
+)
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.measurement import measured_on
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
@@ -75,12 +82,7 @@ class Candidate:
 def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts as .jsonl, .parquet or .npz")
-    parser.add_argument(
-        "--sample-granularity",
-        choices=("trajectory", "turn"),
-        default="trajectory",
-        help="sequences of .npz files: whole trajectories or turns",
-    )
+    add_sample_granularity(parser)
     parser.add_argument("--max-sequences", type=int, default=8, help="use the file's first N sequences (default 8)")
     parser.add_argument("--max-length", type=int, help="maximum tokens of a sequence")
     parser.add_argument("--model", choices=list(MODELS), help="shape of random weights (default: tiny)")

@@ -31,7 +31,7 @@ from megatron_dta.capacity.sequences import made_up_sequences
 from megatron_dta.capacity.settings import HELP, read_args_file, read_hf_config
 from megatron_dta.capacity.step_time import calibrated, mesh_costs
 from megatron_dta.capacity.work import StepWork
-from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
+from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import load_cost_file
@@ -58,12 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     add = parser.add_argument
     add("file", nargs="?", metavar="FILE", help="rollouts of one step: .jsonl, .parquet or .npz")
-    add(
-        "--sample-granularity",
-        choices=("trajectory", "turn"),
-        default="trajectory",
-        help="sequences of .npz files: whole trajectories or turns",
-    )
+    add_sample_granularity(parser)
     modes = ("dta", "dense")
     add("--tree-mode", choices=modes, default="dta", help="compute shared prefixes once, or each sequence alone")
     for name in ("max_sequences", "max_length", *STEP_FLAGS):

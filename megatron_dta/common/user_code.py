@@ -1,4 +1,4 @@
-"""Loads functions of users, given as ``FILE.py:NAME``."""
+"""Loads functions and classes of users, given as ``FILE.py:NAME``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def load_from_file(where: str, path: str, name: str) -> Callable[..., Any]:
         where: the flag and its value, with which messages begin.
 
     Raises:
-        InputError: there is no such file, it does not run, or it has nothing callable of that name.
+        InputError: it is no such file, it does not run, or it has nothing callable of that name.
     """
     file = Path(path)
-    if not file.is_file():
-        raise InputError(f"{where}: no such file: {path}")
+    if file.suffix != ".py" or not file.is_file():
+        raise InputError(f"{where}: must be FILE.py:NAME of a file that exists")
     module_spec = importlib.util.spec_from_file_location(f"megatron_dta_user_{file.stem}", file)
     assert module_spec is not None  # the suffix is .py
     assert module_spec.loader is not None
@@ -33,7 +33,7 @@ def load_from_file(where: str, path: str, name: str) -> Callable[..., Any]:
         raise InputError(f"{where}: the file does not run: {describe_error(error)}") from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise InputError(f"{where}: {path} has no function {name}")
+        raise InputError(f"{where}: {path} has no function or class {name}")
     return found
 
 

@@ -7,7 +7,9 @@ engine that has subtree ends on the device computes it there (``local_key_end_on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -121,7 +123,7 @@ def plan_tree_attention(
         parts = [by_keys.tables(rows) for rows in by_keys.row_parts(most_tiles * launches // shape.num_groups)]
     stored_groups = -(-shape.num_groups // launches)
     tables = [matrix(config.forward).rows()] + [table for part in parts for table in (part.columns, part.rows)]
-    forward, *backward_tables = _upload(tables, device)
+    forward, *backward_tables = _upload_tables(tables, device)
     return TreeAttentionPlan(
         shape=shape,
         config=config,
@@ -134,16 +136,20 @@ def plan_tree_attention(
     )
 
 
-def _upload(tables: list[BlockTable], device: torch.device) -> list[DeviceTable]:
-    """Copy all tables in one transfer."""
+def _upload_tables(tables: list[BlockTable], device: torch.device) -> list[DeviceTable]:
     arrays = [array for table in tables for array in (table.programs, table.blocks, table.tiles)]
-    begins = np.cumsum([0] + [-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays]).tolist()
+    pieces = iter(upload(arrays, device))
+    return [DeviceTable(next(pieces).view(-1, 8), next(pieces), next(pieces)) for _ in tables]
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy int32 arrays in one transfer, without waiting for the device; each becomes a vector."""
+    begins = [0, *accumulate(-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
     packed = torch.empty(begins[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
     for array, begin in zip(arrays, begins, strict=False):
         packed[begin : begin + array.size] = torch.from_numpy(array.reshape(-1))
     packed = packed.to(device, non_blocking=True)
-    pieces = iter([packed[begin : begin + array.size] for array, begin in zip(arrays, begins, strict=False)])
-    return [DeviceTable(next(pieces).view(-1, 8), next(pieces), next(pieces)) for _ in tables]
+    return [packed[begin : begin + array.size] for array, begin in zip(arrays, begins, strict=False)]
 
 
 def local_key_end_on_device(query_index_N: Tensor, key_end_M: Tensor) -> Tensor:

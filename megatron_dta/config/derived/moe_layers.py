@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 
 from megatron_dta.common.errors import InputError
 
@@ -17,21 +18,16 @@ def parse_moe_layer_freq(text: str, num_layers: int) -> list[bool]:
     Raises:
         InputError: the text is neither, or the length of the list is not ``num_layers``.
     """
-    try:
-        value = _value(ast.parse(text.strip(), mode="eval").body, num_layers)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise InputError(
-            f"--moe-layer-freq {text}: give a number N for every N-th layer, or a list of 0 and 1 like [0]*1+[1]*3"
-        ) from None
-    if isinstance(value, int):
-        if value < 1:
-            raise InputError(f"--moe-layer-freq {text}: must be at least 1")
-        return [layer % value == 0 for layer in range(num_layers)]
-    if len(value) != num_layers:
-        raise InputError(f"--moe-layer-freq {text}: has {len(value)} entries for --num-layers {num_layers}")
-    if not any(value):
+    entries = _entries(
+        f"--moe-layer-freq {text}",
+        text,
+        "a number N for every N-th layer, or a list of 0 and 1 like [0]*1+[1]*3",
+        lambda every: [layer % every == 0 for layer in range(num_layers)],
+        num_layers,
+    )
+    if not any(entries):
         raise InputError(f"--moe-layer-freq {text}: no layer has experts; leave --num-experts out")
-    return [entry == 1 for entry in value]
+    return entries
 
 
 def parse_linear_attention_freq(text: str, num_layers: int) -> list[bool]:
@@ -45,20 +41,32 @@ def parse_linear_attention_freq(text: str, num_layers: int) -> list[bool]:
         InputError: the text is neither, or the length of the list is not ``num_layers``.
     """
     flag = f"--linear-attention-freq {text}"
+    entries = _entries(
+        flag,
+        text,
+        "a number N for attention in every N-th layer, or a list of 0 and 1 like ([1]*3+[0])*2",
+        lambda every: [(layer + 1) % every != 0 for layer in range(num_layers)],
+        num_layers,
+    )
+    if not any(entries):
+        raise InputError(f"{flag}: no layer has linear attention; leave --experimental-attention-variant out")
+    return entries
+
+
+def _entries(
+    flag: str, text: str, forms: str, from_interval: Callable[[int], list[bool]], num_layers: int
+) -> list[bool]:
+    """The list that ``text`` writes out or, for a number, that ``from_interval`` makes of it."""
     try:
         value = _value(ast.parse(text.strip(), mode="eval").body, num_layers)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise InputError(
-            f"{flag}: give a number N for attention in every N-th layer, or a list of 0 and 1 like ([1]*3+[0])*2"
-        ) from None
+        raise InputError(f"{flag}: give {forms}") from None
     if isinstance(value, int):
         if value < 1:
             raise InputError(f"{flag}: must be at least 1")
-        value = [int((layer + 1) % value != 0) for layer in range(num_layers)]
+        return from_interval(value)
     if len(value) != num_layers:
         raise InputError(f"{flag}: has {len(value)} entries for --num-layers {num_layers}")
-    if not any(value):
-        raise InputError(f"{flag}: no layer has linear attention; leave --experimental-attention-variant out")
     return [entry == 1 for entry in value]
 
 

@@ -26,7 +26,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -176,8 +175,5 @@ def callable_agent(spec: str, seconds: float) -> Agent:
 
 
 def _load(spec: str) -> Callable[[dict[str, Any], AgentAccess], Any]:
-    path, separator, name = spec.rpartition(":")
-    where = f"--agent-callable {spec}"
-    if not separator or not path.endswith(".py") or not Path(path).is_file():
-        raise InputError(f"{where}: must be FILE.py:NAME of a file that exists")
-    return load_from_file(where, path, name)
+    path, _, name = spec.rpartition(":")
+    return load_from_file(f"--agent-callable {spec}", path, name)

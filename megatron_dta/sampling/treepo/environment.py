@@ -20,19 +20,18 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 import math
 import numbers
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.common.user_code import describe_error, load_from_file
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.treepo.tool_environment import ToolEnvironment
 
@@ -215,24 +214,16 @@ def load_environment(spec: str) -> Callable[[], Environment]:
     """The class that ``spec`` names, ``FILE.py:NAME`` or a dotted name; ``InputError`` if it does not exist."""
     path, separator, name = spec.rpartition(":")
     where = f"--environment {spec}"
-    try:
-        if separator:
-            if not path.endswith(".py") or not Path(path).is_file():
-                raise InputError(f"{where}: must be FILE.py:NAME of a file that exists, or a dotted name")
-            module_spec = importlib.util.spec_from_file_location(f"megatron_dta_environment_{Path(path).stem}", path)
-            module = importlib.util.module_from_spec(module_spec)
-            module_spec.loader.exec_module(module)
-        else:
-            package, _, name = spec.rpartition(".")
-            if not package:
-                raise InputError(f"{where}: must be FILE.py:NAME or a dotted name such as package.module.Name")
-            module = importlib.import_module(package)
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"{where}: the module does not load: {reason}") from error
-    found = getattr(module, name, None)
+    if separator:
+        found = load_from_file(where, path, name)
+    else:
+        package, _, name = spec.rpartition(".")
+        if not package:
+            raise InputError(f"{where}: must be FILE.py:NAME or a dotted name such as package.module.Name")
+        try:
+            found = getattr(importlib.import_module(package), name, None)
+        except (Exception, SystemExit) as error:
+            raise InputError(f"{where}: the module does not load: {describe_error(error)}") from error
     for method in ("reset", "step"):
         if not callable(getattr(found, method, None)):
             raise InputError(f"{where}: {name} must be a class with the methods reset and step")

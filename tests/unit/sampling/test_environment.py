@@ -232,7 +232,7 @@ def test_loading(tmp_path):
     with pytest.raises(InputError, match="the file does not run: SystemExit"):
         load_reward_function(f"{tmp_path}/leaves.py:reward")
     for spec, message in (
-        (f"{tmp_path}/leaves.py:Env", "does not load: SystemExit: 0"),
+        (f"{tmp_path}/leaves.py:Env", "the file does not run: SystemExit: 0"),
         (f"{file}:No", "must be a class with the methods"),
         (f"{tmp_path}/other.py:Env", "must be FILE.py:NAME"),
         ("nothing", "dotted name"),

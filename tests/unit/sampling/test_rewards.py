@@ -96,9 +96,9 @@ def test_bad_reward_flags(user_file: Path, tmp_path: Path):
         ("best", "must be exact_match, math_verify, code_tests, remote or FILE.py:NAME"),
         (str(user_file), "must be exact_match"),
         (f"{user_file}:no-name", "must be exact_match"),
-        (f"{tmp_path}/none.py:f", "no such file"),
-        (f"{user_file}:missing", "has no function missing"),
-        (f"{user_file}:value", "has no function value"),
+        (f"{tmp_path}/none.py:f", "of a file that exists"),
+        (f"{user_file}:missing", "no function or class missing"),
+        (f"{user_file}:value", "no function or class value"),
         (f"{syntax}:f", "the file does not run: SyntaxError"),
     ):
         with pytest.raises(InputError, match=message) as caught:

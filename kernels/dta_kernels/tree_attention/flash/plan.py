@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dta_kernels.tree_attention.blocks import block_matrix
-from dta_kernels.tree_attention.plan import AttentionShape
+from dta_kernels.tree_attention.plan import AttentionShape, upload
 
 PACKAGE = "flash-attn-4"
 # The adapter calls internal functions of the library, so it works with this version only.
@@ -28,8 +27,6 @@ HEAD_SIZES = (64, 96, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 # Tiles of the library's kernels on Hopper for these head sizes.
 BLOCK = 128
-# Every array starts at a multiple of this number of int32 elements.
-_ALIGNMENT = 4
 
 
 def installed_version() -> str | None:
@@ -88,7 +85,8 @@ def plan_flash_attention(
     matrix = block_matrix(key_end, num_queries, BLOCK, BLOCK)
     partial, full = matrix.live & ~matrix.full, matrix.full
     arrays = [array for blocks in (partial, full, partial.T, full.T) for array in block_lists(blocks)]
-    uploaded = _upload(arrays, device)
+    # One entry for any batch and head.
+    uploaded = [vector.view(1, 1, *array.shape) for vector, array in zip(upload(arrays, device), arrays, strict=True)]
     return FlashAttentionPlan(shape, num_queries, len(key_end), BlockLists(*uploaded[:4]), BlockLists(*uploaded[4:]))
 
 
@@ -99,16 +97,3 @@ def block_lists(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     row, column = np.nonzero(blocks)
     columns[row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)] = column
     return counts.astype(np.int32), columns
-
-
-def _upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy all arrays in one transfer; each becomes [1, 1, ...], for any batch and head."""
-    begins = [0, *accumulate(-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
-    packed = torch.empty(begins[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
-    for array, begin in zip(arrays, begins, strict=False):
-        packed[begin : begin + array.size] = torch.from_numpy(array.reshape(-1))
-    packed = packed.to(device, non_blocking=True)
-    return [
-        packed[begin : begin + array.size].view(1, 1, *array.shape)
-        for array, begin in zip(arrays, begins, strict=False)
-    ]

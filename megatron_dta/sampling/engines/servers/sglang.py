@@ -155,9 +155,9 @@ class SglangProtocol(ServerProtocol):
             "abort_all_requests": False,
             "weight_version": label,
         }
-        done = await client.ask(server, "POST", "/update_weights_from_disk", body)
-        if not isinstance(done, dict) or done.get("success") is not True:
-            raise ServerError(f"{server}: POST /update_weights_from_disk: {shown(done)}")
+        _check_success(
+            server, "/update_weights_from_disk", await client.ask(server, "POST", "/update_weights_from_disk", body)
+        )
         await client.ask(server, "POST", "/flush_cache")
         await client.ask(server, "POST", "/continue_generation", {})
 
@@ -221,9 +221,7 @@ class SglangProtocol(ServerProtocol):
 
     async def _transfer(self, client: HttpClient, server: Server, path: str, body: dict[str, Any]) -> None:
         """A step of a transfer, which must not be repeated."""
-        done = await client.ask(server, "POST", path, body, attempts=1)
-        if not isinstance(done, dict) or done.get("success") is not True:
-            raise ServerError(f"{server}: POST {path}: {shown(done)}")
+        _check_success(server, path, await client.ask(server, "POST", path, body, attempts=1))
 
     async def speculation_differs(
         self, client: HttpClient, server: Server, speculation: ServerSpeculation
@@ -239,9 +237,12 @@ class SglangProtocol(ServerProtocol):
             with suppress(ServerError):  # a restarted server does not have it
                 await client.ask(server, "POST", "/remove_external_corpus", {"corpus_id": old})
         body = {"corpus_id": name, "file_path": str(path)}
-        done = await client.ask(server, "POST", "/add_external_corpus", body)
-        if not isinstance(done, dict) or done.get("success") is not True:
-            raise ServerError(f"{server}: POST /add_external_corpus: {shown(done)}")
+        _check_success(server, "/add_external_corpus", await client.ask(server, "POST", "/add_external_corpus", body))
+
+
+def _check_success(server: Server, path: str, reply: Any) -> None:
+    if not isinstance(reply, dict) or reply.get("success") is not True:
+        raise ServerError(f"{server}: POST {path}: {shown(reply)}")
 
 
 def _count(meta: dict[str, Any], names: tuple[str, ...]) -> int:
