@@ -1,16 +1,21 @@
 """The experiment of DAS: training with and without drafts, and its ablations of scope, window and budget.
 
     PYTHONPATH=benchmarks python benchmarks/papers/das.py [--small] [--smallest] [--output-dir OUT] [--seeds N]
+        [--tasks TASK ...] [--jobs N] [--no-replays]
 
-Writes das.json, das.md, and plots of rollout seconds, rewards and ablations to OUT. Complete training runs in OUT are
-used again. The ablations also replay stored rollouts if DTA_ROLLOUTS names their folder.
+Writes das.json, das.md, and plots of rollout seconds, rewards and ablations to OUT, the JSON file after every run.
+Complete training runs in OUT are used again. The ablations replay the runs of the tasks, and stored rollouts if
+DTA_ROLLOUTS names their folder. --jobs seeds run beside each other, all in the same mode at a time, so that their
+seconds compare.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +25,23 @@ from megatron_dta.train import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
-from megatron_dta.common.errors import run_entry_point
+from megatron_dta.common.command_line import check_at_least
+from megatron_dta.common.errors import InputError, run_entry_point
 from papers.das_parts import tasks as das_tasks
 from papers.das_parts.replays import ABLATIONS, History, live_history, replay_all, stored_history
 from papers.das_parts.runs import (
     PLAIN,
     LiveRun,
     LiveTask,
+    data_job,
     equal_batches,
     equal_share,
     largest_difference,
-    live_run,
-    prepare,
+    live_job,
+    read_run,
+    warmup_job,
 )
+from papers.processes import Processes
 from papers.tables import COLORS, PaperReport, paper_parser
 
 Runs = dict[tuple[str, int, str], LiveRun]
@@ -102,35 +111,57 @@ REPLAY_NOTE = (
 
 def main() -> int:
     """Run the experiment."""
-    arguments = paper_parser(__doc__ or "", "das").parse_args()
+    parser = paper_parser(__doc__ or "", "das")
+    parser.add_argument("--tasks", nargs="+", help="names of the tasks to train (default: all of this size)")
+    parser.add_argument("--jobs", type=int, default=1, help="most seeds beside each other")
+    parser.add_argument("--no-replays", action="store_true", help="leave the ablations out")
+    arguments = parser.parse_args()
+    check_at_least(arguments, 1, "seeds", "jobs")
     name = "smallest" if arguments.smallest else "small" if arguments.small else "full"
     scale = {"smallest": das_tasks.smallest, "small": das_tasks.small, "full": das_tasks.full}[name]()
-    report = PaperReport("das", arguments.output_dir, {"scale": name, "seeds": arguments.seeds})
+    known = {task.name: task for task in scale.tasks}
+    unknown = sorted(set(arguments.tasks or ()) - set(known))
+    if unknown:
+        raise InputError(f"--tasks: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+    tasks = [known[name] for name in arguments.tasks or known]
+    settings = {"scale": name, "seeds": arguments.seeds, "tasks": [task.name for task in tasks], "jobs": arguments.jobs}
+    report = PaperReport("das", arguments.output_dir, settings)
     report.table("live", "Training with and without drafts", LIVE, LIVE_NOTE)
     for key in ABLATIONS:
         report.table(key, f"Ablation: {key}", REPLAY, REPLAY_NOTES[key] + REPLAY_NOTE)
     runs: Runs = {}
-    for task in scale.tasks:
-        runs |= train_task(task, min(task.seeds, arguments.seeds), report)
-        plot_runs(report, runs)
-    for key, row in replay_all(histories(scale, runs)):
-        report.add(key, row)
-    report.plot(lambda axes: draw_ablations(axes, report), panels=len(ABLATIONS), suffix="ablations")
-    print(f"tables: {report.write_markdown()}")
+    # A scheduler's signal ends the runs under way, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    processes = Processes(report.folder / "runs", ["papers.das_parts.runs"])
+    try:
+        for task in tasks:
+            train_task(task, min(task.seeds, arguments.seeds), arguments.jobs, processes, report, runs)
+        if not arguments.no_replays:
+            for key, row in replay_all(histories(tasks, scale.stored, runs)):
+                report.add(key, row)
+            report.plot(lambda axes: draw_ablations(axes, report), panels=len(ABLATIONS), suffix="ablations")
+    finally:
+        processes.close()
+        if runs:
+            plot_runs(report, runs)
+        print(f"tables: {report.write_markdown()}")
     return 0
 
 
-def train_task(task: LiveTask, seeds: int, report: PaperReport) -> Runs:
-    """Train all modes with each seed, and add their rows."""
-    folder = report.folder / "runs" / task.name.replace(" ", "-")
-    prepare(task, folder)
-    runs: Runs = {}
-    for seed in range(1, seeds + 1):
+def train_task(task: LiveTask, seeds: int, jobs: int, processes: Processes, report: PaperReport, runs: Runs) -> None:
+    """Train all modes with each seed, and add the runs and their rows."""
+    data, _ = processes.run(data_job(task))
+    warmup, _ = processes.run(warmup_job(task, data))
+    for first in range(1, seeds + 1, jobs):
+        group = range(first, min(first + jobs, seeds + 1))
         for mode in task.modes:
-            run = runs[task.name, seed, mode] = live_run(task, folder, seed, mode)
-            reference = runs[task.name, seed, task.modes[0]]
-            report.add("live", live_row(run, reference, {"task": task.name, "seed": seed, "mode": mode}))
-    return runs
+            found = {seed: live_job(task, data, warmup, seed, mode) for seed in group}
+            for job in found.values():
+                processes.begin(job)
+            for seed, job in found.items():
+                run = runs[task.name, seed, mode] = read_run(processes.run(job)[0])
+                reference = runs[task.name, seed, task.modes[0]]
+                report.add("live", live_row(run, reference, {"task": task.name, "seed": seed, "mode": mode}))
 
 
 def live_row(run: LiveRun, plain: LiveRun, names: dict[str, Any]) -> dict[str, Any]:
@@ -165,14 +196,14 @@ def live_row(run: LiveRun, plain: LiveRun, names: dict[str, Any]) -> dict[str, A
     }
 
 
-def histories(scale: das_tasks.Scale, runs: Runs) -> list[History]:
+def histories(tasks: Sequence[LiveTask], stored: Mapping[str, tuple[int, int, int]], runs: Runs) -> list[History]:
     """The samples of each task's first run, and the stored sets if there are any."""
     found = []
-    for task in scale.tasks:
+    for task in tasks:
         run = runs[task.name, 1, task.modes[0]]
         found.append(live_history(task.name, run.batches, task.batches_per_epoch, run.update_sizes))
     folder = os.environ.get("DTA_ROLLOUTS")
-    for name, (problems, samples, epochs) in scale.stored.items():
+    for name, (problems, samples, epochs) in stored.items():
         path = Path(folder or "") / f"{name}.npz"
         if folder and path.exists():
             found.append(stored_history(path, problems, samples, epochs))

@@ -1,6 +1,7 @@
 """Runs the experiments of TreePO (arXiv 2508.17445): tree sampling against GRPO at equal tokens and at equal time.
 
-    PYTHONPATH=benchmarks python benchmarks/papers/treepo.py [--small] [--parts PART ...] [--output-dir FOLDER]
+    PYTHONPATH=benchmarks python benchmarks/papers/treepo.py [--small] [--parts PART ...] [--methods METHOD ...]
+        [--seeds N] [--jobs N] [--output-dir FOLDER]
 
 curves      held-out reward of GRPO, of GRPO on trees and of TreePO, over decoded tokens, seconds of sampling and all
             seconds; --seeds runs of each, on a task that a model learns from scratch
@@ -18,7 +19,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,16 +32,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from megatron_dta.common.command_line import check_at_least
 from megatron_dta.common.errors import InputError, run_entry_point
+from papers.processes import Job, Processes
 from papers.tables import PaperReport, paper_parser
+from papers.training import METRICS, TASK, make_data, train, training_progress
 from papers.treepo_parts.curves import AXES, Curve, comparison, read_curve, summary
-from papers.treepo_parts.plan import GRPO, MOST_STEPS, TREEPO, Ablation, Scale, ablations, method_flags, scale
+from papers.treepo_parts.plan import GRPO, MOST_STEPS, TREEPO, TREES, Ablation, Scale, ablations, method_flags, scale
 from papers.treepo_parts.plots import plot_curves, plot_sampling
-from papers.treepo_parts.processes import Processes
 from papers.treepo_parts.sampling import efficiency, votes
 from papers.treepo_parts.text import add_tables
-from papers.treepo_parts.training import METRICS, TASK, make_data, train, training_progress
 
 PARTS = ("curves", "ablations", "efficiency", "votes")
+PRELOAD = ("papers.training", "papers.treepo_parts.sampling", "papers.tables")
 
 
 class Experiment:
@@ -48,53 +51,53 @@ class Experiment:
     Args:
         folder: of all results.
         chosen: the sizes.
+        methods: whose curves are compared.
         seeds: of the curves; everything else uses the first.
+        jobs: most runs beside each other.
     """
 
-    def __init__(self, folder: Path, chosen: Scale, seeds: Sequence[int]) -> None:
-        self.runs = (folder / "runs").resolve()
-        self.report = PaperReport("treepo", folder, {"sizes": vars(chosen), "seeds": list(seeds)})
-        self.curves: dict[str, dict[int, Curve]] = {method: {} for method in chosen.methods}
+    def __init__(self, folder: Path, chosen: Scale, methods: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
+        settings = {"sizes": vars(chosen), "methods": list(methods), "seeds": list(seeds), "jobs": jobs}
+        self.report = PaperReport("treepo", folder, settings)
+        self.curves: dict[str, dict[int, Curve]] = {method: {} for method in methods}
         self.failed = False
-        self._scale, self._seeds = chosen, seeds
-        self._processes = Processes(self.runs)
+        self._scale, self._seeds, self._jobs = chosen, seeds, jobs
+        self._processes = Processes(folder / "runs", PRELOAD)
         self._flags = method_flags(chosen)
         add_tables(self.report)
 
     def run_curves(self) -> None:
-        """All methods with all seeds; a comparison of those seeds with which all methods have finished."""
-        for number, seed in enumerate(self._seeds, start=1):
-            for method in self._scale.methods:
-                print(f"== seed {number} of {len(self._seeds)}: {method}", flush=True)
-                with_names = {"method": method, "seed": seed}
-                self._attempt("runs", with_names, partial(self._curve, method, seed))
-        complete = [seed for seed in self._seeds if all(seed in found for found in self.curves.values())]
-        self.curves = {
-            method: {seed: of_method[seed] for seed in complete} for method, of_method in self.curves.items()
-        }
-        if complete:
-            for row in comparison(self.curves, GRPO, self._scale.tokens):
-                self.report.add("curves", row)
+        """All methods with all seeds."""
+        for seeds in self._groups(self._seeds):
+            self._begin([partial(self._data_job, seed) for seed in seeds])
+            self._begin([partial(self._warmup_job, seed) for seed in seeds])
+            for method in self.curves:
+                print(f"== {method}, seeds {', '.join(map(str, seeds))} of {len(self._seeds)}", flush=True)
+                self._begin([partial(self._curve_job, method, seed) for seed in seeds])
+                for seed in seeds:
+                    self._attempt("runs", {"method": method, "seed": seed}, partial(self._curve, method, seed))
 
     def run_ablations(self) -> None:
         """TreePO, and one run of each of its variants."""
-        found = [Ablation("TreePO", self._shape(), ""), *ablations(self._scale)]
-        for number, ablation in enumerate(found, start=1):
-            names = {"group": ablation.group, "name": ablation.name, "flags": ablation.flags}
-            print(f"== ablation {number} of {len(found)}: {ablation.group}, {ablation.name}", flush=True)
-            self._attempt("ablations", names, partial(self._ablation, number, ablation))
+        found = list(enumerate([Ablation("TreePO", self._shape(), ""), *ablations(self._scale)], start=1))
+        for group in self._groups(found):
+            self._begin([partial(self._ablation_job, number, ablation) for number, ablation in group])
+            for number, ablation in group:
+                names = {"group": ablation.group, "name": ablation.name, "flags": ablation.flags}
+                print(f"== ablation {number} of {len(found)}: {ablation.group}, {ablation.name}", flush=True)
+                self._attempt("ablations", names, partial(self._ablation, number, ablation))
 
     def run_efficiency(self) -> None:
         """Rates of trees and of independent rollouts."""
         print("== sampling efficiency", flush=True)
         arguments = {"flags": self._scale.efficiency.split(), "segments": list(self._scale.efficiency_segments)}
-        for row in self._processes.run("efficiency", efficiency, arguments)[1]:
+        for row in self._processes.run(Job("efficiency", efficiency, arguments))[1]:
             self.report.add("efficiency", row)
 
     def run_votes(self) -> None:
         """maj@k of the weights before and after training on trees."""
         chosen, seed = self._scale, self._seeds[0]
-        trained = self._train(f"{TREEPO}-{seed}", self._flags[TREEPO], seed, chosen.tokens)
+        trained, _ = self._processes.run(self._curve_job(TREEPO, seed))
         for model, folder in (("warm-up", self._warmup(seed)), (TREEPO, trained / "checkpoint")):
             print(f"== maj@k, {model}", flush=True)
             arguments = {
@@ -104,15 +107,20 @@ class Experiment:
                 "factors": list(chosen.branching_factors),
                 "repeats": chosen.repeats,
             }
-            for row in self._processes.run(f"votes-{model}", votes, arguments)[1]:
+            for row in self._processes.run(Job(f"votes-{model}", votes, arguments))[1]:
                 self.report.add("votes", {"model": model, **row})
 
     def write(self) -> None:
-        """Markdown and plots of what there is."""
+        """Compare the methods and write Markdown and plots, of what there is; end what is still running."""
+        self._processes.close()
+        found = {method: of_method for method, of_method in self.curves.items() if of_method}
+        complete = [seed for seed in self._seeds if all(seed in of_method for of_method in found.values())]
+        if found and complete:
+            curves = {method: {seed: found[method][seed] for seed in complete} for method in found}
+            for row in comparison(curves, next(iter(curves)), self._scale.tokens):
+                self.report.add("curves", row)
+            print(f"plot: {self.report.plot(partial(plot_curves, curves=curves), len(AXES))}")
         print(f"tables: {self.report.write_markdown()}")
-        if all(self.curves.values()):
-            draw = partial(plot_curves, curves=self.curves)
-            print(f"plot: {self.report.plot(draw, len(AXES))}")
         rates, voted = self.report.rows("efficiency"), self.report.rows("votes")
         if rates or voted:
             print(f"plot: {self.report.plot(partial(plot_sampling, rates=rates, votes=voted), 2, 'sampling')}")
@@ -134,30 +142,43 @@ class Experiment:
             row = {"error": str(error)}
         self.report.add(table, names | row)
 
+    def _groups(self, found: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """What runs beside each other."""
+        return (found[begin : begin + self._jobs] for begin in range(0, len(found), self._jobs))
+
+    def _begin(self, jobs: Sequence[Callable[[], Job]]) -> None:
+        for make in jobs:
+            with suppress(InputError):  # a job needs the ones before it; who waits for it meets the error
+                self._processes.begin(make())
+
     def _curve(self, method: str, seed: int) -> dict[str, Any]:
-        chosen = self._scale
-        folder = self._train(f"{method}-{seed}".replace(" ", "-"), self._flags[method], seed, chosen.tokens)
+        chosen, (folder, _) = self._scale, self._processes.run(self._curve_job(method, seed))
         curve = self.curves[method][seed] = read_curve(folder / METRICS)
         return summary(folder / METRICS, chosen.batch, chosen.tokens) | {"points": curve.points()}
 
     def _ablation(self, number: int, ablation: Ablation) -> dict[str, Any]:
-        chosen, seed = self._scale, self._seeds[0]
-        # The curve of TreePO goes on after the budget of an ablation.
-        name, budget = f"ablation-{number}", chosen.ablation_tokens
-        if not ablation.flags:
-            name, budget = f"{TREEPO}-{seed}", chosen.tokens
-        folder = self._train(name, f"{self._flags[TREEPO]} {ablation.flags}", seed, budget)
-        return summary(folder / METRICS, chosen.batch, chosen.ablation_tokens)
+        folder, _ = self._processes.run(self._ablation_job(number, ablation))
+        return summary(folder / METRICS, self._scale.batch, self._scale.ablation_tokens)
 
     def _shape(self) -> str:
         return f"{self._scale.response // self._scale.segment} x {self._scale.segment}"
 
-    def _train(self, name: str, flags: str, seed: int, budget: int) -> Path:
-        """The folder of a run of reinforcement learning from the warmed-up weights."""
+    def _curve_job(self, method: str, seed: int) -> Job:
+        return self._train_job(f"{method}-{seed}".replace(" ", "-"), self._flags[method], seed, self._scale.tokens)
+
+    def _ablation_job(self, number: int, ablation: Ablation) -> Job:
+        seed = self._seeds[0]
+        if not ablation.flags:  # The curve of TreePO goes on after the budget of an ablation.
+            return self._curve_job(TREEPO, seed)
+        flags = f"{self._flags[TREEPO]} {ablation.flags}"
+        return self._train_job(f"ablation-{number}", flags, seed, self._scale.ablation_tokens)
+
+    def _train_job(self, name: str, flags: str, seed: int, budget: int) -> Job:
+        """A run of reinforcement learning from the warmed-up weights, which are waited for."""
         every = [*self._training_flags(seed), *flags.split(), "--load", str(self._warmup(seed)), "--finetune"]
         keeps_weights = name == f"{TREEPO}-{self._seeds[0]}"
         arguments = {"flags": every, "budget": budget, "keep_weights": keeps_weights}
-        return self._processes.run(name, train, arguments, partial(training_progress, budget=budget))[0]
+        return Job(name, train, arguments, partial(training_progress, budget=budget))
 
     def _training_flags(self, seed: int) -> list[str]:
         chosen, data = self._scale, self._data(seed)
@@ -173,22 +194,19 @@ class Experiment:
 
     def _warmup(self, seed: int) -> Path:
         """The checkpoint of a seed's supervised warm-up."""
-        rollouts = self._data(seed) / "warmup.jsonl"
-        flags = [
-            *self._model_flags(seed),
-            *self._scale.warmup.split(),
-            "--objective",
-            "sft",
-            "--rollouts",
-            str(rollouts),
-        ]
-        return self._processes.run(f"warmup-{seed}", train, {"flags": flags}, training_progress)[0] / "checkpoint"
+        return self._processes.run(self._warmup_job(seed))[0] / "checkpoint"
+
+    def _warmup_job(self, seed: int) -> Job:
+        flags = [*self._model_flags(seed), *self._scale.warmup.split(), "--objective", "sft"]
+        flags += ["--rollouts", str(self._data(seed) / "warmup.jsonl")]
+        return Job(f"warmup-{seed}", train, {"flags": flags}, training_progress)
 
     def _data(self, seed: int) -> Path:
         """The folder of a seed's prompts and solved problems."""
-        return self._processes.run(
-            f"data-{seed}", make_data, {"flags": [*self._scale.data.split(), "--seed", str(seed)]}
-        )[0]
+        return self._processes.run(self._data_job(seed))[0]
+
+    def _data_job(self, seed: int) -> Job:
+        return Job(f"data-{seed}", make_data, {"flags": [*self._scale.data.split(), "--seed", str(seed)]})
 
     def _model_flags(self, seed: int) -> list[str]:
         common = "--vocab-size 16 --swiglu --disable-bias-linear --qk-layernorm --weight-decay 0 --adam-beta2 0.95"
@@ -199,13 +217,16 @@ def main() -> int:
     """Run the parts, write tables and plots; status 1 if a run has failed."""
     parser = paper_parser(__doc__, "treepo")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run (default: everything)")
+    parser.add_argument("--methods", nargs="+", choices=(GRPO, TREEPO, TREES), help="curves (default: all)")
+    parser.add_argument("--jobs", type=int, default=1, help="most runs beside each other")
     arguments = parser.parse_args()
-    check_at_least(arguments, 1, "seeds")
+    check_at_least(arguments, 1, "seeds", "jobs")
     chosen = scale("smallest" if arguments.smallest else "small" if arguments.small else "full")
     # A scheduler's signal ends the run under way, too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     seeds = range(1, min(arguments.seeds, chosen.seeds) + 1)
-    experiment = Experiment(arguments.output_dir, chosen, seeds)
+    methods = arguments.methods or chosen.methods
+    experiment = Experiment(arguments.output_dir, chosen, methods, seeds, arguments.jobs)
     try:
         for part in arguments.parts:
             experiment.attempt(part)

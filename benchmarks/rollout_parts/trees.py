@@ -12,6 +12,7 @@ time. Leaves of trees are longer than independent rollouts, because long paths b
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -51,44 +52,49 @@ def run_tree_tokens(arguments: argparse.Namespace, setup: Setup | None) -> list[
 
 
 def run_tree(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
-    """Two rows: trees and independent rollouts with the in-process engine, in turns; medians over the runs."""
+    """Two rows, trees and independent rollouts with the in-process engine, and one of their ratios."""
+    measured = measure_trees(arguments, setup, _settings(arguments))
+    rows = [{"part": "tree", "method": method, **row} for method, (row, _) in measured.items()]
+    rows.append({"part": "tree", "method": "ratio", **compare_tokens(*(trees for _, trees in measured.values()))})
+    for name in ("trajectories_per_second", "leaf_tokens_per_second"):
+        rows[-1][name] = rows[0][name] / rows[1][name]
+    return rows
+
+
+def measure_trees(
+    arguments: argparse.Namespace, setup: Setup, methods: Mapping[str, TreeSettings]
+) -> dict[str, tuple[dict[str, Any], list[SampledTree]]]:
+    """The rates of each method, medians over the runs, and what it samples; the methods take turns."""
     _check(arguments)
     if arguments.prompt_tokens + arguments.max_length > arguments.max_position_embeddings:
         raise InputError(f"--max-position-embeddings {arguments.max_position_embeddings} is too short; raise it")
-    seconds: dict[str, list[float]] = {"tree": [], "independent": []}
+    seconds: dict[str, list[float]] = {method: [] for method in methods}
     counts: dict[str, dict[str, float]] = {}
     trees: dict[str, list[SampledTree]] = {}
     # One engine for all runs, so that graphs are captured before the measurement.
     engine = build_engine(setup, arguments)
     warm_up(setup, engine, arguments.batch, _sampling(arguments))
     for _ in range(arguments.runs):
-        for method, settings in _settings(arguments).items():
+        for method, settings in methods.items():
             synchronize(setup.device)
             before = engine.statistics()
             trees[method] = _sample(arguments, settings, engine)
             counts[method] = counts_since(before, engine)
             seconds[method].append(counts[method]["seconds"])
             engine.close()
-    rows = []
+    rows = {}
     for method, found in trees.items():
         spent, leaves = median(seconds[method]), sum(len(tree.leaves) for tree in found)
-        rows.append(
-            {
-                "part": "tree",
-                "method": method,
-                "trajectories_per_second": leaves / spent,
-                "decoded_tokens_per_second": counts[method]["decoded_tokens"] / spent,
-                "leaf_tokens_per_second": sum(tree.response_length(i) for tree in found for i in tree.leaves) / spent,
-                **{name: counts[method][name] for name in _COUNTS},
-                "pass_ms": 1e3 * spent / counts[method]["forwards"],
-                "mean_rows": counts[method]["decoded_tokens"] / counts[method]["forwards"],
-                "seconds_of_runs": seconds[method],
-            }
-        )
-    rows.append({"part": "tree", "method": "ratio", **compare_tokens(trees["tree"], trees["independent"])})
-    for name in ("trajectories_per_second", "leaf_tokens_per_second"):
-        rows[-1][name] = rows[0][name] / rows[1][name]
-    return rows
+        rows[method] = {
+            "trajectories_per_second": leaves / spent,
+            "decoded_tokens_per_second": counts[method]["decoded_tokens"] / spent,
+            "leaf_tokens_per_second": sum(tree.response_length(i) for tree in found for i in tree.leaves) / spent,
+            **{name: counts[method][name] for name in _COUNTS},
+            "pass_ms": 1e3 * spent / counts[method]["forwards"],
+            "mean_rows": counts[method]["decoded_tokens"] / counts[method]["forwards"],
+            "seconds_of_runs": seconds[method],
+        }
+    return {method: (row, trees[method]) for method, row in rows.items()}
 
 
 def compare_tokens(trees: list[SampledTree], independent: list[SampledTree]) -> dict[str, float]:
@@ -114,17 +120,22 @@ def compare_tokens(trees: list[SampledTree], independent: list[SampledTree]) -> 
     }
 
 
-def _settings(arguments: argparse.Namespace) -> dict[str, TreeSettings]:
-    tree = TreeSettings(
+def tree_settings(arguments: argparse.Namespace, segment: int) -> TreeSettings:
+    """The trees of the flags, with segments of ``segment`` tokens."""
+    return TreeSettings(
         arguments.width,
         arguments.max_length,
-        arguments.segment_length,
+        segment,
         branching_factor=arguments.branching_factor,
         initial_branches=arguments.initial_branches,
         initial_branches_max=arguments.initial_branches_max,
         fallback=arguments.fallback,
     )
-    return {"tree": tree, "independent": TreeSettings.independent(arguments.width, arguments.max_length)}
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, TreeSettings]:
+    alone = TreeSettings.independent(arguments.width, arguments.max_length)
+    return {"tree": tree_settings(arguments, arguments.segment_length), "independent": alone}
 
 
 def _both(arguments: argparse.Namespace, inner: RolloutEngine | None) -> tuple[list[SampledTree], list[SampledTree]]:

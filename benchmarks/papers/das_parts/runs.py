@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
 import runpy
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.common.files import read_json, replace_text
 from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
 from megatron_dta.training.monitor.metrics import read_metrics
+from papers.processes import Job
+from papers.training import METRICS, train, training_progress
 
 ROOT = Path(__file__).resolve().parents[3]
 SOLVED = f"{ROOT}/examples/scratchpad.py:reward"
@@ -30,7 +23,7 @@ RIGHT_SHARE = f"{ROOT}/benchmarks/papers/das_parts/rewards.py:right_share"
 PLAIN, EXACT, CLOCK = "plain", "drafts, no clock", "drafts"
 """Modes of a run. Drafting normally follows measured times. With --deterministic-mode it follows a default cost."""
 DRAFTS = ("--rollout-speculation", "das")
-FINISHED, SAMPLES = "finished.json", "samples"
+SAMPLES = "samples"
 
 
 @dataclass(frozen=True)
@@ -67,6 +60,11 @@ class LiveTask:
     seeds: int
     deterministic: bool = True
     reward: str = SOLVED
+
+    @property
+    def folder(self) -> str:
+        """The folder of its runs."""
+        return self.name.replace(" ", "-")
 
     @property
     def batches_per_epoch(self) -> int:
@@ -121,124 +119,72 @@ def scratchpad() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "scratchpad.py")))
 
 
-def write_task(task: LiveTask, folder: Path) -> None:
-    """Write ``warmup.jsonl``, ``prompts.jsonl`` and ``held_out.jsonl``: problems of all sizes in their shares."""
+def data_job(task: LiveTask) -> Job:
+    """Writes ``warmup.jsonl``, ``prompts.jsonl`` and ``held_out.jsonl``: problems of all sizes in their shares."""
+    sizes = asdict(task)
+    names = ("base", "examples", "carelessness", "held_out", "solved")
+    shares = [[digits, prompts] for digits, prompts in task.digits.items()]
+    return Job(f"{task.folder}/data", write_task, {"shares": shares, **{name: sizes[name] for name in names}})
+
+
+def write_task(
+    folder: Path, shares: list[list[int]], base: int, examples: int, carelessness: float, held_out: int, solved: int
+) -> None:
+    """The function of ``data_job``."""
     example, random = scratchpad(), np.random.default_rng(1)
-    total, left_out = sum(task.digits.values()), set()
+    total, left_out = sum(prompts for _, prompts in shares), set()
     parts: dict[str, list[np.ndarray]] = {"held_out": [], "prompts": [], "warmup": []}
-    for digits, prompts in task.digits.items():
-        shape = task.base, digits, task.examples
-        held_out = list(example.draw_prompts(max(1, task.held_out * prompts // total), *shape, random, set()))
-        left_out |= {example.problem_text(*problem[-1]) for problem in held_out}
-        parts["held_out"] += held_out
+    for digits, prompts in shares:
+        shape = base, digits, examples
+        kept = list(example.draw_prompts(max(1, held_out * prompts // total), *shape, random, set()))
+        left_out |= {example.problem_text(*problem[-1]) for problem in kept}
+        parts["held_out"] += kept
         parts["prompts"] += example.draw_prompts(prompts, *shape, random, left_out)
-        parts["warmup"] += example.draw_prompts(max(1, task.solved * prompts // total), *shape, random, left_out)
-    folder.mkdir(parents=True, exist_ok=True)
+        parts["warmup"] += example.draw_prompts(max(1, solved * prompts // total), *shape, random, left_out)
     for problems in parts.values():
         random.shuffle(problems)
-    solved = [example.warmup_rollout(problem, task.base, task.carelessness, random) for problem in parts["warmup"]]
-    write_rollouts(folder / "warmup.jsonl", solved)
+    rollouts = [example.warmup_rollout(problem, base, carelessness, random) for problem in parts["warmup"]]
+    write_rollouts(folder / "warmup.jsonl", rollouts)
     for name in ("prompts", "held_out"):
-        records = [example.prompt_record(problem, task.base) for problem in parts[name]]
-        example.write_lines(folder / f"{name}.jsonl", records)
+        example.write_lines(folder / f"{name}.jsonl", [example.prompt_record(p, base) for p in parts[name]])
 
 
-def prepare(task: LiveTask, folder: Path) -> None:
-    """Write the task's files and train the weights from which all runs of the task begin."""
-    found = read_json(folder / "task.json") if (folder / "task.json").exists() else None
-    settings = json.loads(json.dumps(asdict(task)))
-    if found != settings:
-        shutil.rmtree(folder, ignore_errors=True)
-        write_task(task, folder / "data")
-        replace_text(folder / "task.json", json.dumps(settings, indent=1) + "\n")
+def warmup_job(task: LiveTask, data: Path) -> Job:
+    """Trains the weights from which all runs of the task begin."""
     flags = f"{task.model} {task.warmup} --seed 1 --objective sft --log-interval 50".split()
-    train(folder / "warmup", [*flags, "--rollouts", f"{folder}/data/warmup.jsonl"])
+    flags += ["--rollouts", str(data / "warmup.jsonl")]
+    return Job(f"{task.folder}/warmup", train, {"flags": flags}, training_progress)
 
 
-def live_run(task: LiveTask, folder: Path, seed: int, mode: str) -> LiveRun:
-    """Train from the warm-up, or read the run if it is complete."""
-    here = folder / f"seed{seed}-{mode.replace(', ', '-').replace(' ', '-')}"
+def live_job(task: LiveTask, data: Path, warmup: Path, seed: int, mode: str) -> Job:
+    """Trains from the warm-up, and keeps the samples."""
+    name = f"{task.folder}/seed{seed}-{mode.replace(', ', '-').replace(' ', '-')}"
     flags = f"{task.model} {task.training} --seed {seed} --n-samples-per-prompt {task.samples}".split()
     flags += f"--rollout-batch-size {task.batch} --tokenizer-type CharacterTokenizer --old-logprobs recompute".split()
-    flags += ["--load", f"{folder}/warmup", "--finetune", "--prompt-data", f"{folder}/data/prompts.jsonl"]
-    flags += ["--reward-function", task.reward, "--eval-prompt-data", f"{folder}/data/held_out.jsonl"]
+    flags += ["--load", str(warmup / "checkpoint"), "--finetune", "--prompt-data", str(data / "prompts.jsonl")]
+    flags += ["--reward-function", task.reward, "--eval-prompt-data", str(data / "held_out.jsonl")]
     flags += ["--save-rollouts-interval", "1", "--save-rollouts-groups", str(task.batch)]
     flags += DRAFTS if mode != PLAIN else ()
     flags += ["--deterministic-mode"] if task.deterministic and mode != CLOCK else []
-    train(here, flags, keep_samples)
-    return read_run(here)
+    return Job(name, train_and_keep_samples, {"flags": flags}, training_progress)
 
 
-def train(folder: Path, flags: Sequence[str], after: Callable[[Path], None] | None = None) -> None:
-    """Run ``megatron_dta.train``, then ``after``, unless ``folder`` has a complete run of these flags."""
-    marker = folder / FINISHED
-    if marker.exists() and read_json(marker) == list(flags):
-        print(f"{folder}: complete", flush=True)
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    print(f"{folder}: training", flush=True)
-    arguments, log = [*flags, "--save", str(folder)], folder / "train.log"
-    if torch.cuda.is_available():
-        with open(log, "w", encoding="utf-8") as output:
-            command = [sys.executable, "-m", "megatron_dta.train", *arguments]
-            status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
-    else:
-        status = _forked(arguments, log)
-    if status:
-        tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
-        raise InputError(f"{log}: training ended with status {status}: " + " | ".join(tail))
-    if after is not None:
-        after(folder)
-    replace_text(marker, json.dumps(list(flags)) + "\n")
-
-
-def _forked(arguments: Sequence[str], log: Path) -> int:
-    """The exit status of a training process forked off one that has imported Megatron, which takes seconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["papers.das_parts.preloaded"])
-    # Python 3.11 does not tell the server where to find the modules.
-    given = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    try:
-        process = context.Process(target=_train_here, args=(list(arguments), str(log)))
-        process.start()
-        process.join()
-    finally:
-        os.environ.pop("PYTHONPATH")
-        os.environ |= {} if given is None else {"PYTHONPATH": given}
-    return int(process.exitcode or 0)
-
-
-def _train_here(arguments: list[str], log: str) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    from megatron_dta.common.errors import run_entry_point
-    from megatron_dta.train import main
-
-    sys.argv = ["megatron_dta.train", *arguments]
-    run_entry_point(main)
-
-
-def keep_samples(folder: Path) -> None:
-    """Keep the tokens and rewards of a run's samples, and remove its checkpoints."""
-    (folder / SAMPLES).mkdir(exist_ok=True)
-    for path in sorted((folder / "rollouts").glob("step_???????.jsonl")):
+def train_and_keep_samples(folder: Path, flags: list[str]) -> None:
+    """Train, keep the tokens and rewards of the samples, and remove the checkpoints."""
+    train(folder, flags)
+    (folder / SAMPLES).mkdir()
+    for path in sorted((folder / "checkpoint" / "rollouts").glob("step_???????.jsonl")):
         kept = [
             Rollout(rollout.token_ids, rollout.loss_mask, reward=rollout.reward, group_id=rollout.group_id)
             for rollout in load_rollouts(path)
         ]
         write_rollouts(folder / SAMPLES / path.name, kept)
-    shutil.rmtree(folder / "rollouts")
-    for path in folder.glob("iter_*"):
-        shutil.rmtree(path)
-    (folder / "latest_checkpointed_iteration.txt").unlink(missing_ok=True)
+    shutil.rmtree(folder / "checkpoint")
 
 
 def read_run(folder: Path) -> LiveRun:
     """The metrics and samples of a complete run."""
-    metrics = read_metrics(folder / "metrics.jsonl")
+    metrics = read_metrics(folder / METRICS)
     records = [record for record in metrics if "loss" in record]
     batches: list[list[Rollout]] = []
     for record in records:

@@ -72,7 +72,7 @@ def scale(name: str) -> Scale:
 
 
 _FULL = Scale(
-    data="--base 10 --digits 24 --examples 2 --carelessness 0.2 --count 16000 --held-out 128",
+    data="--base 10 --digits 24 --examples 2 --carelessness 0.15 --count 16000 --held-out 128",
     model="--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
     "--rotary-base 1000 --max-position-embeddings 576 --bf16 --tree-segment-tokens 8192",
     warmup="--global-batch-size 64 --train-iters 250 --lr 5e-4 --lr-warmup-iters 20 --min-lr 1e-5 "
@@ -82,12 +82,12 @@ _FULL = Scale(
     width=16,
     segment=12,
     batch=32,
-    steps=48,
+    steps=32,
     ablation_steps=16,
     eval_interval=4,
-    methods=(GRPO, TREES, TREEPO),
+    methods=(GRPO, TREEPO, TREES),
     seeds=10,
-    efficiency="--shape 1.7b --batch 64 --queries 32 --width 16 --mean-length 375 --max-length 1792 "
+    efficiency="--shape 1.7b --batch 128 --queries 32 --width 16 --mean-length 375 --max-length 1792 "
     "--prompt-tokens 128 --runs 1",
     efficiency_segments=(64, 128, 256),
     widths=(1, 4, 16),
@@ -108,7 +108,7 @@ _SMALL = Scale(
     steps=32,
     ablation_steps=4,
     eval_interval=6,
-    methods=(GRPO, TREES, TREEPO),
+    methods=(GRPO, TREEPO, TREES),
     seeds=2,
     efficiency="--shape tiny --batch 16 --queries 12 --width 8 --mean-length 24 --max-length 96 --prompt-tokens 16 "
     "--runs 1",

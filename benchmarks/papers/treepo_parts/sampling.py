@@ -21,11 +21,12 @@ from megatron_dta.sampling.evaluation import evaluate_answers
 from megatron_dta.sampling.treepo.evaluation import sample_answers
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.stops import StopRules
-from rollout_parts.trees import add_tree_arguments, run_tree
+from rollout_parts.trees import add_tree_arguments, compare_tokens, measure_trees, tree_settings
 
 
 def efficiency(folder: Path, flags: list[str], segments: list[int]) -> list[dict[str, Any]]:
-    """Two rows for each segment length, trees and independent rollouts, with ``flags`` of ``benchmarks/rollout.py``.
+    """A row for trees of each segment length, and one for independent rollouts; ``flags`` are those of
+    ``benchmarks/rollout.py``.
 
     ``effective_leaves`` is the mean of a query, ``effective_leaves_per_second`` counts all queries.
     """
@@ -33,20 +34,21 @@ def efficiency(folder: Path, flags: list[str], segments: list[int]) -> list[dict
     add_arguments(parser)
     add_tree_arguments(parser)
     arguments = parser.parse_args(flags)
-    setup = build_setup(arguments)
-    found = []
+    alone = TreeSettings.independent(arguments.width, arguments.max_length)
+    methods = {"independent": alone} | {str(segment): tree_settings(arguments, segment) for segment in segments}
     with torch.no_grad():
-        for segment in segments:
-            arguments.segment_length = segment
-            trees, independent, ratio = run_tree(arguments, setup)
-            independent |= {"effective_leaves": float(arguments.width), "fallback_share": 0.0}
-            trees |= {name: ratio[name] for name in ("effective_leaves", "fallback_share")}
-            for row in (trees, independent):
-                per_leaf = row["effective_leaves"] / arguments.width
-                row["effective_leaves_per_second"] = per_leaf * row["trajectories_per_second"]
-            for row in (trees, independent):
-                found.append({"segment": segment, "leaves": arguments.width, **_ratios(row, independent), **row})
-    return found
+        measured = measure_trees(arguments, build_setup(arguments), methods)
+    independent, lengths = measured.pop("independent")
+    independent |= {"effective_leaves": float(arguments.width), "fallback_share": 0.0}
+    rows = [{"segment": None, "method": "independent", **independent}]
+    for segment, (row, trees) in measured.items():
+        compared = compare_tokens(trees, lengths)
+        row |= {name: compared[name] for name in ("effective_leaves", "fallback_share")}
+        rows.append({"segment": int(segment), "method": "tree", **row})
+    for row in rows:
+        per_leaf = row["effective_leaves"] / arguments.width
+        row["effective_leaves_per_second"] = per_leaf * row["trajectories_per_second"]
+    return [{**row, "leaves": arguments.width, **_ratios(row, rows[0])} for row in rows]
 
 
 def _ratios(row: dict[str, Any], independent: dict[str, Any]) -> dict[str, float]:

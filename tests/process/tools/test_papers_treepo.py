@@ -16,9 +16,9 @@ from forked import run_python
 from megatron_dta.common.errors import InputError
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+from papers.processes import Job, Processes
+from papers.training import make_data
 from papers.treepo_parts.curves import AXES, Curve, comparison
-from papers.treepo_parts.processes import Processes
-from papers.treepo_parts.training import make_data
 
 PARTS = ("curves", "ablations", "efficiency", "votes", "runs")
 
@@ -90,7 +90,7 @@ def test_the_same_command_repeats_no_run(folder: Path):
 def test_a_failed_part_names_its_error_and_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", "")  # restored at the end
     with pytest.raises(InputError, match=r"data has failed: error: --base 1: must be 2 to 10 \(.*log.txt\)"):
-        Processes(tmp_path).run("data", make_data, {"flags": ["--base", "1"]})
+        Processes(tmp_path, ["papers.training"]).run(Job("data", make_data, {"flags": ["--base", "1"]}))
     assert not (tmp_path / "data" / "result.json").exists()
 
 

@@ -26,7 +26,7 @@ from megatron_dta.training.monitor.metrics import read_metrics
 from megatron_dta.training.setup import build_trainer
 
 METRICS = "metrics.jsonl"
-TASK = Path(__file__).resolve().parents[3] / "examples" / "scratchpad.py"
+TASK = Path(__file__).resolve().parents[2] / "examples" / "scratchpad.py"
 
 
 class UntilBudget:
