@@ -91,7 +91,7 @@ def full() -> Scale:
     columns = LiveTask(
         "scratchpad",
         base=10,
-        digits={24: 256},
+        digits={24: 128},
         examples=2,
         carelessness=0.1,
         held_out=128,
@@ -99,7 +99,7 @@ def full() -> Scale:
         model=f"{wide} --num-layers 8 --rotary-base 1000 --max-position-embeddings 576 --bf16 "
         "--tree-segment-tokens 8192",
         warmup=f"{warmup} --train-iters 250 --lr 5e-4",
-        training=f"{training} --train-iters 96 --lr-decay-iters 96 --rollout-max-response-len 96 --eval-interval 16 "
+        training=f"{training} --train-iters 32 --lr-decay-iters 32 --rollout-max-response-len 96 --eval-interval 8 "
         "--inference-max-requests 512 --rollout-cuda-graphs",
         batch=32,
         samples=16,
@@ -118,7 +118,7 @@ def full() -> Scale:
         model=f"{wide} --num-layers 24 --rotary-base 1000 --max-position-embeddings 1536 --bf16 "
         "--tree-segment-tokens 8192",
         warmup=f"{warmup} --train-iters 250 --lr 3e-4",
-        training=f"{training} --train-iters 32 --lr-decay-iters 32 --rollout-max-response-len 384 --eval-interval 8 "
+        training=f"{training} --train-iters 24 --lr-decay-iters 24 --rollout-max-response-len 384 --eval-interval 8 "
         "--inference-max-requests 512 --rollout-cuda-graphs",
         batch=32,
         samples=16,
