@@ -109,12 +109,13 @@ class SamplingConfig:
     )
     rollout_weight_transfer: str = option(
         "folder",
-        "How servers receive new weights: from a folder that both can access, or through a process group that the "
-        "first rank shares with them, over NCCL or, with SGLang on CPUs, gloo.",
-        choices=("folder", "nccl", "gloo"),
+        "How servers receive new weights: from a folder that both can access; through a process group that the first "
+        "rank shares with them, over NCCL or, with SGLang on CPUs, gloo; or, with vLLM on the trainer's own GPUs, from "
+        "memory that both map (CUDA IPC).",
+        choices=("folder", "nccl", "gloo", "ipc"),
     )
     rollout_weight_bucket_mb: int = option(
-        512, "Size in MiB of the buckets in which --rollout-weight-transfer nccl and gloo send weights.", minimum=1
+        512, "Size in MiB of the buckets in which --rollout-weight-transfer nccl, gloo and ipc send weights.", minimum=1
     )
     rollout_max_staleness: int = option(
         0,

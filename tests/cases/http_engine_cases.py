@@ -38,6 +38,12 @@ class Setup:
         for _ in range(count):
             self.servers.append(self._stack.enter_context(SERVERS[self.kind](self.table, **options)))
 
+    def restart(self, place: int, **options: object) -> None:
+        """Start a server that has died again, on its port and with the weights that it began with."""
+        old = self.servers[place]
+        port = int(old.url.rsplit(":", 1)[1])
+        self.servers[place] = self._stack.enter_context(type(old)(old.table, port=port, **options))
+
     def engine(
         self,
         settings: HttpSettings = QUICK,

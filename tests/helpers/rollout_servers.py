@@ -10,6 +10,7 @@ import asyncio
 import base64
 import io
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,10 @@ class VllmServer(RolloutServer):
         if (path == "/start_weight_update") == active and path != "/init_weight_transfer_engine":
             return web.json_response(self.refusal(f"{path} with an update active: {active}"), status=500)
         if path == "/init_weight_transfer_engine":
+            if body["init_info"].keys() == {"packed"}:
+                assert body["init_info"]["packed"] is True
+                self.receiver.groups += 1
+                return web.json_response({"message": "done"})
             info = check(body["init_info"], VLLM_INIT, ("rank_offset", "world_size"))
             where = place_in(info["nccl_unique_id_b64"])
             self.bucket_bytes = info["packed_buffer_size_bytes"] if info["packed"] else -1
@@ -111,8 +116,13 @@ class VllmServer(RolloutServer):
             self.begin_transfer()
         elif path == "/update_weights":
             info = body["update_info"]
-            assert info.keys() == {"names", "dtype_names", "shapes"}
             tensors = (info["names"], info["dtype_names"], info["shapes"])
+            if "ipc_handles_pickled" in info:
+                assert info.keys() == {"names", "dtype_names", "shapes", "tensor_sizes", "ipc_handles_pickled"}
+                handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
+                await self.in_thread(self.receiver.map, *tensors, info["tensor_sizes"], handles)
+                return web.json_response({"message": "done"})
+            assert info.keys() == {"names", "dtype_names", "shapes"}
             await self.in_thread(self.receiver.receive, *tensors, self.bucket_bytes)
         else:
             self.end_transfer()

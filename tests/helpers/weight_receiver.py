@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_dta.sampling.engines.servers.weights.groups import StoreGroup
+from megatron_dta.sampling.engines.servers.weights.groups import SharedBuffer, StoreGroup
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -25,6 +28,25 @@ class IdGroup(StoreGroup):
         super().__init__(world_size, towards, timeout_s)
         where = f"{self.meeting.address} {self.meeting.port} {self.meeting.name}"
         self.meeting = replace(self.meeting, unique_id=where.encode().ljust(128))
+
+
+class FileBuffer(SharedBuffer):
+    """A buffer in a file that servers map, in place of one on a GPU; it begins as garbage."""
+
+    def __init__(self, world_size: int, towards: str, timeout_s: float) -> None:
+        del towards, timeout_s
+        super().__init__(world_size, [torch.device("cpu")])
+
+    def _export(self, device: torch.device, num_bytes: int) -> tuple[Tensor, str, tuple[Any, ...]]:
+        with NamedTemporaryFile(delete=False) as file:
+            file.write(b"\xff" * num_bytes)
+        atexit.register(Path(file.name).unlink)
+        return torch.from_file(file.name, True, num_bytes, dtype=torch.uint8), "GPU-0", (file.name, num_bytes)
+
+    def abort(self) -> None:
+        for buffer, _ in self._buffers:
+            buffer.fill_(255)
+        super().abort()
 
 
 def place_in(unique_id: str) -> tuple[str, int, str]:
@@ -72,6 +94,15 @@ class WeightReceiver:
                 taken += 1
             self._receive_bytes(tensors[:taken], size)
             tensors = tensors[taken:]
+
+    def map(self, names: list[str], dtypes: list[str], shapes: list[list[int]], sizes: list[int], handles: Any) -> None:
+        """Copy all tensors out of a buffer that the trainer has filled."""
+        path, num_bytes = handles["GPU-0"]
+        buffer, start = torch.from_file(path, True, num_bytes, dtype=torch.uint8), 0
+        for name, dtype, shape, size in zip(names, dtypes, shapes, sizes, strict=True):
+            assert name not in self.received, f"{name} came twice"
+            self.received[name] = buffer[start : start + size].clone().view(getattr(torch, dtype)).view(shape)
+            start += size
 
     def _receive_bytes(self, tensors: list[tuple[str, torch.dtype, list[int]]], size: int) -> None:
         def receive(member: dist.ProcessGroupGloo) -> Tensor:

@@ -100,6 +100,11 @@ def _check_weight_transfer(config: TrainConfig) -> Iterator[str]:
         yield f"--rollout-weights-dir has no effect on --rollout-weight-transfer {way}; leave it out"
     if way == "gloo" and engine == "vllm":
         yield ("--rollout-weight-transfer gloo: vLLM's weight transfer is over NCCL; give nccl, or folder on CPUs")
+    if way == "ipc" and engine == "sglang":
+        yield (
+            "--rollout-weight-transfer ipc: SGLang does not say when it has copied out of the shared memory; give nccl "
+            "on other GPUs, or folder"
+        )
 
 
 def _check_draft_length(speculation: SpeculationConfig) -> Iterator[str]:
@@ -174,7 +179,7 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
             "rollout_weight_transfer rollout_server_file partial_rollout",
         ),
         "--partial-rollout": (config.sampling.partial_rollout, "partial_rollout_stale"),
-        "--rollout-weight-transfer nccl or gloo": (
+        "--rollout-weight-transfer nccl, gloo or ipc": (
             config.sampling.rollout_weight_transfer != "folder",
             "rollout_weight_bucket_mb",
         ),

@@ -75,14 +75,15 @@ class HeldWeights:
     three with ``--rollout-max-staleness``.
 
     Raises:
-        InputError: NCCL is to send the weights of a model that is not on a GPU.
+        InputError: a GPU is to send the weights of a model that is not on one.
     """
 
     def __init__(self, config: TrainConfig, model: torch.nn.Module) -> None:
         self._config, self._model = config, model
         self._on_gpu = next(model.parameters()).is_cuda
-        if config.sampling.rollout_weight_transfer == "nccl" and not self._on_gpu:
-            raise InputError("--rollout-weight-transfer nccl needs a GPU; on CPUs give folder, or gloo with sglang")
+        way = config.sampling.rollout_weight_transfer
+        if way in ("nccl", "ipc") and not self._on_gpu:
+            raise InputError(f"--rollout-weight-transfer {way} needs a GPU; on CPUs give folder, or gloo with sglang")
         self._held: dict[int, HostWeights] = {}
         self._free: list[HostWeights] = []
 

@@ -24,7 +24,7 @@ from megatron_dta.sampling.engines.servers.http_settings import listed_urls
 from megatron_dta.sampling.engines.servers.weights.groups import StoreGroup
 from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights, empty_weights
 from rollout_servers import RolloutServer
-from weight_receiver import OPENERS
+from weight_receiver import OPENERS, FileBuffer
 
 SHAPES = {
     "model.embed_tokens.weight": ((VOCABULARY, 4), torch.float32),
@@ -111,6 +111,31 @@ def test_servers_of_several_processes_receive_the_bytes(setup: Setup) -> None:
     assert not any(server.violations for server in setup.servers)
 
 
+def test_servers_on_the_trainers_gpu_copy_out_of_its_buffer() -> None:
+    with ExitStack() as stack:
+        setup = Setup(stack, "vllm", seed_all(5))
+        setup.add_servers(2)
+        engine = setup.engine(open_group=FileBuffer)
+        for version in (3, 4):
+            weights = weights_of(version)
+            engine.update_weights(version, weights)
+            for server in setup.servers:
+                check_loaded(server, weights)
+                assert server.calls[-len(CALLS["vllm"]) :] == CALLS["vllm"]
+            sample(setup, engine, version, weights)
+        assert [server.receiver.groups for server in setup.servers] == [1, 1]
+        # One dies in the middle and returns; the other gets the whole update again.
+        setup.fault(0, None, None, "die", path=RECEIVE["vllm"])
+        weights = weights_of(5)
+        engine.update_weights(5, weights)
+        check_loaded(setup.servers[1], weights)
+        setup.restart(0)
+        engine.update_weights(6, weights_of(6))
+        for server in setup.servers:
+            check_loaded(server, weights_of(6))
+        assert not any(server.violations for server in setup.servers)
+
+
 @KINDS
 def test_a_server_that_dies_under_an_update_is_left_out_and_returns(setup: Setup) -> None:
     setup.add_servers(3)
@@ -125,8 +150,7 @@ def test_a_server_that_dies_under_an_update_is_left_out_and_returns(setup: Setup
     sample(setup, engine, 2, weights)
     assert engine.statistics()["servers"] == 2
     # It starts again with other weights, and gets all with the next update, as do the others.
-    old = setup.servers[1]
-    setup.servers[1] = setup._stack.enter_context(type(old)(old.table, port=int(old.url.rsplit(":", 1)[1])))
+    setup.restart(1)
     weights = weights_of(3)
     engine.update_weights(3, weights)
     for server in setup.servers:
@@ -140,9 +164,8 @@ def test_a_restarted_server_joins_a_new_group(setup: Setup) -> None:
     setup.add_servers(2)
     engine = setup.engine(open_group=OPENERS[setup.kind])
     engine.update_weights(1, weights_of(1))
-    old = setup.servers[0]
-    old.stop()
-    setup.servers[0] = setup._stack.enter_context(type(old)(old.table, port=int(old.url.rsplit(":", 1)[1])))
+    setup.servers[0].stop()
+    setup.restart(0)
     weights = weights_of(2)
     engine.update_weights(2, weights)
     for server in setup.servers:
@@ -230,8 +253,7 @@ def test_servers_come_and_go_while_requests_run(setup: Setup, tmp_path: Path, wa
             results[result.request_id] = result
         if len(results) >= 20 and not changed:
             changed = True
-            port = int(dying.url.rsplit(":", 1)[1])
-            setup.servers[0] = setup._stack.enter_context(type(dying)(dying.table, port=port, delay_s=0.02))
+            setup.restart(0, delay_s=0.02)
             listed.write_text(f"{coming.url}\n{dying.url}\n")
     for request in requests:
         check_result(setup, request, results[request.request_id])

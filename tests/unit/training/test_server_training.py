@@ -216,6 +216,14 @@ REFUSED = [
         "nccl needs a GPU; on CPUs give folder",
     ),
     (
+        "--rollout-engine vllm --rollout-server-url http://a:1 --rollout-weight-transfer ipc",
+        "ipc needs a GPU; on CPUs give folder",
+    ),
+    (
+        "--rollout-engine sglang --rollout-server-url http://a:1 --rollout-weight-transfer ipc",
+        "SGLang does not say when it has copied",
+    ),
+    (
         "--rollout-engine sglang --rollout-server-url http://a:1 --rollout-weight-transfer nccl "
         "--rollout-weights-dir w",
         "--rollout-weights-dir has no effect on --rollout-weight-transfer nccl",

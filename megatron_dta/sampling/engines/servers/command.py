@@ -37,9 +37,12 @@ def server_command(
             words += ["--logprobs-mode", "processed_logprobs"]
         if drafts is not None:
             words += ["--speculative-config", json.dumps(drafts.vllm())]
-        if sampling.rollout_weight_transfer == "nccl":
-            words += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
-        return {"VLLM_SERVER_DEV_MODE": "1"}, [*words, *more]
+        environment = {"VLLM_SERVER_DEV_MODE": "1"}
+        if sampling.rollout_weight_transfer in ("nccl", "ipc"):
+            words += ["--weight-transfer-config", json.dumps({"backend": sampling.rollout_weight_transfer})]
+        if sampling.rollout_weight_transfer == "ipc":
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        return environment, [*words, *more]
     words = ["python", "-m", "sglang.launch_server", "--model-path", model, *address]
     if drafts is not None:
         words += [word for name, value in drafts.sglang().items() for word in (_flag(name), str(value))]

@@ -1,10 +1,12 @@
 """vLLM's server: ``vllm serve``, with the forms of version 0.33.
 
 Tokens come from ``/v1/completions`` with a list of ids as the prompt. The workers' ``reload_weights`` loads weights
-from a folder; the NCCL engine of its weight transfer receives them from the trainer's GPU. The control endpoints exist
-in the server's development mode:
+from a folder; the NCCL engine of its weight transfer receives them from the trainer's GPU, its IPC engine reads them
+there. The control endpoints exist in the server's development mode:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --port 8000 --weight-transfer-config '{"backend": "nccl"}'
+
+``{"backend": "ipc"}`` also needs VLLM_ALLOW_INSECURE_SERIALIZATION=1, because the handles of memory are pickled.
 
 Other settings, such as parallelism and memory, are given there as usual. ``tools/rollout_server_command.py`` prints the
 command for speculative decoding. A drafter with weights of its own keeps the weights it was started with. The counts of
@@ -24,6 +26,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import math
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -52,7 +55,7 @@ _DRAFT_COUNTER = re.compile(
     r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)(?:_total)?(?:\{[^}\n]*\})?\s+(\S+)", re.MULTILINE
 )
 _DEV_MODE = "start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"
-_TRANSFER = '--weight-transfer-config \'{"backend": "nccl"}\''
+_TRANSFER = "--weight-transfer-config (rollout-server-command prints it)"
 
 
 class VllmProtocol(ServerProtocol):
@@ -157,6 +160,9 @@ class VllmProtocol(ServerProtocol):
     async def join_group(
         self, client: HttpClient, server: Server, meeting: Meeting, rank_offset: int, bucket_bytes: int
     ) -> None:
+        if meeting.backend == "ipc":
+            await self._transfer(client, server, "/init_weight_transfer_engine", {"init_info": {"packed": True}})
+            return
         info: dict[str, Any] = {"rank_offset": rank_offset, "world_size": meeting.world_size}
         if meeting.unique_id is None:
             info |= {"master_address": meeting.address, "master_port": meeting.port}
@@ -170,11 +176,14 @@ class VllmProtocol(ServerProtocol):
         await self._transfer(client, server, "/start_weight_update")
 
     async def receive(self, client: HttpClient, server: Server, bucket: Bucket, meeting: Meeting) -> None:
-        info = {
+        info: dict[str, Any] = {
             "names": list(bucket.shapes),
             "dtype_names": [bucket.dtype_name] * len(bucket.shapes),
             "shapes": [list(shape) for shape in bucket.shapes.values()],
         }
+        if meeting.handles is not None:
+            info["tensor_sizes"] = [values.nbytes for values in bucket.tensors.values()]
+            info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(dict(meeting.handles))).decode()
         await self._transfer(client, server, "/update_weights", {"update_info": info})
 
     async def end_update(self, client: HttpClient, server: Server, label: str) -> None:

@@ -6,6 +6,8 @@ meet, which ``Meeting`` describes to the servers:
 - ``StoreGroup``: a store on the trainer, as ``torch.distributed`` uses it. SGLang meets this way, on NCCL or gloo.
 - ``NcclGroup``: an NCCL unique id that is passed on. vLLM meets this way.
 
+Processes on the trainer's own GPUs need no group; they read the trainer's buffer (``SharedBuffer``).
+
 The groups are independent of the trainer's own. All methods block and may be called from any thread, one at a time.
 """
 
@@ -17,15 +19,17 @@ import socket
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
 
 _POLL_S = 0.0005
 _CAPSULE = b"torch.cuda.nccl.Communicator"
@@ -37,10 +41,11 @@ class Meeting:
 
     Attributes:
         world_size: processes of the group, the trainer included.
-        backend: "nccl" or "gloo".
+        backend: "nccl", "gloo" or "ipc".
         name: names the group in the store.
         address, port: of the store.
         unique_id: NCCL's id of the group, 128 bytes, instead of a store.
+        handles: of a buffer that the servers read: by the UUID of a GPU, what ``rebuild_cuda_tensor`` takes.
     """
 
     world_size: int
@@ -49,6 +54,7 @@ class Meeting:
     address: str = ""
     port: int = 0
     unique_id: bytes | None = None
+    handles: Mapping[str, tuple[Any, ...]] | None = None
 
 
 class SharedGroup(ABC):
@@ -59,6 +65,12 @@ class SharedGroup(ABC):
     """
 
     meeting: Meeting
+
+    def reserve(self, num_bytes: int) -> None:  # noqa: B027
+        """Prepare for buffers of up to ``num_bytes``; call before ``join``."""
+
+    def stage(self, buffer: Tensor) -> None:  # noqa: B027
+        """Prepare a buffer before the others are told of it."""
 
     @abstractmethod
     def join(self) -> None:
@@ -158,12 +170,59 @@ class NcclGroup(SharedGroup):
         ctypes.CDLL("libnccl.so.2").ncclCommAbort(ctypes.c_void_p(pointer))
 
 
+class SharedBuffer(SharedGroup):
+    """A buffer on each GPU of this machine that holds processes of servers, which map it and copy from it (CUDA IPC).
+
+    It is as large as the largest bucket and stays for the run: torch counts the readers of a mapping, and frees one
+    whose reader has died only with its process.
+
+    Args:
+        devices: the GPUs; a server's process reads the buffer of its own.
+    """
+
+    def __init__(self, world_size: int, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._buffers: list[tuple[Tensor, torch.cuda.Stream | None]] = []
+        self.meeting = Meeting(world_size, "ipc")
+
+    def reserve(self, num_bytes: int) -> None:
+        handles = {}
+        for device in self._devices:
+            buffer, uuid, handle = self._export(device, num_bytes)
+            self._buffers.append((buffer, torch.cuda.Stream(device) if device.type == "cuda" else None))
+            handles[uuid] = handle
+        self.meeting = replace(self.meeting, handles=handles)
+
+    def stage(self, buffer: Tensor) -> None:
+        for target, stream in self._buffers:
+            with torch.cuda.stream(stream):
+                target[: buffer.numel()].copy_(buffer, non_blocking=True)
+        for _, stream in self._buffers:
+            if stream is not None:
+                stream.synchronize()
+
+    def join(self) -> None:
+        """Nothing to wait for: each server reads on its own."""
+
+    def broadcast(self, buffer: Tensor) -> None:
+        """Nothing to send: the servers read what was staged."""
+
+    def abort(self) -> None:
+        self._buffers.clear()
+
+    def _export(self, device: torch.device, num_bytes: int) -> tuple[Tensor, str, tuple[Any, ...]]:
+        """A new buffer, the UUID of its GPU, and its handle."""
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        _, handle = reduce_tensor(buffer)
+        return buffer, str(torch.cuda.get_device_properties(device).uuid), handle
+
+
 GroupOpener = Callable[[int, str, float], SharedGroup]
 """Opens a group, given its world size, the URL of one of the servers, and a timeout in seconds."""
 
 
 def group_opener(backend: str, by_unique_id: bool) -> GroupOpener:
-    """How groups on ``backend`` ("nccl" or "gloo") are opened.
+    """How groups on ``backend`` ("nccl", "gloo" or "ipc") are opened.
 
     Args:
         by_unique_id: servers join groups of NCCL by their unique id.
@@ -173,6 +232,10 @@ def group_opener(backend: str, by_unique_id: bool) -> GroupOpener:
         if backend == "gloo":
             return StoreGroup(world_size, url, timeout_s)
         device = torch.device("cuda", torch.cuda.current_device())
+        if backend == "ipc":
+            # A lone process is on this GPU, several may be on any.
+            every = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+            return SharedBuffer(world_size, [device] if world_size == 2 else every)
         if by_unique_id:
             return NcclGroup(world_size, timeout_s, device)
         return StoreGroup(world_size, url, timeout_s, device)

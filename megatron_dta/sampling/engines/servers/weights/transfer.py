@@ -2,7 +2,8 @@
 
 1. Without a group, or if its members are not these servers or one of them has lost its weights: form a new group.
 2. All servers pause and prepare for new weights.
-3. For each bucket: the servers are told its tensors, and receive it while the trainer broadcasts it.
+3. For each bucket: the servers are told its tensors, and receive it while the trainer broadcasts it, or read it from
+   the trainer's buffer (CUDA IPC).
 4. All servers finish, clear their prefix caches, take the label, and continue.
 
 If a step fails for one server, the broadcast cannot be completed for the others either: the group is aborted, every
@@ -61,7 +62,7 @@ class GroupTransfer:
         """
         try:
             if not await self._is_formed(servers, labels.old):
-                await self._form(servers, weights.most_bucket_bytes)
+                await self._form(servers, weights)
             await self._all(servers, lambda server: self._protocol.begin_update(self._client, server, labels.running))
             for bucket in weights.buckets:
                 await self._send_bucket(servers, bucket)
@@ -82,7 +83,7 @@ class GroupTransfer:
         labels = await asyncio.gather(*(self._protocol.weights_label(self._client, server) for server in servers))
         return all(label in (old_label, None) for label in labels)
 
-    async def _form(self, servers: Sequence[Server], bucket_bytes: int) -> None:
+    async def _form(self, servers: Sequence[Server], weights: HostWeights) -> None:
         old = self._group.meeting if self._group is not None else None
         if old is not None:
             for server in self._members:
@@ -100,16 +101,18 @@ class GroupTransfer:
         for server in servers:
             offsets[server], offset = offset, offset + sizes[server]
         self._group, self._members = group, tuple(servers)
+        await self._alone(servers, lambda: group.reserve(max(bucket.buffer.numel() for bucket in weights.buckets)))
         await self._together(
             servers,
             lambda server: self._protocol.join_group(
-                self._client, server, group.meeting, offsets[server], bucket_bytes
+                self._client, server, group.meeting, offsets[server], weights.most_bucket_bytes
             ),
             group.join,
         )
 
     async def _send_bucket(self, servers: Sequence[Server], bucket: Bucket) -> None:
         group = self._group
+        await self._alone(servers, lambda: group.stage(bucket.buffer))
         await self._together(
             servers,
             lambda server: self._protocol.receive(self._client, server, bucket, group.meeting),
@@ -119,6 +122,10 @@ class GroupTransfer:
     async def _all(self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]]) -> None:
         results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
         _raise_failures(servers, results)
+
+    async def _alone(self, servers: Sequence[Server], own: Callable[[], None]) -> None:
+        """``own``, whose failure ends the update for all servers."""
+        await self._together(servers, lambda server: asyncio.sleep(0), own)
 
     async def _together(
         self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]], own: Callable[[], None]

@@ -1,0 +1,147 @@
+"""Measures the update of a server's weights, on one GPU: through its memory (CUDA IPC) beside a folder.
+
+    python benchmarks/weight_transfer.py --shape 8b [--ways ipc folder] [--folder /dev/shm/weights] [--repeats 3]
+        [--bucket-mib 512] [--output FILE.json]
+
+The trainer's side is that of a run: a model on the mesh with random weights, the copy or the files that training waits
+for ("write"), and the engine that updates the servers ("update"). The server is another process on the same GPU, which
+does with the weights what vLLM does, and samples nothing (``common/weight_receiver.py``); "pause" is the time in which
+it may not sample. Afterwards its parameters are compared with the trainer's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from megatron_dta.train import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which warns of missing packages
+
+from common.engine import MODELS
+from common.weight_receiver import byte_sum
+from megatron_dta.common.command_line import CommandLineParser
+from megatron_dta.common.errors import InputError, run_entry_point
+from megatron_dta.common.measurement import Report
+from megatron_dta.config import ModelConfig, SamplingConfig, TrainConfig
+from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.sampling.engines.build import server_engine
+from megatron_dta.sampling.engines.servers.replies import parse_json
+from megatron_dta.training.weights.huggingface import hf_weights
+from megatron_dta.training.weights.servers import rollout_weights
+
+RECEIVER = Path(__file__).resolve().parent / "common" / "weight_receiver.py"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = CommandLineParser(__doc__)
+    parser.add_argument("--shape", choices=list(MODELS), default="tiny")
+    parser.add_argument("--ways", nargs="+", choices=("ipc", "folder"), default=["ipc", "folder"])
+    parser.add_argument("--folder", default="/dev/shm/rollout-weights", help="of the checkpoints")
+    parser.add_argument("--bucket-mib", type=int, default=512, help="--rollout-weight-bucket-mb")
+    parser.add_argument("--repeats", type=int, default=3, help="timed updates, after one that is not (default 3)")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    return parser.parse_args()
+
+
+def run_config(arguments: argparse.Namespace, way: str, url: str) -> TrainConfig:
+    """The settings of a run that updates the server at ``url``."""
+    shape = MODELS[arguments.shape]
+    model = ModelConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        group_query_attention=True,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.kv_channels,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=4096,
+        qk_layernorm=True,
+        swiglu=True,
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+        bf16=True,
+    )
+    sampling = SamplingConfig(
+        rollout_engine="vllm",
+        rollout_server_url=[url],
+        rollout_weight_transfer=way,
+        rollout_weight_bucket_mb=arguments.bucket_mib,
+        rollout_weights_dir=arguments.folder,
+    )
+    return TrainConfig(model, sampling=sampling)
+
+
+@contextmanager
+def receiver(device: torch.device) -> Iterator[str]:
+    """The URL of a server in another process."""
+    process = subprocess.Popen([sys.executable, str(RECEIVER), str(device)], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(url: str) -> Any:
+    with urllib.request.urlopen(url) as reply:
+        return parse_json(reply.read())
+
+
+def measure(arguments: argparse.Namespace, way: str, model: torch.nn.Module, device: torch.device) -> dict[str, Any]:
+    """Medians over the updates of a new server."""
+    with receiver(device) as url:
+        config = run_config(arguments, way, url)
+        writer, engine = rollout_weights(config, model), server_engine(config, print)
+        write, update = [], []
+        for version in range(1 + arguments.repeats):
+            begin = time.perf_counter()
+            weights = writer.write(version)
+            written = time.perf_counter()
+            engine.update_weights(version, weights)
+            update.append(time.perf_counter() - written)
+            write.append(written - begin)
+            writer.delete_before(version)
+        pauses, sums = ask(f"{url}/pauses"), ask(f"{url}/sums")
+        engine.close()
+        writer.close()
+        if {name: byte_sum(values) for name, values in hf_weights(config, model).iterate()} != sums:
+            raise ValueError("the server has other weights than the trainer")
+    return {
+        "write_s": median(write[1:]),
+        "update_s": median(update[1:]),
+        "pause_s": median(pauses[1:]),
+        "first_write_s": write[0],
+        "first_update_s": update[0],
+    }
+
+
+def main() -> None:
+    """Measure every way."""
+    arguments = parse_arguments()
+    if arguments.repeats < 1:
+        raise InputError(f"--repeats must be at least 1, not {arguments.repeats}")
+    device = initialize_parallel(0)
+    if device.type != "cuda" and "ipc" in arguments.ways:
+        raise InputError("--ways ipc needs a GPU; give --ways folder")
+    model = build_model(run_config(arguments, "folder", "http://127.0.0.1:1").model, device).eval()
+    num_bytes = sum(values.nbytes for _, values in hf_weights(run_config(arguments, "folder", ""), model).iterate())
+    settings = {name: getattr(arguments, name) for name in ("shape", "bucket_mib", "repeats", "folder")}
+    report = Report("update of a server's weights", settings, device, arguments.output)
+    for way in arguments.ways:
+        report.add({"way": way, "bytes": num_bytes, **measure(arguments, way, model, device)})
+
+
+if __name__ == "__main__":
+    run_entry_point(main)

@@ -1,0 +1,56 @@
+"""Weights that another process on the same GPU copies out of the trainer's buffer, as vLLM's IPC engine does.
+
+python -m pytest -m gpu tests/gpu/test_gpu_weight_ipc.py
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_dta.sampling.engines.servers.weights.groups import SharedBuffer
+from megatron_dta.sampling.engines.servers.weights.host_weights import empty_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here"),
+]
+SHAPES = {f"layer{i}": ((1024, 1024), torch.bfloat16) for i in range(32)} | {"odd": ((7, 3), torch.float32)}
+READER = """
+import base64, pickle, sys
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+for line in sys.stdin:
+    size, handles = pickle.loads(base64.b64decode(line))
+    arguments = list(handles[str(torch.cuda.get_device_properties(0).uuid)])
+    arguments[6] = 0
+    mapped = rebuild_cuda_tensor(*arguments)
+    print(int(mapped[:size].clone().long().sum()), flush=True)
+    del mapped
+"""
+
+
+def test_every_bucket_is_read_as_it_was_staged() -> None:
+    weights = empty_weights(SHAPES, 8 << 20, pinned=True)
+    group = SharedBuffer(2, [torch.device("cuda", 0)])
+    group.reserve(max(bucket.buffer.numel() for bucket in weights.buckets))
+    group.join()
+    command = [sys.executable, "-c", READER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        # The second update maps the same buffer again.
+        for _ in range(2):
+            for values in weights.tensors.values():
+                values.copy_(torch.randn(values.shape))
+            for bucket in weights.buckets:
+                group.stage(bucket.buffer)
+                told = pickle.dumps((bucket.buffer.numel(), group.meeting.handles))
+                other.stdin.write(base64.b64encode(told).decode() + "\n")
+                other.stdin.flush()
+                assert int(other.stdout.readline()) == int(bucket.buffer.long().sum())
+        other.stdin.close()
+    group.abort()
