@@ -89,8 +89,12 @@ def _why_not_counted(model: TreeGPTModel) -> str | None:
     return None
 
 
-def costs_of_gpu(model: TreeGPTModel, shape: DecoderShape, segment_tokens: int) -> CostModel | None:
-    """The cost model of the GPU that holds ``model``; None on a CPU and if its experts cannot be predicted."""
+def costs_of_gpu(
+    model: TreeGPTModel, shape: DecoderShape, segment_tokens: int, context_size: int = 1
+) -> CostModel | None:
+    """The cost model of the GPU that holds ``model``, one of ``context_size`` that divide the tokens of a segment; None
+    on a CPU and if its experts cannot be predicted.
+    """
     config, parameter = model.config, next(model.parameters())
     if parameter.device.type != "cuda" or why_not_predicted(model) is not None:
         return None
@@ -98,11 +102,9 @@ def costs_of_gpu(model: TreeGPTModel, shape: DecoderShape, segment_tokens: int) 
     size = config.tensor_model_parallel_size
     is_plain = shape.num_experts is None and not any(shape.linear_attention_layers)
     direct = model.has_fused_layers and size == 1 and is_plain
-    ranks, contexts = config.expert_model_parallel_size, config.context_parallel_size
+    ranks, of_experts = config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
     is_16_bit = parameter.dtype.itemsize == 2
-    split = LayerSplit(
-        is_16_bit, size, config.sequence_parallel, direct, ranks, contexts, config.expert_tensor_parallel_size or 1
-    )
+    split = LayerSplit(is_16_bit, size, config.sequence_parallel, direct, ranks, context_size, of_experts)
     return gpu_cost_model(shape, gpu, split, segment_tokens)
 
 

@@ -8,7 +8,6 @@ list. A pass for logprobs only is an op list without backwards.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -26,10 +25,9 @@ from megatron_dta.engine.preference_pairs import with_pair_terms
 from megatron_dta.engine.rank_model import RankModel
 from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.engine.step_result import StepResult, TokenOutputs
-from megatron_dta.model import HostSlots, Mesh, Model, weights_quantized_once
+from megatron_dta.model import HostSlots, Mesh, Model, training_mesh, weights_quantized_once
 from megatron_dta.planning.costs.correction import CostCorrection
 from megatron_dta.planning.costs.file import CostFile
-from megatron_dta.planning.costs.gpus import gpu_named, least_offload_tokens
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import MemoryBudget, RankTensors, SegmentBytes
 from megatron_dta.planning.costs.state_bytes import StateBytes
@@ -63,9 +61,9 @@ class TreeEngine(RankModel):
         routing_replay: bool = False,
         costs: CostFile | None = None,
     ) -> None:
+        self.memory: MemoryBudget | None = None
         super().__init__(model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay)
         self.pipeline_in_flight_tokens = pipeline_in_flight_tokens
-        self.memory: MemoryBudget | None = None
         self.correction = CostCorrection()
         self.costs = costs
         if costs is not None:
@@ -80,20 +78,6 @@ class TreeEngine(RankModel):
             )
         self.kv_on_host = HostSlots(fraction, self.device) if fraction > 0 else None
 
-    def check_kv_offload(self, segment_tokens: int | None) -> None:
-        """Raise InputError if segments of this size compute for less time than the copies of long paths take."""
-        if self.kv_on_host is None or self.device.type != "cuda":
-            return
-        fraction, (gpu, _) = self.kv_on_host.fraction, gpu_named(torch.cuda.get_device_name(self.device))
-        heads = (self.num_heads, self.num_kv_heads)
-        least = math.ceil(least_offload_tokens(gpu, fraction, heads, self.dtype.itemsize))
-        if segment_tokens is None or segment_tokens < least:
-            raise InputError(
-                f"--kv-offload-fraction {fraction:g}: computation hides the copies of a long path for segments of "
-                f"{least} tokens or more on {gpu.name}; give --tree-segment-tokens {least} or more, or lower the "
-                "fraction in proportion"
-            )
-
     def limit_memory(self, gib: float, constant_bytes: float, automatic: bool = False) -> None:
         """Plan steps within ``gib`` GiB, of which ``constant_bytes`` are this rank's weights, gradients and optimizer
         states. All ranks of a replica call this.
@@ -101,12 +85,21 @@ class TreeEngine(RankModel):
         Args:
             automatic: the limit is what the GPU has; otherwise it is a user's, which messages name.
         """
-        found = self.mesh.gather_over_replica((self.mesh.pipeline_rank, float(constant_bytes)))
+        # Of the largest context groups, so that the limit holds for the smaller ones, too.
+        found = training_mesh().gather_over_replica((self.mesh.pipeline_rank, float(constant_bytes)))
         constant = [max(each for rank, each in found if rank == stage) for stage in range(self.mesh.pipeline_size)]
+        self.memory = MemoryBudget(gib, tuple(constant), self._bytes(), automatic, self.state_bytes())
+
+    def _take_ranks(self, context_size: int) -> None:
+        super()._take_ranks(context_size)
+        if self.memory is not None:
+            self.memory = replace(self.memory, bytes=self._bytes())
+
+    def _bytes(self) -> SegmentBytes:
         each = self.costs.bytes if self.costs is not None else None
         if each is not None and self.kv_on_host is not None:
             each = replace(each, kv_offload_fraction=self.kv_on_host.fraction)
-        self.memory = MemoryBudget(gib, tuple(constant), each or self.counted_bytes(), automatic, self.state_bytes())
+        return each or self.counted_bytes()
 
     def state_bytes(self) -> StateBytes | None:
         """Bytes of the states of gated delta net on this rank; None for a model without it."""
@@ -143,7 +136,7 @@ class TreeEngine(RankModel):
         if self.costs is not None:
             return self.costs.model(self.shape.num_layers, segment_tokens or max(SIZES))
         size = segment_tokens or max(SIZES) * self.mesh.context_size
-        of_gpu = costs_of_gpu(self.tree_models[0], self.shape, size)
+        of_gpu = costs_of_gpu(self.tree_models[0], self.shape, size, self.mesh.context_size)
         if of_gpu is not None:
             return self.correction.apply(of_gpu)
         return CostModel.from_shape(self.shape, segment_tokens or DEFAULT_SEGMENT_TOKENS)
@@ -257,7 +250,16 @@ class TreeEngine(RankModel):
         return TokenOutputs(*(batch.per_sequence(values) for values in pairs))
 
     def _check_agreement(self, batch: TreeBatch, training: bool) -> None:
-        """Compare the plans of a replica's ranks; ranks with different plans would wait for each other forever."""
+        """Take the ranks of the batch's plan, and compare the plans of a replica's ranks, which would wait for each
+        other forever if these were different.
+        """
+        size, possible = batch.plan.context_size, self.possible_context_sizes
+        if size not in possible:
+            raise ValueError(
+                f"the step is planned for context groups of {size}, but there are groups of "
+                f"{' and '.join(map(str, possible))}; give prepare_batch pipeline=engine.pipeline(...)"
+            )
+        self.divide_tokens(size)
         if batch.plan.num_ranks != len(self.mesh.expert_data_ranks):
             raise ValueError(
                 f"the step is planned for {batch.plan.num_ranks} ranks that share experts, but there are "

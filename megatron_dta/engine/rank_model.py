@@ -15,8 +15,10 @@ from megatron_dta.model import (
     TreeGPTModel,
     choose_segment_attention,
     context_group,
+    context_sizes,
     training_mesh,
 )
+from megatron_dta.planning.costs.decoder_shape import context_refusal
 
 # Default number of logits alive at once: enough rows to fill a GPU. On a CPU, more rows gain nothing.
 LOGIT_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
@@ -33,6 +35,7 @@ class RankModel:
         routing_replay: use the experts that the sampler of the rollouts chose.
 
     Attributes:
+        mesh, context_group: the ranks that run the model; ``divide_tokens`` changes them.
         kv_on_host: memory for the K/V slots of layers on the host; None without offloading.
     """
 
@@ -53,15 +56,31 @@ class RankModel:
         self.shape = decoder_shape(self.config, self.true_vocab_size)
         self.num_layers = [len(chunk.decoder.layers) for chunk in self.tree_models]
         self.temperature = temperature
-        self.mesh, self.context_group = training_mesh(), context_group()
+        self._tree_attention_impl = tree_attention_impl
         parameter = next(self.tree_models[0].parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
         self.kv_on_host: HostSlots | None = None
         most = LOGIT_ELEMENTS[self.device.type] // self.true_vocab_size
         self.logprob_chunk_tokens = logprob_chunk_tokens or max(1, most)
+        self._take_ranks(training_mesh().context_size)
+
+    def divide_tokens(self, context_size: int) -> None:
+        """Let this number of ranks divide the tokens of a segment from now on; one of ``possible_context_sizes``."""
+        if context_size != self.mesh.context_size:
+            self._take_ranks(context_size)
+
+    def _take_ranks(self, context_size: int) -> None:
+        self.mesh, self.context_group = training_mesh(context_size), context_group(context_size)
         head_size, ratio = self.config.kv_channels, self.num_heads // self.num_kv_heads
         # "triton", "fa4" or "reference".
-        self.attention = choose_segment_attention(tree_attention_impl, head_size, ratio, self.dtype, self.device)
+        self.attention = choose_segment_attention(self._tree_attention_impl, head_size, ratio, self.dtype, self.device)
+
+    @property
+    def possible_context_sizes(self) -> list[int]:
+        """Sizes of context groups over which the heads can be divided, ascending."""
+        sizes, tensor = context_sizes(), self.config.tensor_model_parallel_size
+        heads = (self.config.num_attention_heads, self.config.num_query_groups)
+        return [size for size in sizes if len(sizes) == 1 or context_refusal(tensor, size, *heads) is None]
 
     def gradient_sync(self, chunk: int, allowed: bool) -> AbstractContextManager:
         """Keep the backward of a model chunk from starting the reduction of its gradients, unless ``allowed``."""

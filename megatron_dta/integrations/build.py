@@ -8,6 +8,7 @@ import torch
 
 from megatron_dta.config import TrainConfig
 from megatron_dta.engine import TreeEngine
+from megatron_dta.engine.copy_speed import check_copies
 from megatron_dta.model import Model, current_mesh
 from megatron_dta.planning.costs.file import load_cost_file
 from megatron_dta.training.autotune import Autotuner, build_autotuner
@@ -38,7 +39,7 @@ def build_tree_engine(
         costs=load_cost_file(tree.cost_model) if tree.cost_model is not None else None,
     )
     engine.offload_kv(tree.kv_offload_fraction)
-    engine.check_kv_offload(tree.tree_segment_tokens)
+    check_copies(engine, tree.tree_segment_tokens)
     frozen = list(frozen) if optimizer is not None else [*frozen, *model.model_chunks]
     constant = constant_bytes(frozen)
     if optimizer is not None:

@@ -18,7 +18,7 @@ from megatron_dta.model.attention.token_routing import TokenRouting
 from megatron_dta.model.build import build_model, build_stock_model
 from megatron_dta.model.layers.lora import LoraAdapter, adapters_of, without_adapters
 from megatron_dta.model.layers.transformer_engine import TreeTELinear, weights_quantized_once
-from megatron_dta.model.parallel.context_group import ContextGroup, context_group
+from megatron_dta.model.parallel.context_group import ContextGroup, context_group, context_sizes
 from megatron_dta.model.parallel.mesh import (
     Mesh,
     current_mesh,
@@ -67,6 +67,7 @@ __all__ = [
     "choose_attention",
     "choose_segment_attention",
     "context_group",
+    "context_sizes",
     "current_mesh",
     "destroy_parallel",
     "initialize_parallel",

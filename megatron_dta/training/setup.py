@@ -21,6 +21,7 @@ from megatron_dta.config.checks.optimizer_states import check_state_support
 from megatron_dta.config.model import without_lora
 from megatron_dta.config.train import settings_by_flag
 from megatron_dta.engine import TreeEngine
+from megatron_dta.engine.copy_speed import check_copies, copy_rate
 from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import Objective, make_objective
 from megatron_dta.planning.costs.file import CostFile, load_cost_file
@@ -130,7 +131,8 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
         source, evaluations = stored, _evaluations(config, engine, held_out)
     passes = _reference(config, objective, reference, optimizer.chunks)
     stored_rollouts = stored.rollouts if stored is not None else []
-    for line in _description(config, optimizer, constant, tuner.describe(), task, stored_rollouts):
+    lines = _description(config, optimizer, constant, tuner.describe(), task, stored_rollouts)
+    for line in _copies(config, engine, resumes) + lines:
         console.print(line, soft_wrap=True, markup=False)
     return Trainer(
         config=config,
@@ -197,6 +199,12 @@ def _description(
     counts = parameter_counts(optimizer.chunks, mesh, config)
     built = BuiltRun(config, mesh, part.device, *counts, constant, task, stored, metrics_path(config), decided)
     return [f"{name:<12} {text}" for name, text in describe_run(built)]
+
+
+def _copies(config: TrainConfig, engine: TreeEngine, resumes: bool) -> list[str]:
+    """The lines about keys and values on the host; raises ``InputError`` if computation cannot hide their copies."""
+    measure = None if config.optimization.deterministic_mode else copy_rate
+    return check_copies(engine, config.tree.tree_segment_tokens, measure, resumes)
 
 
 def _load_first_weights(config: TrainConfig, model: Model, start: Path | None, console: Console) -> None:
@@ -361,7 +369,6 @@ def _engine(
         costs,
     )
     engine.offload_kv(config.tree.kv_offload_fraction)
-    engine.check_kv_offload(config.tree.tree_segment_tokens)
     return engine
 
 

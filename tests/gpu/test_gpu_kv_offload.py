@@ -10,6 +10,7 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.engine.copy_speed import copy_rate
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.parity import random_training_samples
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config
@@ -46,3 +47,11 @@ def test_equals_the_step_without_offload(fraction: float, activation_tokens: int
     assert torch.equal(loss, other)
     assert all((a == b).all() for a, b in zip(logprobs, outputs, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
+
+
+def test_the_rate_of_copies_is_measured_once() -> None:
+    """PCIe 4 with eight lanes moves 16 GB/s, NVLink-C2C 450."""
+    rate = copy_rate(torch.device("cuda", 0))
+    print(f"{rate / 1e9:.1f} GB/s")
+    assert 2e9 < rate < 500e9
+    assert copy_rate(torch.device("cuda", 0)) == rate

@@ -34,6 +34,7 @@ class MeshCase:
         partition: indices of the samples of each data-parallel rank.
         weights: of the whole model.
         sabotage: name of something to leave out, for tests that must fail.
+        context_size: ranks that divide the segments; None for all of a context group.
     """
 
     model: ModelConfig
@@ -46,6 +47,7 @@ class MeshCase:
     temperature: float = 1.0
     aggregation: str = "token-mean"
     sabotage: str = ""
+    context_size: int | None = None
 
 
 @dataclass
@@ -159,6 +161,7 @@ def run_cases(rank: int, cases: dict[str, MeshCase]) -> dict[str, RankResult]:
             parallel.pipeline_model_parallel_size,
             parallel.num_virtual_stages_per_pipeline_rank,
             parallel.context_parallel_size,
+            parallel.dynamic_context_parallel,
             parallel.expert_model_parallel_size,
             parallel.expert_tensor_size,
         )
@@ -229,7 +232,7 @@ def _run_case(case: MeshCase) -> RankResult:
     from megatron_dta.training.optimizer import TrainingOptimizer
 
     device = initialize_parallel(5, case.parallel)
-    mesh = training_mesh()
+    mesh = training_mesh(case.context_size)
     expert_tensor_rank = parallel_state.get_expert_tensor_parallel_rank()
     result = RankResult(mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank, expert_tensor_rank)
     model = build_model(case.model, device, case.parallel)
@@ -245,6 +248,7 @@ def _run_case(case: MeshCase) -> RankResult:
         tree_attention_impl=attention,
     )
     engine.offload_kv(case.tree.kv_offload_fraction)
+    engine.divide_tokens(mesh.context_size)
     own = [case.samples[i] for i in case.partition[mesh.data_rank]]
     counts = count_trained([sample.num_trained for sample in case.samples])
     pipeline = engine.pipeline(case.tree.tree_segment_tokens)

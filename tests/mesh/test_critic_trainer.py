@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,8 @@ def folder(tmp_path_factory) -> Path:
     def job(name: str, flags: str, objective: str = PPO, iters: int = 3) -> tuple[str, None]:
         start = path / ("start-moe" if objective == moe else "start")
         weights = f"--load {start} --finetune" + ("" if objective == DPO else f" --critic-load {start}")
+        if objective == PPO:
+            weights += f" --eval-rollouts {path}/train.jsonl --eval-interval 1 --eval-iters 5"
         return f"{common} {objective} {flags} {weights} --train-iters {iters} --save {path}/{name}", None
 
     ones = [(f"{common} {PPO} --train-iters 1 --save {path}/start", None), job("ppo-1", ""), job("dpo-1", "", DPO)]
@@ -50,6 +53,7 @@ def folder(tmp_path_factory) -> Path:
         job("ppo-moved", TP, iters=2),
         job("ppo-moved", PP),
         job("ppo-cp", f"{CP} {SHARDED}"),
+        job("ppo-dynamic", f"{CP} --dynamic-context-parallel {SHARDED}"),
         job("moe-cp", f"{CP} {EP}", moe),
         job("dpo-dp", "", DPO),
         job("dpo-pp", PP, DPO),
@@ -59,22 +63,50 @@ def folder(tmp_path_factory) -> Path:
         job("moe-moved", EP, moe),
     ]
     for jobs, world_size in ((ones, 1), (twos, 2)):
-        run_on_ranks(train_on_rank, jobs, world_size, path / f"ranks-{world_size}")
+        run_on_ranks(_with_groups_in_turn, jobs, world_size, path / f"ranks-{world_size}")
     return path
+
+
+def _with_groups_in_turn(rank: int, jobs: list[tuple[str, None]]) -> None:
+    """Train; where context groups of two sizes are possible, steps prefer the one and the other in turn."""
+    from unittest import mock
+
+    from megatron_dta.training.data import division
+
+    divided, turns = division._divided, []
+
+    def in_turn(*arguments: Any) -> tuple[float, int, list[int]]:
+        _, size, own = divided(*arguments)
+        turns.extend([size] * (size == 1))
+        return float((len(turns) + size) % 2), size, own
+
+    with mock.patch.object(division, "_divided", in_turn):
+        train_on_rank(rank, jobs)
 
 
 @pytest.mark.parametrize("name", ["ppo-dp", "ppo-cp", "ppo-moved", "dpo-dp", "dpo-pp", "moe-dp", "moe-cp", "moe-moved"])
 def test_a_mesh_trains_as_one_process(folder: Path, name: str) -> None:
     expected, found = rows_without_timing(folder / f"{name[:3]}-1"), rows_without_timing(folder / name)
-    assert len(found) == 3
+    assert [row["iteration"] for row in found][-3:] == [1, 2, 3]
     for left, right in zip(expected, found, strict=True):
         assert left.keys() == right.keys()
         for key in left.keys() - OWN:
             assert right[key] == pytest.approx(left[key], rel=2e-3, abs=2e-5), (name, key)
     if name.startswith("moe"):
-        assert {"critic_seq_load_balancing_loss", "critic_z_loss"} <= found[0].keys()
+        assert {"critic_seq_load_balancing_loss", "critic_z_loss"} <= found[-1].keys()
     if name.startswith("ppo"):
-        assert {"value_loss", "explained_variance", "tis_weight", "sampler_probability_ratio"} <= found[0].keys()
+        assert {"value_loss", "explained_variance", "tis_weight", "sampler_probability_ratio"} <= found[-1].keys()
+
+
+def test_the_size_of_context_groups_may_change_from_step_to_step(folder: Path) -> None:
+    expected, found = rows_without_timing(folder / "ppo-1"), rows_without_timing(folder / "ppo-dynamic")
+    assert {row.pop("context_ranks") for row in found[1:]} == {1, 2}
+    assert len(found) == 4
+    for left, right in zip(expected, found, strict=True):
+        assert left.keys() == right.keys()
+        assert "eval_loss" in left
+        for key in left.keys() - OWN:
+            assert right[key] == pytest.approx(left[key], rel=2e-3, abs=2e-5), key
 
 
 @pytest.mark.parametrize("objective", ["ppo", "moe"])

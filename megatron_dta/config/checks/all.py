@@ -18,7 +18,12 @@ from megatron_dta.config.checks.distillation import check_distillation, distilla
 from megatron_dta.config.checks.experts import check_experts
 from megatron_dta.config.checks.hybrid import check_hybrid
 from megatron_dta.config.checks.lora import check_lora, check_reference
-from megatron_dta.config.checks.mesh import check_context_parallel, check_tensor_parallel, check_world_size
+from megatron_dta.config.checks.mesh import (
+    check_context_parallel,
+    check_dynamic_context,
+    check_tensor_parallel,
+    check_world_size,
+)
 from megatron_dta.config.checks.objectives import POLICY_GRADIENT, check_objective, objective_conditions
 from megatron_dta.config.checks.optimizer_states import check_states
 from megatron_dta.config.checks.rollouts import check_rollout_engine, rollout_conditions
@@ -239,6 +244,7 @@ def _check_parallel(config: TrainConfig) -> Iterator[str]:
         "pipeline_model_parallel_layout",
         "pipeline_in_flight_tokens",
         "context_parallel_size",
+        "dynamic_context_parallel",
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "sequence_parallel",
@@ -253,6 +259,7 @@ def _check_parallel(config: TrainConfig) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     yield from caught(check_tensor_parallel, model, parallel)
     yield from caught(check_context_parallel, model, parallel)
+    yield from check_dynamic_context(parallel, model.num_experts is not None, config.distillation.is_used)
     if parallel.pipeline_model_parallel_size > 1:
         yield from caught(stage_layers, model, parallel)
     yield from caught(check_experts, model, parallel)

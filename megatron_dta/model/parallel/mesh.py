@@ -7,7 +7,8 @@ same weights for other tokens; together they are a replica of the model and run 
 hold the same weights and run segments of their own.
 
 Only the engine divides tokens. To all else, which samples, stores or counts, the ranks of a context group are
-data-parallel ranks: ``current_mesh`` has no context groups, ``training_mesh`` does.
+data-parallel ranks: ``current_mesh`` has no context groups, ``training_mesh`` does. With
+``--dynamic-context-parallel`` there are groups of several sizes, and the engine takes those of one size for each step.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from torch.distributed import ProcessGroup
 from megatron_dta import cpu_compat
 from megatron_dta.config import ParallelConfig
 from megatron_dta.config.checks.mesh import check_world_size
+from megatron_dta.model.parallel.context_group import context_sizes, forget_context_groups, make_context_groups
 from megatron_dta.model.parallel.stage_channels import forget_stage_channels, make_stage_channels
 from megatron_dta.model.parallel.tensor_sum import forget_tensor_sum
 
-# Groups for objects on the host; made by ``initialize_parallel``. In ``training_mesh`` (True) and in ``current_mesh``
-# (False): those of the replica's ranks, and of this rank and its counterparts on the data ranks that share experts.
+# Groups for objects on the host, made by ``initialize_parallel``, by context size (1 in ``current_mesh``): those
+# of the replica's ranks, of the data ranks, and of this rank and its counterparts on the data ranks that share experts.
 _host_group: ProcessGroup | None = None
-_replica_groups: dict[bool, ProcessGroup | None] = {}
-_expert_groups: dict[bool, ProcessGroup | None] = {}
+_replica_groups: dict[int, ProcessGroup | None] = {}
+_data_groups: dict[int, ProcessGroup | None] = {}
+_expert_groups: dict[int, ProcessGroup | None] = {}
 _initial_seed = 0
 _thread = threading.local()
 
@@ -174,9 +177,8 @@ def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> to
         )
     elif _sizes_of_mesh() != _sizes(parallel):
         raise ValueError(f"the mesh exists already, with {_sizes_of_mesh()}; destroy it first (destroy_parallel)")
-    _make_host_groups(parallel.timeout)
+    _make_host_groups(parallel)
     make_stage_channels(_host_group, parallel.timeout)
-    _make_expert_groups(parallel.timeout)
     global _initial_seed
     _initial_seed = seed
     # Stages draw different layers. The ranks of a tensor group draw the whole layer and keep their parts.
@@ -198,8 +200,9 @@ def initial_seed() -> int:
 
 def destroy_parallel() -> None:
     """Remove the mesh, so that ``initialize_parallel`` can make another one; the process group remains."""
-    _replica_groups.clear()
-    _expert_groups.clear()
+    for groups in (_replica_groups, _data_groups, _expert_groups):
+        groups.clear()
+    forget_context_groups()
     forget_stage_channels()
     forget_tensor_sum()
     parallel_state.destroy_model_parallel()
@@ -261,18 +264,23 @@ def current_mesh() -> Mesh:
 
     The ranks of a context group are data-parallel ranks in it.
     """
-    return _mesh(training=False)
+    return _mesh(1)
 
 
-def training_mesh() -> Mesh:
-    """``current_mesh`` for the engine, where the ranks of a context group run the same segments."""
-    return _mesh(training=True)
+def training_mesh(context_size: int | None = None) -> Mesh:
+    """``current_mesh`` for the engine, where the ranks of a context group run the same segments.
+
+    Args:
+        context_size: one of ``context_sizes``; by default the largest.
+    """
+    return _mesh(context_size or parallel_state.get_context_parallel_world_size())
 
 
-def _mesh(training: bool) -> Mesh:
+def _mesh(context_size: int) -> Mesh:
     if getattr(_thread, "is_alone", False):
         return Mesh(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, None, None, None, (0,), None)
-    data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=not training)
+    # Megatron counts tensor ranks first, then context ranks, then data ranks, then stages.
+    place = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return Mesh(
         rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
@@ -280,41 +288,45 @@ def _mesh(training: bool) -> Mesh:
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        context_rank=parallel_state.get_context_parallel_rank() if training else 0,
-        context_size=parallel_state.get_context_parallel_world_size() if training else 1,
-        data_rank=parallel_state.get_data_parallel_rank(with_context_parallel=not training),
-        data_size=data_size,
-        data_group=(
-            parallel_state.get_data_parallel_group_gloo(with_context_parallel=not training) if data_size > 1 else None
-        ),
+        context_rank=place % context_size,
+        context_size=context_size,
+        data_rank=place // context_size,
+        data_size=_places(context_size)[1],
+        data_group=_data_groups.get(context_size),
         host_group=_host_group,
-        replica_group=_replica_groups.get(training),
-        expert_data_ranks=_expert_data_ranks(training),
-        expert_group=_expert_groups.get(training),
+        replica_group=_replica_groups.get(context_size),
+        expert_data_ranks=_expert_data_ranks(context_size),
+        expert_group=_expert_groups.get(context_size),
     )
 
 
-def _make_host_groups(timeout: timedelta) -> None:
+def _make_host_groups(parallel: ParallelConfig) -> None:
     global _host_group
     if torch.distributed.get_world_size() == 1:
         return
-    on_host = torch.distributed.get_backend() == "gloo"
+    timeout, on_host = parallel.timeout, torch.distributed.get_backend() == "gloo"
     if _host_group is None:
         _host_group = (
             torch.distributed.group.WORLD if on_host else torch.distributed.new_group(backend="gloo", timeout=timeout)
         )
     if _replica_groups:
         return
-    same_context = parallel_state.get_model_parallel_group()
-    ranks = torch.distributed.get_process_group_ranks(same_context)
-    _replica_groups[False] = same_context if on_host else _host_group_of(ranks, timeout)
-    _replica_groups[True] = _replica_groups[False]
-    if parallel_state.get_context_parallel_world_size() > 1:
-        stride = parallel_state.get_tensor_model_parallel_world_size()
-        # Megatron counts tensor ranks first, then context ranks.
-        here = [rank - parallel_state.get_context_parallel_rank() * stride for rank in ranks]
-        offsets = range(0, parallel_state.get_context_parallel_world_size() * stride, stride)
-        _replica_groups[True] = _host_group_of([rank + offset for rank in here for offset in offsets], timeout)
+    make_context_groups(parallel.dynamic_context_parallel, timeout)
+    rank, same_context = torch.distributed.get_rank(), parallel_state.get_model_parallel_group()
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    place = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    for size in sorted({1, *context_sizes()}):
+        (stride, data_size), (here, first) = _places(size), divmod(place, size)
+        counterparts = [rank + (each - here) * stride for each in range(data_size)]
+        replica = [
+            each + (other - first) * tensor
+            for each in torch.distributed.get_process_group_ranks(same_context)
+            for other in range(size)
+        ]
+        is_known = size == 1 and on_host
+        _replica_groups[size] = same_context if is_known else _host_group_of(replica, timeout)
+        _data_groups[size] = _host_group_of(counterparts, timeout)
+        _expert_groups[size] = _host_group_of([counterparts[each] for each in _expert_data_ranks(size)], timeout)
 
 
 def _host_group_of(own: Sequence[int], timeout: timedelta) -> ProcessGroup | None:
@@ -329,36 +341,17 @@ def _host_group_of(own: Sequence[int], timeout: timedelta) -> ProcessGroup | Non
     return group
 
 
-def _places(training: bool) -> tuple[int, int]:
-    """Ranks from one data-parallel rank to the next, and number of data-parallel ranks.
-
-    Megatron counts tensor ranks first, then context ranks, then data ranks, then stages.
-    """
-    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
-    contexts = parallel_state.get_context_parallel_world_size() if training else 1
-    return tensor_size * contexts, parallel_state.get_data_parallel_world_size(with_context_parallel=not training)
+def _places(context_size: int) -> tuple[int, int]:
+    """Ranks from one data-parallel rank to the next, and number of data-parallel ranks."""
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    return parallel_state.get_tensor_model_parallel_world_size() * context_size, ranks // context_size
 
 
-def _expert_data_ranks(training: bool) -> tuple[int, ...]:
+def _expert_data_ranks(context_size: int) -> tuple[int, ...]:
     """Data-parallel positions of the ranks that exchange tokens in a layer with experts."""
-    stride, data_size = _places(training)
+    stride, data_size = _places(context_size)
     ranks = torch.distributed.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
     return tuple(sorted({rank // stride % data_size for rank in ranks}))
-
-
-def _make_expert_groups(timeout: timedelta) -> None:
-    if _expert_groups:
-        return
-    for training in (True, False):
-        (stride, data_size), data_ranks = _places(training), _expert_data_ranks(training)
-        if not training and parallel_state.get_context_parallel_world_size() == 1:
-            _expert_groups[False] = _expert_groups.get(True)
-            continue
-        if len(data_ranks) == 1:
-            continue
-        own = torch.distributed.get_rank()
-        here = own // stride % data_size
-        _expert_groups[training] = _host_group_of([own + (each - here) * stride for each in data_ranks], timeout)
 
 
 def _initialize_process_group(backend: str, timeout: timedelta) -> None:

@@ -136,7 +136,9 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     return CostModel.of_passes(tokens, pairs, edges, floors, segment_tokens)
 
 
-def least_offload_tokens(gpu: Gpu, fraction: float, heads: tuple[float, float], element_bytes: int) -> float:
+def least_offload_tokens(
+    gpu: Gpu, fraction: float, heads: tuple[float, float], element_bytes: int, rate: float | None = None
+) -> float:
     """Tokens of a segment from which its attention alone takes longer than the copies of its path, however long.
 
     Both are proportional to the path. A layer's backward copies K, V and the accumulators in, and the accumulators out,
@@ -145,10 +147,11 @@ def least_offload_tokens(gpu: Gpu, fraction: float, heads: tuple[float, float], 
     Args:
         fraction: share of the layers whose K/V slots are on the host.
         heads: a rank's query heads and its key/value heads; only their ratio matters.
+        rate: measured bytes/s of copies; None for the share of the data sheet's that is assumed.
     """
     query, kv = heads
     peak, accumulator = gpu.flops_16 if element_bytes == 2 else gpu.flops_32, max(4, element_bytes)
     copied = (2 * kv * element_bytes, 2 * kv * (element_bytes + 2 * accumulator))
     computed = [4 * query * passes / share / peak for passes, share in zip((1, 2.5), ATTENTION_SHARES, strict=True)]
-    host = HOST_SHARE * gpu.host
+    host = rate or HOST_SHARE * gpu.host
     return fraction * max(moved / host / seconds for moved, seconds in zip(copied, computed, strict=True))

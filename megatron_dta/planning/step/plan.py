@@ -58,6 +58,7 @@ class StepPlan:
         memory_tokens: most tokens that may be in flight; 0 if the plan's own peak is the limit.
         activation_tokens: most tokens in flight whose activations are kept; None for all.
         num_ranks: ranks that run the same ops as this one, itself included (``synchronized_plan``).
+        context_size: ranks that divide the tokens of each segment.
     """
 
     segments: SegmentPlan
@@ -80,6 +81,7 @@ class StepPlan:
     memory_tokens: int
     activation_tokens: int | None
     num_ranks: int = 1
+    context_size: int = 1
 
     def digest(self, plan: PassPlan) -> str:
         """Hash of the ops, segments and sequences; ranks with equal digests run the same pass."""
@@ -157,6 +159,7 @@ def plan_segmented_step(
         paths=root_paths(segments),
         memory_tokens=choice.memory_tokens,
         activation_tokens=activation_tokens,
+        context_size=pipeline.context_size,
     )
 
 

@@ -19,10 +19,10 @@ from megatron_dta.config import ObjectiveConfig, TreeConfig
 from megatron_dta.engine import StepPart, TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.objectives.weights import count_trained
 from megatron_dta.planning import CostModel, cut_mini_batches
-from megatron_dta.planning.partition.divide import partition_samples
 from megatron_dta.planning.step.sample import FIELDS, TrainingSample
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.paths import decoded_tokens, tree_paths
+from megatron_dta.training.data.division import divide_and_plan
 from megatron_dta.tree.known_paths import KnownPath
 
 # Groups share a few tokens by chance. A batch is regrouped only if that saves at least this fraction of the work.
@@ -59,25 +59,29 @@ class StepSamples:
             self.statistics[STALENESS] = found[STALENESS] + self.age
 
     def batch(self, tree: TreeConfig, settings: ObjectiveConfig, engine: TreeEngine) -> TreeBatch:
-        """This rank's samples (``own``) and their plan, which is made at the first call and reused afterwards."""
-        if self.planned is None:
-            start = time.perf_counter()
-            mesh = engine.mesh
-            self.own = list(range(len(self.samples)))
-            if mesh.data_size > 1:
-                partition = partition_samples(self.samples, mesh.data_size, engine.cost_model(tree.tree_segment_tokens))
-                self.own = partition.sequences_of(mesh.data_rank).tolist()
-            weights = [sample.weight for sample in self.samples]
-            counts = count_trained([sample.num_counted for sample in self.samples], weights)
-            self.planned = prepare_batch(
-                [self.samples[i] for i in self.own],
-                tree,
+        """This rank's samples (``own``) and their plan, which is made at the first call and reused afterwards.
+
+        The engine takes the plan's context groups.
+        """
+        if self.planned is not None:
+            engine.divide_tokens(self.planned.plan.context_size)
+            return self.planned
+        start = time.perf_counter()
+        weights = [sample.weight for sample in self.samples]
+        counts = count_trained([sample.num_counted for sample in self.samples], weights)
+
+        def plan(own: list[int], limited: TreeConfig) -> TreeBatch:
+            return prepare_batch(
+                [self.samples[i] for i in own],
+                limited,
                 settings.loss_aggregation,
-                engine.pipeline(tree.tree_segment_tokens),
+                engine.pipeline(limited.tree_segment_tokens),
                 settings.loss_length,
-                StepPart(counts, self.own, self.preference_pairs),
+                StepPart(counts, own, self.preference_pairs),
             )
-            self.plan_seconds = time.perf_counter() - start
+
+        self.own, self.planned = divide_and_plan(self.samples, engine, tree, plan)
+        self.plan_seconds = time.perf_counter() - start
         return self.planned
 
     def forget_plan(self) -> None:

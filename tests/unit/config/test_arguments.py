@@ -131,6 +131,11 @@ BAD = [
         f"{SAMPLED} --num-virtual-stages-per-pipeline-rank 2",
         "--num-virtual-stages-per-pipeline-rank has no effect without --pipeline-model-parallel-size above 1",
     ),
+    (f"{SAMPLED} --dynamic-context-parallel", "--dynamic-context-parallel needs --context-parallel-size above 1"),
+    (
+        f"{SAMPLED} --dynamic-context-parallel --context-parallel-size 2 --pipeline-model-parallel-size 2",
+        "--dynamic-context-parallel does not support --pipeline-model-parallel-size; leave one of them out",
+    ),
     (MODEL, "no rollouts to train on"),
     (f"{STORED} --task arithmetic", "--rollouts conflicts with sampling"),
     (f"{MODEL} --vocab-size 9 --rollouts a.jsonl", "--rollouts needs --global-batch-size"),

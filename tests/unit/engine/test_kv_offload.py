@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from math import ceil
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from fused_layers_cases import fused
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.common.errors import InputError
 from megatron_dta.engine import TreeEngine
+from megatron_dta.engine.copy_speed import check_copies
 from megatron_dta.model import HostSlots, OffloadedKVPool, build_model
 from megatron_dta.model.attention.kv_offload import _Buffer
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
@@ -146,12 +149,25 @@ def test_segments_too_short_to_hide_the_copies_are_refused(case, monkeypatch):
     assert least_offload_tokens(h200, 0.5, (4096, 1024), 2) == pytest.approx(least / 2)
     engine = TreeEngine(build_model(case[0], torch.device("cpu")))
     engine.offload_kv(1.0)
-    engine.check_kv_offload(None)  # a CPU computes and copies in turn
+    assert check_copies(engine, None) == []  # a CPU computes and copies in turn
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(engine, "device", torch.device("cuda"))
-    with pytest.raises(InputError, match=r"--kv-offload-fraction 1: .* give --tree-segment-tokens [0-9]+ or more"):
-        engine.check_kv_offload(64)
-    engine.check_kv_offload(1 << 20)
+    assumed = least_offload_tokens(h200, 1.0, (2, 1), 8)  # of the data sheet: in float64
+    refused = f"--kv-offload-fraction 1: at 51.2 GB/s .assumed for H200. .* give --tree-segment-tokens {ceil(assumed)} "
+    with pytest.raises(InputError, match=refused):
+        check_copies(engine, 64, None)
+    assert len(check_copies(engine, ceil(assumed), None)) == 1
+    # At half the rate segments must be twice as long, or half the layers be on the host.
+    slow = partial(check_copies, engine, ceil(assumed), lambda _: 0.4 * h200.host)
+    with pytest.raises(InputError, match=rf"at 25.6 GB/s .measured. .* {ceil(2 * assumed)} .* to 0.5 or less"):
+        slow()
+    with pytest.raises(InputError, match="give --tree-segment-tokens"):
+        check_copies(engine, None, lambda _: 1e12)
+    told, warning = slow(continues=True)
+    assert "copied at 25.6 GB/s (measured)" in told
+    assert warning.startswith("warning: --kv-offload-fraction 1")
+    # Rates vary from start to start.
+    assert len(check_copies(engine, ceil(assumed), lambda _: 0.75 * h200.host)) == 1
 
 
 def test_the_overlap_of_experts_is_refused(case, monkeypatch):
