@@ -50,11 +50,6 @@ def parse_arguments() -> argparse.Namespace:
         default="sequence",
         help="unit that stays on one rank: a sequence, a trajectory or a group (default: %(default)s)",
     )
-    parser.add_argument(
-        "--fill-idle-ranks",
-        action="store_true",
-        help="give every rank work if there are enough sequences, even if that only repeats prefixes",
-    )
     counts = add_cost_flags(parser)
     parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
     parser.add_argument("--max-length", type=int, metavar="N", help="only the first N tokens of each sequence")
@@ -100,7 +95,7 @@ def compare(rollouts: list[Rollout], arguments: argparse.Namespace, model: CostM
     sequences, masks = trained_parts(rollouts)
     tree = build_prefix_tree(sequences)
     costs = SequenceCosts.of(tree, model, masks, names)
-    partition = partition_costs(costs, ranks, arguments.fill_idle_ranks)
+    partition = partition_costs(costs, ranks)
     result = figures(partition, time.perf_counter() - begin)
     result["least_slowest_cost"] = least_slowest(costs, ranks)
     result["sequences"], result["tokens"] = len(sequences), sum(map(len, sequences))

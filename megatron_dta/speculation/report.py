@@ -118,13 +118,13 @@ class SpeculationReport:
         wasted = np.subtract(self.drafted, self.accepted)
         return {name: int(wasted[rows].sum()) if len(rows) else None for name, rows in self._classes().items()}
 
-    def live_batch_over_time(self, parts: int = TENTHS) -> list[float | None]:
-        """Mean number of live sequences in each of ``parts`` equal parts of the makespan; None without a forward."""
+    def live_batch_over_time(self) -> list[float | None]:
+        """Mean number of live sequences in each tenth of the makespan; None without a forward."""
         ends = np.cumsum(self.seconds)
         if not len(ends) or not ends[-1] > 0:
-            return [None] * parts
+            return [None] * TENTHS
         # Live sequences x seconds up to each boundary, interpolated within forwards.
-        bounds = np.linspace(0, ends[-1], parts + 1)
+        bounds = np.linspace(0, ends[-1], TENTHS + 1)
         area = np.concatenate([[0.0], np.cumsum(np.asarray(self.live) * np.asarray(self.seconds))])
         upto = np.interp(bounds, np.concatenate([[0.0], ends]), area)
         return (np.diff(upto) / np.diff(bounds)).tolist()

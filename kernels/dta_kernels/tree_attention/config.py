@@ -76,21 +76,13 @@ def padded_head_size(head_size: int) -> int:
 
 # By padded head size, for 16-bit inputs on Hopper: forward, key gradients, query gradients.
 _HOPPER = {
-    64: (
-        KernelConfig(128, 128, 8, 3, tma=True),
-        KernelConfig(64, 128, 8, 3),
-        KernelConfig(64, 128, 4, 4),
-    ),
+    64: (KernelConfig(128, 128, 8, 3, tma=True), KernelConfig(64, 128, 8, 3), KernelConfig(64, 128, 4, 4)),
     128: (
         KernelConfig(128, 128, 8, 3, tma=True),
         KernelConfig(64, 64, 4, 2, tma=True),
         KernelConfig(64, 64, 4, 4, tma=True),
     ),
-    256: (
-        KernelConfig(128, 64, 8, 2, tma=True),
-        KernelConfig(64, 64, 8, 1),
-        KernelConfig(64, 64, 4, 3),
-    ),
+    256: (KernelConfig(128, 64, 8, 2, tma=True), KernelConfig(64, 64, 8, 1), KernelConfig(64, 64, 4, 3)),
 }
 # The same with the kernels in Gluon, which is experimental: used only with the tested versions of Triton.
 _GLUON_VERSIONS = ("3.6.",)
@@ -108,21 +100,9 @@ _GLUON = {
 }
 # 16-bit inputs on other GPUs: less shared memory, no tensor descriptors.
 _OTHER = {
-    64: (
-        KernelConfig(128, 64, 4, 3),
-        KernelConfig(64, 64, 4, 2),
-        KernelConfig(64, 64, 4, 2),
-    ),
-    128: (
-        KernelConfig(64, 64, 4, 2),
-        KernelConfig(32, 64, 4, 2),
-        KernelConfig(32, 64, 4, 2),
-    ),
-    256: (
-        KernelConfig(64, 32, 4, 1),
-        KernelConfig(32, 32, 4, 1),
-        KernelConfig(32, 32, 4, 1),
-    ),
+    64: (KernelConfig(128, 64, 4, 3), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
+    128: (KernelConfig(64, 64, 4, 2), KernelConfig(32, 64, 4, 2), KernelConfig(32, 64, 4, 2)),
+    256: (KernelConfig(64, 32, 4, 1), KernelConfig(32, 32, 4, 1), KernelConfig(32, 32, 4, 1)),
 }
 # float32: products run outside the tensor cores, for exactness, with small tiles that fit the registers.
 _FLOAT32 = {
@@ -169,7 +149,5 @@ def _has_tried_gluon() -> bool:
 def without_descriptors(config: TreeAttentionConfig) -> TreeAttentionConfig:
     """The same settings with plain loads of keys and values: a padded head is not a rectangle of their matrix."""
     return replace(
-        config,
-        forward=replace(config.forward, tma=False),
-        query_gradients=replace(config.query_gradients, tma=False),
+        config, forward=replace(config.forward, tma=False), query_gradients=replace(config.query_gradients, tma=False)
     )

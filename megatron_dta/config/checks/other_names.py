@@ -21,56 +21,20 @@ NAMES = (
         "`actor_rollout_ref.model.path`",
         "`--load-hf` (weights and settings), `--hf-checkpoint` (settings only)",
     ),
-    Names(
-        "`--ref-load`",
-        "the reference is the start",
-        "`--ref-load` (default: where the run starts)",
-    ),
-    Names(
-        "`--prompt-data`",
-        "`data.train_files`",
-        "`--prompt-data` (JSONL, Parquet)",
-    ),
-    Names(
-        "`--input-key`, `--label-key`",
-        "`data.prompt_key`",
-        "`--input-key`, `--label-key`",
-    ),
-    Names(
-        "",
-        "`data.filter_overlong_prompts`",
-        "`--filter-overlong-prompts`",
-    ),
-    Names(
-        "`--eval-prompt-data`",
-        "`data.val_files`",
-        "`--eval-prompt-data` with `--eval-interval`",
-    ),
-    Names(
-        "`--rollout-batch-size`",
-        "`data.train_batch_size`",
-        "`--rollout-batch-size` (prompts)",
-    ),
-    Names(
-        "`--n-samples-per-prompt`",
-        "`actor_rollout_ref.rollout.n`",
-        "`--n-samples-per-prompt`",
-    ),
+    Names("`--ref-load`", "the reference is the start", "`--ref-load` (default: where the run starts)"),
+    Names("`--prompt-data`", "`data.train_files`", "`--prompt-data` (JSONL, Parquet)"),
+    Names("`--input-key`, `--label-key`", "`data.prompt_key`", "`--input-key`, `--label-key`"),
+    Names("", "`data.filter_overlong_prompts`", "`--filter-overlong-prompts`"),
+    Names("`--eval-prompt-data`", "`data.val_files`", "`--eval-prompt-data` with `--eval-interval`"),
+    Names("`--rollout-batch-size`", "`data.train_batch_size`", "`--rollout-batch-size` (prompts)"),
+    Names("`--n-samples-per-prompt`", "`actor_rollout_ref.rollout.n`", "`--n-samples-per-prompt`"),
     Names(
         "`--global-batch-size`",
         "`actor.ppo_mini_batch_size` (prompts)",
         "`--global-batch-size` (rollouts) or `--num-steps-per-rollout`",
     ),
-    Names(
-        "",
-        "`actor.ppo_epochs`",
-        "`--ppo-epochs`",
-    ),
-    Names(
-        "`--rollout-max-response-len`",
-        "`data.max_response_length`",
-        "`--rollout-max-response-len`",
-    ),
+    Names("", "`actor.ppo_epochs`", "`--ppo-epochs`"),
+    Names("`--rollout-max-response-len`", "`data.max_response_length`", "`--rollout-max-response-len`"),
     Names(
         "`--rollout-temperature`, `--rollout-top-p`",
         "`rollout.temperature`, `rollout.top_p`",
@@ -86,30 +50,16 @@ NAMES = (
         "`actor.clip_ratio_low`, `actor.clip_ratio_high`",
         "`--eps-clip`, `--eps-clip-high`",
     ),
-    Names(
-        "`--eps-clip-c`",
-        "`actor.clip_ratio_c`",
-        "`--dual-clip`",
-    ),
+    Names("`--eps-clip-c`", "`actor.clip_ratio_c`", "`--dual-clip`"),
     Names(
         "`--use-kl-loss --kl-loss-coef`, `--kl-loss-type`",
         "`actor.use_kl_loss`, `actor.kl_loss_coef`, `actor.kl_loss_type` (`low_var_kl` is k3)",
         "`--kl-loss-coef` above 0, `--kl-loss-type`",
     ),
+    Names("`--kl-coef`", "`algorithm.use_kl_in_reward`, `kl_ctrl.kl_coef`", "`--kl-coef`"),
+    Names("`--entropy-coef`", "`actor.entropy_coeff`", "`--entropy-coef`"),
     Names(
-        "`--kl-coef`",
-        "`algorithm.use_kl_in_reward`, `kl_ctrl.kl_coef`",
-        "`--kl-coef`",
-    ),
-    Names(
-        "`--entropy-coef`",
-        "`actor.entropy_coeff`",
-        "`--entropy-coef`",
-    ),
-    Names(
-        "`--use-tis`, `--tis-clip`",
-        "`actor.tis_imp_ratio_cap`",
-        "`--use-tis --old-logprobs recompute`, `--tis-clip`",
+        "`--use-tis`, `--tis-clip`", "`actor.tis_imp_ratio_cap`", "`--use-tis --old-logprobs recompute`, `--tis-clip`"
     ),
     Names(
         "",
@@ -136,25 +86,11 @@ NAMES = (
         "`custom_reward_function.path`, `custom_reward_function.name`",
         "`--reward-function NAME` or `FILE.py:NAME`",
     ),
+    Names("`--group-rm`", "`reward_model.reward_manager`", "`--reward-function FILE.py:NAME`: a function of lists"),
+    Names("`--rm-type remote_rm --rm-url`", "", "`--reward-function remote --reward-server-url`"),
+    Names("`--num-rollout`", "`trainer.total_training_steps`", "`--train-iters` (optimizer steps)"),
     Names(
-        "`--group-rm`",
-        "`reward_model.reward_manager`",
-        "`--reward-function FILE.py:NAME`: a function of lists",
-    ),
-    Names(
-        "`--rm-type remote_rm --rm-url`",
-        "",
-        "`--reward-function remote --reward-server-url`",
-    ),
-    Names(
-        "`--num-rollout`",
-        "`trainer.total_training_steps`",
-        "`--train-iters` (optimizer steps)",
-    ),
-    Names(
-        "`--save-interval`",
-        "`trainer.save_freq`",
-        "`--save-interval`, `--keep-checkpoints`, `--keep-best-checkpoint`",
+        "`--save-interval`", "`trainer.save_freq`", "`--save-interval`, `--keep-checkpoints`, `--keep-best-checkpoint`"
     ),
     Names(
         "`--tensor-model-parallel-size` ...",
@@ -166,26 +102,14 @@ NAMES = (
         "`actor.megatron.context_parallel_size`, `actor.ulysses_sequence_parallel_size`",
         "`--context-parallel-size` (divides the tokens and heads of every segment)",
     ),
-    Names(
-        "`--save-debug-rollout-data`",
-        "`trainer.rollout_data_dir`",
-        "`--save-rollouts-interval`",
-    ),
-    Names(
-        "`--lr`",
-        "`actor.optim.lr`",
-        "`--lr`",
-    ),
+    Names("`--save-debug-rollout-data`", "`trainer.rollout_data_dir`", "`--save-rollouts-interval`"),
+    Names("`--lr`", "`actor.optim.lr`", "`--lr`"),
     Names(
         "`--max-tokens-per-gpu`",
         "`actor.ppo_max_token_len_per_gpu`, `actor.ppo_micro_batch_size_per_gpu`",
         "`--tree-memory-tokens` (no batch is packed or padded)",
     ),
-    Names(
-        "`--sglang-router-ip`",
-        "`rollout.name`",
-        "`--rollout-engine` and `--rollout-server-url`",
-    ),
+    Names("`--sglang-router-ip`", "`rollout.name`", "`--rollout-engine` and `--rollout-server-url`"),
     Names(
         "`--update-weight-buffer-size`",
         "`rollout.checkpoint_engine.backend`",
@@ -196,26 +120,14 @@ NAMES = (
         "`trainer.nnodes`, `trainer.n_gpus_per_node`",
         "the processes that `torchrun` or Slurm starts",
     ),
-    Names(
-        "`--save`",
-        "`trainer.default_local_dir`",
-        "`--save`",
-    ),
-    Names(
-        "`--eval-interval`",
-        "`trainer.test_freq`",
-        "`--eval-interval`",
-    ),
+    Names("`--save`", "`trainer.default_local_dir`", "`--save`"),
+    Names("`--eval-interval`", "`trainer.test_freq`", "`--eval-interval`"),
     Names(
         "`--use-wandb`, `--wandb-group`",
         "`trainer.project_name`, `trainer.experiment_name`",
         "`--wandb-project`, `--wandb-exp-name`",
     ),
-    Names(
-        "`--yaml*` (Megatron's)",
-        "`--config*` (Hydra's)",
-        "`@FILE`, a file of arguments",
-    ),
+    Names("`--yaml*` (Megatron's)", "`--config*` (Hydra's)", "`@FILE`, a file of arguments"),
 )
 _CODE = re.compile(r"`([^`]+)`")
 

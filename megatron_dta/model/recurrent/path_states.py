@@ -2,8 +2,7 @@
 
 A layer calls two operations of its pass: the short convolution of its rows and the recurrence of its inputs. Both see
 each token behind the tokens of its path, also those of earlier passes. Training on a tree segment (``segment_states``)
-and a whole sequence by itself (``WholeSequence``) are two passes for one layer. Gated delta net is the first such
-layer; KDA and Mamba-2 need the same two operations.
+is such a pass.
 
 Legend: N tokens of the pass, C channels, W width of the convolution.
 """
@@ -13,12 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from dta_kernels.recurrence.contract import Recurrence, Runs
-from dta_kernels.recurrence.reference import short_convolution_by_token
-from dta_kernels.tree_attention.reference import accumulation_dtype
+from dta_kernels.recurrence.contract import Recurrence
 
 
 class RecurrentShape(NamedTuple):
@@ -66,18 +62,3 @@ class NoTokens:
     ) -> Tensor:
         values = inputs[2]
         return values + sum(each.sum() for each in inputs)
-
-
-class WholeSequence:
-    """A pass over one whole sequence, from its first token on."""
-
-    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
-        before = rows_NC.new_zeros(weight_CW.shape[1] - 1, rows_NC.shape[1])
-        return short_convolution_by_token(rows_NC, weight_CW, before)[0]
-
-    def recur(
-        self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
-    ) -> Tensor:
-        first = inputs[0]
-        entry = torch.zeros(1, *state, dtype=accumulation_dtype(first.dtype), device=first.device)
-        return recurrence(tuple(inputs), entry, Runs.of_lengths([first.shape[0]], first.device))[0]

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from dta_kernels.tree_attention.reference import accumulation_dtype
 from megatron_dta.model.recurrent.path_states import RecurrentShape
@@ -52,11 +51,3 @@ class StatePool:
         if self.grad_states is not None:
             self.grad_states[:, slots].zero_()
             self.grad_rows[:, slots].zero_()
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one fork in all layers."""
-        tensors: list[Tensor] = [self.states, self.rows]
-        if self.grad_states is not None:
-            tensors += [self.grad_states, self.grad_rows]
-        return sum(each[:, :1].numel() * each.element_size() for each in tensors)

@@ -193,15 +193,11 @@ def read_measured(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def load_cost_model(path: str | Path, segment_tokens: int | None = None) -> tuple[CostModel, CostFile | None]:
-    """Load the cost model of either kind of file: a measured one, or plain coefficients (``CostModel.load``).
-
-    Args:
-        segment_tokens: number of tokens in a full segment; None for the file's value or the default.
-    """
+def load_cost_model(path: str | Path) -> tuple[CostModel, CostFile | None]:
+    """Load the cost model of either kind of file: a measured one, or plain coefficients (``CostModel.load``)."""
     if _read(path).get("what") == WHAT:
         found = load_cost_file(path)
-        return found.model(segment_tokens=segment_tokens or CostModel.segment_tokens), found
+        return found.model(segment_tokens=CostModel.segment_tokens), found
     return CostModel.load(path), None
 
 

@@ -5,12 +5,8 @@ plan is made once per step from tokens and loss masks alone, and every pass of t
 logprobs, update) uses it. It depends neither on the order of the sequences nor on randomness, so every rank of a job
 makes the same plan.
 
-The partition ignores which ranks share experts and must run synchronized plans. Giving all ranks similar trees was
-tried: longest sequence first to each rank in turn, or runs of 1/4 to 1/64 of a rank's share, costliest first. On 8 sets
-of rollouts over 8 ranks, the busiest rank then computes up to 41% more tokens (several times as many if samples are
-turns of one trajectory). Even with the cheaper of merged op list and merged segment tree, the step is slower on most
-sets at EP 2 to 8. At EP 8 three sets (mint_math_8x100, aime24_skyt1_long, math_qwen25_8x100) gain 8 to 17%, each by
-another method. Differences between trees are handled where the trees are run together (``expert_parallel``).
+The partition ignores which ranks share experts; differences between their trees are handled where the trees are run
+together (``expert_parallel``). docs/parallelism.md says what similar trees on all ranks would cost.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import numpy as np
 
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.partition.baselines import first_stops_of_leaves
-from megatron_dta.planning.partition.search import assign, fill_idle
+from megatron_dta.planning.partition.search import assign
 from megatron_dta.planning.partition.sequence_costs import RankCounts, SequenceCosts
 from megatron_dta.planning.partition.sequence_runs import SequenceRuns
 from megatron_dta.tree import build_prefix_tree
@@ -113,12 +109,10 @@ def partition_samples(
     samples: Sequence[Trained],
     num_ranks: int,
     cost_model: CostModel | None = None,
-    keep_together: Sequence[str] | None = None,
-    fill_idle_ranks: bool = False,
 ) -> Partition:
     """Partition the samples up to their last trained tokens; see ``partition_sequences``."""
     sequences, masks = trained_parts(samples)
-    return partition_sequences(sequences, num_ranks, masks, cost_model, keep_together, fill_idle_ranks)
+    return partition_sequences(sequences, num_ranks, masks, cost_model)
 
 
 def partition_sequences(
@@ -127,7 +121,6 @@ def partition_sequences(
     loss_masks: Sequence[np.ndarray] | None = None,
     cost_model: CostModel | None = None,
     keep_together: Sequence[str] | None = None,
-    fill_idle_ranks: bool = False,
 ) -> Partition:
     """Divide sequences over ranks to minimize the cost of the slowest rank, then the total cost.
 
@@ -137,13 +130,12 @@ def partition_sequences(
         loss_masks: for each sequence bool [T], False at position 0; None to train all positions but the first.
         cost_model: cost model; None for the defaults of ``CostModel``.
         keep_together: a name for each sequence (group, trajectory); sequences of one name go to one rank.
-        fill_idle_ranks: leave no rank idle if there are enough sequences (or names). Without it a rank stays idle if
-            work for it would only repeat prefixes and not make the slowest rank faster. For example, one long sequence
-            may take longer than all others together on fewer ranks.
 
     Returns:
-        The partition. It does not depend on the order of the sequences: each rank gets the same distinct sequences,
-        and the same number of copies of equal ones.
+        The partition. A rank stays idle if work for it would only repeat prefixes and not make the slowest rank faster,
+        for example beside one long sequence that takes longer than all others together on fewer ranks. It
+        does not depend on the order of the sequences: each rank gets the same distinct sequences, and the same number
+        of copies of equal ones.
 
     Raises:
         ValueError: num_ranks below 1, or arguments of different lengths.
@@ -153,39 +145,17 @@ def partition_sequences(
     if keep_together is not None and len(keep_together) != len(sequences):
         raise ValueError(f"keep_together has {len(keep_together)} names for {len(sequences)} sequences")
     costs = SequenceCosts.of(build_prefix_tree(sequences), cost_model or CostModel(), loss_masks, keep_together)
-    return partition_costs(costs, num_ranks, fill_idle_ranks)
+    return partition_costs(costs, num_ranks)
 
 
-def partition_costs(costs: SequenceCosts, num_ranks: int, fill_idle_ranks: bool = False) -> Partition:
+def partition_costs(costs: SequenceCosts, num_ranks: int) -> Partition:
     """``partition_sequences`` for known costs; stops with the same label stay together."""
     atoms, atom_of_stop = SequenceRuns.atoms(costs)
     if not len(atoms):
         return Partition.of(costs, np.zeros(0, dtype=np.int64), num_ranks)
     units = np.arange(len(atoms)) if costs.labelled else first_stops_of_leaves(costs)
     rank = assign(atoms, num_ranks, units)
-    if fill_idle_ranks:
-        rank = fill_idle(atoms, rank, num_ranks)
-    rank = rank[atom_of_stop[costs.stop_of_sequence]]
-    if fill_idle_ranks and not costs.labelled:
-        rank = spread_duplicates(costs, rank, num_ranks)
-    return Partition.of(costs, rank, num_ranks)
-
-
-def spread_duplicates(costs: SequenceCosts, rank: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Give idle ranks copies of equal sequences, cheapest first, and leave one copy of each in place."""
-    rank = rank.copy()
-    size = np.bincount(rank, minlength=num_ranks)
-    idle = np.flatnonzero(size == 0)
-    if not len(idle) or len(rank) == np.count_nonzero(size):
-        return rank
-    stop = costs.stop_of_sequence
-    later = np.ones(len(rank), dtype=bool)  # All copies of equal sequences but the first, which stays.
-    later[np.unique(stop, return_index=True)[1]] = False
-    candidates = np.flatnonzero(later)
-    order = candidates[np.lexsort((candidates, stop[candidates], costs.alone[stop[candidates]]))]
-    for target, sequence in zip(idle, order, strict=False):
-        rank[sequence] = target
-    return rank
+    return Partition.of(costs, rank[atom_of_stop[costs.stop_of_sequence]], num_ranks)
 
 
 def least_slowest(costs: SequenceCosts, num_ranks: int) -> float:

@@ -64,15 +64,6 @@ def assign(atoms: SequenceRuns, num_ranks: int, units: np.ndarray) -> np.ndarray
     return rank
 
 
-def fill_idle(atoms: SequenceRuns, rank: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Move one atom to every idle rank, as far as there are enough, where it duplicates least; return the ranks."""
-    found = Assignment(atoms, rank, num_ranks)
-    for _ in range(min(num_ranks, len(atoms)) - int(np.count_nonzero(found.size))):
-        added = np.where(found.size[found.rank] > 1, atoms.cost - found.leaving(np.arange(len(atoms))), np.inf)
-        found.put(added.argmin(keepdims=True), found.size.argmin(keepdims=True))
-    return found.rank
-
-
 def _share(atoms: SequenceRuns, num_ranks: int) -> float:
     """Lower bound on the slowest rank: the mean cost without duplicates, or the costliest atom."""
     return max(float((atoms.cost - atoms.shared[atoms.begin]).sum()) / num_ranks, float(atoms.cost.max()))

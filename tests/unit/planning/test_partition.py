@@ -78,16 +78,11 @@ def test_figures_of_random_forests(seed: int) -> None:
     model = CostModel(1e-5, 1e-7, 3e-6, 1e-3, 64)
     for ranks in (1, 2, 7, 40):
         for keep_together in (None, names):
-            for fill in (False, True):
-                partition = partition_sequences(sequences, ranks, masks, model, keep_together, fill)
-                check(partition, sequences, masks, model)
-                units = len(sequences) if keep_together is None else len(set(names))
-                busy = len(set(partition.rank_of_sequence.tolist()))
-                if fill:
-                    assert busy == min(units, ranks)
-                if keep_together is not None:
-                    ranks_of_name = {(n, r) for n, r in zip(names, partition.rank_of_sequence.tolist(), strict=True)}
-                    assert len(ranks_of_name) == units
+            partition = partition_sequences(sequences, ranks, masks, model, keep_together)
+            check(partition, sequences, masks, model)
+            if keep_together is not None:
+                ranks_of_name = {(n, r) for n, r in zip(names, partition.rank_of_sequence.tolist(), strict=True)}
+                assert len(ranks_of_name) == len(set(names))
     tree = build_prefix_tree(sequences)
     costs = SequenceCosts.of(tree, model, masks)
     for baseline in (contiguous(tree, 7), first_fit(tree.sequence_lengths, 7)):
@@ -125,20 +120,16 @@ def test_ranks_without_work() -> None:
     nothing = partition_sequences([], 3)
     assert (nothing.num_ranks, nothing.total_cost, nothing.max_over_mean) == (3, 0.0, 1.0)
     one = [rng.integers(0, 9, 50).astype(np.int32)]
-    assert np.count_nonzero(partition_sequences(one, 4, fill_idle_ranks=True).cost_per_rank) == 1
-    # Equal sequences: one rank does it all, unless every rank is to work.
+    assert np.count_nonzero(partition_sequences(one, 4).cost_per_rank) == 1
+    # Equal sequences: one rank does it all.
     equal = one * 6
     assert np.count_nonzero(partition_sequences(equal, 4).cost_per_rank) == 1
-    filled = partition_sequences(equal, 4, fill_idle_ranks=True)
-    assert np.count_nonzero(filled.cost_per_rank) == 4
-    assert filled.duplicated_tokens == 150
     # One long sequence: what is left needs no more ranks than keep it company.
     long = [np.concatenate([[1, 2, 3], rng.integers(5, 99, 4000)]).astype(np.int32)]
     short = [np.array([1, 2, 3, 100 + i], np.int32) for i in range(9)]
     partition = partition_sequences(long + short, 8)
     assert np.count_nonzero(partition.cost_per_rank) < 8
     assert partition.cost_per_rank.max() == partition_sequences(long, 1).total_cost
-    assert np.count_nonzero(partition_sequences(long + short, 8, fill_idle_ranks=True).cost_per_rank) == 8
 
 
 def test_samples_are_cut_behind_their_last_trained_token() -> None:
