@@ -12,8 +12,8 @@ _TEXTS = {
         counted, so nothing that does not share can beat 1. One sample per turn repeats a trajectory up to each of its
         turns. Its bound therefore grows with the number of turns, while the time of trees stays that of the
         trajectories. A step whose first run is long (30 s, with --small 1 s) is timed on that run. Seconds on a CPU
-        are those of plain PyTorch attention, which computes masked pairs too; counts and bounds are the same on a
-        GPU.
+        are those of plain PyTorch attention, which computes masked pairs too, so they may be above the bound; counts
+        and bounds are the same on a GPU. Memory is measured on GPUs alone.
 
         Asynchronous training with the decoupled objective exists (`examples/areal_async.args`) and is not measured
         here.
@@ -40,10 +40,11 @@ _TEXTS = {
         partition, which not every set can reach.
         """,
     "rivals": """
-        Quoted rows were not measured in this run: Qwen3-1.7B shape, bfloat16, the first 40 trajectories of
-        `tau1_airline_gpt4o_4x50` (307,574 tokens, 156,930 unique), forward and backward of one step. Commands named
-        as nearest run this project's engine on the same work. Rows of this run exist only on a GPU, and compare with
-        the quoted ones only for that model, set and kind of GPU.
+        Quoted and stored rows were not measured in this run: Qwen3-1.7B shape, bfloat16, the first 40 trajectories
+        of `tau1_airline_gpt4o_4x50` (307,574 tokens, 156,930 unique), forward and backward of one step. Stored rows
+        are repeated by their commands. The drivers of the quoted ones are not here; commands named as nearest run
+        this project's engine on the same work. Rows of this run exist only on a GPU, and compare with the others
+        only for that model, set and kind of GPU.
         """,
     "attention": """
         Random inputs, TFLOP/s on visible pairs. What is not installed or does not run here is left out. The backward

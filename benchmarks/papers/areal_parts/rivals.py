@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from common.training_step import StepTimer
 from dta_kernels.tree_attention.blocks import local_key_end
 from dta_kernels.tree_attention.plan import AttentionShape
 from megatron_dta.common.errors import InputError
+from megatron_dta.common.files import read_json
 from megatron_dta.engine import TreeBatch
 from papers.areal_parts.steps import PACKED, StepSettings, measure
 from papers.areal_parts.workload import RolloutSet
@@ -42,7 +45,9 @@ STEP = (
     "python benchmarks/train.py --bf16 --model qwen3-1.7b --max-sequences 40 "
     "$DTA_ROLLOUTS/tau1_airline_gpt4o_4x50.npz --steps 2"
 )
-NO_COMMAND = "not in this repository (branch feat/dta of areal-project/AReaL)"
+NO_COMMAND = (
+    "code: areal/experimental/dta of areal-project/AReaL, branch feat/dta; the driver is not in this repository"
+)
 QUOTED = (
     ("AReaL-DTA, blocks of 2,048", 14.4, 21.6, NO_COMMAND),
     ("AReaL-DTA, blocks of 4,096", 11.7, 30.6, NO_COMMAND),
@@ -62,10 +67,30 @@ QUOTED = (
     ),
     ("the same, trees of up to 24k", 6.68, 94.7, f"nearest here: {STEP} --tree-mode packed --pack-tokens 24576"),
 )
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+# Runs of this project on the same work: file, commit, part of the command line, and mode.
+STORED = (
+    ("trees, memory of the GPU", "step_1.7b_h200.json", "f9dfa8b", "default.json", "dta"),
+    ("trees, 40 GiB", "step_1.7b_h200.json", "f9dfa8b", "new40.json", "dta"),
+    ("trees, FlashAttention 4, memory of the GPU", "step_1.7b_h200.json", "4d3f5a7", "step_fa4.json", "dta"),
+    ("trees, layers of Transformer Engine", "transformer_engine_h200.json", "7c55e70", "step_te_bf16.json", "dta"),
+    ("dense, packed, memory of the GPU", "step_1.7b_h200.json", "f9dfa8b", "default.json", "dense"),
+    ("dense, packed, 40 GiB", "step_1.7b_h200.json", "0c55070", "--tree-mode dense dta", "dense"),
+    ("dense, layers of Transformer Engine", "transformer_engine_h200.json", "7c55e70", "step_te_bf16.json", "dense"),
+)
 
 
 def quote_rivals(report: PaperReport) -> None:
-    """The stored figures of others on the paper's kind of workload."""
+    """The figures of others, and those of this project's stored runs on the same work."""
+    for system, name, commit, part, mode in STORED:
+        runs = read_json(RESULTS / name)["runs"]
+        run = next(run for run in runs if run["commit"] == commit and part in run["command"])
+        found = next(row for row in run["rows"] if row["mode"] == mode)
+        # Neither its output matters, nor the script's former name.
+        command = re.sub(r" --output \S+| --json", "", run["command"]).replace("tools/benchmark_", "benchmarks/")
+        row = {key: found[key] for key in ("seconds", "peak_memory_gib")}
+        source = f"stored: benchmarks/results/{name}, {run['hardware']}, {run['date']}, {commit}"
+        report.add("rivals", {"system": f"this project: {system}", **row, "source": source, "command": command})
     for system, seconds, memory, command in QUOTED:
         row = {"system": system, "seconds": seconds, "peak_memory_gib": memory, "source": SOURCE, "command": command}
         report.add("rivals", row)

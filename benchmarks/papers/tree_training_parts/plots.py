@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from papers.tables import COLORS, PaperReport
 from papers.tree_training_parts.curves import Curves
@@ -28,6 +29,9 @@ def plot_overlap(report: PaperReport, rows: dict[str, list[dict[str, Any]]]) -> 
                     style = style if part == "overlap" else style[0]
                     panel.plot(*np.array(points).reshape(-1, 2).T, style, color=color, label=text, markersize=5)
             panel.set(xlabel="overlap: 1 - unique / sequence tokens", ylabel="speed-up over dense", yscale="log")
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            panel.yaxis.set_minor_formatter(NullFormatter())
             panel.set_title("random trees" if part == "overlap" else "rollout sets", fontsize=10)
             panel.legend(fontsize=8)
 

@@ -41,7 +41,8 @@ def test_all_files_appear(folder: Path, rows: dict[str, list[dict]]) -> None:
         assert f"### {heading}" in text
     assert "8.31" in text  # the paper's figure, quoted
     assert set(rows) == {"modes", "sizes", "orders", "balance", "balance_sets", "rivals"}
-    assert all(row["source"].startswith("quoted") for row in rows["rivals"])
+    assert {row["source"].split(":")[0] for row in rows["rivals"]} == {"quoted", "stored"}
+    assert all(row["seconds"] > 0 and row["command"] for row in rows["rivals"])
 
 
 def test_modes_differ_by_their_forests_only(rows: dict[str, list[dict]]) -> None:
