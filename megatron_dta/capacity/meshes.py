@@ -10,7 +10,7 @@ from itertools import product
 from megatron_dta.capacity.cluster import Cluster
 from megatron_dta.capacity.memory import RunMesh
 from megatron_dta.common.errors import InputError
-from megatron_dta.planning.costs.decoder_shape import DecoderShape, context_refusal
+from megatron_dta.planning.costs.decoder_shape import DecoderShape, context_refusal, linear_heads_refusal
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.pipeline.layers import layers_per_stage
 
@@ -93,9 +93,9 @@ def make_mesh(shape: DecoderShape, num_gpus: int, sizes: MeshSizes | None = None
             f"--tensor-model-parallel-size {tensor}{shown} x --pipeline-model-parallel-size {pipeline} does not divide "
             f"--num-gpus {num_gpus}"
         )
-    if context > 1 and shape.linear_attention_layers:
-        raise InputError(f"--context-parallel-size {context} does not support layers with linear attention")
     refusal = context_refusal(tensor, context, shape.num_attention_heads, shape.num_query_groups)
+    if refusal is None and shape.linear_attention_layers:
+        refusal = linear_heads_refusal(tensor, context, shape.linear_num_key_heads, shape.linear_num_value_heads)
     if refusal is not None:
         raise InputError(refusal)
     divided = {

@@ -185,7 +185,7 @@ class Planner:
         if not any(layers):
             return None
         of_stage = replace(self.shape, num_layers=len(layers), moe_layers=(), linear_attention_layers=layers)
-        each = StateBytes.of_shape(of_stage, DTYPE_BYTES[self.states.weights], mesh.tensor)
+        each = StateBytes.of_shape(of_stage, DTYPE_BYTES[self.states.weights], mesh.tensor * mesh.context)
         return StepStates.of(segments, each)
 
     def _training_costs(self, choice: Choice) -> CostModel:

@@ -103,7 +103,8 @@ class TreeEngine(RankModel):
 
     def state_bytes(self) -> StateBytes | None:
         """Bytes of the states of gated delta net on this rank; None for a model without it."""
-        return StateBytes.of_shape(self.shape, self.dtype.itemsize, self.config.tensor_model_parallel_size)
+        ranks = self.config.tensor_model_parallel_size * self.mesh.context_size
+        return StateBytes.of_shape(self.shape, self.dtype.itemsize, ranks)
 
     def counted_bytes(self) -> SegmentBytes:
         """Bytes that a step needs for each token, by counting; raises InputError for a model with experts."""

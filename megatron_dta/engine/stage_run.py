@@ -135,7 +135,11 @@ class StageRun:
 
     def _step_states(self, step: StepPlan) -> list[StepStates]:
         """The states at forks of each model chunk; none for a model without a recurrence."""
-        layers = [part.recurrent_layers for part in self.model.tree_models]
+        ranks = self.model.mesh.context_size
+        layers = [
+            {number: shape.divided(ranks) for number, shape in part.recurrent_layers.items()}
+            for part in self.model.tree_models
+        ]
         if not any(layers):
             return []
         slots = state_slots(step.runs, self.pass_plan, self.model.mesh.pipeline_rank)

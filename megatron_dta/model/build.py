@@ -97,7 +97,6 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         recompute_num_layers=model.recompute_num_layers,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        context_parallel_size=parallel.context_parallel_size,
         **_pipeline_settings(model, parallel),
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
@@ -116,6 +115,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     )
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     config = TransformerConfig(**{name: value for name, value in settings.items() if name in known})
+    # Not before, because Megatron-Core 0.16 refuses it beside gated delta net: its own layer does not support it.
+    config.context_parallel_size = parallel.context_parallel_size
     set_attention_factor(config, model)
     return config
 

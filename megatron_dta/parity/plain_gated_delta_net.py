@@ -20,7 +20,7 @@ class PlainGatedDeltaNet(GatedDeltaNet):
     def paths_of(self, context: object) -> None:
         """A whole sequence needs no states."""
 
-    def mix(self, mixed: Tensor, paths: None, num_tokens: int) -> Tensor:
+    def mix(self, mixed: Tensor, paths: None, num_tokens: int, group: None = None) -> Tensor:
         """Gated output [T, J V] of the rows of ``in_proj``."""
         config = self.config
         heads, sizes = config.linear_num_key_heads, config.linear_key_head_dim

@@ -12,7 +12,7 @@ from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.parity import random_training_samples
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import RankResult
-from tree_engine_cases import branching_sequences, model_config, weights_of
+from tree_engine_cases import branching_sequences, check_siblings, model_config, siblings, tree_config, weights_of
 
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 MODELS = {
@@ -20,10 +20,13 @@ MODELS = {
     "recompute": HYBRID | FULL_RECOMPUTE,
     "adapters": HYBRID | LORA,
     "experts": HYBRID | EXPERTS | {"moe_aux_loss_coeff": 0.3},
+    "four-heads": HYBRID | {"num_layers": 4, "linear_attention_freq": "[1,0,1,1]", "linear_num_key_heads": 4},
     # The first stage has no attention, the last one no gated delta net.
     "uneven": HYBRID | {"num_layers": 4, "linear_attention_freq": "[1,1,1,0]"},
 }
 CUTS = {"dense": ("dense", 9, None), "dta": ("dta", 6, None), "dta-mixed": ("dta", 7, 12), "packed": ("packed", 45, 0)}
+# Segments shorter than the context ranks.
+SHORT = {"short": ("dta", 3, None)}
 MESHES = {
     "tp2": (2, ParallelConfig(tensor_model_parallel_size=2), [0]),
     "tp2-sp": (2, ParallelConfig(**SP), [0]),
@@ -37,6 +40,16 @@ MESHES = {
     ),
     "ep2": (2, ParallelConfig(expert_model_parallel_size=2), [4, 0]),
     "ep2-idle": (2, ParallelConfig(expert_model_parallel_size=2), [0, 0]),
+    "cp2": (2, ParallelConfig(context_parallel_size=2), [0]),
+    "cp2-tp2": (4, ParallelConfig(context_parallel_size=2, **SP), [0]),
+    "cp2-pp2": (4, ParallelConfig(context_parallel_size=2, pipeline_model_parallel_size=2), [0]),
+    "cp2-ep2": (2, ParallelConfig(context_parallel_size=2, expert_model_parallel_size=2), [0]),
+    "cp2-dp2-idle": (
+        4,
+        ParallelConfig(context_parallel_size=2, overlap_grad_reduce=True, ddp_bucket_size=900),
+        [99, 0],
+    ),
+    "cp4": (4, ParallelConfig(context_parallel_size=4), [0]),
     "tp2-ep2": (2, ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=1, **SP), [0]),
 }
 COMBINATIONS = [
@@ -46,6 +59,10 @@ COMBINATIONS = [
     *(("dp2", "hybrid", "dta-mixed"), ("dp2-idle-overlap", "hybrid", "dta")),
     *(("pp2", "uneven", "dta"), ("pp2", "uneven", "dense"), ("pp2-vp2", "uneven", "dta-mixed")),
     *(("ep2", "experts", "dta-mixed"), ("ep2-idle", "experts", "dta")),
+    *(("cp2", "hybrid", cut) for cut in ("dta-mixed", "packed")),
+    *(("cp2", "recompute", "dta-mixed"), ("cp2", "adapters", "dta"), ("cp2-ep2", "experts", "dta-mixed")),
+    *(("cp2-tp2", "four-heads", "dta-mixed"), ("cp2-pp2", "four-heads", "dta"), ("cp4", "four-heads", "dta-mixed")),
+    *(("cp4", "four-heads", "short"), ("cp2-dp2-idle", "hybrid", "dense")),
 ]
 
 
@@ -57,18 +74,29 @@ def slow_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
 def suite() -> MeshSuite:
     samples = random_training_samples(branching_sequences(seed_all(17), count=6, longest=20), seed=17)
     models = {name: model_config(vocab_size=8, **settings) for name, settings in MODELS.items()}
-    return MeshSuite(models, MESHES, {"": samples}, CUTS, slow_weights)
+    return MeshSuite(models, MESHES, {"": samples}, CUTS | SHORT, slow_weights)
 
 
 @pytest.fixture(scope="module")
 def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
     more = {"tp2 hidden": suite.case("tp2", "hybrid", "dta", sabotage="hidden")}
+    for changed in (False, True):
+        samples, tree = siblings(changed), tree_config("dta", 5)
+        more[f"cp2 siblings {changed}"] = suite.case(
+            "cp2", "hybrid", "dta", samples=samples, partition=[[0, 1, 2]], tree=tree
+        )
     return suite.run(COMBINATIONS, tmp_path_factory.mktemp("hybrid"), more)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
 def test_equals_one_process(suite, results, combination):
     suite.check(results[" ".join(combination)], *combination[:2])
+
+
+def test_a_sibling_changes_no_bit_on_context_ranks(results):
+    before, after = (results[f"cp2 siblings {changed}"] for changed in (False, True))
+    for rank in range(2):
+        check_siblings(before[rank].logprobs, after[rank].logprobs)
 
 
 def test_a_missing_sum_would_be_seen(suite, results):

@@ -8,6 +8,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.planning.costs.decoder_shape import linear_heads_refusal
 
 
 def check_hybrid(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -36,17 +37,9 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig) -> None:
             "--experimental-attention-variant gated_delta_net needs --swiglu, --normalization RMSNorm and "
             "--disable-bias-linear"
         )
-    if parallel.context_parallel_size > 1:
-        raise InputError(
-            f"--context-parallel-size {parallel.context_parallel_size} does not support "
-            "--experimental-attention-variant; leave one of them out"
-        )
-    size = parallel.tensor_model_parallel_size
-    for flag, count in (("--linear-num-key-heads", keys), ("--linear-num-value-heads", values)):
-        if count % size:
-            raise InputError(
-                f"--tensor-model-parallel-size {size} does not divide {flag} {count}; lower it to a divisor of {count}"
-            )
+    refusal = linear_heads_refusal(parallel.tensor_model_parallel_size, parallel.context_parallel_size, keys, values)
+    if refusal is not None:
+        raise InputError(refusal)
 
 
 def _check_no_effect(model: ModelConfig) -> None:

@@ -10,9 +10,12 @@ and checkpoints are kept:
     out_proj
 
 Tensor parallelism divides the heads: every rank has its key heads with their value heads, and its part of each section
-of ``in_proj``.
+of ``in_proj``. Context parallelism divides the rows of a pass outside the recurrence and these heads inside it
+(``parallel.context_group``): a rank convolves all tokens of its heads, and keeps their states. The norm and the gate of
+the output, which need no other token, are computed on rows.
 
-Legend: N tokens, H key heads, J value heads, K and V sizes of their heads; H and J are those of this rank.
+Legend: n rows of this rank, N tokens, H key heads, J value heads, K and V sizes of their heads; H and J are those of
+this rank.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from dta_kernels.tree_attention.reference import accumulation_dtype
 from megatron_dta.config import ModelConfig
 from megatron_dta.model.attention.context import AttentionContext, check_context
 from megatron_dta.model.layers.rematerialize import call_without_keeping_input
+from megatron_dta.model.parallel.context_group import ContextGroup, ToHeads, ToRows
 from megatron_dta.model.recurrent.path_states import PathStates, RecurrentShape
 
 # Initial decay rates exp(A_log) are drawn between these.
@@ -78,7 +82,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
     Attributes:
         recurrence: computes the gated delta rule; ``use_gated_delta_rule`` sets it.
         fuses_norm: whether the gated norm runs on its kernels.
-        shape: what is kept at a fork on this rank.
+        shape: what is kept at a fork on this tensor rank.
     """
 
     recurrence: Recurrence = staticmethod(gated_delta_rule)
@@ -163,10 +167,13 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
     ) -> tuple[Tensor, None]:
         """Output [n, 1, hidden size] for ``hidden_states`` [n, 1, hidden size], and None for a bias."""
         mixed = call_without_keeping_input(self.in_proj, hidden_states)[0].squeeze(1)
-        padded = mixed.shape[0]
-        out = self.mix(mixed, self.paths_of(packed_seq_params), self._num_tokens(padded, packed_seq_params))
-        # Padding tokens of sequence parallelism are in no path.
-        out = F.pad(out, (0, 0, 0, padded - out.shape[0])) if padded > out.shape[0] else out
+        context, num_tokens = packed_seq_params, mixed.shape[0]
+        group = None
+        if isinstance(context, AttentionContext):
+            num_tokens = context.position_ids.shape[0]
+            # A pass over no tokens has nothing to exchange.
+            group = context.context_group if num_tokens else None
+        out = self.mix(mixed, self.paths_of(context), num_tokens, group)
         return self.out_proj(out.unsqueeze(1))[0], None
 
     def paths_of(self, context: object) -> PathStates:
@@ -176,23 +183,59 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
             raise ValueError(f"{type(context).__name__} keeps no states for layers with a recurrence")
         return states
 
-    def _num_tokens(self, padded: int, context: object) -> int:
-        return context.position_ids.shape[0] if isinstance(context, AttentionContext) else padded
+    def mix(self, mixed: Tensor, paths: PathStates, num_tokens: int, group: ContextGroup | None = None) -> Tensor:
+        """Gated output [n, J V] of the rows of ``in_proj``, [n, ...].
 
-    def mix(self, mixed: Tensor, paths: PathStates, num_tokens: int) -> Tensor:
-        """Gated output [N, J V] of the tokens' rows of ``in_proj``, of which the first N are tokens."""
-        qkv, z, beta, alpha = mixed[:num_tokens].split(
-            [self.conv_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp, self.num_v_heads_local_tp], dim=-1
-        )
-        qkv = paths.convolve(self.layer_number, qkv, self.conv1d.weight.squeeze(1))
-        q, k, v = qkv.split([self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp], dim=-1)
-        keys = (-1, self.num_k_heads_local_tp, self.key_head_dim)
-        values = (-1, self.num_v_heads_local_tp, self.value_head_dim)
-        dtype = accumulation_dtype(mixed.dtype)
-        g = -self.A_log.to(dtype).exp() * F.softplus(alpha.to(dtype) + self.dt_bias.to(dtype))
-        inputs = (q.reshape(keys), k.reshape(keys), v.reshape(values), g, beta.sigmoid())
-        out = paths.recur(self.layer_number, self.recurrence, inputs, self.shape.state)
-        return self._gated(out, z.reshape(values)).flatten(1)
+        Args:
+            num_tokens: tokens of the pass; rows behind them are padding, which is in no path.
+            group: the ranks that divide the rows; inside the recurrence they divide the heads.
+        """
+        qkv_width, values = self.conv_dim_local_tp, self.num_v_heads_local_tp
+        qkv, z, beta, alpha = mixed.split([qkv_width, self.v_dim_local_tp, values, values], dim=-1)
+        ranks = 1 if group is None else group.size
+        weights = self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias
+        if group is None:
+            rows = qkv, beta, alpha
+        else:
+            rows = self._of_own_heads(group, qkv, beta, alpha)
+            filters = torch.cat([part.chunk(ranks)[group.rank] for part in self._by_kind(weights[0], dim=0)])
+            weights = filters, *(weight.chunk(ranks)[group.rank] for weight in weights[1:])
+        rows = tuple(part[:num_tokens] for part in rows)
+        out = self._recur(rows, weights, paths, ranks)
+        missing = mixed.shape[0] * ranks - num_tokens
+        out = F.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
+        out = out if group is None else ToRows.apply(group, out)
+        return self._gated(out, z.reshape(-1, values, self.value_head_dim)).flatten(1)
+
+    def _by_kind(self, qkv: Tensor, dim: int, ranks: int = 1) -> tuple[Tensor, ...]:
+        """Channels of queries, of keys and of values; ``qkv`` has those of one of ``ranks``."""
+        widths = (self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp)
+        return qkv.split([width // ranks for width in widths], dim=dim)
+
+    def _of_own_heads(self, group: ContextGroup, qkv: Tensor, beta: Tensor, alpha: Tensor) -> tuple[Tensor, ...]:
+        """The same of all the group's rows, for the rank's heads; in one exchange."""
+        parts = (*self._by_kind(qkv, dim=1), beta, alpha)
+        joined = torch.cat([part.unflatten(1, (group.size, -1)) for part in parts], dim=2)
+        heads = self.num_v_heads_local_tp // group.size
+        (own,) = ToHeads.apply(group, joined)
+        return own.squeeze(1).split([self.conv_dim_local_tp // group.size, heads, heads], dim=1)
+
+    def _recur(self, rows: tuple[Tensor, ...], weights: tuple[Tensor, ...], paths: PathStates, ranks: int) -> Tensor:
+        """The rule's output [N, J, V] for the tokens' rows of queries, keys and values, beta and alpha.
+
+        Args:
+            weights: filters, decay and its bias, of the heads in ``rows``.
+            ranks: context ranks that divide the heads of the tensor rank.
+        """
+        (qkv, beta, alpha), (filters, decay, bias) = rows, weights
+        qkv = paths.convolve(self.layer_number, qkv, filters)
+        q, k, v = self._by_kind(qkv, 1, ranks)
+        q, k = (part.unflatten(1, (-1, self.key_head_dim)) for part in (q, k))
+        v = v.unflatten(1, (-1, self.value_head_dim))
+        dtype = accumulation_dtype(qkv.dtype)
+        g = -decay.to(dtype).exp() * F.softplus(alpha.to(dtype) + bias.to(dtype))
+        state = self.shape.divided(ranks).state
+        return paths.recur(self.layer_number, self.recurrence, (q, k, v, g, beta.sigmoid()), state)
 
     def _gated(self, out: Tensor, z: Tensor) -> Tensor:
         """RMSNorm of each head [N, J, V], times ``silu(z)``."""

@@ -21,7 +21,7 @@ class RecurrentShape(NamedTuple):
     """What a layer keeps at a fork.
 
     Attributes:
-        state: shape of a state on this rank, such as [value heads, key size, value size].
+        state: shape of a state, such as [value heads, key size, value size].
         channels: C.
         width: W.
     """
@@ -29,6 +29,10 @@ class RecurrentShape(NamedTuple):
     state: tuple[int, ...]
     channels: int
     width: int
+
+    def divided(self, ranks: int) -> RecurrentShape:
+        """The same for each of ``ranks`` that divide the heads, the first dimension of a state."""
+        return RecurrentShape((self.state[0] // ranks, *self.state[1:]), self.channels // ranks, self.width)
 
 
 class PathStates(Protocol):

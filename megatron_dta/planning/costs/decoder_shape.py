@@ -279,3 +279,13 @@ def context_refusal(tensor: int, context: int, num_heads: int, num_kv_heads: int
         f"product must be a divisor of --num-query-groups {num_kv_heads}, or a multiple of it that divides "
         f"--num-attention-heads {num_heads}"
     )
+
+
+def linear_heads_refusal(tensor: int, context: int, key_heads: int, value_heads: int) -> str | None:
+    """Why the heads of linear attention cannot be divided over tensor and context ranks; None if they can."""
+    for flag, count in (("--linear-num-key-heads", key_heads), ("--linear-num-value-heads", value_heads)):
+        if count % (tensor * context):
+            sizes = (("--tensor-model-parallel-size", tensor), ("--context-parallel-size", context))
+            given = " x ".join(f"{name} {size}" for name, size in sizes if size > 1)
+            return f"{given} does not divide {flag} {count}; lower it to a divisor of {count}"
+    return None

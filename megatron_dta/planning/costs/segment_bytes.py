@@ -207,6 +207,11 @@ class SegmentBytes:
             exchanged += 8 * rank.element_bytes * size * shape.kv_channels
         # Modules keep the exchanged queries and output.
         kept = 0 if is_direct else 2 * row
+        if any(shape.linear_attention_layers):
+            # Gated delta net keeps what it received, and makes the parts that it sends one tensor, as in its backward.
+            rule = rank.element_bytes * (shape.linear_channels + 2 * shape.linear_num_value_heads) / rank.tensor_size
+            kept = self.attention_share * kept + (1 - self.attention_share) * rule
+            exchanged = max(exchanged, 4 * rule)
         indices = _INDEX_BYTES if rank.fused_attention else 0
         return replace(
             self,

@@ -67,13 +67,13 @@ class StateBytes:
     state: float
 
     @classmethod
-    def of_shape(cls, shape: DecoderShape, element_bytes: int, tensor_size: int = 1) -> StateBytes | None:
-        """The bytes of a decoder's layers, all on one rank of a tensor group; None for layers of attention only."""
+    def of_shape(cls, shape: DecoderShape, element_bytes: int, ranks: int = 1) -> StateBytes | None:
+        """The bytes of a decoder's layers on one of ``ranks`` that divide their heads; None for attention only."""
         layers, accumulator = sum(shape.linear_attention_layers), max(4, element_bytes)
         if not layers:
             return None
-        state = shape.linear_state / tensor_size * accumulator
-        rows = (shape.linear_conv_kernel_dim - 1) * shape.linear_channels / tensor_size
+        state = shape.linear_state / ranks * accumulator
+        rows = (shape.linear_conv_kernel_dim - 1) * shape.linear_channels / ranks
         return cls(layers * (2 * state + rows * (element_bytes + accumulator)), layers * state, state)
 
 

@@ -91,7 +91,7 @@ def test_bytes_of_published_shapes() -> None:
     each = StateBytes.of_shape(shape, 2)
     assert each.exit == 30 * 32 * 128 * 128 * 4 == 60 * 2**20
     assert each.open_fork == 2 * each.exit + 30 * 3 * (2 * 16 * 128 + 32 * 128) * 6
-    assert StateBytes.of_shape(shape, 2, tensor_size=2).exit == each.exit / 2
+    assert StateBytes.of_shape(shape, 2, ranks=2).exit == each.exit / 2
     assert StateBytes.of_shape(SHAPES["qwen3-8b"], 2) is None
     # Only every fourth layer has keys and values.
     nine = SHAPES["qwen3.5-9b"]
