@@ -93,7 +93,7 @@ class TreeEngine(RankModel):
     def _take_ranks(self, context_size: int) -> None:
         super()._take_ranks(context_size)
         if self.memory is not None:
-            self.memory = replace(self.memory, bytes=self._bytes())
+            self.memory = replace(self.memory, bytes=self._bytes(), states=self.state_bytes())
 
     def _bytes(self) -> SegmentBytes:
         each = self.costs.bytes if self.costs is not None else None
