@@ -9,6 +9,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -85,3 +86,12 @@ def _one_torch_thread() -> None:
     """Small operands are faster on one thread, and several test processes then share a machine fairly."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture
+def setup(kind: str, request: pytest.FixtureRequest) -> Iterator[object]:
+    """Rollout servers of a ``kind`` and engines on them (``http_engine_cases.Setup``)."""
+    from http_engine_cases import Setup
+
+    with ExitStack() as stack:
+        yield Setup(stack, kind, seed_all(len(request.node.name)))

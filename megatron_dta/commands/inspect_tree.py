@@ -19,7 +19,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
+from megatron_dta.common.command_line import (
+    CommandLineParser,
+    add_sample_granularity,
+    check_at_least,
+    check_picture,
+    print_json,
+)
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.costs.state_bytes import StateBytes
@@ -55,6 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plot", metavar="PICTURE", help="draw the tree and its segments (.png, .pdf or .svg)")
     arguments = parser.parse_args()
     check_at_least(arguments, 1, "tree_segment_tokens", "tree_memory_tokens", "max_sequences", "max_length")
+    check_picture(arguments.plot, "--plot")
     return arguments
 
 

@@ -33,9 +33,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
+from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_picture, print_json
 from megatron_dta.common.errors import InputError
-from megatron_dta.plots.files import checked_path
 from megatron_dta.plots.speculation import plot_speculation
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.speculation.budgets import BUDGETS
@@ -107,8 +106,7 @@ def parse_arguments() -> argparse.Namespace:
     check_at_least(arguments, 1, "live_batch", "das_window", "das_max_tokens", "das_draft_tokens", "max_sequences")
     check_at_least(arguments, 0, "past")
     check_at_least(arguments, 2, "das_depth")
-    if arguments.plot is not None:
-        checked_path(arguments.plot)
+    check_picture(arguments.plot, "--plot")
     for flag in ("--das-depth", "--das-draft-tokens"):
         if getattr(arguments, flag[2:].replace("-", "_")) > 255:
             raise InputError(f"{flag} must be at most 255")

@@ -22,7 +22,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.capacity.predicted_costs import SHAPE, add_cost_flags, read_costs
-from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
+from megatron_dta.common.command_line import (
+    CommandLineParser,
+    add_sample_granularity,
+    check_at_least,
+    check_picture,
+    print_json,
+)
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.partition.divide import trained_parts
@@ -91,6 +97,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     check_at_least(arguments, 1, *(flag[2:].replace("-", "_") for flag in counts))
     check_at_least(arguments, 0, "tree_activation_tokens", "send_seconds")
+    check_picture(arguments.plot, "--plot")
     return arguments
 
 

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 from megatron_dta.common.errors import InputError, one_line, raise_all
 
+PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
+
 
 class CommandLineParser(argparse.ArgumentParser):
     """A parser without abbreviated flags that prints its description unformatted and raises ``InputError``."""
@@ -89,6 +91,15 @@ def check_output(path: Path | None, flag: str) -> None:
         raise InputError(f"{flag} {path}: there is no folder {path.parent}; create it first")
     if path is not None and path.is_dir():
         raise InputError(f"{flag} {path}: is a folder; name a file")
+
+
+def check_picture(path: str | Path | None, flag: str) -> None:
+    """Refuse a picture that cannot be written as a file of its suffix, before any results are computed."""
+    if path is None:
+        return
+    check_output(Path(path), flag)
+    if Path(path).suffix not in PICTURE_SUFFIXES:
+        raise InputError(f"{flag} {path}: a picture is written as {', '.join(PICTURE_SUFFIXES)}")
 
 
 def json_text(values: Any, indent: int | None = None) -> str:

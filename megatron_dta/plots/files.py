@@ -1,4 +1,4 @@
-"""Checks the file formats of pictures and writes pictures atomically."""
+"""Writes pictures atomically."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from megatron_dta.common.command_line import check_picture
 from megatron_dta.common.errors import InputError
 
-PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 
-
-def checked_path(path: str | Path) -> Path:
-    """The path of a picture; raises InputError if its suffix is not a supported format."""
-    path = Path(path)
-    if path.suffix not in PICTURE_SUFFIXES:
-        raise InputError(f"{path}: a picture is written as {', '.join(PICTURE_SUFFIXES)}, not '{path.suffix}'")
-    return path
-
-
-def write_figure(figure: Figure, path: Path) -> None:
+def write_figure(figure: Figure, path: str | Path) -> None:
     """Write a figure to a file; raises InputError if it cannot be written."""
+    check_picture(path, "picture")
+    path = Path(path)
     FigureCanvasAgg(figure)
     temporary = None
     try:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_dta.plots.files import checked_path, write_figure
+from megatron_dta.plots.files import write_figure
 from megatron_dta.speculation.lengths import LengthClass
 from megatron_dta.speculation.report import DECILES, SpeculationReport
 
@@ -31,7 +31,6 @@ def plot_speculation(
     plain: seconds and live sequences of each forward of decoding without speculation, drawn beside them.
     Raises InputError where the file cannot be written or has another suffix.
     """
-    path = checked_path(path)
     figure = Figure(figsize=(13, 8.0), layout="constrained")
     panels = list(figure.subplots(2, 3).flat)
     over_time, by_length, by_class, tokens, wasted, drafter = panels

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megatron_dta.planning.pipeline.timeline import TimelineEvent, timeline_span, timeline_utilisation
-from megatron_dta.plots.files import checked_path, write_figure
+from megatron_dta.plots.files import write_figure
 
 COLORS = {"F": "#3b75af", "B": "#d9822b"}
 NAMES = {"F": "forward", "B": "backward"}
@@ -34,7 +34,6 @@ def plot_timelines(
 
     Raises InputError where the file cannot be written or has another suffix.
     """
-    path = checked_path(path)
     height = 1.2 + len(timelines) * (0.9 + 0.42 * num_stages)
     figure = Figure(figsize=(13, max(3.0, height)), layout="constrained")
     rows = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]

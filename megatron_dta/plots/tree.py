@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatron_dta.planning.segments.cut import SegmentPlan
-from megatron_dta.plots.files import checked_path, write_figure
+from megatron_dta.plots.files import write_figure
 from megatron_dta.tree import PrefixTree, tree_statistics
 
 # Segments in order along the rainbow, without its darkest ends: labels and neighbours stay readable.
@@ -36,7 +36,6 @@ def plot_tree(plan: SegmentPlan, path: str | Path, title: str = "") -> None:
 
     Raises InputError where the file cannot be written or has another suffix.
     """
-    path = checked_path(path)
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=[3.2, 1])
     colors = _segment_colors(plan.num_segments)

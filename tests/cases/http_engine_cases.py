@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
-from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest
+from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, GenerationResult
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.engines.servers.http_client import HttpSettings
 from megatron_dta.sampling.engines.servers.routing import RoutingShape
@@ -56,6 +57,17 @@ class Setup:
         engine = HttpEngine(protocol, urls, settings, vocab_size=VOCABULARY, report=self.lines.append, **options)
         self._stack.callback(engine.close)
         return engine
+
+    def started(self, step: int = 0) -> HttpEngine:
+        """An engine on the servers that samples with ``PARAMS``."""
+        engine = self.engine()
+        engine.start(PARAMS, step)
+        return engine
+
+    def check(self, requests: Sequence[GenerationRequest], results: Sequence[GenerationResult]) -> None:
+        """Every result is one of its request, by the table."""
+        for request, result in zip(requests, results, strict=True):
+            check_result(self, request, result)
 
     def requests(self, count: int, most: int = 16, prompts: int = 3) -> list[GenerationRequest]:
         contexts = [self.rng.integers(0, VOCABULARY, self.rng.integers(1, 9)).astype(np.int32) for _ in range(prompts)]

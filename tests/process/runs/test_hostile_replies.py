@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +25,6 @@ from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.engines.servers.http_client import ServerError
 from rollout_runs import Runs
 from rollout_server_base import RolloutServer
-
-
-@pytest.fixture
-def setup(kind: str, request: pytest.FixtureRequest) -> Iterator[Setup]:
-    with ExitStack() as stack:
-        yield Setup(stack, kind, seed_all(len(request.node.name)))
 
 
 def answer_with(server: RolloutServer, change: Callable[[bytes], web.StreamResponse | bytes]) -> None:
@@ -103,8 +97,7 @@ FORMS = [
 def test_malformed_replies_name_server_and_field(setup: Setup, path: tuple[Any, ...], literal: str, told: str) -> None:
     setup.add_servers(1)
     answer_with(setup.servers[0], lambda reply: put(reply, path, literal))
-    engine = setup.engine()
-    engine.start(PARAMS, 0)
+    engine = setup.started()
     with pytest.raises(ServerError) as caught:
         generate(engine, [GenerationRequest(1, np.array([1, 2, 3], np.int32), 5, key=0)])
     message = str(caught.value)
@@ -120,8 +113,7 @@ def test_malformed_replies_are_asked_for_again(setup: Setup) -> None:
     setup.add_servers(2)
     ids = ("choices", 0, "token_ids") if setup.kind == "vllm" else ("output_ids",)
     answer_with(setup.servers[0], lambda reply: put(reply, (*ids, 0), "23"))
-    engine = setup.engine()
-    engine.start(PARAMS, 0)
+    engine = setup.started()
     results = generate(engine, setup.requests(20, prompts=6))
     assert max(result.token_ids.max() for result in results) < VOCABULARY
     assert engine.statistics()["retried_requests"] > 0
@@ -160,8 +152,7 @@ def test_requests_go_nowhere_else(setup: Setup) -> None:
     where = f"{elsewhere.url}{elsewhere.generate_path}".encode()
     reply = RawReply([b"HTTP/1.1 307 Moved\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n" % where])
     setup.servers[0].answer = answer_once(setup.servers[0], reply)
-    engine = setup.engine()
-    engine.start(PARAMS, 0)
+    engine = setup.started()
     with pytest.raises(ServerError, match="is refused with 307"):
         generate(engine, setup.requests(1))
     assert elsewhere.calls == []
@@ -225,8 +216,7 @@ def test_a_server_that_stops_at_strings_of_its_own_is_asked_to_go_on(setup: Setu
         return json.dumps(found).encode()
 
     answer_with(setup.servers[0], stop_early)
-    engine = setup.engine()
-    engine.start(PARAMS, 0)
+    engine = setup.started()
     requests = setup.requests(30)
     for request, result in zip(requests, generate(engine, requests), strict=True):
         assert len(result.token_ids) == request.max_tokens or result.token_ids[-1] == PARAMS.eos_id

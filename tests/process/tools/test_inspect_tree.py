@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from conftest import REPOSITORY, rollout_file, seed_all
-from forked import run_python
+from conftest import rollout_file, seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.segments.cut import plan_segments
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.plots import leaf_spans, node_pieces, plot_tree
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_prefix_tree
+from tool_runs import Tool
 
-TOOL = REPOSITORY / "tools" / "inspect_tree.py"
+TOOL = Tool("inspect_tree")
 JSON_KEYS = {
     "sequences",
     "tokens",
@@ -36,18 +34,6 @@ JSON_KEYS = {
     "longest_sequence",
     "build_seconds",
 }
-
-
-def inspect(*arguments: object) -> subprocess.CompletedProcess:
-    command = [str(TOOL), *map(str, arguments)]
-    return run_python(command)
-
-
-def inspect_json(*arguments: object) -> dict[str, float]:
-    done = inspect(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def random_rows(rng: np.random.Generator) -> list[dict]:
@@ -104,7 +90,7 @@ def test_figures_against_sets_of_prefixes(tmp_path: Path, seed: int, sample_gran
     path = write_rows(tmp_path / "rollouts.jsonl", rows)
     sequences = [tuple(row["token_ids"]) for row in rows] if sample_granularity == "trajectory" else turns_of(rows)
     segment_tokens = 23
-    figures = inspect_json(path, "--sample-granularity", sample_granularity, "--tree-segment-tokens", segment_tokens)
+    figures = TOOL.json(path, "--sample-granularity", sample_granularity, "--tree-segment-tokens", segment_tokens)
     assert figures.keys() >= JSON_KEYS
     for key, value in expected(sequences).items():
         assert figures[key] == pytest.approx(value, rel=1e-12), key
@@ -131,14 +117,12 @@ def test_limits_and_the_memory_budget_are_used(tmp_path: Path) -> None:
     rows = random_rows(rng)
     path = write_rows(tmp_path / "rollouts.jsonl", rows)
     kept = [row for row in rows if any(row["loss_mask"][:15])][:4]
-    figures = inspect_json(path, "--max-sequences", 4, "--max-length", 15)
+    figures = TOOL.json(path, "--max-sequences", 4, "--max-length", 15)
     for key, value in expected([tuple(row["token_ids"][:15]) for row in kept]).items():
         assert figures[key] == pytest.approx(value, rel=1e-12), key
-    tight = inspect_json(path, "--tree-segment-tokens", 16, "--tree-memory-tokens", figures_limit(path, 16))
+    tight = TOOL.json(path, "--tree-segment-tokens", 16, "--tree-memory-tokens", figures_limit(path, 16))
     assert tight["peak_in_flight_tokens"] <= figures_limit(path, 16)
-    refused = inspect(path, "--tree-segment-tokens", 16, "--tree-memory-tokens", 3)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert_one_line(refused.stderr, "--tree-memory-tokens")
+    TOOL.assert_refused(path, "--tree-segment-tokens", 16, "--tree-memory-tokens", 3, parts=("--tree-memory-tokens",))
 
 
 def figures_limit(path: Path, segment_tokens: int) -> int:
@@ -146,16 +130,9 @@ def figures_limit(path: Path, segment_tokens: int) -> int:
     return max(len(rollout) for rollout in load_rollouts(path)) + segment_tokens
 
 
-def assert_one_line(text: str, *parts: str) -> None:
-    assert text.startswith("error: ")
-    assert text.count("\n") == 1, text
-    for part in parts:
-        assert part in text
-
-
 def test_the_table_names_every_figure_and_json_is_only_on_demand(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rollouts.jsonl", random_rows(seed_all(3)))
-    done = inspect(path)
+    done = TOOL(path)
     assert done.returncode == 0, done.stderr
     for label in ("unique tokens", "token reuse", "attention reuse", "nodes", "branching", "segments", "fill", "peak"):
         assert label in done.stdout
@@ -164,7 +141,7 @@ def test_the_table_names_every_figure_and_json_is_only_on_demand(tmp_path: Path)
 
 def test_the_default_segment_is_that_of_training(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rollouts.jsonl", random_rows(seed_all(7)))
-    figures = inspect_json(path)
+    figures = TOOL.json(path)
     assert figures["fill"] == figures["unique_tokens"] / (figures["segments"] * DEFAULT_SEGMENT_TOKENS)
 
 
@@ -190,27 +167,17 @@ def test_bad_input_gets_one_line(tmp_path: Path, content: str | None, arguments:
     path = tmp_path / "rollouts.jsonl"
     if content is not None:
         path.write_text(content)
-    done = inspect(path, *arguments)
-    assert done.returncode == 2
-    assert_one_line(done.stderr, *parts)
+    TOOL.assert_refused(path, *arguments, parts=parts)
 
 
 def test_no_torch_is_loaded(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rollouts.jsonl", random_rows(seed_all(4)))
-    program = (
-        "import runpy, sys\n"
-        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "except SystemExit as stop:\n    assert not stop.code\n"
-        "print([name for name in ('torch', 'megatron', 'matplotlib') if name in sys.modules])\n"
-    )
-    command = [sys.executable, "-c", f"import sys; sys.argv = {[str(TOOL), str(path)]!r}\n{program}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    TOOL.assert_loads_no_torch(path)
 
 
 def test_the_picture_of_a_real_set(tmp_path: Path) -> None:
     source, picture = rollout_file("math_qwen25_8x100.npz"), tmp_path / "tree.png"
-    figures = inspect_json(source, "--max-sequences", 80, "--plot", picture)
+    figures = TOOL.json(source, "--max-sequences", 80, "--plot", picture)
     pixels = imread(picture)[..., :3]
     assert list(tmp_path.iterdir()) == [picture]
     shown = {tuple(color) for color in np.round(pixels.reshape(-1, 3)[::7], 3).tolist()}

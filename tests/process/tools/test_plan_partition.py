@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from conftest import REPOSITORY, rollout_file, seed_all
-from forked import run_python
+from conftest import rollout_file, seed_all
 from megatron_dta.planning import CostModel
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from partition_cases import cost, counts, turns_forest
+from tool_runs import Tool
 
-TOOL = REPOSITORY / "tools" / "plan_partition.py"
+TOOL = Tool("plan_partition")
 METHODS = ("first_fit", "contiguous_by_tokens", "contiguous_by_cost")
 METHOD_KEYS = {"cost_per_rank", "max_over_mean", "total_cost", "duplicated_tokens", "seconds"}
 GOOD = '{"token_ids": [1, 2], "loss_mask": [0, 1]}\n'
-
-
-def plan(*arguments: object) -> subprocess.CompletedProcess:
-    command = [str(TOOL), *map(str, arguments)]
-    return run_python(command)
-
-
-def plan_json(*arguments: object) -> dict:
-    done = plan(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def write_turns(path: Path, seed: int) -> tuple[Path, list, list, list[str]]:
@@ -48,7 +34,7 @@ def write_turns(path: Path, seed: int) -> tuple[Path, list, list, list[str]]:
 def test_figures(tmp_path: Path, seed: int) -> None:
     """What a step computes: not the three tokens behind the last trained one."""
     path, sequences, masks, names = write_turns(tmp_path / "rollouts.jsonl", seed)
-    values = plan_json(path, "--data-parallel-size", 5)
+    values = TOOL.json(path, "--data-parallel-size", 5)
     tokens = counts(sequences, masks)[0]
     assert values["unique_tokens"] == tokens
     for method in (values, *(values[name] for name in METHODS)):
@@ -61,13 +47,13 @@ def test_figures(tmp_path: Path, seed: int) -> None:
         assert sum(method["sequences_per_rank"]) == len(sequences)
         assert method["seconds"] > 0
     assert max(values["cost_per_rank"]) >= values["least_slowest_cost"]
-    one = plan_json(path, "--data-parallel-size", 1)
+    one = TOOL.json(path, "--data-parallel-size", 1)
     assert one["total_cost"] == pytest.approx(
         cost(CostModel.from_shape(DecoderShape(64, 5120, 25600, 64, 8, 128, 151936)), sequences, masks)
     )
     assert one["costs"].startswith("Qwen3-32B on an H200, operations at assumed rates")
     assert one["duplicated_tokens"] == 0
-    whole = plan_json(path, "--data-parallel-size", 9, "--keep-together", "group")
+    whole = TOOL.json(path, "--data-parallel-size", 9, "--keep-together", "group")
     assert whole["idle_ranks"] >= 9 - len(set(names))
 
 
@@ -76,21 +62,21 @@ def test_the_cost_model_and_the_framing_are_used(tmp_path: Path) -> None:
     model = tmp_path / "model.json"
     coefficients = {"seconds_per_token": 1, "seconds_per_pair": 0, "seconds_per_edge": 0, "floor_seconds": 0}
     model.write_text(json.dumps(coefficients))
-    values = plan_json(path, "--data-parallel-size", 3, "--cost-model", model)
+    values = TOOL.json(path, "--data-parallel-size", 3, "--cost-model", model)
     assert values["cost_per_rank"] == values["tokens_per_rank"]
     assert values["costs"] == f"coefficients of {model}"
-    small = plan_json(path, "--data-parallel-size", 3, "--model", "qwen3-1.7b")
+    small = TOOL.json(path, "--data-parallel-size", 3, "--model", "qwen3-1.7b")
     assert small["costs"].startswith("qwen3-1.7b on H200s")
-    assert small["total_cost"] < plan_json(path, "--data-parallel-size", 3)["total_cost"]
+    assert small["total_cost"] < TOOL.json(path, "--data-parallel-size", 3)["total_cost"]
     rows = [
         {"token_ids": list(range(40)), "loss_mask": [int(i in (9, 19, 39)) for i in range(40)]},
         {"token_ids": [*range(30), 7], "loss_mask": [int(i == 30) for i in range(31)]},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for sample_granularity, sequences in (("trajectory", 2), ("turn", 4)):
-        values = plan_json(path, "--data-parallel-size", 2, "--sample-granularity", sample_granularity)
+        values = TOOL.json(path, "--data-parallel-size", 2, "--sample-granularity", sample_granularity)
         assert (values["sequences"], values["unique_tokens"]) == (sequences, 41)
-    together = plan_json(
+    together = TOOL.json(
         path,
         "--data-parallel-size",
         4,
@@ -100,12 +86,12 @@ def test_the_cost_model_and_the_framing_are_used(tmp_path: Path) -> None:
         "trajectory",
     )
     assert sorted(together["sequences_per_rank"]) == [0, 0, 1, 3]
-    assert plan_json(path, "--data-parallel-size", 2, "--max-sequences", 1, "--max-length", 15)["tokens"] == 10
+    assert TOOL.json(path, "--data-parallel-size", 2, "--max-sequences", 1, "--max-length", 15)["tokens"] == 10
 
 
 def test_the_table_names_every_method_and_json_is_only_on_demand(tmp_path: Path) -> None:
     path, *_ = write_turns(tmp_path / "rollouts.jsonl", 3)
-    done = plan(path, "--data-parallel-size", 4)
+    done = TOOL(path, "--data-parallel-size", 4)
     assert done.returncode == 0, done.stderr
     for label in ("slowest / mean", "first fit", "by tokens", "by cost", "duplicated tokens", "idle ranks", "planning"):
         assert label in done.stdout
@@ -133,30 +119,16 @@ def test_bad_input_gets_one_line(tmp_path: Path, content: str | None, arguments:
     path = tmp_path / "rollouts.jsonl"
     if content is not None:
         path.write_text(content)
-    done = plan(path, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    line = done.stderr.splitlines()[-1]
-    assert line.startswith("error: ")
-    for part in parts:
-        assert part in line
+    TOOL.assert_refused(path, *arguments, parts=parts)
 
 
 def test_no_torch_is_loaded(tmp_path: Path) -> None:
     path, *_ = write_turns(tmp_path / "rollouts.jsonl", 4)
-    program = (
-        f"import runpy, sys\nsys.path.insert(0, {str(TOOL.parent)!r})\n"
-        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "except SystemExit as stop:\n    assert not stop.code\n"
-        "print([name for name in ('torch', 'megatron', 'matplotlib') if name in sys.modules])\n"
-    )
-    arguments = [str(TOOL), str(path), "--data-parallel-size", "3"]
-    command = [sys.executable, "-c", f"import sys; sys.argv = {arguments!r}\n{program}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    TOOL.assert_loads_no_torch(path, "--data-parallel-size", 3)
 
 
 def test_a_real_set(tmp_path: Path) -> None:
-    values = plan_json(
+    values = TOOL.json(
         rollout_file("tau1_airline_gpt4o_4x50.npz"), "--data-parallel-size", 8, "--sample-granularity", "turn"
     )
     assert values["max_over_mean"] <= 1.03

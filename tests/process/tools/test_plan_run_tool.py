@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import REPOSITORY, rollout_file
-from forked import run_python
 from megatron_dta.arguments import parse_arguments, parse_settings
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf.config import model_settings
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.named_shapes import HUB_NAMES, SHAPES
+from tool_runs import Tool
 
 NUMBERS = ["--sequences", "64", "--unique-tokens", "120000", "--longest-path", "6000", "--samples-per-prompt", "8"]
 EXAMPLES = {
@@ -27,6 +27,7 @@ EXAMPLES = {
     "qwen2.5_72b": ("qwen2.5-72b", "qwen2.5-72b", 32),
     "qwen3_235b_a22b": ("qwen3-235b-a22b", "qwen3-235b-a22b", 128),
 }
+TOOL = Tool("plan_run")
 # What a run decides itself, whatever config.json says.
 OWN = ("max_position_embeddings", "init_method_std", "bf16", "params_dtype", "moe_grouped_gemm")
 SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -46,13 +47,8 @@ HF_CONFIGS = {
 }
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess:
-    command = ["tools/plan_run.py", *map(str, arguments)]
-    return run_python(command)
-
-
 def planned(*arguments: object, status: int = 0) -> dict:
-    done = run(*arguments, "--json")
+    done = TOOL(*arguments, "--json")
     assert done.returncode == status, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -132,7 +128,7 @@ def test_the_best_mesh_is_a_command_that_training_takes(monkeypatch: pytest.Monk
 
 
 def test_what_does_not_fit_is_refused_with_the_part_that_is_largest() -> None:
-    done = run(*NUMBERS, "--model", "llama3-70b", "--num-gpus", 8, "--gpu", "a100", "--json")
+    done = TOOL(*NUMBERS, "--model", "llama3-70b", "--num-gpus", 8, "--gpu", "a100", "--json")
     assert done.returncode == 1
     assert "nothing fits 79 GiB a GPU" in done.stdout
     assert "optimizer" in done.stdout
@@ -141,16 +137,7 @@ def test_what_does_not_fit_is_refused_with_the_part_that_is_largest() -> None:
     nearest = values["misses"][0]
     assert nearest["missing_gib"] == pytest.approx(nearest["memory_total_gib"] - 0.94 * 79)
     # With its states on the hosts it does fit.
-    states = [
-        "--optimizer-offload-fraction",
-        "1",
-        "--main-grads-dtype",
-        "bf16",
-        "--tensor-model-parallel-size",
-        "8",
-        "--top",
-        "1",
-    ]
+    states = ["--optimizer-offload-fraction", "1", "--main-grads-dtype", "bf16", "--tensor-model-parallel-size", "8"]
     offloaded = planned(*NUMBERS, "--model", "llama3-70b", "--num-gpus", 8, "--gpu", "a100", *states, "--top", 1)
     assert offloaded["best"][0]["host_gib"] > 50
     assert "--optimizer-cpu-offload" in offloaded["commands"][0]
@@ -185,11 +172,7 @@ def test_a_rollout_file_and_a_configuration() -> None:
     ],
 )
 def test_bad_input_gets_one_line(arguments: list[str], message: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stdout == ""
+    TOOL.assert_refused(*arguments, parts=(message,))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -228,18 +211,7 @@ def test_an_example_fits_its_gpus(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_submitted_with_its_nodes(name: str) -> None:
-    script = [
-        "bash",
-        "examples/submit_large.sh",
-        name,
-        "/models/x",
-        "r.jsonl",
-        "runs/x",
-        "--dry-run",
-        "--",
-        "--lr",
-        "1e-6",
-    ]
+    script = f"bash examples/submit_large.sh {name} /models/x r.jsonl runs/x --dry-run -- --lr 1e-6".split()
     done = subprocess.run(script, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     assert f"--nodes {EXAMPLES[name][2] // 8} " in done.stdout

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from conftest import REPOSITORY, rollout_file, seed_all
-from forked import run_python
+from conftest import rollout_file, seed_all
 from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
@@ -27,20 +23,9 @@ from megatron_dta.speculation.replay import (
 from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 from speculation_exact_cases import clockless
+from tool_runs import Tool
 
-TOOL = REPOSITORY / "tools" / "replay_das.py"
-
-
-def replay(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
-    command = [str(TOOL), *map(str, arguments)]
-    env = os.environ | environment
-    return run_python(command, env=env)
-
-
-def replay_json(*arguments: object, **environment: str) -> dict:
-    done = replay(*arguments, "--json", **environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+TOOL = Tool("replay_das")
 
 
 def small_rollouts(seed: int, turns: bool = True) -> list[Rollout]:
@@ -148,7 +133,7 @@ def test_small_file(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rollouts.{suffix}"
     write_rollouts(path, small_rollouts(3))
     flags = ("--past", 2, "--live-batch", 5, "--plot", tmp_path / "das.png")
-    values = replay_json(path, *flags)
+    values = TOOL.json(path, *flags)
     deciles = values["tokens_per_forward_by_decile"]
     assert len(deciles) == 10
     assert 1 < values["tokens_per_forward"] < 24
@@ -159,7 +144,7 @@ def test_small_file(tmp_path: Path, suffix: str) -> None:
     assert values["makespan_saved"] > values["makespan_saved_cold"] > -0.02
     assert (tmp_path / "das.png").stat().st_size > 1000
     (tmp_path / "bin").mkdir()
-    slow = replay_json(path, *flags, PATH=str(tmp_path / "bin"), CC="", MEGATRON_DTA_CACHE=str(tmp_path))
+    slow = TOOL.json(path, *flags, PATH=str(tmp_path / "bin"), CC="", MEGATRON_DTA_CACHE=str(tmp_path))
     for name in ("tokens_per_forward", "makespan_saved", "makespan_saved_cold", "makespan_saved_control"):
         assert slow[name] == values[name]
     assert slow["drafter_bytes_per_token"] > 2 * values["drafter_bytes_per_token"]
@@ -168,7 +153,7 @@ def test_small_file(tmp_path: Path, suffix: str) -> None:
 def test_the_window_is_the_history_that_counts(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     write_rollouts(path, small_rollouts(4, turns=False))
-    all_past, one = (replay_json(path, "--past", 4, "--das-window", w, "--no-control") for w in (9, 1))
+    all_past, one = (TOOL.json(path, "--past", 4, "--das-window", w, "--no-control") for w in (9, 1))
     assert one["warm"]["drafter_tokens"] < all_past["warm"]["drafter_tokens"]
     assert all_past["makespan_saved_control"] is None
 
@@ -176,8 +161,8 @@ def test_the_window_is_the_history_that_counts(tmp_path: Path) -> None:
 def test_recorded_math() -> None:
     """The figures that the method is expected to reach on the real set."""
     path = rollout_file("math_qwen25_8x100.npz")
-    wide = replay_json(path, "--stop-degenerate", "--live-batch", 390)
-    narrow = replay_json(path, "--stop-degenerate", "--live-batch", 39, "--no-control")
+    wide = TOOL.json(path, "--stop-degenerate", "--live-batch", 390)
+    narrow = TOOL.json(path, "--stop-degenerate", "--live-batch", 39, "--no-control")
     assert wide["tokens_per_forward"] >= 4.6
     assert wide["makespan_saved"] >= 0.40
     assert narrow["makespan_saved"] >= 0.65
@@ -191,7 +176,7 @@ def test_text_that_cannot_be_drafted_costs_little(tmp_path: Path) -> None:
     """Lengths of a real set that differ much, so that who will be the last to end is often misjudged."""
     rollouts = load_rollouts(rollout_file("aime24_skyt1_long.npz"), max_length=1500)
     write_rollouts(tmp_path / "aime.jsonl", rollouts)
-    values = replay_json(tmp_path / "aime.jsonl", "--past", 4, "--max-sequences", 210)
+    values = TOOL.json(tmp_path / "aime.jsonl", "--past", 4, "--max-sequences", 210)
     assert values["control"]["drafted_tokens"] > 1000
     assert values["control"]["samples"] > 100
     assert -0.02 < values["makespan_saved_control"] < 0.02
@@ -216,16 +201,12 @@ def test_text_that_cannot_be_drafted_costs_little(tmp_path: Path) -> None:
 def test_bad_input_is_one_line(tmp_path: Path, flags: list[str], words: str) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl", small_rollouts(5))
     (tmp_path / "points.json").write_text("[[1, 0.1], [2, 0.1]]")
-    done = replay(tmp_path / "rollouts.jsonl", *(flag.format(tmp=tmp_path) for flag in flags))
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert words in done.stderr
+    TOOL.assert_refused(tmp_path / "rollouts.jsonl", *(flag.format(tmp=tmp_path) for flag in flags), parts=(words,))
 
 
 def test_trajectories_of_many_turns():
     """An agent's record, whose turns stand between a user's and tools' answers."""
-    values = replay_json(rollout_file("tau2_retail_3x40.npz"), "--past", 2, "--stop-degenerate", "--no-control")
+    values = TOOL.json(rollout_file("tau2_retail_3x40.npz"), "--past", 2, "--stop-degenerate", "--no-control")
     assert values["samples"] == 40
     assert values["waves"] == 1
     assert values["tokens_per_forward"] > 2

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
-from forked import run_python
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.partition.divide import trained_parts
@@ -19,22 +16,11 @@ from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
+from tool_runs import Tool
 
-TOOL = REPOSITORY / "tools" / "simulate_pipeline.py"
+TOOL = Tool("simulate_pipeline")
 KEYS = {"segments", "utilisation", "ideal_utilisation", "peak_in_flight_tokens", "bound_utilisation", "digest"}
 P = "--pipeline-model-parallel-size"
-
-
-def run_tool(*arguments: object) -> subprocess.CompletedProcess:
-    command = [str(TOOL), *map(str, arguments)]
-    return run_python(command)
-
-
-def run_json(*arguments: object) -> dict:
-    done = run_tool(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +40,10 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_figures(rollouts: Path) -> None:
-    one = run_json(rollouts, P, 1, "--tree-segment-tokens", 64)
+    one = TOOL.json(rollouts, P, 1, "--tree-segment-tokens", 64)
     assert (one["utilisation"], one["ideal_utilisation"]) == (pytest.approx(1), 1)
     assert one["peak_in_flight_tokens"] == [one["depth_first_in_flight_tokens"]]
-    values = run_json(rollouts, P, 4, "--tree-segment-tokens", 64)
+    values = TOOL.json(rollouts, P, 4, "--tree-segment-tokens", 64)
     assert values.keys() >= KEYS
     assert values["ideal_utilisation"] == values["segments"] / (values["segments"] + 3)
     assert values["utilisation"] <= values["bound_utilisation"]
@@ -66,7 +52,7 @@ def test_figures(rollouts: Path) -> None:
     busy = np.asarray(values["busy_per_stage"])
     assert values["utilisation"] == pytest.approx(busy.sum() / (4 * values["makespan"]))
     assert values["makespan"] < one["makespan"]
-    assert values["digest"] == run_json(rollouts, P, 4, "--tree-segment-tokens", 64)["digest"]
+    assert values["digest"] == TOOL.json(rollouts, P, 4, "--tree-segment-tokens", 64)["digest"]
 
 
 def test_the_plan_of_training_is_reported(rollouts: Path) -> None:
@@ -74,7 +60,7 @@ def test_the_plan_of_training_is_reported(rollouts: Path) -> None:
     samples = [TrainingSample(*each) for each in zip(*trained_parts(loaded), strict=True)]
     costs = CostModel.from_shape(DecoderShape(64, 5120, 25600, 64, 8, 128, 151936))
     for more, budget in ((), StepBudget()), (("--tree-activation-tokens", 0), StepBudget(None, None, 0)):
-        values = run_json(rollouts, P, 4, *more)
+        values = TOOL.json(rollouts, P, 4, *more)
         step = plan_step(samples, "dta", budget, PipelineShape(4, 1, (16,) * 4, costs))
         assert values["layers_per_stage"] == [16] * 4
         assert values["digest"] == step.training.schedule.digest()
@@ -85,23 +71,23 @@ def test_the_plan_of_training_is_reported(rollouts: Path) -> None:
 
 
 def test_options_are_used(rollouts: Path, tmp_path: Path) -> None:
-    plain = run_json(rollouts, P, 2, "--tree-segment-tokens", 50)
+    plain = TOOL.json(rollouts, P, 2, "--tree-segment-tokens", 50)
     assert plain["segment_tokens"] == 50
-    chunks = run_json(rollouts, P, 2, "--num-virtual-stages-per-pipeline-rank", 2, "--tree-segment-tokens", 50)
-    again = run_json(rollouts, P, 2, "--tree-activation-tokens", 0, "--tree-segment-tokens", 50)
-    slow = run_json(rollouts, P, 2, "--send-seconds", 0.01, "--tree-segment-tokens", 50)
-    dense = run_json(rollouts, P, 2, "--tree-mode", "dense", "--tree-segment-tokens", 50)
+    chunks = TOOL.json(rollouts, P, 2, "--num-virtual-stages-per-pipeline-rank", 2, "--tree-segment-tokens", 50)
+    again = TOOL.json(rollouts, P, 2, "--tree-activation-tokens", 0, "--tree-segment-tokens", 50)
+    slow = TOOL.json(rollouts, P, 2, "--send-seconds", 0.01, "--tree-segment-tokens", 50)
+    dense = TOOL.json(rollouts, P, 2, "--tree-mode", "dense", "--tree-segment-tokens", 50)
     assert (chunks["num_model_chunks"], len(chunks["layers_per_stage"])) == (2, 4)
     assert chunks["makespan"] < plain["makespan"]
     assert sum(again["busy_per_stage"]) > 1.2 * sum(plain["busy_per_stage"])
     assert slow["makespan"] > plain["makespan"]
     assert dense["unique_tokens"] > plain["unique_tokens"]
-    few = run_json(rollouts, P, 2, "--pipeline-in-flight-tokens", 450)
+    few = TOOL.json(rollouts, P, 2, "--pipeline-in-flight-tokens", 450)
     assert max(few["peak_in_flight_tokens"]) <= 450
     assert few["in_flight_limit"] == 450
     model = tmp_path / "model.json"
     model.write_text('{"seconds_per_token": 1, "seconds_per_pair": 0, "seconds_per_edge": 0, "floor_seconds": 0}')
-    counted = run_json(rollouts, P, 2, "--cost-model", model, "--max-sequences", 3, "--max-length", 200)
+    counted = TOOL.json(rollouts, P, 2, "--cost-model", model, "--max-sequences", 3, "--max-length", 200)
     assert sum(counted["busy_per_stage"]) == pytest.approx(counted["unique_tokens"])
     assert counted["unique_tokens"] <= 300
 
@@ -109,8 +95,8 @@ def test_options_are_used(rollouts: Path, tmp_path: Path) -> None:
 def test_layers(rollouts: Path) -> None:
     wide = ("--num-layers", 10, "--hidden-size", 64, "--ffn-hidden-size", 64, "--vocab-size", 10**9)
     for more in ((), ("--layers-per-stage", "auto")):
-        assert run_json(rollouts, P, 4, *wide, *more)["layers_per_stage"] == [3, 3, 3, 1]
-    given = run_json(rollouts, P, 4, *wide, "--layers-per-stage", "4,3,2,1")
+        assert TOOL.json(rollouts, P, 4, *wide, *more)["layers_per_stage"] == [3, 3, 3, 1]
+    given = TOOL.json(rollouts, P, 4, *wide, "--layers-per-stage", "4,3,2,1")
     assert given["layers_per_stage"] == [4, 3, 2, 1]
     busy = given["busy_per_stage"]
     np.testing.assert_allclose(np.asarray(busy[:3]) / busy[0], [1, 3 / 4, 2 / 4])
@@ -120,7 +106,7 @@ def test_models_are_scaled(rollouts: Path) -> None:
     measured = REPOSITORY / "benchmarks" / "results" / "cost_model_qwen3-1.7b_h200.json"
     cut = ("--tree-segment-tokens", 200, "--cost-model", measured)
     small, same, large = (
-        run_json(rollouts, P, 2, *cut, *more)
+        TOOL.json(rollouts, P, 2, *cut, *more)
         for more in ((), ("--model", "qwen3-1.7b"), ("--model", "qwen3-32b", "--layers-per-stage", "auto"))
     )
     assert same["makespan"] == pytest.approx(small["makespan"], rel=0.02)
@@ -130,7 +116,7 @@ def test_models_are_scaled(rollouts: Path) -> None:
 
 def test_files_and_table(rollouts: Path, tmp_path: Path) -> None:
     plot, trace = tmp_path / "t.png", tmp_path / "t.json"
-    done = run_tool(rollouts, P, 2, "--plot", plot, "--trace", trace)
+    done = TOOL(rollouts, P, 2, "--plot", plot, "--trace", trace)
     assert done.returncode == 0, done.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
     events = json.loads(trace.read_text())["traceEvents"]
@@ -163,28 +149,15 @@ def test_files_and_table(rollouts: Path, tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_gets_one_line(rollouts: Path, arguments: tuple, parts: tuple) -> None:
-    done = run_tool(rollouts, *arguments)
-    assert done.returncode == 2
-    line = done.stderr.splitlines()[-1]
-    assert line.startswith("error: ")
-    for part in parts:
-        assert part in line
+    TOOL.assert_refused(rollouts, *arguments, parts=parts)
 
 
 def test_no_torch_is_loaded(rollouts: Path) -> None:
-    program = (
-        f"import runpy, sys\nsys.path.insert(0, {str(TOOL.parent)!r})\n"
-        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "except SystemExit as stop:\n    assert not stop.code\n"
-        "print([name for name in ('torch', 'megatron', 'matplotlib') if name in sys.modules])\n"
-    )
-    command = [sys.executable, "-c", f"import sys; sys.argv = {[str(TOOL), str(rollouts), P, '2']!r}\n{program}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    TOOL.assert_loads_no_torch(rollouts, P, 2)
 
 
 @pytest.mark.parametrize("sample_granularity", ["trajectory", "turn"])
 def test_a_real_set(sample_granularity: str) -> None:
-    values = run_json(rollout_file("tau1_airline_qwen25_3x50.npz"), P, 8, "--sample-granularity", sample_granularity)
+    values = TOOL.json(rollout_file("tau1_airline_qwen25_3x50.npz"), P, 8, "--sample-granularity", sample_granularity)
     assert values["utilisation"] >= 0.85 * values["ideal_utilisation"]
     assert max(values["peak_in_flight_tokens"]) <= values["in_flight_limit"]

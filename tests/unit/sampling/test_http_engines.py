@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -21,21 +20,13 @@ from megatron_dta.sampling.keyed_random import Domain
 from rollout_servers import VllmServer
 
 
-@pytest.fixture
-def setup(kind: str, request: pytest.FixtureRequest) -> Iterator[Setup]:
-    with ExitStack() as stack:
-        yield Setup(stack, kind, seed_all(len(request.node.name)))
-
-
 @KINDS
 def test_many_requests_come_back_whole_with_the_trainers_logprobs(setup: Setup) -> None:
     setup.add_servers(3, delay_s=0.01)
-    engine = setup.engine()
-    engine.start(PARAMS, 4)
+    engine = setup.started(step=4)
     requests = setup.requests(60)
     results = generate(engine, requests)
-    for request, result in zip(requests, results, strict=True):
-        check_result(setup, request, result)
+    setup.check(requests, results)
     assert {result.finish_reason for result in results} == set(FinishReason)
     statistics = engine.statistics()
     assert statistics["decoded_tokens"] == sum(len(result.token_ids) for result in results)
@@ -60,8 +51,7 @@ def test_a_branch_does_not_repeat_its_parents_random_numbers(setup: Setup) -> No
     setup.table = np.zeros((VOCABULARY, VOCABULARY))  # tokens show the random numbers
     setup.table[:, EOS] = -50
     setup.add_servers(1)
-    engine = setup.engine()
-    engine.start(PARAMS, 0)
+    engine = setup.started()
     (first,) = generate(engine, [GenerationRequest(0, np.array([1], np.int32), 12, key=3, hold=True)])
     context = np.concatenate([[1], first.token_ids]).astype(np.int32)
     (second,) = generate(engine, [GenerationRequest(1, context, 12, key=3, parent=0)])
@@ -74,8 +64,7 @@ def test_a_branch_does_not_repeat_its_parents_random_numbers(setup: Setup) -> No
 @KINDS
 def test_prompts_and_their_branches_stay_on_one_server(setup: Setup) -> None:
     setup.add_servers(3, delay_s=0.005)
-    engine = setup.engine()
-    engine.start(PARAMS, 0)
+    engine = setup.started()
     prompts = [np.array([2 * i + 1, 3, 4], np.int32) for i in range(9)]
     roots = [GenerationRequest(i, prompts[i % 9], 4, key=i, hold=True) for i in range(36)]
     results = generate(engine, roots)
@@ -97,12 +86,10 @@ def test_the_models_own_end_does_not_end_a_response(setup: Setup) -> None:
     """It is not the trainer's: what the server stops at is continued behind it."""
     setup.table[:, 9] += 2.0
     setup.add_servers(2, model_eos=9)
-    engine = setup.engine()
-    engine.start(PARAMS, 0)
+    engine = setup.started()
     requests = setup.requests(40)
     results = generate(engine, requests)
-    for request, result in zip(requests, results, strict=True):
-        check_result(setup, request, result)
+    setup.check(requests, results)
     assert any(9 in result.token_ids[:-1] for result in results)
     engine.start(replace(PARAMS, other_eos_ids=(9,)), 1)
     results = generate(engine, requests)
@@ -161,11 +148,9 @@ def test_failed_requests_are_sent_again(setup: Setup, fault: object) -> None:
     setup.add_servers(2)
     setup.fault(0, fault, fault)
     setup.fault(1, fault)
-    engine = setup.engine()
-    engine.start(PARAMS, 0)
+    engine = setup.started()
     requests = setup.requests(30)
-    for request, result in zip(requests, generate(engine, requests), strict=True):
-        check_result(setup, request, result)
+    setup.check(requests, generate(engine, requests))
     assert engine.statistics()["retried_requests"] == 3
     assert engine.statistics()["servers"] == 2
 
@@ -187,11 +172,9 @@ def test_a_hanging_request_is_moved(setup: Setup) -> None:
 def test_a_server_that_dies_mid_step_loses_its_requests_to_the_others(setup: Setup) -> None:
     setup.add_servers(3, delay_s=0.05)
     setup.fault(1, None, None, "die")
-    engine = setup.engine()
-    engine.start(PARAMS, 0)
+    engine = setup.started()
     requests = setup.requests(60, prompts=12)
-    for request, result in zip(requests, generate(engine, requests), strict=True):
-        check_result(setup, request, result)
+    setup.check(requests, generate(engine, requests))
     assert engine.statistics()["servers"] == 2
     assert engine.statistics()["servers_lost"] == 1
     assert engine.statistics()["moved_requests"] > 0
@@ -204,8 +187,7 @@ def test_when_all_servers_die_the_step_fails_with_one_line(setup: Setup) -> None
     setup.add_servers(2, delay_s=0.05)
     setup.fault(0, None, "die")
     setup.fault(1, None, None, "die")
-    engine = setup.engine()
-    engine.start(PARAMS, 0)
+    engine = setup.started()
     with pytest.raises(ServerError, match=r"^request \d+ \(.*\): no rollout server is left \(http") as caught:
         generate(engine, setup.requests(40, prompts=10))
     assert "\n" not in str(caught.value)
@@ -217,8 +199,7 @@ def test_when_all_servers_die_the_step_fails_with_one_line(setup: Setup) -> None
 def test_a_request_that_fails_for_good_names_itself_and_the_server(setup: Setup) -> None:
     setup.add_servers(1)
     setup.fault(0, *[500] * 4)
-    engine = setup.engine()
-    engine.start(PARAMS, 0)
+    engine = setup.started()
     (request,) = setup.requests(1)
     length = len(request.token_ids)
     match = rf"request 10 \({length} tokens, up to \d+ more\): failed 4 times, .* on {setup.servers[0].url}: .*500"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +15,6 @@ from http_engine_cases import KINDS, PARAMS, QUICK, Setup, check_result
 from http_weights_cases import write_checkpoint
 from megatron_dta.sampling.engines.interface import generate
 from megatron_dta.sampling.engines.servers.http_client import ServerError
-
-
-@pytest.fixture
-def setup(kind: str, request: pytest.FixtureRequest) -> Iterator[Setup]:
-    with ExitStack() as stack:
-        yield Setup(stack, kind, seed_all(len(request.node.name)))
-
 
 UPDATE_CALLS = {
     "vllm": ["/health", "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"],
@@ -71,15 +63,13 @@ def test_a_server_that_cannot_update_is_left_out_until_it_can(setup: Setup, tmp_
     engine.update_weights(1, tmp_path / "v1")
     engine.start(PARAMS, 0)
     requests = setup.requests(10)
-    for request, result in zip(requests, generate(engine, requests), strict=True):
-        check_result(setup, request, result)
+    setup.check(requests, generate(engine, requests))
     assert not setup.servers[0].bodies
     assert setup.servers[0].url in setup.lines[0]
     setup.table = write_checkpoint(tmp_path / "v2", 2)
     engine.update_weights(2, tmp_path / "v2")
     engine.start(PARAMS, 1)
-    for request, result in zip(requests, generate(engine, requests), strict=True):
-        check_result(setup, request, result)
+    setup.check(requests, generate(engine, requests))
     assert setup.servers[0].bodies
     for server in range(2):
         setup.fault(server, *[500] * 4, path=path)
@@ -112,8 +102,7 @@ def test_a_server_with_other_weights_is_left_out(setup: Setup, tmp_path: Path) -
     setup.servers[0].table = np.random.default_rng(0).normal(size=setup.table.shape)
     engine.start(PARAMS, 0)
     requests = setup.requests(20)
-    for request, result in zip(requests, generate(engine, requests), strict=True):
-        check_result(setup, request, result)
+    setup.check(requests, generate(engine, requests))
     assert "samples with the weights default" in setup.lines[0]
     # The last one may come back from a fault of its health, since it can show what it has.
     setup.fault(1, "drop", None)
@@ -133,8 +122,7 @@ def test_vllm_without_weight_versions_or_development_mode(tmp_path: Path) -> Non
         engine.update_weights(1, tmp_path / "v1")
         engine.start(PARAMS, 0)
         requests = setup.requests(10)
-        for request, result in zip(requests, generate(engine, requests), strict=True):
-            check_result(setup, request, result)
+        setup.check(requests, generate(engine, requests))
         setup.fault(0, 404, path="/pause")
         with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1"):
             engine.update_weights(2, tmp_path / "v1")

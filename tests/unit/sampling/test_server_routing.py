@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-
 import numpy as np
 import pytest
 
-from conftest import seed_all
 from http_engine_cases import KINDS, PARAMS, Setup
 from megatron_dta.sampling.engines.interface import generate
 from megatron_dta.sampling.engines.servers.http_client import ServerError
@@ -19,12 +15,6 @@ from megatron_dta.sampling.sources.independent import to_rollout
 from rollout_server_base import experts_of
 
 SHAPE = RoutingShape((False, True, True), 2, 8)
-
-
-@pytest.fixture
-def setup(kind: str, request: pytest.FixtureRequest) -> Iterator[Setup]:
-    with ExitStack() as stack:
-        yield Setup(stack, kind, seed_all(len(request.node.name)))
 
 
 @KINDS
@@ -71,8 +61,7 @@ def test_other_replies_are_refused(setup: Setup, routing, shape, message) -> Non
 @KINDS
 def test_nobody_asks_without_replay(setup: Setup) -> None:
     setup.add_servers(1)
-    engine = setup.engine()
-    engine.start(PARAMS, 0)
+    engine = setup.started()
     assert all(result.routed_experts is None for result in generate(engine, setup.requests(3)))
     assert not any("return_routed_experts" in body for body in setup.servers[0].bodies)
 

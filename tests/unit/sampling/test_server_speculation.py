@@ -7,7 +7,7 @@ import os
 import shlex
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 
 from conftest import seed_all
 from forked import run_python
-from http_engine_cases import KINDS, PARAMS, Setup, check_result
+from http_engine_cases import KINDS, PARAMS, Setup
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import Rollout
@@ -32,12 +32,6 @@ from rollout_runs import assert_same as assert_same_weights
 
 TOOL = Path(__file__).parents[3] / "tools" / "rollout_server_command.py"
 SPECULATION = ServerSpeculation(draft_tokens=8, depth=16, max_tokens=1000, cached_requests=40)
-
-
-@pytest.fixture
-def setup(kind: str, request: pytest.FixtureRequest) -> Iterator[Setup]:
-    with ExitStack() as stack:
-        yield Setup(stack, kind, seed_all(len(request.node.name)))
 
 
 def settings_of(speculation: ServerSpeculation, kind: str) -> dict:
@@ -141,8 +135,7 @@ def test_what_servers_accept_is_counted_for_training_only(setup: Setup) -> None:
         with phase(engine, PARAMS, iteration):
             results = generate(engine, requests)
         given += sum(len(result.token_ids) for result in results)
-        for request, result in zip(requests, results, strict=True):
-            check_result(setup, request, result)
+        setup.check(requests, results)
     drafted = sum(s.drafted - b[0] for s, b in zip(setup.servers, before, strict=True))
     accepted = sum(s.accepted - b[1] for s, b in zip(setup.servers, before, strict=True))
     assert engine.drafts.counts == DraftCounts(given, drafted, accepted)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -34,12 +33,6 @@ SHAPES = {
     "large": ((11, 13), torch.bfloat16),
     "d": ((1,), torch.bfloat16),
 }
-
-
-@pytest.fixture
-def setup(kind: str, request: pytest.FixtureRequest) -> Iterator[Setup]:
-    with ExitStack() as stack:
-        yield Setup(stack, kind, seed_all(len(request.node.name)))
 
 
 def weights_of(seed: int, bucket_bytes: int = 64) -> HostWeights:

@@ -1,0 +1,54 @@
+"""Runs the commands in ``tools/`` as a user does, and checks what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from subprocess import CompletedProcess
+
+from conftest import REPOSITORY
+from forked import run_python
+
+REPORT_IMPORTS = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as stop:
+    assert not stop.code
+print([name for name in ("torch", "megatron", "matplotlib") if name in sys.modules])
+"""
+
+
+class Tool:
+    """The command ``tools/NAME.py``."""
+
+    def __init__(self, name: str) -> None:
+        self.path = str(REPOSITORY / "tools" / f"{name}.py")
+
+    def __call__(self, *arguments: object, **environment: str) -> CompletedProcess[str]:
+        return run_python([self.path, *arguments], env=os.environ | environment)
+
+    def json(self, *arguments: object, **environment: str) -> dict:
+        """The result of ``--json``; nothing is on stderr, unless another environment is what it warns of."""
+        done = self(*arguments, "--json", **environment)
+        assert done.returncode == 0, done.stderr
+        assert environment or done.stderr == ""
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def assert_refused(self, *arguments: object, parts: tuple[str, ...]) -> None:
+        """The arguments are refused with status 2 and one line that has all ``parts``."""
+        done = self(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1, done.stderr
+        for part in parts:
+            assert part in done.stderr
+
+    def assert_loads_no_torch(self, *arguments: object) -> None:
+        """It runs without PyTorch, Megatron and Matplotlib, and so starts at once."""
+        command = [sys.executable, "-c", REPORT_IMPORTS, self.path, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, check=True)
+        assert done.stdout.splitlines()[-1] == "[]"
