@@ -8,18 +8,22 @@ import gc
 import io
 import os
 
+import rich._emoji_codes  # noqa: F401
 from matplotlib.figure import Figure
 
 import mesh_trainer_cases  # noqa: F401 (with it pytest and the trainer)
 import mesh_worker  # noqa: F401
+import rollout_runs  # noqa: F401 (with it servers)
 
 # As at the end of a run; the first figure finds the fonts.
 Figure(layout="constrained").savefig(io.BytesIO(), format="png")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import quick_interpreter
+    from decode_layer_cases import GROUPED  # noqa: F401 (with it the fused layers)
 
     quick_interpreter.make_quick()
+    quick_interpreter.rewrite_kernels()
 
 gc.collect()
 gc.freeze()
