@@ -15,6 +15,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
+# Many processes import the same modules; without files of bytecode each of them would compile those.
+export PYTHONDONTWRITEBYTECODE=
 # Threads that spin while they wait slow each other down where cores are shared.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 

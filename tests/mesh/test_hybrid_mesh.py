@@ -72,7 +72,7 @@ def slow_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def suite() -> MeshSuite:
-    samples = random_training_samples(branching_sequences(seed_all(17), count=6, longest=20), seed=17)
+    samples = random_training_samples(branching_sequences(seed_all(17), count=6, longest=10), seed=17)
     models = {name: model_config(vocab_size=8, **settings) for name, settings in MODELS.items()}
     return MeshSuite(models, MESHES, {"": samples}, CUTS | SHORT, slow_weights)
 

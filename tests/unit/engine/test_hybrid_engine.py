@@ -33,7 +33,7 @@ from tree_engine_cases import (
 
 @pytest.fixture(scope="module")
 def references():
-    samples = random_training_samples(branching_sequences(seed_all(11), count=14, longest=45), seed=11)
+    samples = random_training_samples(branching_sequences(seed_all(11), count=8, longest=24), seed=11)
     found = {}
     for name, settings in (("dense", HYBRID), ("experts", HYBRID | EXPERTS)):
         model = model_config(**settings)
@@ -112,7 +112,7 @@ def test_a_sibling_changes_no_bit_of_another_sequence(dtype):
 
 
 def test_one_token_runs_forks_at_the_root_and_many_siblings():
-    sequences = [[i % 7, i // 7 % 7, i % 5, i % 3] for i in range(56)] + [[1] * 30 + [2], [1] * 17 + [3, 3]]
+    sequences = [[i % 7, i // 7 % 7, i % 5, i % 3] for i in range(20)] + [[1] * 30 + [2], [1] * 17 + [3, 3]]
     samples = random_training_samples([np.asarray(each, np.int32) for each in sequences], seed=4)
     model = model_config(**HYBRID)
     weights = spread(weights_of(model, seed=9), seed=1)

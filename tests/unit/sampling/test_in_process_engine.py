@@ -27,9 +27,9 @@ def test_a_forest_equals_the_slow_engine(shape: str):
     """Token for token, logprob for logprob, for any order of calls: every kind of pool, on most models two of them."""
     seed_all(len(shape))
     model = make_model(3, **MODELS[shape])
-    drive = Drive(seed=len(shape), prompts=4)
+    drive = Drive(seed=len(shape), prompts=3)
     reference = run_forest(started(model), drive)
-    assert len(reference) > 40
+    assert len(reference) > 20
     ended = 0
     for request, result in reference.values():
         arguments = (request.token_ids, request.key, PARAMS, 4, request.max_tokens)
@@ -79,7 +79,7 @@ def test_preempted_requests_give_the_same_samples():
 
 def test_parents_are_found_without_being_named_where_pages_are_full():
     model = make_model(4)
-    drive, no_hints = Drive(seed=9), Drive(seed=9, hints=False)
+    drive, no_hints = Drive(seed=9, prompts=3), Drive(seed=9, prompts=3, hints=False)
     engines = [started(model, block_size=1), started(model, block_size=1), started(model, block_size=1000)]
     with_hints, without = run_forest(engines[0], drive), run_forest(engines[1], no_hints)
     with_long_pages = run_forest(engines[2], no_hints)
@@ -93,7 +93,7 @@ def test_parents_are_found_without_being_named_where_pages_are_full():
 def test_what_is_in_free_pages_never_matters(monkeypatch: pytest.MonkeyPatch):
     """Pages start with large numbers instead of zeros (not NaN: masked scores times NaN would be NaN)."""
     model = make_model(5, torch.float64, **GROUPED)
-    drive = Drive(seed=21, prompts=4)
+    drive = Drive(seed=21, prompts=3)
     clean = run_forest(started(model, block_size=3), drive)
     poison_pages(monkeypatch)
     assert_same(run_forest(started(model, block_size=3), drive), clean, 1e-12)
@@ -167,7 +167,7 @@ def test_logprobs_of_the_forest_are_the_trainers(dtype: torch.dtype, tolerance: 
     """Forks, shared pages and recomputation after preemption: training still finds every importance ratio to be 1."""
     seed_all(40)
     model = make_model(18, dtype, **GROUPED)
-    found = run_forest(started(model, **SETTINGS[settings]), Drive(seed=3, order=5))
+    found = run_forest(started(model, **SETTINGS[settings]), Drive(seed=3, order=5, prompts=3))
     trained = trainers_logprobs(model, found, TreeConfig(tree_segment_tokens=24))
     for (_, result), logprobs in zip(found.values(), trained, strict=True):
         assert result.logprobs.dtype == (np.float64 if dtype == torch.float64 else np.float32)
@@ -181,7 +181,7 @@ def test_bfloat16_logprobs_are_as_near_to_float32_as_the_trainers():
         model = make_model(30 + seed, torch.bfloat16, **GROUPED, hidden_size=128, init_method_std=0.1)
         exact = make_model(0, torch.float32, **GROUPED, hidden_size=128, init_method_std=0.1)
         exact.load_state_dict({name: value.float() for name, value in model.state_dict().items() if value is not None})
-        found = run_forest(started(model), Drive(seed=seed))
+        found = run_forest(started(model), Drive(seed=seed, prompts=3))
         sampled = np.concatenate([result.logprobs for _, result in found.values()])
         dense = TreeConfig(tree_mode="dense")
         trained, expected = (np.concatenate(trainers_logprobs(m, found, dense)) for m in (model, exact))

@@ -43,7 +43,7 @@ def test_a_forest_of_requests(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     seed_all(len(kind))
     model = make_model(3, **GROUPED)
     poison_pages(monkeypatch)
-    drive = Drive(seed=12)
+    drive = Drive(seed=12, prompts=3)
     reference = run_forest(started(model), drive)
     all_settings = list(enumerate(SETTINGS.values()))
     for number, settings in all_settings if kind == "mixed" else all_settings[::2]:
@@ -78,15 +78,15 @@ def test_preempted_requests(kind: str) -> None:
 @pytest.mark.parametrize(
     ("temperature", "top_p", "seed"), [(0.0, 1.0, 0), (0.6, 1.0, 1), (1.0, 1.0, 2), (1.0, 0.9, 3), (0.6, 0.9, 4)]
 )
-def test_five_thousand_sequences_in_float32(temperature: float, top_p: float, seed: int) -> None:
-    """Over the five cases: 5,600 sequences of repeated prompts over several steps, in the order of training."""
+def test_thousands_of_sequences_in_float32(temperature: float, top_p: float, seed: int) -> None:
+    """Over the five cases: 3,360 sequences of repeated prompts over several steps, in the order of training."""
     seed_all(seed)
     model = make_model(20 + seed, torch.float32, num_layers=2)
     params = SamplingParams(1, EOS, temperature, top_p, seed=5, other_eos_ids=(3,))
     prompts = random_prompts(np.random.default_rng(seed), [1, 5, 9, 14] * 7)
     drafting = suffix_drafting()
     plain, engine = started(model, params), started(model, params, drafting=drafting)
-    steps, compared, texts = 5, 0, []
+    steps, compared, texts = 3, 0, []
     depth = drafting.speculator.drafter.params.depth
     for step in range(steps):
         requests = [
@@ -105,7 +105,7 @@ def test_five_thousand_sequences_in_float32(temperature: float, top_p: float, se
         compared += len(requests)
         rows = zip(requests, found, strict=True)
         texts += [[*request.token_ids[1 - depth :], *result.token_ids] for request, result in rows]
-    assert compared == 1120
+    assert compared == 672
     statistics = engine.statistics()
     assert statistics["accepted_drafts"] > 0.01 * statistics["decoded_tokens"]
     assert statistics["drafted_tokens"] > statistics["accepted_drafts"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from megatron_dta.sampling.engines.in_process.drafting import Drafting, Round
 from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
@@ -61,12 +62,14 @@ def measure_passes(
     """
     params = SamplingParams(1, _NO_END, params.temperature, params.top_p, params.seed)
     given, found = engine.drafting, []
+    # On a GPU the first run compiles and captures, so its passes are not used.
+    runs = 2 if torch.cuda.is_available() else 1
     try:
         for count in sorted({1, max(2, rows // 8), max(3, rows // 2), rows}):
             for width in _WIDTHS:
                 most = min(_PASSES + width, max_length - _CONTEXT)
                 requests = [GenerationRequest(i, np.zeros(_CONTEXT, np.int32), most, i) for i in range(count)]
-                for _ in range(2):  # The first run compiles and captures, so its passes are not used.
+                for _ in range(runs):
                     drafts = engine.drafting = _FixedDrafts(width)
                     with phase(engine, params, 0):
                         generate(engine, requests)
