@@ -179,6 +179,7 @@ def train_with_faults(runs: Runs, fleet: Fleet, steps: int, killed_after: int, f
             assert any(np.array_equal(own.logprobs, rollout.logprobs) for own in same)
             assert any(np.array_equal(own.token_versions, rollout.token_versions) for own in same)
         check_batches([(step, [r for r in rollouts if int(r.group_id.split(":")[0]) not in known])], tables, 2)
+    check_begun(kept["begun"], [rollout for _, rollouts in rest for rollout in rollouts])
     groups = groups_in(trained) + groups_in(rest)
     assert set(groups.values()) == {4}
     assert len(groups) == 3 * steps
@@ -188,7 +189,30 @@ def train_with_faults(runs: Runs, fleet: Fleet, steps: int, killed_after: int, f
     assert left | set(groups) == set(range(end["next_group"]))
     every = [rollout for _, rollouts in trained + rest for rollout in rollouts]
     mixed = sum(len(np.unique(rollout.token_versions[rollout.loss_mask])) > 1 for rollout in every)
-    return {"groups": len(groups), "mixed rollouts": mixed, "kept groups": len(known)}
+    begun = sum(len(sample["token_ids"]) for each in kept["begun"] for sample in each["samples"])
+    return {"groups": len(groups), "mixed rollouts": mixed, "kept groups": len(known), "kept tokens of others": begun}
+
+
+def check_begun(begun: list[dict[str, Any]], trained: list[Rollout]) -> None:
+    """What a checkpoint kept of unfinished groups is in what was trained, bit for bit."""
+    for group in begun:
+        own = [rollout for rollout in trained if int(rollout.group_id.split(":")[0]) == group["group"]]
+        for sample in group["samples"]:
+            count, found = len(sample["token_ids"]), False
+            for rollout in own:
+                places = np.flatnonzero(rollout.loss_mask)
+                is_whole = "finish" not in sample or len(places) == count
+                same = [
+                    np.array_equal(values[places[:count]], sample[name].numpy())
+                    for name, values in (
+                        ("token_ids", np.array(rollout.token_ids)),
+                        ("logprobs", rollout.logprobs),
+                        ("versions", rollout.token_versions),
+                    )
+                ]
+                found |= all(same) and is_whole
+            # A group may be left over at the end.
+            assert found or not own
 
 
 def assert_equal(left: Any, right: Any) -> None:

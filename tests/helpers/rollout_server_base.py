@@ -60,6 +60,8 @@ class RolloutServer:
         self.paused, self.running, self.most_running = False, 0, 0
         # Seconds for each token, beside those for each request; how often all running requests were ended.
         self.token_delay_s, self.aborts = 0.0, 0
+        # Names of the requests that were ended one by one.
+        self.ended: set[str] = set()
         # Settings of speculation as the server tells them, None without; and how much was drafted and accepted.
         self.receiver, self.bucket_bytes = WeightReceiver(processes), 0
         self.speculation: dict[str, Any] | None = None
@@ -200,6 +202,7 @@ class RolloutServer:
         seed: int,
         stops: set[int],
         allowed: list[int] | None,
+        name: str = "",
     ) -> tuple[list[int], list[float], str, int]:
         """Tokens, logprobs, the reason of the end ("stop", "length" or "abort"), context tokens in the cache."""
         if max(context) >= len(self.table) or min(context) < 0:
@@ -213,11 +216,12 @@ class RolloutServer:
         try:
             end = begin + self.delay_s + most * self.token_delay_s
             await asyncio.sleep(0)
-            while aborts == self.aborts and time.monotonic() < end:
+            while aborts == self.aborts and name not in self.ended and time.monotonic() < end:
                 await asyncio.sleep(min(max(0.0, end - time.monotonic()), 0.01))
         finally:
             self.running -= 1
-        if aborts != self.aborts:
+        is_aborted = aborts != self.aborts or name in self.ended
+        if is_aborted:
             most = min(most, int(max(0.0, time.monotonic() - begin - self.delay_s) / (self.token_delay_s or 1e9)))
         cached = max((shared(context, known) for known in self._cache), default=0)
         random, tokens, logprobs = np.random.default_rng(seed), list(context), []
@@ -234,7 +238,7 @@ class RolloutServer:
             logprobs.append(float(self.returned(raw, scaled, kept)[token]))
             stopped = token in stops
         self._cache.append(tuple(tokens))
-        reason = "stop" if stopped else "length" if aborts == self.aborts else "abort"
+        reason = "stop" if stopped else "abort" if is_aborted else "length"
         return tokens[len(context) :], logprobs, reason, min(cached, len(context) - 1)
 
     async def abort_running(self) -> None:

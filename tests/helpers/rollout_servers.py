@@ -73,6 +73,9 @@ class VllmServer(RolloutServer):
             if request.query["mode"] == "abort":
                 await self.abort_running()
             return web.json_response({"status": "paused"})
+        if path == "/abort_requests":
+            self.ended.update(check(body, {"request_ids": "list"}, ("request_ids",))["request_ids"])
+            return web.json_response({"status": "aborted", "aborted": len(body["request_ids"])})
         if path == "/resume":
             self.paused = False
             return web.json_response({"status": "resumed"})
@@ -138,7 +141,7 @@ class VllmServer(RolloutServer):
             stops.add(self.model_eos)
         tokens, logprobs, reason, _ = await self.sample(
             body["prompt"], body.get("max_tokens", 16), body.get("temperature", 1.0), body.get("top_p", 1.0),
-            body.get("seed", 0), stops, body.get("allowed_token_ids"),
+            body.get("seed", 0), stops, body.get("allowed_token_ids"), f"cmpl-{body.get('request_id')}-0",
         )  # fmt: skip
         if self.speculation:
             self.draft(tokens)
@@ -233,6 +236,9 @@ class SglangServer(RolloutServer):
             if body["mode"] == "abort":
                 await self.abort_running()
             return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+        if path == "/abort_request":
+            self.ended.add(check(body, {"rid": str, "abort_all": bool}, ("rid",))["rid"])
+            return web.Response()
         if path == "/continue_generation":
             check(body, {"torch_empty_cache": bool})
             self.paused = False
@@ -309,7 +315,7 @@ class SglangServer(RolloutServer):
             stops = set()
         tokens, logprobs, reason, cached = await self.sample(
             context, settings.get("max_new_tokens", 128), settings.get("temperature", 1.0),
-            settings.get("top_p", 1.0), settings.get("sampling_seed", 42), stops, None,
+            settings.get("top_p", 1.0), settings.get("sampling_seed", 42), stops, None, body.get("rid", ""),
         )  # fmt: skip
         finish = {
             "stop": {"type": "stop", "matched": tokens[-1] if tokens else None},

@@ -8,9 +8,11 @@ from megatron_dta.config import SamplingConfig
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
+from megatron_dta.sampling.engines.servers.sampled_tokens import SampledTokens
 from megatron_dta.sampling.prompts.load import prompts_at
 from megatron_dta.sampling.rewards.registry import Response
 from megatron_dta.sampling.rewards.scoring import counted
+from megatron_dta.sampling.sources.begun_group import BegunGroup
 from megatron_dta.sampling.sources.independent import sampling_params, to_rollout
 from megatron_dta.sampling.task import SamplingTask
 
@@ -33,13 +35,25 @@ class GroupSampler:
         """Begin, or begin again after something else has used the engine."""
         self._engine.start(self._params, 0)
 
-    def submit(self, group: int) -> None:
-        """Send the requests of a group."""
+    def submit(self, group: int, begun: BegunGroup) -> None:
+        """Send the requests of a group that are not finished."""
         prompt = prompts_at(self._task.prompts, group, 1, self._seed)[0]
-        numbers = range(group * self.samples, (group + 1) * self.samples)
-        most = self._params.max_response_tokens
-        self._engine.submit([GenerationRequest(number, prompt.token_ids, most, key=number) for number in numbers])
-        self.num_open += self.samples
+        most, first = self._params.max_response_tokens, group * self.samples
+        numbers = [first + place for place in range(self.samples) if place not in begun.results]
+        # A continued run may have a lower cap.
+        so_far = {first + place: response for place, response in begun.responses.items() if len(response) < most}
+        self._engine.submit(
+            [GenerationRequest(number, prompt.token_ids, most, key=number) for number in numbers], so_far
+        )
+        self.num_open += len(numbers)
+
+    def sampled_so_far(self) -> dict[int, dict[int, SampledTokens]]:
+        """The tokens of unfinished requests, by group and place; any thread may call this."""
+        found: dict[int, dict[int, SampledTokens]] = {}
+        for number, response in self._engine.sampled_so_far().items():
+            group, place = self.place_of(number)
+            found.setdefault(group, {})[place] = response
+        return found
 
     def place_of(self, request_id: int) -> tuple[int, int]:
         """The group of a request, and which of its samples it is."""

@@ -15,8 +15,8 @@ that of its oldest token.
 become too old. With ``waits`` training waits for every group that would be too old one batch later, so none is lost;
 otherwise rollouts that are too old are dropped and counted, and other groups are admitted.
 
-**Checkpoints** hold the finished groups and the numbers of the others, which a resumed run samples again. So every
-group is taken once, or dropped and counted.
+**Checkpoints** hold the finished groups and, of the others, the finished requests and the tokens so far, with which a
+resumed run goes on. So every group is taken once, or dropped and counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.engines.interface import GenerationResult
 from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights
+from megatron_dta.sampling.sources.begun_group import BegunGroup
 from megatron_dta.sampling.sources.group_sampler import GroupSampler
 from megatron_dta.sampling.sources.sampling_thread import SamplingThread
 
@@ -62,11 +63,9 @@ class StreamLimits:
 
 
 @dataclass
-class _Group:
-    """A group that is not finished: the version of the newest weights when it began, and its results so far."""
+class _Group(BegunGroup):
+    """A group whose requests are sent."""
 
-    version: int
-    results: dict[int, GenerationResult] = field(default_factory=dict)
     scored: Future[list[Rollout]] | None = None
 
 
@@ -90,6 +89,8 @@ class RolloutStream(SamplingThread):
         # In the order in which they were finished.
         self._finished: dict[int, list[Rollout]] = {}
         self._again: deque[int] = deque()
+        # What an earlier process has sampled of some of these.
+        self._begun: dict[int, BegunGroup] = {}
         self._next_group = 0
         self._dropped = {"stale_rollouts": 0, "failed_groups": 0}
         # The batch that is taken next, the step from which it is trained, and whether training waits for it.
@@ -136,9 +137,15 @@ class RolloutStream(SamplingThread):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The finished groups, and the numbers of those that must be sampled again."""
+        """The finished groups, the numbers of those that are not, and what is sampled of these."""
+        so_far = self._sampler.sampled_so_far()
         with self._changed:
+            begun = {
+                number: BegunGroup(group.version, dict(group.results), so_far.get(number, group.responses))
+                for number, group in self._open.items()
+            }
             return {
+                "begun": self._begun | begun,
                 "finished": dict(self._finished),
                 "unfinished": sorted([*self._open, *self._again]),
                 "next_group": self._next_group,
@@ -149,6 +156,8 @@ class RolloutStream(SamplingThread):
         """Restore the state that ``state_dict`` returned; call before any other method."""
         self._finished = dict(state["finished"])
         self._again = deque(state["unfinished"])
+        # Older checkpoints lack this field.
+        self._begun = dict(state.get("begun", {}))
         self._next_group, self._dropped = state["next_group"], dict(state["dropped"])
 
     def _chosen(self) -> list[int] | None:
@@ -248,18 +257,25 @@ class RolloutStream(SamplingThread):
             while self._offered is not None and self._offered[0] == self._loaded and self._may_admit():
                 number = self._again.popleft() if self._again else self._next_group
                 self._next_group = max(self._next_group, number + 1)
-                self._open[number] = _Group(self._loaded)
-                self._sampler.submit(number)
+                begun = self._begun.pop(number, BegunGroup(self._loaded))
+                # A continued run may have fewer samples.
+                kept = {place: result for place, result in begun.results.items() if place < self._sampler.samples}
+                self._open[number] = _Group(begun.version, kept, begun.responses)
+                self._sampler.submit(number, self._open[number])
+                self._score_if_whole(number)
 
     def _receive(self, results: list[GenerationResult]) -> None:
         for result in results:
             number, place = self._sampler.place_of(result.request_id)
-            group = self._open[number]
-            group.results[place] = result
-            if len(group.results) == self._sampler.samples:
-                ordered = [group.results[i] for i in range(self._sampler.samples)]
-                group.scored = Future()
-                self._to_score.put(partial(self._score_group, number, ordered, group.scored))
+            self._open[number].results[place] = result
+            self._score_if_whole(number)
+
+    def _score_if_whole(self, number: int) -> None:
+        group = self._open[number]
+        if len(group.results) == self._sampler.samples:
+            ordered = [group.results[i] for i in range(self._sampler.samples)]
+            group.scored = Future()
+            self._to_score.put(partial(self._score_group, number, ordered, group.scored))
 
     def _score_group(self, number: int, results: list[GenerationResult], scored: Future[list[Rollout]]) -> None:
         try:

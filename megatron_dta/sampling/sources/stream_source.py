@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
+from megatron_dta.sampling.sources.begun_group import unpacked
 from megatron_dta.sampling.sources.group_sampler import GroupSampler
 from megatron_dta.sampling.sources.rank0_source import Rank0Source, WeightsWriter, pack_rollout, unpack_rollout
 from megatron_dta.sampling.sources.rollout_stream import RolloutStream, StreamLimits
@@ -35,7 +36,7 @@ class StreamSource(Rank0Source):
         self._prefetcher = self._stream
 
     def state_dict(self, wait: bool = True) -> dict[str, Any]:
-        """See ``RolloutSource``; nothing is waited for, since unfinished groups are sampled again."""
+        """See ``RolloutSource``; nothing is waited for, since unfinished groups go on with their tokens."""
         del wait
         state: dict[str, Any] = {}
         if self._stream is not None:
@@ -45,6 +46,7 @@ class StreamSource(Rank0Source):
                 {"group": group, "rollouts": [pack_rollout(rollout) for rollout in finished[group]]}
                 for group in finished
             ]
+            state["begun"] = [{"group": group, **each.packed()} for group, each in state["begun"].items()]
         return self._mesh.from_first({"stream": state})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -54,7 +56,9 @@ class StreamSource(Rank0Source):
             groups = {
                 each["group"]: [unpack_rollout(rollout) for rollout in each["rollouts"]] for each in found["finished"]
             }
-            self._stream.load_state_dict(found | {"finished": groups})
+            # Older checkpoints lack this field.
+            begun = {each["group"]: unpacked(each) for each in found.get("begun", [])}
+            self._stream.load_state_dict(found | {"finished": groups, "begun": begun})
 
     def _take(self, number: int, current: int) -> tuple[list[Rollout], dict[str, float]] | None:
         return self._stream.take(number, current, _WAIT_S)

@@ -169,6 +169,30 @@ def test_a_hanging_request_is_moved(setup: Setup) -> None:
 
 
 @KINDS
+@pytest.mark.parametrize("ends", [True, False])
+def test_requests_on_a_slow_server_go_on_elsewhere_with_their_tokens(setup: Setup, ends: bool) -> None:
+    setup.add_servers(2)
+    quick, slow = setup.servers
+    quick.token_delay_s, slow.token_delay_s = 0.001, 0.1
+    path = {"vllm": "/abort_requests", "sglang": "/abort_request"}[setup.kind]
+    if not ends:
+        setup.fault(1, *[404] * 99, path=path)
+    engine = setup.engine(replace(QUICK, timeout_s=60, move_s=0.25))
+    engine.start(PARAMS, 0)
+    requests = [replace(request, max_tokens=16) for request in setup.requests(24, prompts=6)]
+    for request, result in zip(requests, generate(engine, requests), strict=True):
+        check_result(setup, request, result)
+    assert slow.bodies
+    name = "prompt" if setup.kind == "vllm" else "input_ids"
+    sent = {tuple(request.token_ids) for request in requests}
+    continued = [tuple(body[name]) for body in quick.bodies if tuple(body[name]) not in sent]
+    assert bool(continued) == bool(engine.statistics()["moved_requests"]) == ends
+    assert all(any(context[: len(prompt)] == prompt for prompt in sent) for context in continued)
+    assert [line for line in setup.lines if "late requests stay" in line] == setup.lines
+    assert bool(setup.lines) != ends
+
+
+@KINDS
 def test_a_server_that_dies_mid_step_loses_its_requests_to_the_others(setup: Setup) -> None:
     setup.add_servers(3, delay_s=0.05)
     setup.fault(1, None, None, "die")

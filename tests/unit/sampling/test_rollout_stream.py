@@ -10,6 +10,8 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.engines.servers.sampled_tokens import SampledTokens
+from megatron_dta.sampling.sources.begun_group import BegunGroup
 from megatron_dta.sampling.sources.rollout_stream import RolloutStream, StreamLimits
 
 
@@ -33,12 +35,17 @@ class Sampler:
     def begin(self) -> None:
         assert not self._open
 
-    def submit(self, group: int) -> None:
+    def submit(self, group: int, begun: BegunGroup) -> None:
         self.submitted.append(group)
         for number in (2 * group, 2 * group + 1):
+            if number - 2 * group in begun.results:
+                continue
             # A few take far longer than a step.
             seconds = self._rng.random() * (0.01 if self._rng.random() < 0.8 else 0.08)
             self._open[number] = time.monotonic() + seconds, self.version
+
+    def sampled_so_far(self) -> dict[int, dict[int, SampledTokens]]:
+        return {}
 
     def place_of(self, request_id: int) -> tuple[int, int]:
         return divmod(request_id, 2)

@@ -17,8 +17,9 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ from megatron_dta.sampling.engines.servers.http_client import (
     ServerError,
     WrongWeightsError,
 )
+from megatron_dta.sampling.engines.servers.late_requests import LateRequests, Running
 from megatron_dta.sampling.engines.servers.protocol import (
     Asked,
     LogprobsError,
@@ -47,6 +49,7 @@ from megatron_dta.sampling.engines.servers.protocol import (
     request_seed,
 )
 from megatron_dta.sampling.engines.servers.replies import TransientFailureError, shortened
+from megatron_dta.sampling.engines.servers.sampled_tokens import SampledTokens
 from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
 from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights
 from megatron_dta.sampling.engines.servers.weights.updates import ServerWeights
@@ -88,12 +91,14 @@ class HttpEngine(RolloutEngine):
         self._client = HttpClient(urls() if callable(urls) else urls, protocol.health_path, settings, report)
         self._weights = ServerWeights(self._client, protocol, self._forget, self._check_returned)
         self._client.still_current = self._weights.has_newest
+        self._late = LateRequests(self._client, protocol)
         self.drafts = None if speculation is None else ServerDrafts(self._client, protocol, speculation, report)
         self._interrupted = False
         self._params: SamplingParams | None = None
         self._iteration = 0
         self._checked: dict[str, tuple[float, float]] = {}
         self._running: dict[int, Future[GenerationResult]] = {}
+        self._responses: dict[int, SampledTokens] = {}
         self._held: dict[int, bytes] = {}  # affinities
         self._affinities: dict[int, tuple[bytes, bool]] = {}
         self._prompts: dict[int, set[bytes]] = {}
@@ -104,6 +109,7 @@ class HttpEngine(RolloutEngine):
         if self.drafts is None:
             # Drafts are counted on servers that were there when the phase began.
             self._client.start(self._weights.keep_visiting(urls if callable(urls) else None))
+            self._client.start(self._late.keep_moving())
 
     def start(self, params: SamplingParams, iteration: int) -> None:
         """See the interface; checks the logprobs of servers that have not been checked yet."""
@@ -140,7 +146,12 @@ class HttpEngine(RolloutEngine):
             raise ValueError(f"{self._protocol.name} takes no corpora here")
         self._client.start(self.drafts.load_corpus(path.resolve(), f"{self._weights.run}-{path.stem}")).result()
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    def submit(self, requests: Sequence[GenerationRequest], begun: Mapping[int, SampledTokens] | None = None) -> None:
+        """See the interface.
+
+        Args:
+            begun: what an earlier process has sampled of some requests (``sampled_so_far``), by id.
+        """
         if self._params is None:
             raise ValueError("the engine was not started")
         seen: set[int] = set()
@@ -151,10 +162,15 @@ class HttpEngine(RolloutEngine):
             affinity = self._affinity(request)
             self._affinities[request.request_id] = (affinity, request.hold)
             self._open_affinities[affinity] += 1
+            self._responses[request.request_id] = (begun or {}).get(request.request_id, SampledTokens())
             label = f"request {request.request_id} ({len(request.token_ids)} tokens, up to {request.max_tokens} more)"
             future = self._client.start(self._generate(request, affinity, self._params, self._iteration, label))
             self._running[request.request_id] = future
             future.add_done_callback(lambda _, request_id=request.request_id: self._finished.put(request_id))
+
+    def sampled_so_far(self) -> dict[int, SampledTokens]:
+        """The tokens of unfinished requests that servers have replied with, by id; any thread may call this."""
+        return {request_id: response for request_id, response in self._responses.copy().items() if len(response)}
 
     def poll(self) -> list[GenerationResult]:
         """See the interface.
@@ -162,14 +178,9 @@ class HttpEngine(RolloutEngine):
         Raises:
             ServerError: a request has failed for good; all others are cancelled.
         """
-        begin = time.perf_counter()
         results: list[GenerationResult] = []
         while self._running and not results:
-            if self._interrupted:
-                self._cancel()
-                raise ServerError("generation was interrupted")
-            results = self._collect(_WAIT_S)
-        self._counts["seconds"] += time.perf_counter() - begin
+            results = self.poll_for(_WAIT_S)
         return results
 
     def poll_for(self, seconds: float) -> list[GenerationResult]:
@@ -243,6 +254,7 @@ class HttpEngine(RolloutEngine):
                 self._cancel()
                 raise error
             result = future.result()
+            del self._responses[request_id]
             affinity, hold = self._affinities.pop(request_id)
             if hold:
                 self._held[request_id] = affinity
@@ -257,57 +269,57 @@ class HttpEngine(RolloutEngine):
         self, request: GenerationRequest, affinity: bytes, params: SamplingParams, iteration: int, label: str
     ) -> GenerationResult:
         """Sample until one of the trainer's ends of sequence or the length cap."""
-        tokens, logprobs, versions = [np.asarray(request.token_ids, dtype=np.int32)], [], []
-        left, stopped = request.max_tokens, False
-        while left and not stopped:
-            context = np.concatenate(tokens)
+        response, place, end = self._responses[request.request_id], None, None
+        while len(response) < request.max_tokens and end is None:
+            context = np.concatenate([np.asarray(request.token_ids, dtype=np.int32), response.token_ids])
             seed = request_seed(params, iteration, request, len(context))
+            left = request.max_tokens - len(response)
             body = self._protocol.body(context, left, params, seed)
-            asked = Asked(context, left, self._vocab_size, self._protocol.routing, self._continues)
-            sent = self._weights.label
-            piece = await self._client.post_anywhere(
-                affinity,
-                self._protocol.generate_path,
-                body,
-                lambda reply, asked=asked, sent=sent: self._read(reply, asked, sent),
-                label,
-                asked.most_reply_bytes,
-            )
+            asked = Asked(context, left, self._vocab_size, self._protocol.routing)
+            place = self._late.begin(asked, self._weights.label, place)
+            try:
+                piece = await self._client.post_anywhere(
+                    affinity,
+                    self._protocol.generate_path,
+                    lambda name, body=body: body | self._protocol.named(name),
+                    lambda reply, place=place: self._read(reply, place),
+                    label,
+                    place,
+                )
+            finally:
+                self._late.end(place)
             self._counts["reused_tokens"] += piece.cached_tokens
             self._counts["prefilled_tokens"] += len(context) - piece.cached_tokens
             if self._counted_drafts is not None:
                 self._counted_drafts.add(piece)
-            tokens.append(piece.token_ids)
-            logprobs.append(piece.logprobs)
-            versions.append(np.full(len(piece.token_ids), self._version_of(piece)))
-            left -= len(piece.token_ids)
-            ends = np.flatnonzero(np.isin(piece.token_ids, list(params.eos_ids)))
-            stopped = ends.size > 0
-            if stopped and int(ends[0]) + 1 < len(piece.token_ids):
+            response = response.extended(piece.token_ids, piece.logprobs, self._version_of(piece))
+            end = response.first_end(params.eos_ids)
+            if end is not None and end + 1 < len(response):
                 raise ServerError(f"{label}: the server sampled past an end of sequence that it was given")
-        token_versions = np.concatenate(versions)
+            if end is None and len(response) < request.max_tokens:
+                self._responses[request.request_id] = response
         return GenerationResult(
             request.request_id,
-            np.concatenate(tokens[1:]),
-            np.concatenate(logprobs),
-            FinishReason.STOP if stopped else FinishReason.LENGTH,
-            int(token_versions.min()),
+            response.token_ids,
+            response.logprobs,
+            FinishReason.LENGTH if end is None else FinishReason.STOP,
+            int(response.versions.min()),
             # The last reply tells the experts of all tokens before it, too.
             piece.routed_experts,
-            token_versions if self._continues else None,
+            response.versions if self._continues else None,
         )
 
     def _version_of(self, piece: Piece) -> int:
         label = next(iter(piece.weight_versions), None) if self._continues else None
         return self._weights.version if label is None else self._weights.version_of(label)
 
-    def _read(self, reply: object, asked: Asked, sent: str) -> Piece:
-        """Read a reply; ``sent`` is the label of the newest weights when its request was made."""
-        piece = self._protocol.read(reply, asked)
+    def _read(self, reply: object, place: Running) -> Piece:
+        piece = self._protocol.read(reply, replace(place.asked, may_abort=self._continues or place.is_ended))
+        place.tokens = len(piece.token_ids)
         newest = self._weights.label
         if self._continues and newest:
             self._check_versions(piece)
-            if not len(piece.token_ids) and sent == newest:
+            if not place.tokens and place.label == newest and not place.is_ended:
                 raise TransientFailureError("the server ended the request without a token, and without new weights")
             return piece
         if newest and piece.weight_versions - {newest}:
@@ -377,6 +389,7 @@ class HttpEngine(RolloutEngine):
 
     def _cancel(self) -> None:
         running, self._running = self._running, {}
+        self._responses.clear()
         for future in running.values():
             future.cancel()
         self._finished = queue.SimpleQueue()

@@ -21,12 +21,16 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import itertools
 import os
 import random
 import threading
+import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron_dta.common.errors import InputError
@@ -59,6 +63,22 @@ class TimedOutError(TransientFailureError):
 
 class WrongWeightsError(Exception):
     """A server replied with other weights than those it was given last."""
+
+
+@dataclass(eq=False)
+class Place:
+    """Where a request runs: its server, since when, and its name there, which is new for each attempt.
+
+    Attributes:
+        most_bytes: maximum length of the reply.
+        avoid: a server that is chosen only if there is no other.
+    """
+
+    server: Server | None = None
+    sent_at: float = 0.0
+    name: str = ""
+    most_bytes: int = MOST_REPLY_BYTES
+    avoid: Server | None = None
 
 
 class HttpClient(ServerPool):
@@ -96,6 +116,7 @@ class HttpClient(ServerPool):
         self.still_current: Callable[[Server], Awaitable[bool]] = _never
         # The state of the global generator belongs to checkpoints.
         self._random = random.Random()
+        self._name, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self._reviving = asyncio.Lock()
         self._may_send = asyncio.Event()
         self._may_send.set()
@@ -126,28 +147,31 @@ class HttpClient(ServerPool):
         self,
         affinity: Hashable,
         path: str,
-        body: Mapping[str, Any],
+        body: Callable[[str], Mapping[str, Any]],
         read: Callable[[Any], Answer],
         label: str,
-        most_bytes: int = MOST_REPLY_BYTES,
+        place: Place,
     ) -> Answer:
         """POST to the affinity's server, or to another one if that one fails. Returns ``read`` of the JSON reply.
 
         Args:
+            body: makes the request from its name.
             read: raises ``TransientFailureError`` for a reply of the wrong form and ``WrongWeightsError``.
             label: names the request in errors.
-            most_bytes: maximum length of a reply.
+            place: its server and name are kept up to date.
 
         Raises:
             ServerError: no attempt succeeded.
         """
-        failed_on: dict[str, int] = {}
+        failed_on: dict[str, int] = {} if place.avoid is None else {place.avoid.url: 2}
         for attempt in range(1, self.settings.attempts + 1):
             try:
                 server = await self._sendable_server(affinity, failed_on)
                 server.open_requests += 1
+                place.name = f"{self._name}-{next(self._numbers)}"
+                place.server, place.sent_at = server, time.monotonic()
                 try:
-                    return read(await self._send(server, "POST", path, body, most_bytes))
+                    return read(await self._send(server, "POST", path, body(place.name), place.most_bytes))
                 finally:
                     server.open_requests -= 1
                     self.wake(1)

@@ -21,6 +21,8 @@ class HttpSettings:
         backoff_s, backoff_limit_s: first and longest pause between attempts; pauses double, and half of each is random.
         continues: running requests continue on new weights; see ``engine``.
         max_requests: maximum number of open requests per server.
+        slower_by: how much slower than another one a server is whose requests are moved; see ``late_requests``.
+        move_s: pause between looking for such requests.
         revisit_s: pause between visits to servers that are left out, and between readings of the list of servers.
     """
 
@@ -31,6 +33,8 @@ class HttpSettings:
     backoff_limit_s: float = 30.0
     max_requests: int = 256
     continues: bool = False
+    slower_by: float = 2.0
+    move_s: float = 5.0
     revisit_s: float = 15.0
 
 

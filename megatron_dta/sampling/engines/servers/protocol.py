@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_dta.sampling.engines.interface import GenerationRequest
 from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
-from megatron_dta.sampling.engines.servers.replies import TransientFailureError, as_float, field_of, list_of, shown
+from megatron_dta.sampling.engines.servers.replies import TransientFailureError, field_of, list_of, shown
 from megatron_dta.sampling.engines.servers.routing import RoutingShape
 from megatron_dta.sampling.engines.servers.speculation import DraftCounts, ServerSpeculation
 from megatron_dta.sampling.engines.servers.weights.groups import GroupOpener, Meeting, group_opener
@@ -117,6 +117,14 @@ class ServerProtocol(ABC):
     @abstractmethod
     def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
         """The request that continues ``token_ids``."""
+
+    @abstractmethod
+    def named(self, name: str) -> dict[str, Any]:
+        """The field that gives a request a name."""
+
+    @abstractmethod
+    async def end_request(self, client: HttpClient, server: Server, name: str) -> None:
+        """End a request by its name; its reply has the tokens so far. ``ServerError`` if the server cannot."""
 
     @abstractmethod
     def read(self, reply: Any, asked: Asked) -> Piece:
@@ -230,14 +238,14 @@ def make_piece(
             "own limit of the context is lower than --max-position-embeddings"
         )
     limit = asked.vocab_size or 2**31
-    outside = next((token for token in token_ids if not 0 <= token < limit), None)
-    if outside is not None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limit:
+        outside = next(token for token in token_ids if not 0 <= token < limit)
         raise TransientFailureError(
             f"the reply's {names[0]} have {shown(outside)}, outside of the vocabulary of {limit}: the server has "
             "another model"
         )
-    wrong = next((v for v in logprobs if not _SMALLEST_LOGPROB <= as_float(v) <= _LARGEST_LOGPROB), None)
-    if wrong is not None:
+    if logprobs and not _SMALLEST_LOGPROB <= min(logprobs) <= max(logprobs) <= _LARGEST_LOGPROB:
+        wrong = next(v for v in logprobs if not _SMALLEST_LOGPROB <= v <= _LARGEST_LOGPROB)
         raise TransientFailureError(
             f"the reply's {names[1]} have {shown(wrong)}, which is no logprob: above 0, below {_SMALLEST_LOGPROB:g} or "
             "not finite"

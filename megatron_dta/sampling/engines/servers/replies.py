@@ -82,6 +82,9 @@ def list_of(values: Any, kind: Any, name: str) -> list[Any]:
     """Check that ``values`` is a list of items of one kind, and return it."""
     if not isinstance(values, list):
         raise TransientFailureError(f"the reply's {name} must be a list, got {shown(values)}")
+    kinds = set(kind) if isinstance(kind, tuple) else {kind}
+    if kinds.issuperset(map(type, values)):
+        return values
     for place, value in enumerate(values):
         if not _is(value, kind):
             raise TransientFailureError(f"the reply's {name}.{place} must be {_KINDS[kind]}, got {shown(value)}")

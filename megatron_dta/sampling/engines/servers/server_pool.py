@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -127,13 +127,17 @@ class ServerPool(ABC):
         found = [server for server in self.servers if server.alive]
         return found or [server for server in self._leaving if server.alive]
 
+    def has_place(self, server: Server) -> bool:
+        """Whether a server may have another request."""
+        return server.open_requests < self._most_requests
+
     async def free_server(self, affinity: Hashable, failed_on: Mapping[str, int]) -> Server:
         """Wait for a server with fewer open requests than it may have: the home, or another one if that is full."""
         while True:
             home = await self._home(affinity, failed_on)
             others = [server for server in self.alive if failed_on.get(server.url, 0) < 2]
             for server in (home, *sorted(others, key=lambda server: server.open_requests)):
-                if server.open_requests < self._most_requests:
+                if self.has_place(server):
                     return server
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
@@ -161,8 +165,8 @@ class ServerPool(ABC):
             return home
         if home is not None:
             self.counts.moved += 1
-        homes = list(self._homes.copy().values())
-        chosen = min(usable, key=lambda server: (server.open_requests, homes.count(server)))
+        homes = Counter(self._homes.copy().values())
+        chosen = min(usable, key=lambda server: (server.open_requests, homes[server]))
         if home not in candidates:
             self._homes[affinity] = chosen
         return chosen

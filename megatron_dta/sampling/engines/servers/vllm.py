@@ -85,6 +85,13 @@ class VllmProtocol(ServerProtocol):
             "add_special_tokens": False,
         }
 
+    def named(self, name: str) -> dict[str, Any]:
+        return {"request_id": name}
+
+    async def end_request(self, client: HttpClient, server: Server, name: str) -> None:
+        # The name of the first prompt of a completion.
+        await self._control(client, server, "/abort_requests", {"request_ids": [f"cmpl-{name}-0"]})
+
     def read(self, reply: Any, asked: Asked) -> Piece:
         prompt = field_of(reply, "choices", 0, "prompt_token_ids", kind=list, optional=True)
         if prompt is not None and prompt != asked.token_ids.tolist():
