@@ -123,7 +123,7 @@ class Experiment:
         print(f"tables: {self.report.write_markdown()}")
         rates, voted = self.report.rows("efficiency"), self.report.rows("votes")
         if rates or voted:
-            print(f"plot: {self.report.plot(partial(plot_sampling, rates=rates, votes=voted), 2, 'sampling')}")
+            print(f"plot: {self.report.plot(partial(plot_sampling, rates=rates, votes=voted), 3, 'sampling')}")
 
     def attempt(self, part: str) -> None:
         """Run a part; what fails leaves the others as they are."""

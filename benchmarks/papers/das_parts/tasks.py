@@ -57,7 +57,8 @@ def small() -> Scale:
         solved=2400,
         model=f"{common} --max-position-embeddings 192 --tree-segment-tokens 1024",
         warmup=f"{warmup} --train-iters 150",
-        training=f"{training} --train-iters 24 --lr-decay-iters 24 --rollout-max-response-len 32 --eval-interval 8",
+        training=f"{training} --lr 1e-4 --train-iters 24 --lr-decay-iters 24 --rollout-max-response-len 32 "
+        "--eval-interval 8",
         batch=8,
         samples=8,
         modes=(PLAIN, EXACT, CLOCK),

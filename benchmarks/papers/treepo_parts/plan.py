@@ -111,11 +111,11 @@ _SMALL = Scale(
     methods=(GRPO, TREEPO, TREES),
     seeds=2,
     efficiency="--shape tiny --batch 16 --queries 12 --width 8 --mean-length 24 --max-length 96 --prompt-tokens 16 "
-    "--runs 1",
+    "--runs 3",
     efficiency_segments=(4, 8, 16),
     widths=(1, 2, 4, 8),
     branching_factors=(2, 4),
-    repeats=1,
+    repeats=2,
 )
 _SMALLEST = Scale(
     data="--base 2 --digits 6 --examples 0 --carelessness 0.3 --count 8 --prompts 64 --held-out 2",

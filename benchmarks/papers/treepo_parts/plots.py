@@ -18,6 +18,7 @@ _RATES = {
     "decoded_tokens": "decoded\ntokens",
 }
 _POINTS = 60
+_VOTE_COSTS = {"decoded_tokens": "decoded tokens", "sampling_seconds": "seconds of sampling"}
 
 
 def plot_curves(axes: Sequence[Axes], curves: Mapping[str, Mapping[int, Curve]]) -> None:
@@ -35,7 +36,7 @@ def plot_curves(axes: Sequence[Axes], curves: Mapping[str, Mapping[int, Curve]])
 
 
 def plot_sampling(axes: Sequence[Axes], rates: Sequence[Mapping[str, Any]], votes: Sequence[Mapping[str, Any]]) -> None:
-    """Rates of trees relative to independent rollouts, and maj@k over the seconds of sampling."""
+    """Rates of trees relative to independent rollouts, and maj@k over decoded tokens and over seconds of sampling."""
     trees = [row for row in rates if row["method"] == "tree"]
     width = 0.8 / max(1, len(trees))
     for number, (color, row) in enumerate(zip(COLORS, trees, strict=False)):
@@ -45,14 +46,20 @@ def plot_sampling(axes: Sequence[Axes], rates: Sequence[Mapping[str, Any]], vote
     axes[0].axhline(1, color="black", linewidth=0.8)
     axes[0].set_xticks(range(len(_RATES)), list(_RATES.values()))
     axes[0].set(ylabel="trees / independent rollouts")
-    axes[0].legend()
+    if trees:
+        axes[0].legend()
     models = list(dict.fromkeys(row["model"] for row in votes))
     samplers = list(dict.fromkeys(row["sampler"] for row in votes))
-    for model, style in zip(models, ("-", "--", ":"), strict=False):
-        for color, sampler in zip(COLORS, samplers, strict=False):
-            own = [row for row in votes if (row["model"], row["sampler"]) == (model, sampler)]
-            points = [row["sampling_seconds"] for row in own], [row["majority"] for row in own]
-            axes[1].plot(*points, "o", linestyle=style, color=color, label=f"{model}, {sampler}")
-    axes[1].set(xlabel="seconds of sampling", ylabel="maj@k", ylim=(0, None))
-    axes[1].grid(alpha=0.3)
-    axes[1].legend(fontsize="x-small")
+    for panel, cost in zip(axes[1:], _VOTE_COSTS, strict=True):
+        for model, style in zip(models, ("-", "--", ":"), strict=False):
+            for color, sampler in zip(COLORS, samplers, strict=False):
+                own = [row for row in votes if (row["model"], row["sampler"]) == (model, sampler)]
+                points = [row[cost] for row in own], [row["majority"] for row in own]
+                panel.plot(*points, "o", linestyle=style, color=color, label=f"{model}, {sampler}")
+                for row in own:
+                    panel.annotate(f"k={row['k']}", (row[cost], row["majority"]), fontsize=6, xytext=(2, 3),
+                                   textcoords="offset points")  # fmt: skip
+        panel.set(xlabel=_VOTE_COSTS[cost], ylabel="maj@k", ylim=(0, None))
+        panel.grid(alpha=0.3)
+    if votes:
+        axes[1].legend(fontsize="x-small", handlelength=4)
