@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape, RankParameters
-from megatron_dta.planning.costs.file import RUN_SETTINGS, CostFile
+from megatron_dta.planning.costs.file import RUN_SETTINGS, CostFile, CostShape
 from megatron_dta.planning.costs.segment_bytes import GIB, RankTensors, SegmentBytes
 
 # CUDA context, NCCL buffers, and the workspaces of cuBLAS and Triton.
@@ -167,7 +167,7 @@ def counted_bytes(shape: DecoderShape, mesh: RunMesh, states: StateSettings) -> 
     """Count the bytes of a token on a rank, without logits; figures per layer are the mean over all layers."""
     tensor, rows = mesh.tensor, mesh.tensor if mesh.sequence_parallel else 1
     element = DTYPE_BYTES[states.weights]
-    kept = work = 0.0
+    kept = work = spread = 0.0
     for layer, count in shape.kinds(range(shape.num_layers)):
         rank = RankTensors(
             element,
@@ -190,8 +190,10 @@ def counted_bytes(shape: DecoderShape, mesh: RunMesh, states: StateSettings) -> 
                 of_experts = _expert_bytes(shape, mesh, element, rows)
         kept += (of_layer.kept_per_token_and_layer + of_experts[0] / mesh.context) * count / shape.num_layers
         work = max(work, of_layer.work_per_token + of_experts[1] / mesh.context)
+        spread = max(spread, of_layer.spread_per_token)
     # Fixed bytes are in FIXED_BYTES.
-    result = replace(of_layer, kept_per_token_and_layer=kept, work_per_token=work, work_fixed=0.0, fixed=0.0)
+    coefficients = dict(kept_per_token_and_layer=kept, work_per_token=work, spread_per_token=spread)
+    result = replace(of_layer, **coefficients, work_fixed=0.0, fixed=0.0)
     if states.full_recompute_layers is None:
         return result
     # Each unit of layers keeps its input; a unit holds its activations while it is recomputed.
@@ -199,7 +201,21 @@ def counted_bytes(shape: DecoderShape, mesh: RunMesh, states: StateSettings) -> 
     return replace(
         result,
         kept_per_token_and_layer=result.input_per_token / unit,
-        work_per_token=work + unit * kept,
+        work_per_token=work + unit * kept + unit**0.5 * spread,
+        spread_per_token=0.0,
+    )
+
+
+def of_measurement(shape: CostShape, layers: int = 1) -> RunMesh:
+    """The mesh on which a cost file was measured."""
+    return RunMesh(
+        shape.tensor_model_parallel_size,
+        1,
+        1,
+        (layers,),
+        experts=shape.expert_model_parallel_size,
+        expert_tensor=shape.expert_tensor_parallel_size,
+        sequence_parallel=shape.sequence_parallel,
     )
 
 
@@ -208,12 +224,12 @@ def corrected_bytes(counted: SegmentBytes, measured: CostFile | None) -> Segment
     if measured is None or measured.bytes is None:
         return counted
     of = measured.shape
-    mesh = RunMesh(of.tensor_model_parallel_size, 1, 1, (1,), sequence_parallel=of.sequence_parallel)
-    expected = counted_bytes(of.decoder(), mesh, StateSettings())
+    expected = counted_bytes(of.decoder(), of_measurement(of), StateSettings())
     found = {}
     for field in fields(SegmentBytes):
         value, was, is_now = (getattr(each, field.name) for each in (counted, expected, measured.bytes))
-        found[field.name] = value * is_now / was if was else is_now
+        # What the measured model lacks, such as experts, is as counted.
+        found[field.name] = value * is_now / was if was else is_now or value
     kept = {name: getattr(counted, name) for name in RUN_SETTINGS}
     return SegmentBytes(**found | kept)
 
@@ -257,7 +273,7 @@ def stage_memory(
         rows = states.logprob_chunk_tokens or max(1, LOGIT_ELEMENTS // shape.vocab_size)
         rows = min(rows, flight.segment / mesh.context)
         logits = each.work_fixed or rows * shape.vocab_size / mesh.tensor * LOGIT_BYTES
-    of_token = num_layers * each.kept_per_token_and_layer + once
+    of_token = replace(each, kept_per_token=once).kept(num_layers)
     kept = flight.tokens if flight.kept is None else min(flight.kept, flight.tokens)
     room = float(replace(each, work_fixed=0.0).work(flight.segment, flight.path))
     keys_values = flight.tokens * each.slot(num_layers)

@@ -34,6 +34,7 @@ from megatron_dta.capacity.memory import (
     DTYPE_BYTES,
     RunMesh,
     StateSettings,
+    of_measurement,
     rank_parameters,
     state_parameters,
 )
@@ -217,8 +218,9 @@ def training_costs(
     It is the measured one if it was measured on this shape and tensor parallelism; otherwise it is counted at fixed
     rates.
     """
-    if measured is not None and shape.num_experts is None:
-        needed = CostShape.of(shape, measured.shape.dtype, mesh.tensor, mesh.sequence_parallel)
+    if measured is not None and (shape.num_experts is None or (shape.moe_grouped_gemm and all(shape.moe_layers))):
+        ranks = (mesh.experts, mesh.expert_tensor)
+        needed = CostShape.of(shape, measured.shape.dtype, mesh.tensor, mesh.sequence_parallel, ranks)
         if measured.shape == needed and mesh.context == 1:
             return measured.model(shape.num_layers, segment_tokens)
     return CostModel.from_shape(shape, segment_tokens)
@@ -269,7 +271,7 @@ def calibrated(cluster: Cluster, measured: CostFile) -> Cluster:
     cluster = replace(cluster, short_segment_tokens=0.0)  # The measurements include short segments.
     of, layers = measured.shape, measured.num_layers
     tensor = of.tensor_model_parallel_size
-    mesh = RunMesh(tensor, 1, 1, (layers,), sequence_parallel=of.sequence_parallel)
+    mesh = of_measurement(of, layers)
     found, expected = measured.model(), mesh_costs(of.decoder(layers), mesh, cluster)
     token, pair, edge = (
         getattr(expected, name) / getattr(found, name) if getattr(found, name) else 1.0
@@ -279,7 +281,7 @@ def calibrated(cluster: Cluster, measured: CostFile) -> Cluster:
         cluster,
         gemm_share=cluster.gemm_share * token,
         hbm_share=cluster.hbm_share * token,
-        link_share=cluster.link_share * (token if tensor > 1 else 1.0),
+        link_share=cluster.link_share * (token if tensor * of.expert_model_parallel_size > 1 else 1.0),
         attention_share=cluster.attention_share * pair,
         logit_share=cluster.logit_share * edge,
         floor_seconds_per_layer=found.floor_seconds / layers,

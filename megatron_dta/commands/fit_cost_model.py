@@ -10,8 +10,9 @@ trained tokens, and forests of short sequences, which have many tokens and few a
 with the device idle before each op, to measure the time that the host takes to launch them. Long segments follow each
 other without a pause, as in a training step: under continuous load the clock of a GPU is lower, by 8% on an H200. A
 second, shallower model separates the cost of a layer from costs that occur once. Therefore --num-layers can be less
-than the model's, and the file is valid for any depth, but only for this shape, dtype and tensor parallelism. On a GPU,
-the bytes of activations are measured as well, and the workspace counted for a backward is checked.
+than the model's, and the file is valid for any depth, but only for this shape, dtype, and tensor and expert
+parallelism. On a GPU, the bytes of activations are measured as well, and the workspace counted for a backward is
+checked. Ranks that share experts (--expert-model-parallel-size) measure equal segments at the same time.
 --refit FILE fits the measurements in FILE again, without a GPU, and writes them with the new coefficients to --output.
 Pass the file as --cost-model to training, benchmarks/train.py, tools/simulate_pipeline.py and tools/plan_partition.py.
 """
@@ -38,6 +39,7 @@ from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.measurement import Report
 from megatron_dta.config import ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.config.checks.experts import check_experts
 from megatron_dta.config.checks.mesh import check_context_parallel, check_tensor_parallel, check_world_size
 from megatron_dta.config.derived.benchmark_model import MODELS, benchmark_model
 from megatron_dta.engine import TreeEngine, prepare_batch
@@ -115,6 +117,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "fa4", "reference"), default="auto")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--expert-model-parallel-size", type=int, default=1)
+    parser.add_argument("--expert-tensor-parallel-size", type=int)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     if not arguments.output.parent.is_dir():
@@ -209,7 +213,9 @@ class DepthMeasurement:
         self.device, self.layers, self.repeats = device, layers, arguments.repeats
         self.longest = max(sum(arguments.max_length >> cut for cut in case.cuts) for case in CASES)
         config = benchmark_model(arguments.model, arguments.vocab_size, self.longest, arguments.bf16, layers)
+        config = replace(config, moe_grouped_gemm=config.num_experts is not None)
         check_tensor_parallel(config, parallel)
+        check_experts(config, parallel)
         check_context_parallel(config, parallel)
         self.chunks = data_parallel_chunks(build_model(config, device, parallel), parallel)
         self.engine = TreeEngine(
@@ -301,13 +307,18 @@ def main() -> int:
     parallel = ParallelConfig(
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         sequence_parallel=arguments.sequence_parallel,
+        expert_model_parallel_size=arguments.expert_model_parallel_size,
+        expert_tensor_parallel_size=arguments.expert_tensor_parallel_size,
     )
     start = time.perf_counter()
     device = initialize_parallel(arguments.seed, parallel)
     check_world_size(parallel, torch.distributed.get_world_size())
     mesh = current_mesh()
-    if mesh.data_size > 1:
-        raise InputError("the processes must be one tensor group: set --tensor-model-parallel-size to their number")
+    if mesh.data_size > len(mesh.expert_data_ranks):
+        raise InputError(
+            "the processes must be one tensor group, or share experts: set --tensor-model-parallel-size or "
+            "--expert-model-parallel-size to their number"
+        )
     all_layers = MODELS[arguments.model].num_layers
     deepest = arguments.num_layers or all_layers
     ops: list[MeasuredOp] = []
@@ -316,7 +327,7 @@ def main() -> int:
         ops += measured.cases(arguments.max_length)
         engine = measured.engine
         shape = cost_shape(engine.config, engine.shape, engine.dtype)
-        counted = engine.counted_bytes()
+        counted = engine.counted_bytes() if device.type == "cuda" else None
         del measured, engine
         gc.collect()
         if device.type == "cuda":

@@ -51,14 +51,18 @@ def cost_shape(config: TransformerConfig, shape: DecoderShape, dtype: torch.dtyp
     """The properties for which a measurement of the model is valid; raises InputError if it cannot be measured."""
     if any(shape.linear_attention_layers):
         raise InputError("--cost-model: models with gated delta net cannot be measured; leave it out")
-    if shape.num_experts is not None:
-        raise InputError("--cost-model: models with experts cannot be measured; leave it out")
+    if shape.num_experts is not None and not all(shape.moe_layers):
+        raise InputError("--cost-model: layers with and without experts (--moe-layer-freq) differ; leave it out")
     if config.context_parallel_size > 1:
         raise InputError(
             "--cost-model: costs are measured on one context rank; leave it out with --context-parallel-size"
         )
     return CostShape.of(
-        shape, str(dtype).removeprefix("torch."), config.tensor_model_parallel_size, config.sequence_parallel
+        shape,
+        str(dtype).removeprefix("torch."),
+        config.tensor_model_parallel_size,
+        config.sequence_parallel,
+        (config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1),
     )
 
 

@@ -51,8 +51,8 @@ def _check_experts(config: TrainConfig) -> Iterator[str]:
     tree, model = config.tree, config.model
     if model.num_experts is None:
         return
-    if tree.cost_model is not None:
-        yield f"--cost-model {tree.cost_model}: does not support experts; leave it out with --num-experts"
+    if tree.cost_model is not None and not model.moe_grouped_gemm:
+        yield f"--cost-model {tree.cost_model}: supports experts with --moe-grouped-gemm only; add it"
     if tree.tree_memory_gib is None:
         return
     if not model.moe_grouped_gemm:

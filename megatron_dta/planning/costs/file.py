@@ -6,8 +6,9 @@ The forward of a segment takes, as does its backward with other coefficients,
 
 The terms without ``layers`` happen once per pass: embedding, logits and their gradients. The first argument of ``max``,
 the floor, is the time that the host needs to launch the pass while the device computes the second. A file is valid for
-any number of layers of one layer shape, dtype and tensor parallelism. The numbers of pipeline stages and replicas do
-not change the cost of a segment. Other shapes are refused, not scaled.
+any number of layers of one layer shape, dtype, and tensor and expert parallelism. The numbers of pipeline stages and
+replicas do not change the cost of a segment. Other shapes are refused, not scaled. Experts are grouped
+(``--moe-grouped-gemm``), and either all layers have them or none.
 
 Bytes are those of one rank's tensors (``segment_bytes``); a file that was made without a GPU has none. Files of version
 1 have no version field and fewer kinds of bytes. The missing kinds are 0, and the others include them.
@@ -40,6 +41,15 @@ SHARED_WITH_DECODER = (
 )
 # Bytes that files of version 1 lack.
 _SINCE_VERSION_2 = frozenset({"scores_per_token", "scores_per_pair", "most_scores", "kv_per_token", "fixed"})
+# Sizes of experts, which files of models without them may lack.
+_OF_EXPERTS = (
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 # What a run sets and no file holds.
 RUN_SETTINGS = frozenset({"kv_offload_fraction", "attention_share"})
 
@@ -51,6 +61,9 @@ class CostShape:
     Attributes:
         dtype: dtype of weights and activations, for example "bfloat16".
         tensor_model_parallel_size, sequence_parallel: how each layer is divided.
+        num_experts, moe_router_topk, moe_ffn_hidden_size, moe_shared_expert_intermediate_size: experts of a layer; 0
+            without them.
+        expert_model_parallel_size, expert_tensor_parallel_size: how experts are divided.
     """
 
     hidden_size: int
@@ -63,16 +76,44 @@ class CostShape:
     dtype: str = "bfloat16"
     tensor_model_parallel_size: int = 1
     sequence_parallel: bool = False
+    num_experts: int = 0
+    moe_router_topk: int = 0
+    moe_ffn_hidden_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
 
     @classmethod
-    def of(cls, shape: DecoderShape, dtype: str, tensor_size: int, sequence_parallel: bool) -> CostShape:
-        """The properties of a decoder without experts."""
+    def of(
+        cls,
+        shape: DecoderShape,
+        dtype: str,
+        tensor_size: int,
+        sequence_parallel: bool,
+        expert_ranks: tuple[int, int] = (1, 1),
+    ) -> CostShape:
+        """The properties of a decoder.
+
+        Args:
+            expert_ranks: ranks over which experts are divided, and ranks that share each expert.
+        """
         sizes = {name: getattr(shape, name) for name in SHARED_WITH_DECODER}
+        if shape.num_experts is not None:
+            names = ("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size")
+            sizes |= {name: getattr(shape, name) or 0 for name in names} | {"moe_ffn_hidden_size": shape.expert_width}
+            # All layers have experts, so the width of the others is of no account.
+            sizes["ffn_hidden_size"] = 1
+            names = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+            sizes |= dict(zip(names, expert_ranks, strict=True))
         return cls(**sizes, dtype=dtype, tensor_model_parallel_size=tensor_size, sequence_parallel=sequence_parallel)
 
     def decoder(self, num_layers: int = 1) -> DecoderShape:
         """The shape of a decoder of such layers."""
         sizes = {name: getattr(self, name) for name in SHARED_WITH_DECODER}
+        if self.num_experts:
+            sizes |= dict(num_experts=self.num_experts, moe_router_topk=self.moe_router_topk, moe_grouped_gemm=True)
+            sizes |= dict(moe_ffn_hidden_size=self.moe_ffn_hidden_size)
+            sizes |= dict(moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size or None)
         return DecoderShape(num_layers, **sizes)
 
 
@@ -163,10 +204,12 @@ def load_cost_file(path: str | Path) -> CostFile:
                 f"tools/fit_cost_model.py --refit {path} --output FILE"
             )
     measured = values.get("bytes")
-    optional = RUN_SETTINGS | (_SINCE_VERSION_2 if values.get("version", 1) == 1 else frozenset())
+    optional = (
+        RUN_SETTINGS | {"spread_per_token"} | (_SINCE_VERSION_2 if values.get("version", 1) == 1 else frozenset())
+    )
     found = CostFile(
         str(path),
-        read_part(path, values, "shape", CostShape),
+        read_shape(path, values),
         values["num_layers"],
         read_part(path, values, "forward", PassSeconds),
         read_part(path, values, "backward", PassSeconds),
@@ -191,6 +234,11 @@ def read_measured(path: str | Path) -> dict[str, Any]:
     if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
         raise InputError(f"{path}: field num_layers must be a whole number above 0, not {layers!r}")
     return values
+
+
+def read_shape(path: str | Path, values: Mapping[str, Any]) -> CostShape:
+    """Read the field ``shape`` of a file."""
+    return read_part(path, values, "shape", CostShape, frozenset(_OF_EXPERTS))
 
 
 def load_cost_model(path: str | Path) -> tuple[CostModel, CostFile | None]:

@@ -161,8 +161,8 @@ def fit_errors(ops: Sequence[MeasuredOp], forward: PassSeconds, backward: PassSe
     return errors
 
 
-def fit_bytes(ops: Sequence[MeasuredOp], counted: SegmentBytes) -> SegmentBytes | None:
-    """Fit the bytes that a token keeps; all other bytes are those of ``counted``.
+def fit_bytes(ops: Sequence[MeasuredOp], counted: SegmentBytes | None) -> SegmentBytes | None:
+    """Fit the bytes that a token keeps; all other bytes are those of ``counted``, which is None without measured bytes.
 
     ``work_fixed`` and ``fixed`` are raised so that no measured op exceeds the result. Returns None if no op measured
     bytes.

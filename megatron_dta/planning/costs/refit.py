@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.planning.costs.file import CostFile, CostShape, read_measured, read_part
+from megatron_dta.planning.costs.file import CostFile, CostShape, read_measured, read_part, read_shape
 from megatron_dta.planning.costs.fit import MeasuredOp, fit_bytes, fit_errors, fit_seconds
 from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 
@@ -32,7 +32,7 @@ def refit(path: str | Path, when: Mapping[str, Any]) -> dict[str, Any]:
     values = read_measured(path)
     ops = _measurements(path, values)
     forward, backward = fit_seconds(ops)
-    shape = read_part(path, values, "shape", CostShape)
+    shape = read_shape(path, values)
     bytes_ = fit_bytes(ops, _counted(path, shape))
     found = CostFile(str(path), shape, values["num_layers"], forward, backward, bytes_)
     return values | found.as_json() | {"errors": fit_errors(ops, forward, backward), "refitted": dict(when)}
@@ -41,7 +41,13 @@ def refit(path: str | Path, when: Mapping[str, Any]) -> dict[str, Any]:
 def _counted(path: str | Path, shape: CostShape) -> SegmentBytes:
     if shape.dtype not in ELEMENT_BYTES:
         raise InputError(f"{path}: shape.dtype must be one of {', '.join(ELEMENT_BYTES)}, not {shape.dtype}")
-    rank = RankTensors(ELEMENT_BYTES[shape.dtype], shape.tensor_model_parallel_size, shape.sequence_parallel)
+    rank = RankTensors(
+        ELEMENT_BYTES[shape.dtype],
+        shape.tensor_model_parallel_size,
+        shape.sequence_parallel,
+        expert_ranks=shape.expert_model_parallel_size,
+        expert_tensor_size=shape.expert_tensor_parallel_size,
+    )
     return SegmentBytes.of_shape(shape.decoder(), rank)
 
 

@@ -47,8 +47,9 @@ TILE_TOKENS, TILE_KEYS = 64, 128
 FLASH_TILE = 128
 # Bytes of indices for a token on a segment's path: its slot, subtree end and index among the keys.
 _INDEX_BYTES = 64
-# Rows that the experts of a rank may get, over their equal share, if experts are divided over ranks. More are computed
-# all the same, but their memory is not counted.
+# Rows that the experts of a rank may get in a layer, over their equal share, if experts are divided over ranks. Layers
+# route independently, so what a rank keeps of all its layers deviates less. More rows are computed all the same, but
+# their memory is not counted.
 EXPERT_SHARE = 1.25
 
 
@@ -93,6 +94,8 @@ class SegmentBytes:
     Attributes:
         kept_per_token_and_layer: activations that a segment's backward needs, for each token and layer.
         kept_per_token: the same for each token, once for all layers of a rank.
+        spread_per_token: the same for each token of a rank with a single layer, whose experts may get more rows than
+            their share; in proportion to the square root of the number of layers.
         kv_per_token_and_layer: K, V, dK and dV of a token in flight in a layer.
         input_per_token: hidden states received from the stage before.
         work_per_token, work_per_path_token, work_fixed: working memory of a running segment beyond its activations. It
@@ -121,6 +124,7 @@ class SegmentBytes:
     fixed: float = 0.0
     kv_offload_fraction: float = 0.0
     attention_share: float = 1.0
+    spread_per_token: float = 0.0
 
     @classmethod
     def of_shape(cls, shape: DecoderShape, rank: RankTensors | None = None) -> SegmentBytes:
@@ -154,7 +158,7 @@ class SegmentBytes:
             wide = 5 * ffn / 2 if shape.swiglu else 2 * ffn
             # Queries and keys are mixed, normed and rotated one by one, each read by what follows.
             kept = norms * hidden + element_bytes * (7 * query + 5 * groups + wide) + 2 * statistics
-        kv = 2 * groups * (element_bytes + accumulator)
+        kv, spread = 2 * groups * (element_bytes + accumulator), 0.0
         table = hidden_size * shape.vocab_size / tensor_size
         has_experts = any(shape.moe_layers)
         is_direct = fused and fused_attention and rank.in_buffers and tensor_size == 1 and not has_experts
@@ -171,7 +175,7 @@ class SegmentBytes:
             row += 4
         if has_experts:
             attention = element_bytes * (2 * hidden + mixed + query) + statistics
-            of_experts = _expert_bytes(shape, rank)
+            of_experts, spread = _expert_bytes(shape, rank)
             # Layers of both kinds count as the larger one.
             kept = max(attention + of_experts[0], 0 if all(shape.moe_layers) else kept)
             work = max(attention, of_experts[1], 0 if all(shape.moe_layers) else work) + 4 * element_bytes * hidden_size
@@ -180,11 +184,13 @@ class SegmentBytes:
             row = 3 * element_bytes + (4 if rank.float32_logits and element_bytes < 4 else 0)
             kv *= shape.num_attention_layers / shape.num_layers
             is_direct = False
+        # Input and output of the last norm, rows of logits' hidden states. A fused norm's output is recomputed.
+        last = 3 if is_direct else 2 if fused and has_experts else 4
         found = cls(
             kept_per_token_and_layer=kept,
-            # Input and output of the last norm, rows of logits' hidden states, and tables of positions.
-            kept_per_token=element_bytes * (3 if is_direct else 4) * hidden_size
-            + (4 * shape.kv_channels if fused else 0),
+            spread_per_token=spread,
+            # And tables of positions.
+            kept_per_token=element_bytes * last * hidden_size + (4 * shape.kv_channels if fused else 0),
             kv_per_token_and_layer=kv,
             input_per_token=element_bytes * hidden,
             work_per_token=work,
@@ -217,6 +223,7 @@ class SegmentBytes:
             self,
             kept_per_token_and_layer=(self.kept_per_token_and_layer + kept) / size,
             kept_per_token=self.kept_per_token / size,
+            spread_per_token=self.spread_per_token / size,
             kv_per_token_and_layer=self.kv_per_token_and_layer / kv_ranks,
             input_per_token=self.input_per_token / size,
             work_per_token=(self.work_per_token + exchanged) / size,
@@ -248,7 +255,7 @@ class SegmentBytes:
 
     def kept(self, layers: float) -> float:
         """Bytes of a token's activations on a rank with ``layers`` layers."""
-        return layers * self.kept_per_token_and_layer + self.kept_per_token
+        return layers * self.kept_per_token_and_layer + layers**0.5 * self.spread_per_token + self.kept_per_token
 
     def work(self, tokens: np.ndarray | float, path_tokens: np.ndarray | float) -> np.ndarray | float:
         """Working memory of a running segment of ``tokens`` tokens at the end of a path of ``path_tokens``."""
@@ -272,8 +279,9 @@ class SegmentBytes:
         return count / with_attention * layers * self.kv_per_token_and_layer if count else 0.0
 
 
-def _expert_bytes(shape: DecoderShape, rank: RankTensors) -> tuple[float, float]:
-    """Bytes of a token in a layer's experts: kept until the backward, and in use during it.
+def _expert_bytes(shape: DecoderShape, rank: RankTensors) -> tuple[tuple[float, float], float]:
+    """Bytes of a token in a layer's experts: kept until the backward, and in use during it; and how much more may be
+    kept if the rank's experts get more rows than their share.
 
     A token has a row for each of its experts, of which the first product is kept, with the indices of the rows; router
     and experts keep its input, and the router its scores. Each of T tensor ranks routes 1 / T of the tokens. If experts
@@ -286,16 +294,18 @@ def _expert_bytes(shape: DecoderShape, rank: RankTensors) -> tuple[float, float]
     rows = shape.moe_router_topk * rank.expert_tensor_size / tensor
     shared = (shape.moe_shared_expert_intermediate_size or 0) / tensor
     gates = 2 if shape.swiglu else 1
-    indices = 6 * 8 * shape.moe_router_topk * group / tensor + 16
-    if rank.expert_ranks > 1:
-        rows = EXPERT_SHARE * rows
+    # Of all ranks' tokens: order, tokens and places of the rows. Of its own: choices and weights.
+    indices = 3 * 8 * shape.moe_router_topk * group / tensor + 16 * shape.moe_router_topk + 16
     travelling = size * group * hidden if group > 1 else 0
-    kept = size * (hidden + rows * (gates * width + 1)) + travelling + indices + 8 * shape.num_experts / tensor
+    of_rows = size * rows * (gates * width + 1)
+    kept = size * hidden + of_rows + travelling + indices + 8 * shape.num_experts / tensor
     kept += size * (hidden + (2 * gates + 1) * shared) if shared else 0
-    # The gradient by the rows' input, the activation, and the gradients by it and by the first product; tokens or sums
-    # of all ranks on their way there, here and back.
-    work = size * rows * (shape.hidden_size + (2 + gates) * width) + size * (3 * hidden + 3 * gates * shared)
-    return kept, work + indices + 3 * travelling
+    more = EXPERT_SHARE if rank.expert_ranks > 1 else 1.0
+    # The gradient by the first product, and that by the rows' input, or by the activation before; tokens or sums of all
+    # ranks on their way there, here and back; indices while they are sorted.
+    work = size * more * rows * (gates * width + max(shape.hidden_size, width))
+    work += size * (3 * hidden + 3 * gates * shared) + 2 * indices + 3 * travelling
+    return (kept, work), (more - 1) * of_rows
 
 
 @dataclass(frozen=True)

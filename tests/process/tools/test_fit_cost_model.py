@@ -18,6 +18,7 @@ from forked import run_python
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ObjectiveConfig, OptimizationConfig, ParallelConfig, TreeConfig
+from megatron_dta.config.derived.benchmark_model import benchmark_model
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.engine.cost_inputs import cost_shape, decoder_shape
 from megatron_dta.model import build_model, initialize_parallel
@@ -171,6 +172,36 @@ def test_gradients_do_not_depend_on_the_memory() -> None:
         prepare_batch(samples, tree)
 
 
+def test_costs_of_experts_are_those_of_their_sizes_and_ranks(tmp_path: Path) -> None:
+    output = tmp_path / "costs.json"
+    done = run(
+        FIT, *("--model", "tiny-moe", "--max-length", 256, "--repeats", 1, "--vocab-size", 40, "--output", output)
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    costs = load_cost_file(output)
+    initialize_parallel(1)
+    model = build_model(
+        replace(benchmark_model("tiny-moe", 40, 256, False), moe_grouped_gemm=True), torch.device("cpu")
+    )
+    engine = TreeEngine(model, costs=costs)
+    assert engine.cost_model(None).seconds_per_token == costs.model().seconds_per_token > 0
+    for name, flag in (
+        ("num_experts", "--num-experts 4"),
+        ("expert_model_parallel_size", "--expert-model-parallel-size 4"),
+    ):
+        other = replace(costs, shape=replace(costs.shape, **{name: 4}))
+        with pytest.raises(InputError, match=f"was measured with {flag}, but the model has"):
+            TreeEngine(model, costs=other)
+    content = json.loads(output.read_text())
+    content["shape"] = {
+        key: value for key, value in content["shape"].items() if "expert" not in key and "moe" not in key
+    }
+    output.write_text(json.dumps(content))
+    assert load_cost_file(output).shape.num_experts == 0
+    with pytest.raises(InputError, match="was measured with --"):
+        TreeEngine(model, costs=load_cost_file(output))
+
+
 def test_costs_of_another_model_are_refused_by_the_engine() -> None:
     model = build_model(tiny_model(torch.float32), initialize_parallel(1))
     shape = cost_shape(model.config, decoder_shape(model.config, 40), torch.float32)
@@ -226,7 +257,10 @@ def test_bytes_that_stay_the_same(dtype: torch.dtype, each: int) -> None:
             f"{STORED} --tree-memory-gib 8 --num-experts 4",
             "--tree-memory-gib 8: supports experts with --moe-grouped-gemm only; add it",
         ),
-        (f"{STORED} --cost-model c.json --num-experts 4", "--cost-model c.json: does not support experts"),
+        (
+            f"{STORED} --cost-model c.json --num-experts 4",
+            "--cost-model c.json: supports experts with --moe-grouped-gemm only; add it",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_together(line: str, message: str) -> None:

