@@ -1,6 +1,4 @@
-"""What the tests share: where the real rollouts are, seeds that show in a failure, one torch thread, and Triton's
-interpreter on a machine without a GPU.
-"""
+"""Shared fixtures and hooks: seeds, real rollouts, one torch thread, Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 

@@ -301,7 +301,6 @@ def stage_memory(
 
 @lru_cache(maxsize=4096)
 def rank_parameters(shape: DecoderShape, mesh: RunMesh, stage: int) -> RankParameters:
-    """Parameters on a rank of the stage."""
     found = RankParameters(0)
     for v in range(stage, len(mesh.layers), mesh.pipeline):
         found += shape.stage_parameters(mesh.layers, v, mesh.tensor, mesh.experts, mesh.expert_tensor)

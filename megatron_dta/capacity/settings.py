@@ -71,7 +71,6 @@ def read_hf_config(path: str) -> DecoderShape:
 
 
 def states_of_run(config: TrainConfig) -> StateSettings:
-    """The states of the run that ``config`` describes."""
     model, optimization = config.model, config.optimization
     full = model.recompute_granularity == "full"
     return StateSettings(

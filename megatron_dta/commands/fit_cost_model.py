@@ -236,7 +236,6 @@ class DepthMeasurement:
             self.keepable = int(least)
 
     def cases(self, max_length: int) -> list[MeasuredOp]:
-        """Measure all of ``CASES``."""
         return [op for case in CASES for op in self.run(case, max_length)]
 
     def _sample(self, tokens: int, trained: float) -> TrainingSample:

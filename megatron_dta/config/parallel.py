@@ -75,5 +75,4 @@ class ParallelConfig:
 
     @property
     def timeout(self) -> timedelta:
-        """Timeout of a collective."""
         return timedelta(minutes=self.distributed_timeout_minutes)

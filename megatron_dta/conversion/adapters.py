@@ -32,8 +32,6 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The LoRA settings of a run."""
-
     rank: int
     alpha: float
     targets: tuple[str, ...]
@@ -170,7 +168,6 @@ class ToPeft:
         return {"to": "peft", "source": str(self.source), "dtype": str(self.dtype), "files_read": stamps}
 
     def write_file(self, name: str, folder: Path, advance: Any) -> None:
-        """Write the matrices."""
         tensors = CheckpointAdapters(self.source).peft_tensors(self.parameters)
         with SafetensorsOutput(folder, self._layout, advance) as output:
             for tensor, values in sorted(tensors.items()):

@@ -36,7 +36,7 @@ Checksums = dict[str, tuple[int, str]]
 def file_checksum(path: Path) -> tuple[int, str]:
     """Size in bytes and checksum of a file."""
     if not path.is_file():
-        # A pipe would wait for ever.
+        # A pipe would block forever.
         raise FileNotFoundError(errno.ENOENT, "is missing", str(path))
     value, size, buffer = 0, 0, memoryview(bytearray(_BUFFER_BYTES))
     with open(path, "rb", buffering=0) as file:
@@ -53,7 +53,6 @@ def checksums_of(folder: Path, names: Iterable[str]) -> Checksums:
 
 
 def write_checksums(folder: Path, checksums: Checksums) -> None:
-    """Write ``checksums.json``."""
     content = {"algorithm": _ALGORITHM, "files": dict(sorted(checksums.items()))}
     with open(folder / CHECKSUMS, "w") as file:
         json.dump(content, file, indent=0)

@@ -228,7 +228,6 @@ def _with_filter_axis(sizes: tuple[int, ...], parameter: Parameter, value: int) 
 
 
 def _without_filter_axis(sizes: Sequence[int], parameter: Parameter) -> tuple[int, ...]:
-    """The inverse of ``_with_filter_axis``."""
     return (sizes[0], *sizes[2:]) if parameter.is_filter else tuple(sizes)
 
 

@@ -146,7 +146,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """
     try:
         if path.exists() and not path.is_file():
-            # Reading a pipe would wait for ever.
+            # Reading a pipe would block forever.
             raise InputError(f"{path}: is not a file; download the checkpoint again")
         size = path.stat().st_size
         with open(path, "rb") as file:

@@ -79,7 +79,6 @@ class ToHuggingFace:
 
     @cached_property
     def layouts(self) -> list[FileLayout]:
-        """The layouts of all weight files."""
         tensors: Shapes = {}
         for parameter in self.parameters:
             dtype = self.dtype or self.checkpoint.dtype_of(parameter)
@@ -113,7 +112,6 @@ class ToHuggingFace:
         return {"to": "huggingface", **settings, "files_read": source_stamp(paths)}
 
     def write_file(self, name: str, folder: Path, advance: Callable[[int], None]) -> None:
-        """Write one weight file."""
         with SafetensorsOutput(folder, self._layout_of[name], advance) as output:
             for parameter in self._parameters_in[name]:
                 self._write_parameter(parameter, output)

@@ -82,7 +82,7 @@ class CopySpeed:
         return f"{self.rate / 1e9:.1f} GB/s ({'measured' if self.is_measured else f'assumed for {self.gpu}'})"
 
     def refusal(self, segment_tokens: int | None) -> str | None:
-        """Why segments of at most so many tokens are too short; None if they are not."""
+        """The error message for segments of at most ``segment_tokens`` tokens if they are too short, else None."""
         if segment_tokens is not None and segment_tokens >= self.needed * (1 - TOLERANCE):
             return None
         lower = "" if segment_tokens is None else f", to {self.fraction * segment_tokens / self.needed:.2g} or less"

@@ -36,7 +36,6 @@ class ParityErrors:
 
 
 def compare_outcomes(outcome: Outcome, reference: Outcome) -> ParityErrors:
-    """Errors of ``outcome`` against ``reference``."""
     logprobs = np.concatenate(outcome.logprobs).astype(np.float64)
     expected = np.concatenate(reference.logprobs).astype(np.float64)
     worst, gradient = "", 0.0

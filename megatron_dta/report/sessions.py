@@ -68,7 +68,6 @@ def session_from(batch: int, where: str, row: object) -> SavedSession:
 
 
 def session_trees(sessions: Sequence[SavedSession]) -> list[Markup]:
-    """A collapsible tree for each session."""
     return [_session(session) for session in sessions]
 
 

@@ -161,8 +161,6 @@ class _Text:
 
 
 class PythonSuffixForest(SuffixForest):
-    """The forest on Python objects."""
-
     def __init__(self, depth: int, early_depth: int | None = None) -> None:
         super().__init__(depth, early_depth)
         self._roots: dict[int, _Node] = {}

@@ -91,11 +91,11 @@ class RemoteTeacher:
         return self._shared(lambda: unpack(self._request(path, pack(pack_samples(samples)))))
 
     def _shared(self, ask: Callable[[], object]) -> object:
-        """What the first rank of the replica is told, on all of its ranks; its error is raised on all."""
+        """The result of ``ask`` on the first rank of the replica, on all of its ranks; an error is raised on all."""
         mesh, found = self._mesh, None
         if mesh.tensor_rank == 0 and mesh.pipeline_rank == 0:
             try:
-                found = ("told", ask())
+                found = ("result", ask())
             except (InputError, ValueError, KeyError) as error:
                 found = ("refused", f"--teacher-load-hf {self._url}: {error}")
         if mesh.replica_group is not None:

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of arguments share."""
+"""Command lines of small runs, on stored and on sampled rollouts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from megatron_dta.arguments import parse_arguments
 from megatron_dta.config import TrainConfig
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
-
-
 STORED = f"{MODEL} --vocab-size 100 --rollouts a.jsonl --global-batch-size 8"
-
-
 SAMPLED = f"{MODEL} --task arithmetic"
 
 

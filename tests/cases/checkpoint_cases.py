@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of checkpoint share."""
+"""A small model with an optimizer that takes steps, saves and loads; its loss depends on the weights alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from megatron_dta.training.optimizer import TrainingOptimizer
 MODEL = ModelConfig(
     num_layers=2, hidden_size=24, num_attention_heads=3, vocab_size=37, swiglu=True, disable_bias_linear=True
 )
-
-
 RATES = OptimizationConfig(lr=3e-3, min_lr=1e-4, lr_decay_style="cosine", lr_warmup_iters=2, train_iters=9)
 
 

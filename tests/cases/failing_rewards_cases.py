@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of failing rewards share."""
+"""Programs and settings for tests of ``code_tests`` with every kind of isolation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from megatron_dta.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards.code_reward import CodeTests
 
 QUICK = RewardConfig(code_time_seconds=1.0, code_memory_mb=256, code_processes=4)
-
-
 ADD = "assert add(2, 3) == 5\nassert add(-1, 1) == 0"
 
 

@@ -1,12 +1,15 @@
-"""Engines on local servers that sample from one table, and what every result of theirs must be."""
+"""Engines on local servers that sample from one table, and the checks that every result must pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, GenerationResult
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
@@ -100,3 +103,12 @@ def check_result(setup: Setup, request: GenerationRequest, result, temperature: 
     previous = np.concatenate([request.token_ids[-1:], tokens[:-1]])
     expected = [log_softmax(setup.table[a] / temperature)[b] for a, b in zip(previous, tokens, strict=True)]
     np.testing.assert_allclose(result.logprobs, expected, atol=1e-6)
+
+
+def write_checkpoint(folder: Path, seed: int) -> np.ndarray:
+    """A folder that the servers can load; returns the table they make of it."""
+    folder.mkdir()
+    embedding = torch.randn(VOCABULARY, 4, generator=torch.Generator().manual_seed(seed)) / 4
+    save_file({"model.embed_tokens.weight": embedding}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return embedding.double().numpy() @ embedding.double().numpy().T * 20

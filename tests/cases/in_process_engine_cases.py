@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of in process engine share."""
+"""The logprobs that training computes for the results of an engine."""
 
 from __future__ import annotations
 

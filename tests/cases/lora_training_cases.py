@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of lora training share."""
+"""Conversion of a LoRA run's last checkpoint to Hugging Face, and the rollouts to train on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of resume share."""
+"""Prompts, rewards, metrics and final tensors of runs that are interrupted and resumed."""
 
 from __future__ import annotations
 

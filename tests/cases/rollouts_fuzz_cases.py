@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of rollouts fuzz share."""
+"""Values and byte edits that make rollout files invalid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of segment planner share."""
+"""Random sequences with shared prefixes, and the rollout sets to plan."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conftest import REPOSITORY
 from conversion_cases import COMMON
 from slime_standin import TrainRayActor, provide_slime
+from tool_runs import load_script
 
 TEMPERATURE = 0.7
 # Local numbers of every rank's samples in each optimizer step and micro-batch, as slime's scheduler divides them.
@@ -85,10 +84,7 @@ def data_of_rank(samples: list[dict[str, Any]], rank: int, size: int) -> dict[st
 def load_example() -> types.ModuleType:
     """``examples/slime_actor.py``."""
     provide_slime()
-    spec = importlib.util.spec_from_file_location("slime_actor", REPOSITORY / "examples" / "slime_actor.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/slime_actor.py")
 
 
 def train(rank: int, case: dict[str, Any]) -> dict[str, Any]:

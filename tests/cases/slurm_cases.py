@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of slurm share."""
+"""Runs ``slurm/submit.sh``, and skips tests that need Slurm where it is not installed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from conftest import REPOSITORY
 from slurm_cluster import missing_programs
 
 ROOT = REPOSITORY
-
-
 SUBMIT = ROOT / "slurm" / "submit.sh"
-
-
 needs_slurm = pytest.mark.skipif(
     bool(missing_programs()), reason=f"Slurm is not installed (slurm-wlm, munge): {', '.join(missing_programs())}"
 )

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of speculation exact share."""
+"""Drafters that are right, wrong or random, and gates that do not depend on a clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of strict pickle share."""
+"""Metadata as PyTorch writes it, and pickles that would run code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of tokenizers share."""
+"""A byte-level BPE tokenizer file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of trainer share."""
+"""Random rollouts and a small trainer to run on them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from megatron_dta.training.loop import Trainer
 from megatron_dta.training.setup import build_trainer
 
 VOCABULARY = 17
-
-
 MODEL = (
     "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --swiglu --disable-bias-linear "
     f"--max-position-embeddings 32 --vocab-size {VOCABULARY} --lr 1e-2"

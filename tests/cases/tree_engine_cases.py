@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of tree engine share."""
+"""Small model configurations, and sequences that share prefixes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,10 @@ from megatron_dta.objectives import make_objective
 from megatron_dta.parity import random_training_samples
 
 VOCABULARY = 7
-
-
 TEMPERATURE = 0.7
-
-
 GRPO = make_objective(ObjectiveConfig(objective="grpo", kl_loss_coef=0.05, entropy_coef=0.02, dual_clip=3.0))
-
-
 QWEN3 = {"qk_layernorm": True}
-
-
 QWEN2 = {"add_qkv_bias": True, "untie_embeddings_and_output_weights": True}
-
-
 LLAMA = {"make_vocab_size_divisible_by": 1, "norm_epsilon": 1e-6}
 
 

@@ -1,12 +1,18 @@
-"""Runs the commands in ``tools/`` as a user does, and checks what they print."""
+"""Runs the commands in ``tools/`` as a user does, and loads scripts as modules."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from subprocess import CompletedProcess
+from types import ModuleType
+from typing import Any
+
+import pytest
 
 from conftest import REPOSITORY
 from forked import run_python
@@ -20,6 +26,22 @@ except SystemExit as stop:
     assert not stop.code
 print([name for name in ("torch", "megatron", "matplotlib") if name in sys.modules])
 """
+
+
+def load_script(path: str | Path) -> ModuleType:
+    """The module that a script is, without its ``__main__`` part."""
+    path = REPOSITORY / path
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_tool(monkeypatch: pytest.MonkeyPatch, name: str, arguments: str) -> Any:
+    """Run ``tools/NAME.py`` in this process, where a test can patch what it calls."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments.split()])
+    return load_script(f"tools/{name}.py").main()
 
 
 class Tool:

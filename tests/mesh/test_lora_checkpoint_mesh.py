@@ -1,4 +1,4 @@
-"""Checkpoints of adapters continued on other meshes, with and without the distributed optimizer: bit for bit."""
+"""Adapter checkpoints continued on other meshes, with and without the distributed optimizer, bit for bit."""
 
 from __future__ import annotations
 

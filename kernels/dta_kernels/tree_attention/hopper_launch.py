@@ -31,7 +31,6 @@ def forward_on_hopper(
     scale: float,
     shared: SharedByLayers,
 ) -> None:
-    """Write ``out_NHD`` and ``lse_HN``."""
     shape, settings = plan.shape, plan.config.forward
     _check(plan, settings, rows=128)
     M, G, D = k_MGD.shape

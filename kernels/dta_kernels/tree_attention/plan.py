@@ -46,8 +46,6 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class DeviceTable:
-    """A ``BlockTable`` on the device."""
-
     programs: Tensor
     blocks: Tensor
     tiles: Tensor

@@ -118,18 +118,18 @@ def _serve(config: TrainConfig, own: Any) -> None:
 
 def _work(engine: TreeEngine, config: TrainConfig, jobs: queue.SimpleQueue[_Job], ends: threading.Event) -> bool:
     """Do the next job on all ranks; False when the server ends."""
-    mesh, job, told = engine.mesh, None, None
+    mesh, job, request = engine.mesh, None, None
     if mesh.rank == 0:
         try:
             job = jobs.get(timeout=_IDLE_S)
-            told = (job.kind, job.arrays, job.temperature)
+            request = (job.kind, job.arrays, job.temperature)
         except queue.Empty:
-            told = "end" if ends.is_set() else None
-    told = mesh.from_first(told)
-    if told is None or told == "end":
-        return told is None
+            request = "end" if ends.is_set() else None
+    request = mesh.from_first(request)
+    if request is None or request == "end":
+        return request is None
     try:
-        result = _compute(engine, config, *told)
+        result = _compute(engine, config, *request)
     except Exception as error:
         if job is not None:
             job.result.set_exception(error)

@@ -86,7 +86,6 @@ class HfValues:
         return self._checked(key, lambda value: isinstance(value, bool), "true or false")
 
     def text(self, key: str) -> str:
-        """A string."""
         return self._checked(key, lambda value: isinstance(value, str), "a string")
 
     def integers(self, key: str) -> list[int]:
@@ -94,7 +93,6 @@ class HfValues:
         return self._checked(key, _list_of(lambda v: type(v) is int and v >= 0), "a list of whole numbers")
 
     def texts(self, key: str) -> list[str]:
-        """A list of strings."""
         return self._checked(key, _list_of(lambda value: isinstance(value, str)), "a list of strings")
 
     def table(self, key: str) -> HfValues | None:
@@ -109,7 +107,6 @@ class HfValues:
         return {key for key in self._values if key in self}
 
     def values(self) -> list[Any]:
-        """All values."""
         return list(self._values.values())
 
     def as_written(self, key: str) -> str:

@@ -295,7 +295,6 @@ class TreePPOActor(TrainEngine):
         return self.engine.mesh.from_last_stage(found)
 
     def get_device_stats(self) -> Any:
-        """Memory of the device."""
         from areal.api.io_struct import DeviceRuntimeInfo
 
         return DeviceRuntimeInfo.get_current()

@@ -110,7 +110,6 @@ def expert_rows(chosen_RK: Tensor, first: int, num_local: int, are_all_here: boo
 
 
 def inverse_of(order_R: Tensor) -> Tensor:
-    """The inverse of the permutation ``order_R``."""
     return torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
 
 

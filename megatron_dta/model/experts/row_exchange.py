@@ -6,9 +6,9 @@ the other one's backward. With experts divided by tensor parallelism too, the ra
 rank's sum is over its parts of its experts.
 
 All sizes follow from the plan: a pass has at most ``rows_per_rank`` rows on any rank, and blocks of that size travel,
-so the host waits for no counts. With up to 8 ranks, few transfers of a token are in vain: if it chooses 8 experts among
-those of 4 ranks, a rank has none of them with probability 0.1. Sending a copy for each expert would take K / T times
-the traffic (K experts of a token, T ranks); with more ranks than K, this exchange is the larger one.
+so the host waits for no counts. With up to 8 ranks, few transfers of a token are unnecessary: if it chooses 8 experts
+among those of 4 ranks, a rank has none of them with probability 0.1. Sending a copy for each expert would take K / T
+times the traffic (K experts of a token, T ranks); with more ranks than K, this exchange is the larger one.
 
 A movement starts in one autograd function and ends in another, in both directions, so what is computed between them
 overlaps with it: the arrangement of rows, shared experts, and weight gradients (``later``). In a pass that runs beside

@@ -89,7 +89,6 @@ class StepStates:
         self.pool.open(slice(first, first + int(self._runs.open_forks[segment])))
 
     def of_segment(self, segment: int) -> SegmentPathStates | NoTokens:
-        """The states of a segment's paths."""
         if not self._runs.segments.lengths[segment]:
             return NoTokens()
         if segment not in self._made:
@@ -104,8 +103,6 @@ class StepStates:
 
 
 class SegmentPathStates:
-    """``PathStates`` of one segment."""
-
     def __init__(self, pool: StatePool, tables: SegmentTables) -> None:
         self.pool, self.tables = pool, tables
 

@@ -18,9 +18,9 @@ from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.timeline import TimelineEvent
 
-# An op tells about the work, or about the floor, if that is at least this many times as long as the other.
+# An op counts for the factor of the work, or of the floor, if that part is at least this many times the other.
 _CLEARLY = 1.5
-# Fewest ops that decide a factor, and the largest factor; a hiccup of the machine must not change the plans.
+# Fewest ops that decide a factor, and the largest factor; a single outlier must not change the plans.
 _LEAST_OPS, _MOST = 3, 4.0
 
 
@@ -34,7 +34,6 @@ class CostCorrection:
     backward_floor: float = 1.0
 
     def apply(self, model: CostModel) -> CostModel:
-        """The corrected cost model."""
         work, floor = (self.forward_work, self.backward_work), (self.forward_floor, self.backward_floor)
         parts = [
             (model.seconds_per_token, model.forward_token_share, work),
@@ -78,7 +77,7 @@ class MeasuredPass:
 
 
 def fit_correction(model: CostModel, measured: MeasuredPass) -> CostCorrection:
-    """The factors on ``model`` by which it predicts the measured ops; 1 where too few ops tell about one."""
+    """The factors on ``model`` by which it predicts the measured ops; 1 where too few ops count for one."""
     work = PipelineCosts.of_segments(replace(model, floor_seconds=0.0), *measured.counts, measured.layers)
     share = np.asarray(measured.layers, dtype=np.float64) / max(1, sum(measured.layers))
     factors = []

@@ -130,7 +130,6 @@ class DecoderShape:
 
     @property
     def num_attention_layers(self) -> int:
-        """Number of layers with attention."""
         return self.num_layers - sum(self.linear_attention_layers)
 
     @property
@@ -173,7 +172,6 @@ class DecoderShape:
 
     @property
     def expert_width(self) -> int:
-        """Width of one expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     def _ffn(self, width: int) -> int:

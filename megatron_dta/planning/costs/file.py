@@ -108,7 +108,6 @@ class CostShape:
         return cls(**sizes, dtype=dtype, tensor_model_parallel_size=tensor_size, sequence_parallel=sequence_parallel)
 
     def decoder(self, num_layers: int = 1) -> DecoderShape:
-        """The shape of a decoder of such layers."""
         sizes = {name: getattr(self, name) for name in SHARED_WITH_DECODER}
         if self.num_experts:
             sizes |= dict(num_experts=self.num_experts, moe_router_topk=self.moe_router_topk, moe_grouped_gemm=True)

@@ -81,7 +81,6 @@ class Assignment:
         return float(self.runs.cost[members].sum() - self.runs.between(members[:-1], members[1:]).sum())
 
     def put(self, runs: np.ndarray, ranks: np.ndarray) -> None:
-        """Move runs to ranks."""
         self.rank[runs] = ranks
         self._update()
 

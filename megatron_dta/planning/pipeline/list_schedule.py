@@ -146,7 +146,6 @@ def longest_path_tokens(parents: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def list_schedule(pipeline: Pipeline, policy: Policy) -> Outcome:
-    """Build the schedule of a policy."""
     return _ListScheduler(pipeline, policy).run()
 
 

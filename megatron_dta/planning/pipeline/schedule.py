@@ -54,7 +54,6 @@ class PipelineSchedule:
 
     @property
     def num_virtual_stages(self) -> int:
-        """Number of virtual stages."""
         return self.num_stages * self.num_model_chunks
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
@@ -213,7 +212,6 @@ def _check_orders(schedule: PipelineSchedule, num_segments: int) -> None:
 
 
 def children_of(parents: Sequence[int]) -> list[list[int]]:
-    """The children of each segment."""
     children: list[list[int]] = [[] for _ in parents]
     for segment, parent in enumerate(parents):
         if parent >= 0:
@@ -267,7 +265,7 @@ def _check_progress(schedule: PipelineSchedule, parents: list[int]) -> None:
     if stuck:
         stage = min(stuck)
         op, other_stage, other = stuck[stage]
-        others = "" if len(stuck) == 1 else f"; {len(stuck)} stages wait for ever"
+        others = "" if len(stuck) == 1 else f"; {len(stuck)} stages wait forever"
         raise ValueError(
             f"{_name(op, stage, schedule)} waits for {_name(other, other_stage, schedule)}, which never runs{others}"
         )

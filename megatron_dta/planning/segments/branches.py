@@ -40,7 +40,6 @@ class Branches:
 
     @classmethod
     def of(cls, tree: PrefixTree) -> Branches:
-        """The branches of ``tree``."""
         parent = tree.node_parent.astype(np.int64)
         num_children = np.bincount(parent + 1, minlength=tree.num_nodes + 1)[1:]
         # A parent of -1 indexes the last node, which is a leaf and has no children.

@@ -57,7 +57,6 @@ class SegmentPlan:
 
     @property
     def num_segments(self) -> int:
-        """Number of segments."""
         return len(self.segment_parent)
 
     @cached_property

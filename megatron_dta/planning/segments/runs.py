@@ -103,7 +103,6 @@ class SegmentRuns:
 
     @property
     def num_runs(self) -> int:
-        """Number of runs."""
         return len(self.parent)
 
     @cached_property

@@ -24,8 +24,6 @@ from megatron_dta.planning.segments.plan import SegmentPlan
 
 
 class OpKind(Enum):
-    """Kind of an op."""
-
     FORWARD = "F"
     BACKWARD = "B"
 

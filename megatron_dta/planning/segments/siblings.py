@@ -42,7 +42,6 @@ class Siblings:
         self.tokens = sum(size[child] for child in children)
 
     def take(self, child: int) -> None:
-        """Remove ``child``."""
         size = self._size[child]
         self._taken.add(child)
         self.count -= 1
@@ -61,7 +60,6 @@ class Siblings:
         return self.of_size(self._sizes[i - 1]) if i else None
 
     def largest(self) -> int:
-        """The largest child."""
         return self.of_size(self._sizes[-1])
 
     def most_constrained(self) -> int:

@@ -119,7 +119,7 @@ def command_agent(command: str, seconds: float) -> Agent:
 
 
 def _end_group(process: subprocess.Popen) -> None:
-    """End what is left of a command and its children: politely, then for good."""
+    """End a command and its children with SIGTERM and, after a grace period, with SIGKILL."""
     for number, patience in ((signal.SIGTERM, _SECONDS_TO_END), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)

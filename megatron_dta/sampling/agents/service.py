@@ -183,7 +183,6 @@ class _Batch:
         self._stops = True
 
     def results(self) -> list[tuple[Session, AgentEnd]]:
-        """The sessions and ends of all jobs."""
         if self._error is not None:
             raise self._error
         return [result for result in self._results if result is not None]

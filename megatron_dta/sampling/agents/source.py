@@ -226,7 +226,6 @@ def _result(
 
 
 def _text(token_ids: np.ndarray, task: SamplingTask) -> str:
-    """The text of token ids with special tokens."""
     pieces, run = [], []
     for token in token_ids.tolist():
         special = task.tokenizer.special_text(token)

@@ -117,7 +117,6 @@ class ReplayEngine(RolloutEngine):
         return {"used": sorted(self._used.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from ``state_dict``."""
         self._used = {name: int(count) for name, count in state["used"]}
 
     def _answer(self, request: GenerationRequest) -> GenerationResult:

@@ -21,5 +21,4 @@ class RequestError(Exception):
 
 
 def refuse(message: str) -> RequestError:
-    """The error of an invalid request."""
     return RequestError(400, message)

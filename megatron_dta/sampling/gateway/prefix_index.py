@@ -15,8 +15,6 @@ Value = TypeVar("Value")
 
 
 class PrefixIndex(Generic[Value]):
-    """Values by prefix."""
-
     def __init__(self) -> None:
         self._values: dict[bytes, Value] = {}
         self._lengths: list[int] = []

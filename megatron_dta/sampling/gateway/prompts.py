@@ -69,11 +69,9 @@ class PromptBuilder:
         return self._of_text(session, self._render(written, tools, True), written, tools)
 
     def text(self, session: Session, text: str) -> GatewayPrompt:
-        """The prompt of a plain text."""
         return self._of_text(session, text, None, None)
 
     def ids(self, session: Session, token_ids: Sequence[int]) -> GatewayPrompt:
-        """The prompt of token ids."""
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._tokenizer.vocab_size:
             raise refuse(f"prompt: token ids must be in [0, {self._tokenizer.vocab_size}) and at least one")
         array = np.array(token_ids, np.int32)

@@ -99,7 +99,6 @@ class SessionSizes:
 
     @classmethod
     def of(cls, session: Session) -> SessionSizes:
-        """The sizes of ``session``."""
         calls, counts = session.calls, session.counts
         return cls(
             len(calls),

@@ -81,7 +81,6 @@ class Call(Node):
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
         return self.base_length
 
     @property

@@ -41,8 +41,6 @@ _COMMON_EOS = (
 
 
 class Tokenizer(Protocol):
-    """The interface of tokenizers."""
-
     vocab_size: int  # ids are in [0, vocab_size)
     eos_id: int  # the token that ends a response
     eos_origin: str  # where it comes from: a flag, a file, or a guess

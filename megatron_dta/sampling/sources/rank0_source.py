@@ -238,5 +238,4 @@ def pack_rollout(rollout: Rollout) -> dict[str, Any]:
 
 
 def unpack_rollout(packed: dict[str, Any]) -> Rollout:
-    """The rollout that ``pack_rollout`` packed."""
     return Rollout(**{name: v.numpy() if isinstance(v, torch.Tensor) else v for name, v in packed.items()})

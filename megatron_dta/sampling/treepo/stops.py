@@ -92,7 +92,6 @@ def boxed_answer(text: str) -> str | None:
 
 
 def answer_rule(pattern: str | None) -> Callable[[str], bool] | None:
-    """The rule of ``--treepo-answer-pattern``."""
     if pattern is None:
         return None
     if pattern == "boxed":

@@ -59,7 +59,6 @@ class StoredRollouts(RolloutSource):
         return self._rollouts
 
     def next_batch(self, step: int) -> list[Rollout]:
-        """The rollouts of optimizer step ``step``."""
         while True:
             epoch = int(np.searchsorted(self._epoch_start, step, side="right")) - 1
             batches = self._epoch(epoch)

@@ -47,7 +47,6 @@ class RunConsole:
         self._console.print(line, soft_wrap=True, markup=False)
 
     def warn(self, line: str) -> None:
-        """Print a warning."""
         self._console.print(line, style="yellow", soft_wrap=True, markup=False)
 
     def report(self, record: Record) -> None:

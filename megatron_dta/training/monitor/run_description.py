@@ -53,7 +53,6 @@ class BuiltRun:
 
 
 def describe_run(run: BuiltRun) -> Iterator[Line]:
-    """The lines."""
     config = run.config
     yield "model", _model_text(run)
     yield "devices", _devices_text(run)

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of decode layer share."""
+"""Models of several shapes with fused layers, and decoding passes over a few prompts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ from megatron_dta.sampling.engines.in_process.cache_size import head_shape
 from sampling_cases import SHAPES, VOCAB, make_model
 
 PAGE = 4
-
-
 GROUPED = SHAPES["grouped queries, QK-norm, untied"]
-
-
 MODELS = {
     "QK-norm": (torch.float32, GROUPED),
     "float16": (torch.float16, GROUPED | dict(disable_bias_linear=True)),

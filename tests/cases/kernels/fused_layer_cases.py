@@ -1,4 +1,4 @@
-"""Random inputs of the fused layer kernels, with everything that they write, and their plain twins in any precision."""
+"""Random inputs of the fused layer kernels, and plain references of their outputs and gradients in any precision."""
 
 from __future__ import annotations
 

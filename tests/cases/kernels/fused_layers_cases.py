@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of fused layers share."""
+"""Models on the fused layer kernels: the context of one segment, and the bytes that a layer keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of linear logprobs share."""
+"""Random inputs of the chunked logprobs, and the sizes of chunks to try."""
 
 from __future__ import annotations
 

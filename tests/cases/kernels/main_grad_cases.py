@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of main grad share."""
+"""Models in Megatron's gradient buffers, and checks of weight gradients that are accumulated in place."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ from tree_engine_cases import (
 )
 
 DIRECT, BY_AUTOGRAD = ParallelConfig(), ParallelConfig(no_gradient_accumulation_fusion=True)
-
-
 PADDED = {"make_vocab_size_divisible_by": 16}
-
-
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 24}
 
 

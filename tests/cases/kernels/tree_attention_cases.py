@@ -1,4 +1,4 @@
-"""Random segments for tree attention and the checks that the interpreter's tests and the GPU's have in common."""
+"""Random segments for tree attention, and the checks that run both in the interpreter and on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs on several meshes that continue each other's checkpoints, and the tensors of their checkpoints."""
+"""Runs on several meshes, each continuing another one's checkpoint, and the tensors of their checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of the merged segment tree share."""
+"""Random segment forests, and the paths and peaks of their segments."""
 
 from __future__ import annotations
 

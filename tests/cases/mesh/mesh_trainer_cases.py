@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of mesh trainer share."""
+"""Training commands on one, two and four processes, and comparisons of their metrics and weights."""
 
 from __future__ import annotations
 
@@ -18,33 +18,17 @@ from trainer_cases import MODEL, make_rollouts
 
 # Heads that two ranks can share.
 SHAPE = MODEL.replace("--num-attention-heads 3", "--num-attention-heads 4 --group-query-attention --num-query-groups 2")
-
-
 STORED = f"{SHAPE} --global-batch-size 8 --train-iters 4 --tree-segment-tokens 14 --untie-embeddings-and-output-weights"
-
-
 GRPO = "--kl-loss-coef 0.05 --old-logprobs recompute --entropy-coef 0.01 --eval-interval 2"
-
-
 SAMPLED = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 48 --task arithmetic "
     "--arithmetic-max-operand 9 --rollout-batch-size 3 --n-samples-per-prompt 5 --rollout-max-response-len 6 "
     "--train-iters 4 --num-steps-per-rollout 3 --old-logprobs recompute --eval-interval 4 --eval-iters 5 --lr 1e-3"
 )
-
-
 TP = "--tensor-model-parallel-size 2"
-
-
 SP = f"{TP} --sequence-parallel"
-
-
 CP = "--context-parallel-size 2"
-
-
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 900"
-
-
 EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 --moe-aux-loss-coeff 0.01 "

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of moe share."""
+"""Small models with experts, and the outcome of training each sample alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from megatron_dta.parity import random_training_samples, run_stock
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config
 
 QWEN3_MOE = QWEN3 | {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_router_pre_softmax": False}
-
-
 MIXTRAL = {"num_experts": 4, "moe_router_topk": 2, "untie_embeddings_and_output_weights": True}
-
-
 DEEPSEEK = {
     "num_layers": 3,
     "num_experts": 8,
@@ -29,8 +25,6 @@ DEEPSEEK = {
     "moe_router_group_topk": 2,
     "moe_router_enable_expert_bias": True,
 }
-
-
 QWEN2_MOE = {
     "add_qkv_bias": True,
     "num_experts": 3,
@@ -40,24 +34,12 @@ QWEN2_MOE = {
     "moe_shared_expert_intermediate_size": 24,
     "moe_shared_expert_gate": True,
 }
-
-
 GPT_MOE = {"normalization": "LayerNorm", "swiglu": False, "num_experts": 3, "moe_router_topk": 3}
-
-
 BALANCE = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.02}
-
-
 QWEN3_BALANCED = QWEN3_MOE | BALANCE
-
-
 DEEPSEEK_BALANCED = DEEPSEEK | BALANCE
-
-
 MODELS = {"qwen3": QWEN3_MOE, "mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen2": QWEN2_MOE, "gpt": GPT_MOE}
 BALANCED_MODELS = MODELS | {"qwen3-balanced": QWEN3_BALANCED, "deepseek-balanced": DEEPSEEK_BALANCED}
-
-
 CUTS = [("dense", 9, None), ("dense", 64, 0), ("packed", 45, None), ("packed", 45, 0), ("dta", 6, 12), ("dta", 9, 0)]
 
 

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of optimizer states share."""
+"""A small bfloat16 model with a distributed optimizer, whose loss depends on the weights alone."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ MODEL = ModelConfig(
     bf16=True,
     params_dtype=torch.bfloat16,
 )
-
-
 RATES = OptimizationConfig(lr=3e-3, train_iters=9)
-
-
 SHARDED = ParallelConfig(use_distributed_optimizer=True)
 
 

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of pipeline share."""
+"""All models and forests on all pipeline meshes, each compared with one process."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ from tree_engine_cases import (
 )
 
 UNTIED = QWEN3 | {"untie_embeddings_and_output_weights": True}
-
-
 ARCHITECTURES = {
     "tied": QWEN2 | {"num_layers": 4},
     "untied": UNTIED | {"num_layers": 4},
     "recompute": QWEN3 | FULL_RECOMPUTE | {"num_layers": 4},
     "experts": QWEN3_MOE | {"num_layers": 4, "moe_layer_freq": "[0]*1+[1]*3", "moe_aux_loss_coeff": 0.3},
 }
-
-
 MESHES = {
     "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2), [0]),
     "pp2-vpp2": (2, ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2), [0]),
@@ -80,8 +76,6 @@ CUTS = {
     "dta-recomputed": ("dta", 9, 0),
     "one": ("dta", 1000, None),
 }
-
-
 SEED = 23
 
 

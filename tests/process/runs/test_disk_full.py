@@ -1,4 +1,4 @@
-"""A disk that fills up while a run writes: one line, status 2, the last good checkpoint, and nothing half-written."""
+"""A disk that fills up during a run: one line of error, status 2, and the last good checkpoint intact."""
 
 from __future__ import annotations
 

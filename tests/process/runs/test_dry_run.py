@@ -1,4 +1,4 @@
-"""``--dry-run``: says what a run would be, writes nothing, and ends with training's own line where something is bad."""
+"""``--dry-run`` describes the run, writes nothing, and reports the same errors as training."""
 
 from __future__ import annotations
 

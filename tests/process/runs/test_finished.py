@@ -1,4 +1,4 @@
-"""A command whose last step is saved: it says so and ends well, and knows the folder that it has exported."""
+"""A command whose last step is already saved reports this and exits with status 0."""
 
 from __future__ import annotations
 

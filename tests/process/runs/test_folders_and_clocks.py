@@ -1,4 +1,4 @@
-"""Folders that cannot be written, and clocks that are set back while a run goes on."""
+"""Output folders that cannot be written, and clocks that are set back during a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replies that no rollout server should give: each is told with its server and field, and costs bounded memory."""
+"""Invalid replies of rollout servers: the error names the server and the field, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from conftest import seed_all
 from forked import run_python
 from hostile_edits import MEMBER
 from hostile_replies import Faults, RawReply
-from http_engine_cases import KINDS, PARAMS, QUICK, VOCABULARY, Setup
-from http_weights_cases import write_checkpoint
+from http_engine_cases import KINDS, PARAMS, QUICK, VOCABULARY, Setup, write_checkpoint
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.engines.servers.http_client import ServerError
 from rollout_runs import Runs

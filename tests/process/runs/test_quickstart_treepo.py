@@ -1,4 +1,4 @@
-"""The TreePO quickstart: its flags are accepted; its report compares at equal tokens and tells what failed."""
+"""The TreePO quickstart: its flags are valid, and its report compares at equal tokens and names failures."""
 
 from __future__ import annotations
 

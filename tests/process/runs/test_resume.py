@@ -1,4 +1,4 @@
-"""Kill training at any moment and start the same command again: metrics and weights are those of an unbroken run."""
+"""Training killed at any moment and restarted by the same command has the metrics and weights of an unbroken run."""
 
 from __future__ import annotations
 

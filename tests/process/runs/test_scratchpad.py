@@ -4,12 +4,10 @@ script of distillation, which trains on its problems.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,16 +17,9 @@ from forked import run_python
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
 from megatron_dta.sampling.rewards.registry import compute_reward, load_reward_function
+from tool_runs import load_script
 
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "examples" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-scratchpad, report = load("scratchpad"), load("scratchpad_report")
+scratchpad, report = load_script("examples/scratchpad.py"), load_script("examples/scratchpad_report.py")
 
 
 def commands_of(folder: Path, script: str, **environment: str) -> list[list[str]]:

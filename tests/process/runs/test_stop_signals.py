@@ -1,4 +1,4 @@
-"""Signals that schedulers and people send: the run ends after its step, saved, and goes on as if it had not stopped."""
+"""SIGTERM and similar signals: the run ends after its step, saves its state, and resumes exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data as people have it: prompts in Parquet, conversations and preferences as text, from files to losses."""
+"""Text data from files to losses: prompts in Parquet, conversations and preferences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchrun starts a job again after one of its processes died; the run goes on from its last checkpoint."""
+"""torchrun restarts a job after a process died, and the run continues from its last checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distances between a step in some numbers and the same step in others, and the tool that tells them."""
+"""Distances between steps in different precisions, and the tool that reports them."""
 
 from __future__ import annotations
 

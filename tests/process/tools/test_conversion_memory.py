@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from conftest import REPOSITORY
-
-
-def load_benchmark() -> ModuleType:
-    path = REPOSITORY / "benchmarks" / "conversion.py"
-    spec = importlib.util.spec_from_file_location("benchmark_conversion", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tool_runs import load_script
 
 
 def test_memory_does_not_grow_with_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{REPOSITORY / 'kernels'}")
-    benchmark = load_benchmark()
+    benchmark = load_script("benchmarks/conversion.py")
     resident = {}
     for layers in (2, 24):
         flags = f"--folder {tmp_path} --divide-widths 16 --processes 1 --repeats 1 --tensor-model-parallel-size 2"

@@ -1,4 +1,4 @@
-"""Bad input of the conversion: one line that names it and nothing written; kills and full disks."""
+"""Invalid input of the conversion: one line names it and nothing is written; also kills and full disks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 from checkpoint_worker import small_files_only
 from conftest import REPOSITORY
 from conversion_cases import save_huggingface, to_huggingface, to_megatron
-from conversion_refused_cases import run_tool
 from forked import Program, run_python
 from megatron_dta.common.errors import InputError
 from megatron_dta.conversion import job as job_module
 from megatron_dta.conversion import to_megatron as to_megatron_module
 from megatron_dta.conversion.integrity import CHECKSUMS
 from strict_pickle_cases import ATTACKS, Bomb
+from tool_runs import run_tool
 
 INDEX = "model.safetensors.index.json"
 SECOND = "model-00002-of-*.safetensors"

@@ -1,4 +1,4 @@
-"""Models from random weights become Hugging Face checkpoints without a config.json that somebody wrote by hand."""
+"""Models trained from random weights are exported to Hugging Face without a given config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from conftest import seed_all
-from conversion_refused_cases import run_tool
 from fuzz_inputs import Prompts
 from lora_training_cases import hf_rollouts
 from megatron_dta.arguments import parse_arguments
@@ -21,6 +20,7 @@ from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf.config_output import config_from_settings
 from megatron_dta.training.setup import build_trainer
 from resume_cases import prompts_and_reward
+from tool_runs import run_tool
 from verify_checkpoint_cases import verify
 
 transformers = pytest.importorskip("transformers", reason="reads what is written (extra 'test')")

@@ -1,4 +1,4 @@
-"""The experiment of AReaL-DTA at its smallest: files appear, and counts, bounds and balance are as they must be."""
+"""The AReaL-DTA experiment at its smallest size: output files, counts, bounds and balance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experiment of DAS at its smallest size: files, equal samples and curves, counts, and runs that are kept."""
+"""The DAS experiment at its smallest size: output files, equal samples and curves, counts, reuse of finished runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experiments of Tree Training on the smallest scale: files, packs, and that trees train exactly. No times."""
+"""The Tree Training experiments at their smallest size: output files, packs and exactness; no timings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The TreePO experiment at its smallest: files, equal budgets, consistent counts, and that finished runs are kept."""
+"""The TreePO experiment at its smallest size: output files, equal budgets, counts, reuse of finished runs."""
 
 from __future__ import annotations
 

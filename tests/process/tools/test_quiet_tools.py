@@ -1,4 +1,4 @@
-"""Tools tell what a user can act on: nothing on stderr of what Megatron misses, whichever module imports it first."""
+"""Importing any tool prints no warnings about packages that Megatron misses."""
 
 from __future__ import annotations
 

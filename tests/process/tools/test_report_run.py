@@ -1,4 +1,4 @@
-"""``tools/report_run.py``: the page shows a run's data, in a real browser, and asks for nothing."""
+"""``tools/report_run.py``: the page shows a run's data in a real browser and requests nothing from elsewhere."""
 
 from __future__ import annotations
 

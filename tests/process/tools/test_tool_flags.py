@@ -1,4 +1,4 @@
-"""Flags that a tool accepts have an effect: those of training that it does not read are refused, its own are read."""
+"""Every flag that a tool accepts has an effect: training flags that it does not read are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool that compares converted checkpoints: equal models pass, one changed number is found and named."""
+"""The tool that compares converted checkpoints accepts equal models and names a single changed number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from forked import run_python
 from megatron_dta.common.errors import InputError
 from megatron_dta.parity.one_step import Difference, OneStep, differences
 from megatron_dta.rollouts import Rollout, write_rollouts
-from verify_checkpoint_cases import tool, verify
+from tool_runs import load_script
+from verify_checkpoint_cases import verify
 
 transformers = pytest.importorskip("transformers", reason="the other side needs transformers (extra 'test')")
 
@@ -66,7 +67,7 @@ FAMILIES = {
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """(Hugging Face folder, Megatron folder) of every family, random weights everywhere, a padded vocabulary."""
-    folder, convert = tmp_path_factory.mktemp("checkpoints"), tool("convert_hf_to_megatron")
+    folder, convert = tmp_path_factory.mktemp("checkpoints"), load_script("tools/convert_hf_to_megatron.py")
     made = {}
     for seed, (name, (family, settings)) in enumerate(FAMILIES.items()):
         seed_all(seed)

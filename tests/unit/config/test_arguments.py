@@ -1,4 +1,4 @@
-"""The command line: every flag reaches its field, every field is used, and what does not fit together is refused."""
+"""The command line: every flag sets its field, every field is used, and contradicting flags are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console command ``megatron-dta``: every command is listed, found and named when it is misspelled."""
+"""The console command ``megatron-dta``: every command is listed and found, and typos get suggestions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tools' command lines share: limits of flags, files that cannot be written, JSON without NaN."""
+"""Helpers of command lines: limits of flags, files that cannot be written, JSON without NaN."""
 
 from __future__ import annotations
 

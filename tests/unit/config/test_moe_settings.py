@@ -1,4 +1,4 @@
-"""Flags of experts: what is refused, each by one line that names the flag, and which layers have experts."""
+"""Flags of experts: which layers have experts, and one-line refusals that name the flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relative errors between outcomes: what has a magnitude of its own, what is zero but for rounding, what is broken."""
+"""Relative errors between outcomes: of normal values, of values that are zero up to rounding, of NaN."""
 
 from __future__ import annotations
 

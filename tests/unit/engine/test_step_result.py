@@ -1,4 +1,4 @@
-"""A step's result from what its ranks have found: sums, means, maxima; NaN of any rank shows."""
+"""The result of a step from those of its ranks: sums, means and maxima; a NaN of any rank is kept."""
 
 from __future__ import annotations
 

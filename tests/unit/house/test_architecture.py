@@ -1,4 +1,4 @@
-"""The rules of the house that a program can check: layers, file and function lengths, docstrings, formatting."""
+"""Rules of the code base that a program can check: layers, file and function lengths, docstrings, formatting."""
 
 from __future__ import annotations
 

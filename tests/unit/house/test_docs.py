@@ -1,4 +1,4 @@
-"""The pages in docs/: flags, files and tools that they name exist, their Python runs, pictures are what is drawn."""
+"""The pages in docs/: flags, files and tools that they name exist, their Python runs, their pictures are current."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bfloat16 training: the tree's gradient is no farther from float32 than the dense one."""
+"""bfloat16 training: tree gradients are as close to float32 as dense ones."""
 
 from __future__ import annotations
 

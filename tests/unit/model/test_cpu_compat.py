@@ -1,4 +1,4 @@
-"""The patches for machines without CUDA: they apply once, leave torch as it was elsewhere, and change no result."""
+"""The patches for machines without CUDA are applied once, affect only Megatron, and change no result."""
 
 from __future__ import annotations
 

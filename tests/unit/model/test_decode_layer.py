@@ -1,4 +1,4 @@
-"""Decoding passes without modules give the modules' numbers, bit for bit, and leave to them what is theirs."""
+"""Decoding passes without modules equal the modules bit for bit, and leave other passes to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What experts add to a step besides their outputs: loads, balancing loss, z-loss, and routing that is kept."""
+"""Auxiliary losses of experts: loads, balancing loss, z-loss, and routing that is kept."""
 
 from __future__ import annotations
 

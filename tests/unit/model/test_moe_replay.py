@@ -1,4 +1,4 @@
-"""Routing that rollouts bring along: replayed exactly, agreed on where rollouts share tokens, kept in files."""
+"""Replayed routing of rollouts: exact, resolved where rollouts share tokens, stored in files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that are filled up, as FP8 products need them, change nothing: not the loss, not a gradient."""
+"""Padding rows for FP8 products changes neither the loss nor any gradient."""
 
 from __future__ import annotations
 

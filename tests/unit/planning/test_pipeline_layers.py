@@ -7,7 +7,14 @@ import pytest
 from conftest import seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.pipeline.layers import check_layers_per_stage, layers_per_stage
-from pipeline_layers_cases import divisions
+
+
+def divisions(layers: int, stages: int, least: int) -> list[list[int]]:
+    if stages == 1:
+        return [[layers]] if layers >= least else []
+    return [
+        [first, *rest] for first in range(least, layers + 1) for rest in divisions(layers - first, stages - 1, least)
+    ]
 
 
 def rank_costs(layers: list[int], ranks: int, layer: float, output: float) -> list[float]:

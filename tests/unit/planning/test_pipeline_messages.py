@@ -1,4 +1,4 @@
-"""The order of messages: ranks that go through it with blocking, unbuffered sends and receives never wait for ever."""
+"""The order of messages: ranks with blocking, unbuffered sends and receives never deadlock."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.common.errors import InputError
-from megatron_dta.planning import plan_segments
+from megatron_dta.planning import CostModel, plan_segments
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.segment_counts import segment_counts
 from megatron_dta.planning.pipeline.segments import (
     ideal_utilisation,
@@ -19,7 +20,21 @@ from megatron_dta.planning.pipeline.segments import (
 )
 from megatron_dta.tree import build_prefix_tree
 from partition_cases import turns_forest
-from pipeline_segments_cases import MODEL, forest
+
+MODEL = CostModel.from_shape(DecoderShape(64, 5120, 25600, 64, 8, 128, 151936))
+
+
+def forest(seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Trajectories of several turns that share beginnings, some 40,000 tokens."""
+    rng = seed_all(seed)
+    sequences, masks = [], []
+    for _ in range(8):
+        trunk = rng.integers(0, 9999, rng.integers(300, 1500))
+        for _ in range(6):
+            own = rng.integers(0, 9999, rng.integers(100, 2500))
+            sequences.append(np.concatenate([trunk[: rng.integers(len(trunk) // 2, len(trunk))], own]).astype(np.int32))
+            masks.append(np.arange(len(sequences[-1])) >= len(sequences[-1]) - len(own))
+    return sequences, masks
 
 
 @pytest.mark.parametrize("seed", range(8))

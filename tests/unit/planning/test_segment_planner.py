@@ -1,4 +1,4 @@
-"""The segment planner: what every plan must hold, how near the best plan it comes, what it reaches on real rollouts."""
+"""The segment planner: invariants of every plan, distance from the best plan, results on real rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of segments follow every path: states and rows come from where the path says, in levels that can be computed."""
+"""Runs of segments follow every path: states and rows come from the parent, in levels that can be computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner chooses by costs and memory: against all choices on small cases, and never beyond its budget."""
+"""The planner's choice by costs and memory, against all choices on small cases and within its budget."""
 
 from __future__ import annotations
 

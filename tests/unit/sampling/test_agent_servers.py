@@ -1,4 +1,4 @@
-"""Agents whose calls are answered by servers of vLLM and SGLang: trained, scored by a reward function, counted."""
+"""Agents whose calls vLLM and SGLang servers answer: training, rewards by a function, counts."""
 
 from __future__ import annotations
 

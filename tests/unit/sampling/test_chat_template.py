@@ -1,4 +1,4 @@
-"""Prompts that are messages: the tokens are those of the library's own tokenizer, and bad ones are told by row."""
+"""Prompts of messages: tokens equal those of the library's own tokenizer, and errors name the row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``code_tests`` against programs that mean harm, and right programs under tests of many forms."""
+"""``code_tests`` against hostile programs, and correct programs under tests of many forms."""
 
 from __future__ import annotations
 

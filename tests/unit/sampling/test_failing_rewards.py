@@ -1,4 +1,4 @@
-"""Rewards that can fail: programs that are run, servers that are asked, functions that raise; none is 0 silently."""
+"""Rewards that can fail (programs, servers, functions that raise) are never silently 0."""
 
 from __future__ import annotations
 

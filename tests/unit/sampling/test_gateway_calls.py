@@ -1,4 +1,4 @@
-"""The gateway's interfaces, driven by raw HTTP: what clients receive, and what becomes of their calls."""
+"""The gateway's interfaces over raw HTTP: replies to clients, and the calls that it records."""
 
 from __future__ import annotations
 

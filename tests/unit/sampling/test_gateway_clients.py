@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from conftest import REPOSITORY
 from megatron_dta.sampling.gateway.records import leaves
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
+from tool_runs import load_script
 
 CALL = '<tool_call>{"name": "look_up", "arguments": {"drawer": "b"}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
@@ -34,13 +33,6 @@ def served(tmp_path: Path) -> Iterator[OpenGateway]:
     engine = ScriptedEngine(script, tokenizer.vocab_size)
     with open_gateway(engine, tokenizer, tmp_path / "model") as gateway:
         yield gateway
-
-
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tool_agent", REPOSITORY / "examples" / "tool_agent.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def access(gateway: OpenGateway) -> tuple[object, SimpleNamespace]:
@@ -105,14 +97,14 @@ def test_the_examples_agents(name: str, served: OpenGateway) -> None:
     pytest.importorskip("agents" if name == "sdk_agent" else "openai")
     session, own = access(served)
     record = {"prompt": "a+b?", "drawers": {"a": 1, "b": 2}, "answer": "3"}
-    assert getattr(example(), name)(record, own) == 1.0
+    assert getattr(load_script("examples/tool_agent.py"), name)(record, own) == 1.0
     assert len(session.calls) == 2
     assert len(leaves(session.calls)) == 1
 
 
 def test_the_examples_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its words are single tokens, and the careless teacher's dialogues are what the template writes."""
-    module = example()
+    module = load_script("examples/tool_agent.py")
     arguments = ["tool_agent.py", "--output", str(tmp_path), "--count", "8", "--prompts", "3", "--held-out", "2"]
     monkeypatch.setattr("sys.argv", arguments)
     assert module.main() == 0

@@ -1,4 +1,4 @@
-"""Weights handed to servers: the calls and their order, servers that fail or have others, older versions."""
+"""Weight updates of servers: the calls and their order, failing servers, other weights, older versions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from http_engine_cases import KINDS, PARAMS, QUICK, Setup, check_result
-from http_weights_cases import write_checkpoint
+from http_engine_cases import KINDS, PARAMS, QUICK, Setup, check_result, write_checkpoint
 from megatron_dta.sampling.engines.interface import generate
 from megatron_dta.sampling.engines.servers.http_client import ServerError
 

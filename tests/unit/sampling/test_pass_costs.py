@@ -1,4 +1,4 @@
-"""The cost of a pass is measured before the first collection, and nothing else is changed by that."""
+"""The cost of a pass is measured before the first rollout batch and changes nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fake engine that others are tested with: its tokens must tell a wrong context from the right one."""
+"""The fake engine of other tests: its tokens distinguish a wrong context from the right one."""
 
 from __future__ import annotations
 

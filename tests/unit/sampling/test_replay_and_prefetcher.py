@@ -1,4 +1,4 @@
-"""Recorded rollouts as an engine; the thread that samples ahead, its bound and its errors."""
+"""The engine that replays recorded rollouts, and the thread that samples ahead: its bound and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards, the arithmetic task, and the source and evaluation that close the loop."""
+"""Rewards, the arithmetic task, and the sampling source and evaluation."""
 
 from __future__ import annotations
 

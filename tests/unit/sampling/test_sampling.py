@@ -1,4 +1,4 @@
-"""Sampling on the training weights: the logprobs are the trainer's, the cache changes nothing, nor does the batch."""
+"""Sampling on the training weights: logprobs equal the trainer's, independent of the cache and of the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts in the replies of servers: read for every token, of the layers that have experts, or refused with the fix."""
+"""Routed experts in the replies of servers, for every token and layer with experts."""
 
 from __future__ import annotations
 

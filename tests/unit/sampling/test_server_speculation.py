@@ -1,4 +1,4 @@
-"""Servers that draft: the command that starts them, their settings asked for, what they accept, SGLang's corpora."""
+"""Servers that draft: their command, checks of their settings, acceptance counts, SGLang's corpora."""
 
 from __future__ import annotations
 

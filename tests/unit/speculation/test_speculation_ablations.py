@@ -1,4 +1,4 @@
-"""What replays vary for comparison: the trees to draft from, and a window that follows the size of the updates."""
+"""Variants that replays compare: the trees to draft from, and a window that follows the size of updates."""
 
 from __future__ import annotations
 

@@ -23,8 +23,6 @@ from mesh_worker import run_on_ranks
 from speculation_exact_cases import NoProbes, clockless
 
 DEAR = ForwardCost(base=1e-3, per_token=1.0)
-
-
 CHEAP = ForwardCost(1.0, 1e-9, 0.0, 0.0)
 
 

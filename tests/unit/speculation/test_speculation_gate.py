@@ -14,8 +14,6 @@ from megatron_dta.speculation.gate import CREDIT, LOSS_SHARE, SpeculationGate, t
 from megatron_dta.speculation.speculator import Speculator
 
 PLAIN = ForwardCost(base=2e-3, per_token=1e-5)
-
-
 DRAFTED = ForwardCost(base=4e-3, per_token=1e-5)
 
 

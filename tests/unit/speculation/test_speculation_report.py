@@ -1,4 +1,4 @@
-"""What is reported of speculation, against loops over samples and forwards; its pictures show these numbers."""
+"""Statistics and pictures of speculation, against loops over samples and forwards."""
 
 from __future__ import annotations
 

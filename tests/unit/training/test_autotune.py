@@ -1,4 +1,4 @@
-"""What a run decides by itself on a GPU: memory of a step, costs, and a second try of a step that ran out of memory."""
+"""Automatic limits on a GPU: memory of a step, costs, and a retry after running out of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: a restored run takes the very next step of the saved one, and what cannot be restored is refused."""
+"""Checkpoints: a restored run takes the same next step as the saved one, and invalid ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums of checkpoints: changed bytes are found when it is loaded, by training and by the converter."""
+"""Checksums of checkpoints: training and the converter detect changed bytes when loading."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from checkpoint_cases import MODEL, Run
 from conftest import seed_all
 from conversion_cases import save_huggingface, to_megatron
-from conversion_refused_cases import run_tool
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import CheckpointConfig, TrainConfig
 from megatron_dta.conversion.integrity import CHECKSUMS, read_checksums, refuse_open_to_all, verify_checksums
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import CheckpointSaver, load_checkpoint, load_weights
+from tool_runs import run_tool
 
 
 def flip(path: Path, position: int) -> None:

@@ -1,4 +1,4 @@
-"""Gradient outliers, the alarm of sampler and trainer, the best checkpoint; each also over a stop and a new start."""
+"""Gradient outliers, sampler mismatch and the best checkpoint, also across a restart."""
 
 from __future__ import annotations
 

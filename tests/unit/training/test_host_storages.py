@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer states that move to the host and back train on as if they had stayed."""
+"""Weights, gradients and optimizer states that are moved to the host and back leave training unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says on the terminal: what runs before step 1, short lines of steps, warnings, what trees were worth."""
+"""Console output of a run: the description before step 1, lines of steps, warnings, token reuse at the end."""
 
 from __future__ import annotations
 

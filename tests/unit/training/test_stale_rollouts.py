@@ -1,4 +1,4 @@
-"""Training on rollouts that servers sampled ahead: bounds of their age, and decoupled PPO."""
+"""Training on rollouts that servers sampled ahead: staleness bounds, and decoupled PPO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampled trees are the tries of their token lists: known nodes give the forest that is found without them."""
+"""Forests built from known nodes equal those built from the token lists."""
 
 from __future__ import annotations
 

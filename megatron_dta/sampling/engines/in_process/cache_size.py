@@ -36,7 +36,6 @@ class DeviceMemory:
 
     @staticmethod
     def now() -> DeviceMemory:
-        """That of the current device."""
         free, total = torch.cuda.mem_get_info()
         return DeviceMemory(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total)
 

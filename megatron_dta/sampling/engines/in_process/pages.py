@@ -32,7 +32,6 @@ class PagePool:
         return self.num_pages - len(self._free)
 
     def holders(self, page: int) -> int:
-        """Number of holders of ``page``."""
         return self._holders[page]
 
     def has_room(self, count: int) -> bool:

@@ -25,12 +25,12 @@ _INTEGER_BYTES = 8
 
 
 class RoutingError(ServerError):
-    """A server does not tell the experts, or those of another model."""
+    """A server returns no experts, or those of another model."""
 
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What a reply tells about a token.
+    """The experts that a reply lists for each token.
 
     Attributes:
         moe_layers: whether each layer of the model has experts.

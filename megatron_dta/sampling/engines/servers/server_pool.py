@@ -18,8 +18,6 @@ from megatron_dta.sampling.engines.servers.http_settings import checked_urls
 
 @dataclass(eq=False)
 class Server:
-    """The state of one server."""
-
     url: str
     alive: bool = True
     problem: str = ""
@@ -32,8 +30,6 @@ class Server:
 
 @dataclass
 class Counts:
-    """Counts of failures."""
-
     retried: int = 0
     moved: int = 0
     servers_lost: int = 0

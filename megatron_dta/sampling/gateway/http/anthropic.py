@@ -92,7 +92,6 @@ def _user(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
 
 
 def whole(model: str, prompt: GatewayPrompt, choice: Choice) -> dict[str, Any]:
-    """The reply."""
     return {
         "id": f"msg_{choice.call.call_id}",
         "type": "message",

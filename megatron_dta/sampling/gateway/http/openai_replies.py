@@ -35,7 +35,6 @@ class OpenAIReplies:
         self._created = int(time.time())
 
     def whole(self, prompt: GatewayPrompt, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The reply with all choices."""
         found = []
         for index, choice in enumerate(choices):
             own: dict[str, Any] = {"index": index, "finish_reason": _FINISH[choice.call.finish]}

@@ -30,8 +30,6 @@ class Function(BaseModel):
 
 
 class ToolCallMessage(BaseModel):
-    """A tool call in a message."""
-
     id: str | None = None
     type: Literal["function"] = "function"
     function: Function
@@ -76,7 +74,6 @@ class _OpenAIRequest(_Request):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop or ())
 
     def settings(self, max_tokens: int | None) -> CallSettings:

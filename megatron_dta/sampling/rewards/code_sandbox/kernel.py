@@ -171,7 +171,6 @@ def _scan_children(pid):
 
 
 def descendants(pid):
-    """All descendants of a process."""
     found, open_ = [], [pid]
     while open_:
         new = children(open_.pop())
