@@ -4,6 +4,7 @@ and writes to pages that the processes share.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import os
@@ -14,6 +15,13 @@ from matplotlib.figure import Figure
 import mesh_trainer_cases  # noqa: F401 (with it pytest and the trainer)
 import mesh_worker  # noqa: F401
 import rollout_runs  # noqa: F401 (with it servers)
+
+# What runs import when they need it: templates of chats, and servers for agents.
+with contextlib.suppress(ImportError):
+    import uvicorn  # noqa: F401
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+    import megatron_dta.sampling.gateway.http.application  # noqa: F401
 
 # As at the end of a run; the first figure finds the fonts.
 Figure(layout="constrained").savefig(io.BytesIO(), format="png")
