@@ -181,7 +181,7 @@ def counted_bytes(shape: DecoderShape, mesh: RunMesh, states: StateSettings) -> 
         of_experts = (0.0, 0.0)
         if shape.moe_layers[layer] and shape.moe_grouped_gemm:
             # As training counts them.
-            of_layer = SegmentBytes.of_shape(replace(shape, num_layers=1, moe_layers=(True,)), rank)
+            of_layer = SegmentBytes.of_shape(replace(shape, moe_layers=(True,) * shape.num_layers), rank)
         else:
             width = shape.layer_width(layer)
             dense = replace(shape, ffn_hidden_size=width, num_experts=None, moe_layers=(), moe_grouped_gemm=False)

@@ -15,6 +15,7 @@ from megatron_dta.capacity.search import Planner, Prediction
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.named_shapes import HUB_NAMES, SHAPES
 from megatron_dta.planning.costs.segment_bytes import GIB
+from megatron_dta.planning.step.flops import StepCounts
 
 MEMORY_NAMES = {"keys_values": "K, V, dK, dV of paths", "workspace": "workspace, communication"}
 TIME_NAMES = {
@@ -44,13 +45,9 @@ def describe(prediction: Prediction) -> str:
 
 def useful_share(planner: Planner, prediction: Prediction) -> float:
     """Necessary operations of the step over the peak of all GPUs in its time."""
-    shape, step = planner.shape, planner.step
-    partition = step.partition(1)
+    partition = planner.step.partition(1)
     counts = partition.tokens_per_rank, partition.pairs_per_rank, partition.edges_per_rank
-    tokens, pairs, rows = (int(each[0]) for each in counts)
-    weights = shape.active_parameters - shape.hidden_size * shape.vocab_size
-    flops = 6.0 * weights * tokens + 12.0 * shape.num_layers * shape.query_width * pairs
-    flops += 6.0 * shape.hidden_size * shape.vocab_size * rows
+    flops = StepCounts(*(int(each[0]) for each in counts)).flops(planner.shape)
     peak = planner.cluster.gemm_tflops * 1e12 * planner.cluster.num_gpus
     return flops / prediction.time.total / peak
 
@@ -236,6 +233,7 @@ def _model_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
         flags += ["--moe-ffn-hidden-size", str(shape.expert_width), *["--moe-grouped-gemm"] * shape.moe_grouped_gemm]
         if shape.moe_shared_expert_intermediate_size:
             flags += ["--moe-shared-expert-intermediate-size", str(shape.moe_shared_expert_intermediate_size)]
+            flags += ["--moe-shared-expert-gate"] * shape.moe_shared_expert_gate
     if shape.linear_attention_layers:
         flags += _hybrid_flags(shape)
     return [*flags, "--max-position-embeddings", str(max(4096, step.longest))]

@@ -171,7 +171,7 @@ class Planner:
         computing = stage_time(self.shape, mesh, self.cluster, work, busiest, recomputed).computing
         kept = np.broadcast_to(kept | choice.full_recompute, (len(mesh.layers), segments.num_segments))
         each = self._bytes(choice)
-        states = [self._states_at_forks(segments, mesh, stage) for stage in range(mesh.pipeline)]
+        states = [self._states_at_forks(work, mesh, stage) for stage in range(mesh.pipeline)]
         flights = {
             stage: _in_flight(segments, schedule, stage, mesh, kept, each, states[stage])
             for stage in range(mesh.pipeline)
@@ -179,14 +179,15 @@ class Planner:
         bubble = computing * (wait - 1)
         return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed)
 
-    def _states_at_forks(self, segments: SegmentPlan, mesh: RunMesh, stage: int) -> StepStates | None:
+    def _states_at_forks(self, work: ReplicaWork, mesh: RunMesh, stage: int) -> StepStates | None:
         """Bytes of the states of a stage's gated delta net; None if it has none."""
         layers = tuple(self.shape.is_linear(layer) for layer in mesh.stage_layers(stage))
         if not any(layers):
             return None
         of_stage = replace(self.shape, num_layers=len(layers), moe_layers=(), linear_attention_layers=layers)
         each = StateBytes.of_shape(of_stage, DTYPE_BYTES[self.states.weights], mesh.tensor * mesh.context)
-        return StepStates.of(segments, each)
+        segments = work.planned[0]
+        return StepStates.of_merged(segments, work.merged, each) if work.merged else StepStates.of(segments, each)
 
     def _training_costs(self, choice: Choice) -> CostModel:
         return training_costs(self.shape, choice.mesh, self.measured, choice.segment_tokens)

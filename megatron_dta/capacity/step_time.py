@@ -167,10 +167,12 @@ def _token_communication(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, l
         passes = 8.0 + 2.0 * mesh.sequence_parallel
         seconds += len(layers) * passes * row * (tensor - 1) / tensor / cluster.link(tensor)
     if mesh.context > 1:
-        # Queries, keys, values and outputs are exchanged, in the backward with their gradients.
-        channels = 2.0 * (2 * shape.query_width + 2 * shape.kv_width) / tensor
+        # Queries, keys, values and outputs are exchanged; in the backward their gradients, and attention's once more.
+        with_states = sum(map(shape.is_linear, layers))
+        channels = 3.0 * (len(layers) - with_states) * (2 * shape.query_width + 2 * shape.kv_width)
+        channels += 2.0 * with_states * shape.linear_exchanged
         link = cluster.link(mesh.context, tensor)
-        seconds += len(layers) * 3.0 * channels * (mesh.context - 1) / mesh.context / link
+        seconds += 2.0 * channels / tensor * (mesh.context - 1) / mesh.context / link
     num_expert_layers = sum(shape.moe_layers[layer] for layer in layers)
     if ranks > 1:
         # A token goes to every other rank and a sum comes back from it, in forward and backward; in a tensor group,

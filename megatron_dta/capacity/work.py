@@ -8,7 +8,7 @@ these totals are generated (``capacity.sequences``), so both cases take the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class ReplicaWork:
         planned: the segments and their tokens, pairs and edges; None for an estimate.
         alone: the counts of the slowest replica, where the others are those of a merged segment tree
             (``planning.expert_parallel``): at each node, of the replica with most.
+        merged: the segments of the replicas that run that tree, in its order.
     """
 
     tokens: int
@@ -54,6 +55,7 @@ class ReplicaWork:
     path_tokens: int
     planned: tuple[SegmentPlan | MergedSegmentTree, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
     alone: ReplicaWork | None = None
+    merged: tuple[SegmentPlan, ...] = ()
 
     @classmethod
     def of(
@@ -174,7 +176,7 @@ class StepWork:
             for kind in range(3)
         )
         size = max(each.segment_tokens for each, _ in replicas)
-        return ReplicaWork.of(tree, counts, size, alone)
+        return replace(ReplicaWork.of(tree, counts, size, alone), merged=tuple(each for each, _ in replicas))
 
     def _memory_tokens(self, budget: StepBudget) -> int:
         """Limit on in-flight tokens; the planner's default if None is given."""

@@ -6,7 +6,7 @@ FILE is a rollout file (.jsonl, .parquet or .npz). Token reuse is the number of 
 unique tokens; attention reuse is the same ratio of (query, key) pairs of causal attention. Fill is the mean length of a
 segment over the maximum. In-flight tokens are those of a segment and all its ancestors, which a training step holds in
 memory together. Open forks are ends of runs in them that later segments continue: each is a state of every layer with
-gated delta net, with its gradient (--hf-config tells how many GiB they are).
+gated delta net, with its gradient (--model or --hf-config tells how many GiB they are).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megatron_dta.common.command_line import (
     print_json,
 )
 from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.named_shapes import SHAPES
 from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.costs.state_bytes import StateBytes
 from megatron_dta.planning.segments.cut import SegmentPlan, plan_segments
@@ -34,6 +35,7 @@ from megatron_dta.planning.segments.runs import SegmentRuns
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import TreeStatistics, build_prefix_tree, tree_statistics
 
+HYBRIDS = sorted(name for name, shape in SHAPES.items() if shape.linear_attention_layers)
 SEGMENT_TOKENS = 2048  # TreeConfig's default; importing it would import torch, which is slower than this command.
 
 
@@ -57,25 +59,37 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
     parser.add_argument("--max-length", type=int, metavar="N", help="only the first N tokens of each sequence")
     parser.add_argument("--hf-config", metavar="DIR", help="count the states of this model (its config.json)")
+    parser.add_argument("--model", choices=HYBRIDS, help="count the states of this model")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--plot", metavar="PICTURE", help="draw the tree and its segments (.png, .pdf or .svg)")
     arguments = parser.parse_args()
     check_at_least(arguments, 1, "tree_segment_tokens", "tree_memory_tokens", "max_sequences", "max_length")
     check_picture(arguments.plot, "--plot")
+    if arguments.model and arguments.hf_config:
+        raise InputError("--hf-config and --model: give one model")
     return arguments
 
 
-def state_figures(plan: SegmentPlan, folder: str | None) -> dict[str, int | float]:
-    """Return the figures about states at forks; their bytes if ``folder`` has a config.json with gated delta net."""
+def read_states(arguments: argparse.Namespace) -> StateBytes | None:
+    """Return the bytes of a fork of the model that the flags name; None without a model."""
+    if arguments.model is not None:
+        return StateBytes.of_shape(SHAPES[arguments.model], element_bytes=2)
+    if arguments.hf_config is None:
+        return None
+    from megatron_dta.capacity.settings import read_hf_config  # Importing torch takes seconds.
+
+    each = StateBytes.of_shape(read_hf_config(arguments.hf_config), element_bytes=2)
+    if each is None:
+        raise InputError(f"--hf-config {arguments.hf_config}: is of a model without gated delta net; leave it out")
+    return each
+
+
+def state_figures(plan: SegmentPlan, each: StateBytes | None) -> dict[str, int | float]:
+    """Return the figures about states at forks; their bytes if those of a fork are given."""
     runs = SegmentRuns.of(plan)
     most = int(runs.forks_in_flight.max(initial=0))
     values: dict[str, int | float] = {"peak_open_forks": most, "run_levels": int(runs.num_levels.max(initial=0))}
-    if folder is not None:
-        from megatron_dta.capacity.settings import read_hf_config  # Importing torch takes seconds.
-
-        each = StateBytes.of_shape(read_hf_config(folder), element_bytes=2)
-        if each is None:
-            raise InputError(f"--hf-config {folder}: is of a model without gated delta net; leave it out")
+    if each is not None:
         values["peak_state_gib"] = each.open_fork * most / GIB
     return values
 
@@ -158,7 +172,7 @@ def main() -> None:
     plan = plan_segments(tree, arguments.tree_segment_tokens, arguments.tree_memory_tokens)
     title = f"{Path(arguments.file).name}, one sequence per {arguments.sample_granularity}"
     values = figures(tree_statistics(tree), plan, build_seconds)
-    values |= state_figures(plan, arguments.hf_config)
+    values |= state_figures(plan, read_states(arguments))
     print_table(values, title)
     if arguments.plot:
         from megatron_dta.plots import plot_tree  # matplotlib takes a second to import.

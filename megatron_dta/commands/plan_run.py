@@ -259,11 +259,8 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         shape = replace(read_shape(arguments), moe_grouped_gemm=arguments.moe_grouped_gemm)
         states = read_states(arguments)
         looked_at = choices(arguments, shape, cluster)
-    if shape.linear_attention_layers:
-        if shape.num_experts is not None:
-            raise InputError("gated delta net beside experts is not counted; give a model without experts")
-        if arguments.cost_model is not None:
-            raise InputError("--cost-model: models with gated delta net cannot be measured; leave it out")
+    if shape.linear_attention_layers and arguments.cost_model is not None:
+        raise InputError("--cost-model: models with gated delta net cannot be measured; leave it out")
     measured = None if arguments.cost_model is None else load_cost_file(arguments.cost_model)
     if measured is not None:
         cluster = calibrated(cluster, measured)

@@ -74,22 +74,14 @@ def why_not_predicted(model: TreeGPTModel) -> str | None:
     """
     config = model.config
     if config.experimental_attention_variant is not None:
-        return _why_not_counted(model)
-    if config.num_moe_experts is None:
-        return None
-    if model.counts_on_host:
+        if config.pipeline_model_parallel_size > 1:
+            return "stages with other layers than each other are not counted (--pipeline-model-parallel-size above 1)"
+        if config.expert_model_parallel_size > 1:
+            return "states are not counted in segments that several ranks run (--expert-model-parallel-size above 1)"
+        if not model.has_fused_layers:
+            return "gated delta net is counted on fused layers only (--fused-layer-impl triton)"
+    if config.num_moe_experts is not None and model.counts_on_host:
         return "experts are counted as grouped products on the kernels only (--moe-grouped-gemm)"
-    return None
-
-
-def _why_not_counted(model: TreeGPTModel) -> str | None:
-    """The same for models with gated delta net."""
-    if model.config.num_moe_experts is not None:
-        return "gated delta net beside experts is not counted (--num-experts)"
-    if model.config.pipeline_model_parallel_size > 1:
-        return "stages with other layers than each other are not counted (--pipeline-model-parallel-size above 1)"
-    if not model.has_fused_layers:
-        return "gated delta net is counted on fused layers only (--fused-layer-impl triton)"
     return None
 
 

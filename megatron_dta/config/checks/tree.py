@@ -31,19 +31,17 @@ def check_tree(config: TrainConfig) -> Iterator[str]:
 
 
 def _check_hybrid(config: TrainConfig) -> Iterator[str]:
-    tree, model = config.tree, config.model
+    tree = config.tree
     if tree.cost_model is not None:
         yield f"--cost-model {tree.cost_model}: does not support --experimental-attention-variant; leave it out"
     if tree.tree_memory_gib is None:
         return
-    for flag, is_set in (
-        ("--num-experts", model.num_experts is not None),
-        ("--pipeline-model-parallel-size above 1", config.parallel.pipeline_model_parallel_size > 1),
-    ):
-        if is_set:
+    for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
+        if getattr(config.parallel, name) > 1:
             yield (
                 f"--tree-memory-gib {tree.tree_memory_gib:g}: does not support --experimental-attention-variant with "
-                f"{flag}; leave it out (and give --tree-memory-tokens or --tree-activation-tokens)"
+                f"--{name.replace('_', '-')} above 1; leave it out (and give --tree-memory-tokens or "
+                "--tree-activation-tokens)"
             )
 
 

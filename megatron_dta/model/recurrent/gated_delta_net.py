@@ -246,7 +246,8 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
             from dta_kernels.recurrence.gated_norm import gated_norm
 
             return gated_norm(out, z, weight, self.out_norm.eps)
-        dtype = accumulation_dtype(out.dtype)
+        # The norm divides small outputs, so rounding to float32 on the way would show in the gradients.
+        dtype = torch.float64 if out.dtype == torch.float32 else accumulation_dtype(out.dtype)
         x = out.to(dtype)
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.out_norm.eps)
         return (normed * weight.to(dtype) * F.silu(z.to(dtype))).to(out.dtype)

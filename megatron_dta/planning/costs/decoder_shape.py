@@ -148,6 +148,11 @@ class DecoderShape:
         return self.linear_width * self.linear_key_head_dim
 
     @property
+    def linear_exchanged(self) -> int:
+        """Channels that context ranks exchange for a token of a layer of gated delta net, inputs and output."""
+        return self.linear_channels + 2 * self.linear_num_value_heads + self.linear_width
+
+    @property
     def linear_attention_weights(self) -> int:
         """Matrix entries of the gated delta net of a layer that has it."""
         inputs = self.linear_channels + self.linear_width + 2 * self.linear_num_value_heads

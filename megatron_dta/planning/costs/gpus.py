@@ -123,7 +123,8 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     # do, and queries and output once more. Each takes a copy on both sides.
     ranks = split.context_size
     kv_width = max(shape.kv_width, size * ranks * shape.kv_channels)  # each rank has a head
-    exchanged = width * (2 * shape.query_width + 2 * kv_width) / size * (ranks - 1) / ranks
+    channels = attention * (2 * shape.query_width + 2 * kv_width) + (1 - attention) * shape.linear_exchanged
+    exchanged = width * channels / size * (ranks - 1) / ranks
     layer += exchanged * (1 / (LINK_SHARE * gpu.link) + 4 / (MEMORY_SHARE * gpu.memory))
     tokens = [shape.num_layers * (layer * passes + layer_sums) / ranks for passes in (1, 2)]
     size *= ranks

@@ -173,14 +173,19 @@ class SegmentBytes:
             work = element_bytes * (hidden + ffn + 2 * width)
         if rank.float32_logits and element_bytes < 4:
             row += 4
+        whole_rows = 4 * element_bytes * hidden_size
+        of_ffn = element_bytes * ffn, element_bytes * (ffn + 3 * width)
         if has_experts:
             attention = element_bytes * (2 * hidden + mixed + query) + statistics
             of_experts, spread = _expert_bytes(shape, rank)
             # Layers of both kinds count as the larger one.
-            kept = max(attention + of_experts[0], 0 if all(shape.moe_layers) else kept)
-            work = max(attention, of_experts[1], 0 if all(shape.moe_layers) else work) + 4 * element_bytes * hidden_size
+            share = 0 if all(shape.moe_layers) else 1
+            kept = max(attention + of_experts[0], share * kept)
+            work = max(attention, of_experts[1], share * work) + whole_rows
+            of_ffn = tuple(max(one, share * other) for one, other in zip(of_experts, of_ffn, strict=True))
         if any(shape.linear_attention_layers):
-            kept, work = hybrid_layer_bytes(shape, element_bytes, tensor_size, hidden)
+            of_ffn = of_ffn[0], of_ffn[1] + whole_rows
+            kept, work = hybrid_layer_bytes(shape, element_bytes, tensor_size, hidden, of_ffn)
             row = 3 * element_bytes + (4 if rank.float32_logits and element_bytes < 4 else 0)
             kv *= shape.num_attention_layers / shape.num_layers
             is_direct = False

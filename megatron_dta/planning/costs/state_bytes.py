@@ -11,11 +11,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.expert_parallel.merged_segment_tree import MergedSegmentTree, path_totals
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.runs import SegmentRuns
 
@@ -23,20 +25,22 @@ from megatron_dta.planning.segments.runs import SegmentRuns
 _CHUNK = 64
 
 
-def hybrid_layer_bytes(shape: DecoderShape, element_bytes: int, tensor_size: int, hidden: float) -> tuple[float, float]:
+def hybrid_layer_bytes(
+    shape: DecoderShape, element_bytes: int, tensor_size: int, hidden: float, ffn: tuple[float, float]
+) -> tuple[float, float]:
     """Bytes of a token that a fused layer keeps for its backward, on average over the layers, and working memory of the
     backward of a layer, the larger of the two kinds.
 
     Gated delta net keeps its input, the projected rows, the filtered rows, the output of the rule and the gated output,
-    and the rest of the layer the residual stream and the first feed-forward product. Its backward holds the products of
-    the rule's chunks, their gradients and those of the rows. Gated attention keeps the queries before their norm and
+    and the rest of the layer the residual stream and what its feed-forward layer keeps. Its backward holds the products
+    of the rule's chunks, their gradients and those of the rows. Gated attention keeps the queries before their norm and
     rotated, its output and the gated output, and in float32 the two factors of the latter.
 
     Args:
         hidden: channels of the hidden states on this rank.
+        ffn: bytes of a token that the feed-forward layer keeps, and its working memory.
     """
-    width = shape.ffn_hidden_size / tensor_size
-    around = 2 * hidden + 2 * width
+    around = 2 * hidden + ffn[0] / element_bytes
     channels, values = shape.linear_channels / tensor_size, shape.linear_width / tensor_size
     heads, chunk_states = shape.linear_num_value_heads / tensor_size, shape.linear_state / tensor_size / _CHUNK
     keys = heads * shape.linear_key_head_dim
@@ -47,8 +51,9 @@ def hybrid_layer_bytes(shape: DecoderShape, element_bytes: int, tensor_size: int
     share = shape.num_attention_layers / shape.num_layers
     rule = element_bytes * (2 * channels + 5 * keys + 6 * values + 2 * chunk_states + 2 * _CHUNK * heads)
     filters = 8 * channels + element_bytes * 2 * channels
-    ffn = element_bytes * (4 * shape.hidden_size + 5 * width)
-    work = max(rule + element_bytes * rows, filters + element_bytes * rows, ffn, element_bytes * 6 * query + 8 * query)
+    work = max(
+        rule + element_bytes * rows, filters + element_bytes * rows, ffn[1], element_bytes * 6 * query + 8 * query
+    )
     return share * attention + (1 - share) * recurrent, work
 
 
@@ -101,3 +106,18 @@ class StepStates:
         # Entries and exits of a level with their gradients, beside the segment's states and theirs.
         work = each.state * (2 * runs.num_states + 4 * runs.widest_levels)
         return cls(each.open_fork * int(runs.forks_in_flight.max(initial=0)), each.exit * runs.inner_forks, work)
+
+    @classmethod
+    def of_merged(cls, tree: MergedSegmentTree, plans: Sequence[SegmentPlan], each: StateBytes) -> StepStates:
+        """The most bytes of any rank, where ranks with these plans run one tree together."""
+        in_flight, kept, work = 0.0, np.zeros(tree.num_segments), np.zeros(tree.num_segments)
+        for plan, nodes in zip(plans, tree.segment_of, strict=True):
+            own = cls.of(plan, each)
+            # A rank has nothing at a node without a segment of its own (-1).
+            kept, work = (
+                np.maximum(most, np.append(found, 0.0)[nodes]) for most, found in ((kept, own.kept), (work, own.work))
+            )
+            forks = np.append(SegmentRuns.of(plan).open_forks, 0)[nodes]
+            most_forks = path_totals(tree.segment_parent.tolist(), forks.tolist()).max(initial=0)
+            in_flight = max(in_flight, each.open_fork * int(most_forks))
+        return cls(in_flight, kept, work)

@@ -125,6 +125,15 @@ def test_limits_and_the_memory_budget_are_used(tmp_path: Path) -> None:
     TOOL.assert_refused(path, "--tree-segment-tokens", 16, "--tree-memory-tokens", 3, parts=("--tree-memory-tokens",))
 
 
+def test_a_named_model_tells_the_bytes_of_its_states(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rollouts.jsonl", random_rows(seed_all(5)))
+    figures = TOOL.json(path, "--tree-segment-tokens", 8, "--model", "qwen3.5-35b-a3b")
+    # 30 layers, each with a state and the gradient in float32 and 3 rows of 8,192 channels in bfloat16 and float32.
+    fork = 30 * (2 * 32 * 128 * 128 * 4 + 3 * 8192 * 6)
+    assert figures["peak_open_forks"] > 0
+    assert figures["peak_state_gib"] == pytest.approx(figures["peak_open_forks"] * fork / 2**30)
+
+
 def figures_limit(path: Path, segment_tokens: int) -> int:
     """Tokens in flight that every planner can keep to: the longest sequence and a segment beside each of its own."""
     return max(len(rollout) for rollout in load_rollouts(path)) + segment_tokens
@@ -158,6 +167,11 @@ def test_the_default_segment_is_that_of_training(tmp_path: Path) -> None:
             '{"token_ids": [1, 2], "loss_mask": [0, 1]}\n',
             ("--sample-granularity", "row"),
             ("--sample-granularity", "trajectory"),
+        ),
+        (
+            '{"token_ids": [1, 2], "loss_mask": [0, 1]}\n',
+            ("--model", "qwen3.5-9b", "--hf-config", "here"),
+            ("--hf-config and --model: give one model",),
         ),
         ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--plot", "tree.gif"), ("tree.gif", ".png")),
         ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--plot", "no/such/tree.png"), ("no/such/tree.png",)),

@@ -11,7 +11,7 @@ from megatron_dta.arguments import parse_settings
 from megatron_dta.capacity.cluster import Cluster
 from megatron_dta.capacity.memory import RunMesh
 from megatron_dta.capacity.meshes import Choice
-from megatron_dta.capacity.report import train_flags
+from megatron_dta.capacity.report import train_flags, useful_share
 from megatron_dta.capacity.search import Planner
 from megatron_dta.capacity.sequences import made_up_sequences
 from megatron_dta.capacity.step_time import mesh_costs, stage_time
@@ -21,6 +21,7 @@ from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates
 from megatron_dta.planning.step.flops import StepCounts
 
+ARGUMENTS = argparse.Namespace(args_file=None, hf_config=None, file="r.jsonl")
 SMALL = DecoderShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)
 
 
@@ -55,6 +56,47 @@ def test_a_model_with_gated_delta_net_counts_its_operations_and_states() -> None
     added = planned.memory.total - without.simulate(Choice(one, 256)).memory.total
     assert states.in_flight <= added <= states.in_flight + states.kept.sum() + states.work.max()
     assert planner.simulate(Choice(two, 256)).memory.total < planned.memory.total
-    arguments = argparse.Namespace(args_file=None, hf_config=None, file="r.jsonl")
-    config = parse_settings(train_flags(planner, planned, arguments))
+    config = parse_settings(train_flags(planner, planned, ARGUMENTS))
     assert DecoderShape.of(config.model) == replace(shape, norm_epsilon=config.model.norm_epsilon)
+
+
+def test_experts_beside_gated_delta_net() -> None:
+    """Replicas that run one tree for their experts: each stage and node counts as on the rank with most states."""
+    shape = replace(
+        SMALL,
+        linear_attention_layers=(True, True, True, False) * 3,
+        num_experts=8,
+        moe_ffn_hidden_size=256,
+        moe_shared_expert_intermediate_size=128,
+        moe_grouped_gemm=True,
+        moe_layers=(),
+    )
+    cluster, one = Cluster(num_gpus=2, gpus_per_node=2), RunMesh(1, 1, 2, (12,), experts=2)
+    sequences, masks = made_up_sequences(40, 6000, 600, 8)
+    planner = Planner(shape, cluster, StepWork(sequences, masks, mesh_costs(shape, one, cluster)))
+    ranks = RankTensors(2, expert_ranks=2)
+    dense = replace(shape, num_experts=None, moe_layers=(), moe_grouped_gemm=False)
+    of_dense = SegmentBytes.of_shape(dense, ranks)
+    found = planner._bytes(Choice(one, 256))
+    assert found.kept_per_token_and_layer == SegmentBytes.of_shape(shape, ranks).kept_per_token_and_layer
+    # Both differ by what the feed-forward layers keep, as in a model of attention alone.
+    plain, plain_dense = (
+        SegmentBytes.of_shape(replace(each, linear_attention_layers=()), ranks).kept_per_token_and_layer
+        for each in (shape, dense)
+    )
+    added = found.kept_per_token_and_layer - of_dense.kept_per_token_and_layer
+    assert added == pytest.approx(plain - plain_dense)
+    planned = planner.simulate(Choice(one, 256))
+    tree, plans = planned.work.planned[0], planned.work.merged
+    each = StateBytes.of_shape(shape, 2)
+    states = StepStates.of_merged(tree, plans, each)
+    alone = [StepStates.of(plan, each) for plan in plans]
+    assert states.in_flight >= max(own.in_flight for own in alone) > 0
+    for kind in ("kept", "work"):
+        for own, nodes in zip(alone, tree.segment_of, strict=True):
+            assert (getattr(states, kind)[nodes >= 0] >= getattr(own, kind)[nodes[nodes >= 0]]).all()
+        together = max(getattr(own, kind).max() for own in alone)
+        assert getattr(states, kind).max() == together
+    assert 0 < useful_share(planner, planned) < 1
+    hub = DecoderShape.of(parse_settings(train_flags(planner, planned, ARGUMENTS)).model)
+    assert (hub.num_experts, hub.linear_attention_layers) == (8, shape.linear_attention_layers)

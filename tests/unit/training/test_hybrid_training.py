@@ -91,11 +91,15 @@ def test_a_run_from_scratch_exports_a_folder_that_transformers_loads(rollouts: s
         ("--linear-attention-freq 4", "no layer has attention"),
         ("--linear-attention-freq x", "give a number N for attention in every N-th layer"),
         ("--tensor-model-parallel-size 4", "does not divide --linear-num-key-heads 2"),
+        (
+            "--context-parallel-size 2 --tensor-model-parallel-size 2 --num-query-groups 4",
+            "--tensor-model-parallel-size 2 x --context-parallel-size 2 does not divide --linear-num-key-heads 2",
+        ),
         ("--transformer-impl transformer_engine", "needs --transformer-impl local"),
         ("--normalization LayerNorm", "--apply-layernorm-1p with --normalization LayerNorm"),
         (
-            "--tree-memory-gib 3 --num-experts 2 --moe-grouped-gemm",
-            "--tree-memory-gib 3: does not support --experimental-attention-variant with --num-experts",
+            "--tree-memory-gib 3 --num-experts 2 --moe-grouped-gemm --expert-model-parallel-size 2",
+            "does not support --experimental-attention-variant with --expert-model-parallel-size above 1; leave it out",
         ),
         ("--cost-model x.json", "--cost-model x.json: does not support --experimental-attention-variant"),
     ],
