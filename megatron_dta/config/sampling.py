@@ -117,6 +117,17 @@ class SamplingConfig:
     rollout_weight_bucket_mb: int = option(
         512, "Size in MiB of the buckets in which --rollout-weight-transfer nccl, gloo and ipc send weights.", minimum=1
     )
+    rollout_weight_delta: bool = option(
+        False,
+        "Send vLLM only the values that have changed since the last update (its weight transfer sparse_nccl). A server "
+        "that was restarted gets all of them.",
+    )
+    rollout_weight_check_interval: int = option(
+        0,
+        "With --rollout-weight-delta, compare the checksums of the servers' parameters after every so many updates; a "
+        "server whose weights differ gets all of them. 0: never.",
+        minimum=0,
+    )
     rollout_max_staleness: int = option(
         0,
         "Sample ahead while training: maximum number of optimizer steps between the weights that sampled a rollout "

@@ -60,6 +60,8 @@ class RolloutServer:
         self.paused, self.running, self.most_running = False, 0, 0
         # Seconds for each token, beside those for each request; how often all running requests were ended.
         self.token_delay_s, self.aborts = 0.0, 0
+        # Values that each patch has changed.
+        self.changed: list[int] = []
         # Names of the requests that were ended one by one.
         self.ended: set[str] = set()
         # Settings of speculation as the server tells them, None without; and how much was drafted and accepted.
@@ -175,6 +177,10 @@ class RolloutServer:
         self.table = embedding @ embedding.T * 20
         self._cache_is_old = bool(self._cache)
 
+    def weights(self) -> dict[str, Tensor]:
+        """With an update that is not finished."""
+        return (self.loaded[-1] if self.loaded else {}) | (self.receiver.received or {})
+
     def begin_transfer(self) -> None:
         if self.running:
             self.violations.append("weights changed under running requests")
@@ -184,6 +190,9 @@ class RolloutServer:
 
     def end_transfer(self) -> None:
         weights, self.receiver.received = self.receiver.received, None
+        if self.changed:
+            # Patches change what is there.
+            weights = (self.loaded[-1] if self.loaded else {}) | weights
         if "model.embed_tokens.weight" in weights:
             self.use(weights)
 

@@ -33,7 +33,7 @@ from rollout_server_forms import (
     log_softmax,
     vllm_metrics,
 )
-from weight_receiver import place_in
+from weight_receiver import checksum, place_in
 
 
 class VllmServer(RolloutServer):
@@ -73,6 +73,10 @@ class VllmServer(RolloutServer):
             if request.query["mode"] == "abort":
                 await self.abort_running()
             return web.json_response({"status": "paused"})
+        if path == "/weight_checker":
+            assert body == {"action": "checksum"}
+            found = {f"tp0:{name}": checksum(values) for name, values in self.weights().items()}
+            return web.json_response({"checksums": found | {"tp0:own.scale": "0"}})
         if path == "/abort_requests":
             self.ended.update(check(body, {"request_ids": "list"}, ("request_ids",))["request_ids"])
             return web.json_response({"status": "aborted", "aborted": len(body["request_ids"])})
@@ -113,7 +117,7 @@ class VllmServer(RolloutServer):
                 return web.json_response({"message": "done"})
             info = check(body["init_info"], VLLM_INIT, ("rank_offset", "world_size"))
             where = place_in(info["nccl_unique_id_b64"])
-            self.bucket_bytes = info["packed_buffer_size_bytes"] if info["packed"] else -1
+            self.bucket_bytes = info["packed_buffer_size_bytes"] if info.get("packed") else -1
             await self.in_thread(self.receiver.join, *where, info["rank_offset"], info["world_size"])
         elif path == "/start_weight_update":
             self.begin_transfer()
@@ -124,6 +128,13 @@ class VllmServer(RolloutServer):
                 assert info.keys() == {"names", "dtype_names", "shapes", "tensor_sizes", "ipc_handles_pickled"}
                 handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
                 await self.in_thread(self.receiver.map, *tensors, info["tensor_sizes"], handles)
+                return web.json_response({"message": "done"})
+            if "num_updates_list" in info:
+                assert info.keys() == {"names", "dtype_names", "shapes", "num_updates_list"}
+                assert self.bucket_bytes == -1
+                self.changed.append(sum(info["num_updates_list"]))
+                kept = self.loaded[-1] if self.loaded else {}
+                await self.in_thread(self.receiver.patch, *tensors, info["num_updates_list"], kept)
                 return web.json_response({"message": "done"})
             assert info.keys() == {"names", "dtype_names", "shapes"}
             await self.in_thread(self.receiver.receive, *tensors, self.bucket_bytes)

@@ -100,6 +100,11 @@ def _check_weight_transfer(config: TrainConfig) -> Iterator[str]:
         yield f"--rollout-weights-dir has no effect on --rollout-weight-transfer {way}; leave it out"
     if way == "gloo" and engine == "vllm":
         yield ("--rollout-weight-transfer gloo: vLLM's weight transfer is over NCCL; give nccl, or folder on CPUs")
+    if sampling.rollout_weight_delta and (way != "nccl" or engine != "vllm"):
+        yield (
+            "--rollout-weight-delta needs --rollout-engine vllm and --rollout-weight-transfer nccl; leave it out, "
+            "since other servers load whole tensors"
+        )
     if way == "ipc" and engine == "sglang":
         yield (
             "--rollout-weight-transfer ipc: SGLang does not say when it has copied out of the shared memory; give nccl "
@@ -176,13 +181,14 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
         "--rollout-engine vllm or sglang": (
             engine in SERVERS and samples(config),
             "rollout_server_url rollout_timeout_seconds rollout_attempts rollout_weights_dir rollout_max_staleness "
-            "rollout_weight_transfer rollout_server_file partial_rollout",
+            "rollout_weight_transfer rollout_weight_delta rollout_server_file partial_rollout",
         ),
         "--partial-rollout": (config.sampling.partial_rollout, "partial_rollout_stale"),
         "--rollout-weight-transfer nccl, gloo or ipc": (
             config.sampling.rollout_weight_transfer != "folder",
             "rollout_weight_bucket_mb",
         ),
+        "--rollout-weight-delta": (config.sampling.rollout_weight_delta, "rollout_weight_check_interval"),
         "--rollout-engine replay": (engine == "replay" and samples(config), "rollout_replay"),
         "--rollout-engine in-process": (
             engine == "in-process",

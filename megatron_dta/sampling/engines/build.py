@@ -85,9 +85,11 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
         report: called with a line when a server is left out.
     """
     sampling = config.sampling
-    protocol = _PROTOCOLS[sampling.rollout_engine]
-    way = sampling.rollout_weight_transfer
-    open_group = None if way == "folder" else group_opener(way, protocol.meets_by_unique_id)
+    way, kind = sampling.rollout_weight_transfer, _PROTOCOLS[sampling.rollout_engine]
+    open_group = None if way == "folder" else group_opener(way, kind.meets_by_unique_id)
+    protocol = kind(_routing_shape(config), open_group)
+    protocol.changes_only = sampling.rollout_weight_delta
+    protocol.check_interval = sampling.rollout_weight_check_interval
     settings = HttpSettings(
         timeout_s=sampling.rollout_timeout_seconds,
         connect_timeout_s=min(10.0, sampling.rollout_timeout_seconds),
@@ -96,7 +98,7 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
         continues=sampling.partial_rollout,
     )
     return HttpEngine(
-        protocol(_routing_shape(config), open_group),
+        protocol,
         _urls(config),
         settings,
         exact_logprobs=config.objective.needs_rollout_logprobs,

@@ -60,6 +60,10 @@ def test_the_tool_prints_commands_that_a_shell_takes(capsys: pytest.CaptureFixtu
     transfer = printed("--rollout-engine", "vllm", "--rollout-weight-transfer", "ipc", *given)
     assert shlex.split(transfer)[:2] == ["VLLM_SERVER_DEV_MODE=1", "VLLM_ALLOW_INSECURE_SERIALIZATION=1"]
     assert shlex.split(transfer)[-2:] == ["--weight-transfer-config", '{"backend": "ipc"}']
+    transfer = printed(
+        "--rollout-engine", "vllm", "--rollout-weight-transfer", "nccl", "--rollout-weight-delta", *given
+    )
+    assert shlex.split(transfer)[-2:] == ["--weight-transfer-config", '{"backend": "sparse_nccl"}']
     words = shlex.split(printed("--rollout-engine", "vllm", *given, "--", "--tensor-parallel-size", "2"))
     assert words[:6] == ["VLLM_SERVER_DEV_MODE=1", "vllm", "serve", "/my models/m", "--port", "8000"]
     assert words[6:8] == ["--logprobs-mode", "processed_logprobs"]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,9 @@ from megatron_dta.sampling.engines.servers.http_client import ServerError
 from megatron_dta.sampling.engines.servers.http_settings import listed_urls
 from megatron_dta.sampling.engines.servers.weights.groups import StoreGroup
 from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights, empty_weights
+from megatron_dta.sampling.engines.servers.weights.patches import expected_checksums, patches_of
 from rollout_servers import RolloutServer
-from weight_receiver import OPENERS, FileBuffer
+from weight_receiver import OPENERS, FileBuffer, checksum
 
 SHAPES = {
     "model.embed_tokens.weight": ((VOCABULARY, 4), torch.float32),
@@ -127,6 +129,111 @@ def test_servers_on_the_trainers_gpu_copy_out_of_its_buffer() -> None:
         for server in setup.servers:
             check_loaded(server, weights_of(6))
         assert not any(server.violations for server in setup.servers)
+
+
+def changed(weights: HostWeights, generator: torch.Generator) -> tuple[HostWeights, int]:
+    """The same but for a few values, and how many these are."""
+    found, count = empty_weights(SHAPES, 64), 0
+    for name, values in weights.tensors.items():
+        flat = values.reshape(-1).clone()
+        places = torch.randperm(flat.numel(), generator=generator)[: flat.numel() // 8]
+        flat[places] = flat[places] * 2 + 1
+        found.tensors[name].copy_(flat.view(values.shape))
+        count += len(places)
+    return found, count
+
+
+def test_patches_have_all_values_that_differ_in_a_bit() -> None:
+    weights = weights_of(1)
+    weights.tensors["large"].view(-1)[5] = torch.nan
+    later, count = changed(weights, torch.Generator().manual_seed(2))
+    weights.tensors["c"].view(-1)[:] = 0.0
+    later.tensors["c"].view(-1)[:] = torch.tensor([0.0, -0.0, 0.0, -0.0])
+    found = 0
+    for bucket, base in zip(later.buckets, weights.buckets, strict=True):
+        for patch in patches_of(bucket, base, torch.device("cpu")):
+            assert patch.shape == tuple(later.tensors[patch.name].shape)
+            weights.tensors[patch.name].view(-1)[patch.indices.long()] = patch.values
+            found += patch.indices.numel()
+    assert 0 <= count + 2 - found <= 1  # the NaN may have been changed to one
+    for name, values in later.tensors.items():
+        assert torch.equal(weights.tensors[name].view(torch.uint8), values.view(torch.uint8))
+
+
+def test_checksums_are_of_what_a_server_joins() -> None:
+    shapes = {f"model.layers.0.self_attn.{part}_proj.weight": ((3, 2), torch.bfloat16) for part in "qkvo"}
+    weights = empty_weights(shapes, 64)
+    for values in weights.tensors.values():
+        values.copy_(torch.randn(values.shape))
+    joined = torch.cat([weights.tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"])
+    names = [f"dp0:tp0:model.layers.0.self_attn.{part}_proj.weight" for part in ("qkv", "o", "x")]
+    assert expected_checksums(weights, names) == {
+        names[0]: checksum(joined),
+        names[1]: checksum(weights.tensors["model.layers.0.self_attn.o_proj.weight"]),
+    }
+
+
+@pytest.fixture
+def fleet() -> Iterator[tuple[Setup, HttpEngine]]:
+    """Two servers, one of two processes, that are sent changes only, with checksums."""
+    with ExitStack() as stack:
+        setup = Setup(stack, "vllm", seed_all(5))
+        setup.add_servers(1, processes=2)
+        setup.add_servers(1)
+        engine = setup.engine(replace(QUICK, revisit_s=0.05), open_group=OPENERS["vllm"])
+        engine._protocol.changes_only, engine._protocol.check_interval = True, 1
+        yield setup, engine
+        assert not any(server.violations for server in setup.servers)
+
+
+def test_only_changed_values_are_sent(fleet: tuple[Setup, HttpEngine]) -> None:
+    setup, engine = fleet
+    generator, weights, number = torch.Generator().manual_seed(3), weights_of(1), 0
+    every = sum(values.numel() for values in weights.tensors.values())
+    for version in range(1, 6):
+        if version == 4:
+            # It has lost its weights, so both get all.
+            setup.servers[1].stop()
+            setup.restart(1)
+        seen = [len(server.changed) for server in setup.servers]
+        engine.update_weights(version, weights)
+        for server, start in zip(setup.servers, seen, strict=True):
+            assert sum(server.changed[start if start < len(server.changed) else 0 :]) == (
+                every if version in (1, 4) else number
+            )
+            check_loaded(server, weights)
+        sample(setup, engine, version, weights, version)
+        kept = weights
+        weights, number = changed(weights, generator)
+        assert number < every / 4
+        # The engine may not rely on memory that is used again.
+        for bucket in kept.buckets:
+            bucket.buffer.fill_(255)
+
+
+def test_a_server_with_other_values_than_were_sent_gets_all(fleet: tuple[Setup, HttpEngine]) -> None:
+    setup, engine = fleet
+    weights = weights_of(1)
+    engine.update_weights(1, weights)
+    # All but what the tests' servers have of their own.
+    assert len(setup.lines) == 2
+    assert all(f"{len(SHAPES)} of {len(SHAPES) + 1} parameters" in line for line in setup.lines)
+    later, _ = changed(weights, torch.Generator().manual_seed(4))
+    same = (later.tensors["large"] == weights.tensors["large"]).nonzero()[0]
+    setup.servers[1].loaded[-1]["large"][tuple(same)] += 1
+    engine.update_weights(2, later)
+    assert "1 of its parameters differ from what was sent, such as tp0:large" in setup.lines[2]
+    check_loaded(setup.servers[0], later)
+    end = time.monotonic() + 60
+    while engine.statistics()["servers"] < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    check_loaded(setup.servers[1], later)
+    last, count = changed(later, torch.Generator().manual_seed(5))
+    seen = [len(server.changed) for server in setup.servers]
+    engine.update_weights(3, last)
+    for server, start in zip(setup.servers, seen, strict=True):
+        check_loaded(server, last)
+        assert sum(server.changed[start:]) == count
 
 
 @KINDS

@@ -224,6 +224,15 @@ REFUSED = [
         "SGLang does not say when it has copied",
     ),
     (
+        "--rollout-engine sglang --rollout-server-url http://a:1 --rollout-weight-transfer nccl --rollout-weight-delta",
+        "--rollout-weight-delta needs --rollout-engine vllm",
+    ),
+    (
+        "--rollout-engine vllm --rollout-server-url http://a:1 --rollout-weight-transfer nccl "
+        "--rollout-weight-check-interval 3",
+        "has no effect without --rollout-weight-delta",
+    ),
+    (
         "--rollout-engine sglang --rollout-server-url http://a:1 --rollout-weight-transfer nccl "
         "--rollout-weights-dir w",
         "--rollout-weights-dir has no effect on --rollout-weight-transfer nccl",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from megatron_dta.sampling.engines.servers.routing import RoutingShape
 from megatron_dta.sampling.engines.servers.speculation import DraftCounts, ServerSpeculation
 from megatron_dta.sampling.engines.servers.weights.groups import GroupOpener, Meeting, group_opener
 from megatron_dta.sampling.engines.servers.weights.host_weights import Bucket
+from megatron_dta.sampling.engines.servers.weights.patches import Patch
 from megatron_dta.sampling.params import SamplingParams
 
 # Servers round logprobs to float32 and compute some of them in bfloat16; vLLM reports probability 0 as -9999.
@@ -101,6 +103,8 @@ class ServerProtocol(ABC):
         label_path: path for GET of the label of the weights, ``weight_version``.
         takes_corpora: whether the server drafts from given corpora.
         meets_by_unique_id: whether the server joins groups of NCCL by their unique id instead of through a store.
+        changes_only: whether groups carry patches; the checksums of servers are compared after every
+            ``check_interval`` of them and after whole sets, with 0 never.
     """
 
     name: str
@@ -109,6 +113,7 @@ class ServerProtocol(ABC):
     label_path: str
     takes_corpora = False
     meets_by_unique_id = False
+    changes_only, check_interval = False, 0
 
     def __init__(self, routing: RoutingShape | None = None, open_group: GroupOpener | None = None) -> None:
         self.routing = routing
@@ -168,6 +173,14 @@ class ServerProtocol(ABC):
     @abstractmethod
     async def receive(self, client: HttpClient, server: Server, bucket: Bucket, meeting: Meeting) -> None:
         """Let a server receive one bucket from its group; returns when it has."""
+
+    async def receive_patches(self, client: HttpClient, server: Server, patches: Sequence[Patch]) -> None:
+        """Let a server receive patches from its group, for each indices and values; returns when it has."""
+        raise NotImplementedError(f"{self.name} takes no patches")
+
+    async def checksums(self, client: HttpClient, server: Server) -> dict[str, str]:
+        """The checksums of a server's parameters, by its names."""
+        raise NotImplementedError(f"{self.name} gives no checksums")
 
     @abstractmethod
     async def end_update(self, client: HttpClient, server: Server, label: str) -> None:

@@ -6,7 +6,9 @@ there. The control endpoints exist in the server's development mode:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --port 8000 --weight-transfer-config '{"backend": "nccl"}'
 
-``{"backend": "ipc"}`` also needs VLLM_ALLOW_INSECURE_SERIALIZATION=1, because the handles of memory are pickled.
+``{"backend": "sparse_nccl"}`` takes values that have changed, by their index in the Hugging Face tensor, and the
+server's own loader finds the place of each; ``/weight_checker`` gives checksums. ``{"backend": "ipc"}`` also needs
+VLLM_ALLOW_INSECURE_SERIALIZATION=1, because the handles of memory are pickled.
 
 Other settings, such as parallelism and memory, are given there as usual. ``tools/rollout_server_command.py`` prints the
 command for speculative decoding. A drafter with weights of its own keeps the weights it was started with. The counts of
@@ -28,6 +30,7 @@ import contextlib
 import math
 import pickle
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,7 @@ from megatron_dta.sampling.engines.servers.routing import array_of, with_routing
 from megatron_dta.sampling.engines.servers.speculation import DraftCounts, ServerSpeculation
 from megatron_dta.sampling.engines.servers.weights.groups import Meeting
 from megatron_dta.sampling.engines.servers.weights.host_weights import Bucket
+from megatron_dta.sampling.engines.servers.weights.patches import Patch
 from megatron_dta.sampling.params import SamplingParams
 
 _RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
@@ -175,7 +179,8 @@ class VllmProtocol(ServerProtocol):
             info |= {"master_address": meeting.address, "master_port": meeting.port}
         else:
             info["nccl_unique_id_b64"] = base64.b64encode(meeting.unique_id).decode()
-        info |= {"packed": True, "packed_buffer_size_bytes": bucket_bytes}
+        if not self.changes_only:
+            info |= {"packed": True, "packed_buffer_size_bytes": bucket_bytes}
         await self._transfer(client, server, "/init_weight_transfer_engine", {"init_info": info})
 
     async def begin_update(self, client: HttpClient, server: Server, running: bool) -> None:
@@ -192,6 +197,22 @@ class VllmProtocol(ServerProtocol):
             info["tensor_sizes"] = [values.nbytes for values in bucket.tensors.values()]
             info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(dict(meeting.handles))).decode()
         await self._transfer(client, server, "/update_weights", {"update_info": info})
+
+    async def receive_patches(self, client: HttpClient, server: Server, patches: Sequence[Patch]) -> None:
+        info = {
+            "names": [patch.name for patch in patches],
+            "dtype_names": [patch.dtype_name for patch in patches],
+            "shapes": [list(patch.shape) for patch in patches],
+            "num_updates_list": [patch.indices.numel() for patch in patches],
+        }
+        await self._transfer(client, server, "/update_weights", {"update_info": info})
+
+    async def checksums(self, client: HttpClient, server: Server) -> dict[str, str]:
+        def read(reply: Any) -> dict[str, str]:
+            found = field_of(reply, "checksums", kind=dict)
+            return {name: field_of(found, name, kind=str) for name in found}
+
+        return await client.ask(server, "POST", "/weight_checker", {"action": "checksum"}, read=read)
 
     async def end_update(self, client: HttpClient, server: Server, label: str) -> None:
         await self._transfer(client, server, "/finish_weight_update")

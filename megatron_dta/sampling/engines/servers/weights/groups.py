@@ -62,9 +62,11 @@ class SharedGroup(ABC):
 
     Attributes:
         meeting: what the servers need to join; valid before ``join``.
+        device: from which buffers are sent without a copy.
     """
 
     meeting: Meeting
+    device = torch.device("cpu")
 
     def reserve(self, num_bytes: int) -> None:  # noqa: B027
         """Prepare for buffers of up to ``num_bytes``; call before ``join``."""
@@ -78,7 +80,7 @@ class SharedGroup(ABC):
 
     @abstractmethod
     def broadcast(self, buffer: Tensor) -> None:
-        """Send a buffer on the host (uint8) to all others and wait until it is sent."""
+        """Send a buffer (uint8), on the host or ``device``, to all others and wait until it is sent."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -138,6 +140,7 @@ class NcclGroup(SharedGroup):
 
     def __init__(self, world_size: int, timeout_s: float, device: torch.device) -> None:
         self._timeout, self._device = timedelta(seconds=timeout_s), device
+        self.device = device
         self.meeting = Meeting(world_size, "nccl", unique_id=torch.cuda.nccl.unique_id())
         self._communicator: object | None = None
 

@@ -6,6 +6,10 @@
    the trainer's buffer (CUDA IPC).
 4. All servers finish, clear their prefix caches, take the label, and continue.
 
+Where the protocol sends changes only (``patches``), a bucket is the values that differ from the last ones, if all
+servers still have those, or else all values. Changes are found before the servers pause. If a checksum differs, the
+next update has all values.
+
 If a step fails for one server, the broadcast cannot be completed for the others either: the group is aborted, every
 server is told to give up the update, and the caller decides which of them to try again with.
 """
@@ -16,12 +20,18 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
 
 from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
 from megatron_dta.sampling.engines.servers.protocol import ServerProtocol
 from megatron_dta.sampling.engines.servers.weights.groups import SharedGroup
 from megatron_dta.sampling.engines.servers.weights.host_weights import Bucket, HostWeights
+from megatron_dta.sampling.engines.servers.weights.patches import Patch, expected_checksums, patches_of
+
+Answer = TypeVar("Answer")
 
 
 class TransferError(Exception):
@@ -53,6 +63,10 @@ class GroupTransfer:
         self._client, self._protocol = client, protocol
         self._group: SharedGroup | None = None
         self._members: tuple[Server, ...] = ()
+        # What servers with this label have, if only changes are sent.
+        self._sent: HostWeights | None = None
+        self._sent_label, self._updates = "", 0
+        self._comparable: dict[Server, set[str]] = {}
 
     async def send(self, servers: Sequence[Server], weights: HostWeights, labels: Labels) -> None:
         """Give ``servers`` the weights.
@@ -61,11 +75,21 @@ class GroupTransfer:
             TransferError: a server could not take them; none of ``servers`` has complete weights.
         """
         try:
-            if not await self._is_formed(servers, labels.old):
+            found = await self._labels(servers)
+            if self._group is None or tuple(servers) != self._members or not found <= {labels.old, None}:
                 await self._form(servers, weights)
+            changes: list[list[Patch]] = []
+            if self._protocol.changes_only and found == {labels.old} == {self._sent_label}:
+                await self._alone(servers, lambda: changes.extend(self._changes(weights)))
             await self._all(servers, lambda server: self._protocol.begin_update(self._client, server, labels.running))
-            for bucket in weights.buckets:
-                await self._send_bucket(servers, bucket)
+            for place, bucket in enumerate(weights.buckets):
+                if self._protocol.changes_only:
+                    await self._send_patches(servers, bucket, changes[place] if changes else None)
+                else:
+                    await self._send_bucket(servers, bucket)
+            if self._protocol.changes_only:
+                await self._check(servers, weights, whole=not changes)
+                await _in_thread(lambda: self._remember(weights, labels.new))
             await self._all(servers, lambda server: self._protocol.end_update(self._client, server, labels.new))
         except (TransferError, asyncio.CancelledError):
             await self._give_up(servers)
@@ -77,11 +101,67 @@ class GroupTransfer:
         if group is not None:
             await _in_thread(group.abort)
 
-    async def _is_formed(self, servers: Sequence[Server], old_label: str) -> bool:
-        if self._group is None or tuple(servers) != self._members:
-            return False
-        labels = await asyncio.gather(*(self._protocol.weights_label(self._client, server) for server in servers))
-        return all(label in (old_label, None) for label in labels)
+    async def _labels(self, servers: Sequence[Server]) -> set[str | None]:
+        return set(await asyncio.gather(*(self._protocol.weights_label(self._client, server) for server in servers)))
+
+    def _changes(self, weights: HostWeights) -> list[list[Patch]]:
+        pairs = zip(weights.buckets, self._sent.buckets, strict=True)
+        return [patches_of(bucket, base, self._group.device) for bucket, base in pairs]
+
+    def _remember(self, weights: HostWeights, label: str) -> None:
+        """Keep a copy, since the memory of ``weights`` is used for later ones."""
+        if self._sent is None:
+            buckets = (replace(bucket, buffer=bucket.buffer.clone()) for bucket in weights.buckets)
+            self._sent = replace(weights, buckets=tuple(buckets))
+        else:
+            for bucket, own in zip(weights.buckets, self._sent.buckets, strict=True):
+                own.buffer.copy_(bucket.buffer)
+        self._sent_label = label
+
+    async def _send_patches(self, servers: Sequence[Server], bucket: Bucket, patches: list[Patch] | None) -> None:
+        """Send changes, or without them all values."""
+        group = self._group
+        chosen = list(patches or ())
+        if patches is None:
+            await self._alone(servers, lambda: chosen.extend(patches_of(bucket, None, group.device)))
+
+        def send() -> None:
+            for patch in chosen:
+                group.broadcast(patch.indices.view(torch.uint8))
+                group.broadcast(patch.values.view(torch.uint8))
+
+        if chosen:
+            await self._together(
+                servers, lambda server: self._protocol.receive_patches(self._client, server, chosen), send
+            )
+
+    async def _check(self, servers: Sequence[Server], weights: HostWeights, whole: bool) -> None:
+        """Compare checksums after the whole set, and after every few updates."""
+        self._updates += 1
+        interval = self._protocol.check_interval
+        if not interval or (self._updates % interval and not whole):
+            return
+        sums: dict[Server, dict[str, str]] = {}
+
+        async def ask(server: Server) -> None:
+            sums[server] = await self._protocol.checksums(self._client, server)
+
+        await self._all(servers, ask)
+        names = {name for each in sums.values() for name in each}
+        expected = await _in_thread(lambda: expected_checksums(weights, names))
+        failures = {}
+        for server, own in sums.items():
+            same = {name for name in own if own[name] == expected.get(name)}
+            if whole and len(same) != len(self._comparable.get(server, ())):
+                self._client.report(f"{len(same)} of {len(own)} parameters of {server} can be compared")
+            if whole:
+                self._comparable[server] = same
+            wrong = sorted(self._comparable.get(server, set()) - same)
+            if wrong:
+                failures[server] = f"{len(wrong)} of its parameters differ from what was sent, such as {wrong[0]}"
+        if failures:
+            self._sent_label = ""
+            raise TransferError(failures)
 
     async def _form(self, servers: Sequence[Server], weights: HostWeights) -> None:
         old = self._group.meeting if self._group is not None else None
@@ -177,29 +257,30 @@ def _raise_failures(servers: Sequence[Server], results: Sequence[object]) -> Non
         raise TransferError(failures)
 
 
-def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
+def _in_thread(work: Callable[[], Answer]) -> asyncio.Future[Answer]:
     """Run ``work`` in a thread of its own, which does not keep the process from ending."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
+    done: asyncio.Future[Answer] = loop.create_future()
     # Nobody may wait for it any more.
     done.add_done_callback(lambda future: future.cancelled() or future.exception())
 
-    def finish(error: BaseException | None) -> None:
+    def finish(answer: Answer | None, error: BaseException | None) -> None:
         if done.done():
             return
         if error is None:
-            done.set_result(None)
+            done.set_result(answer)
         else:
             done.set_exception(error)
 
     def run() -> None:
+        answer: Answer | None = None
         error: BaseException | None = None
         try:
-            work()
+            answer = work()
         except Exception as caught:
             error = caught
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(finish, error)
+            loop.call_soon_threadsafe(finish, answer, error)
 
     threading.Thread(target=run, name="rollout weights", daemon=True).start()
     return done
