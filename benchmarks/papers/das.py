@@ -132,7 +132,7 @@ def main() -> int:
     runs: Runs = {}
     # A scheduler's signal ends the runs under way, too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    processes = Processes(report.folder / "runs", ["papers.das_parts.runs"])
+    processes = Processes(report.folder / "runs", ["papers.das_parts.runs"], arguments.jobs)
     try:
         for task in tasks:
             train_task(task, min(task.seeds, arguments.seeds), arguments.jobs, processes, report, runs)

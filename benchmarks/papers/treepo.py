@@ -62,15 +62,16 @@ class Experiment:
         self.curves: dict[str, dict[int, Curve]] = {method: {} for method in methods}
         self.failed = False
         self._scale, self._seeds, self._jobs = chosen, seeds, jobs
-        self._processes = Processes(folder / "runs", PRELOAD)
+        self._processes = Processes(folder / "runs", PRELOAD, jobs)
         self._flags = method_flags(chosen)
         add_tables(self.report)
 
     def run_curves(self) -> None:
         """All methods with all seeds."""
         for seeds in self._groups(self._seeds):
-            self._begin([partial(self._data_job, seed) for seed in seeds])
-            self._begin([partial(self._warmup_job, seed) for seed in seeds])
+            starts = sorted({self._start(seed) for seed in seeds})
+            self._begin([partial(self._data_job, start) for start in starts])
+            self._begin([partial(self._warmup_job, start) for start in starts])
             for method in self.curves:
                 print(f"== {method}, seeds {', '.join(map(str, seeds))} of {len(self._seeds)}", flush=True)
                 self._begin([partial(self._curve_job, method, seed) for seed in seeds])
@@ -98,7 +99,7 @@ class Experiment:
         """maj@k of the weights before and after training on trees."""
         chosen, seed = self._scale, self._seeds[0]
         trained, _ = self._processes.run(self._curve_job(TREEPO, seed))
-        for model, folder in (("warm-up", self._warmup(seed)), (TREEPO, trained / "checkpoint")):
+        for model, folder in (("warm-up", self._warmup(self._start(seed))), (TREEPO, trained / "checkpoint")):
             print(f"== maj@k, {model}", flush=True)
             arguments = {
                 "flags": [*self._training_flags(seed), "--load", str(folder), "--finetune"],
@@ -175,13 +176,19 @@ class Experiment:
 
     def _train_job(self, name: str, flags: str, seed: int, budget: int) -> Job:
         """A run of reinforcement learning from the warmed-up weights, which are waited for."""
-        every = [*self._training_flags(seed), *flags.split(), "--load", str(self._warmup(seed)), "--finetune"]
+        every = [
+            *self._training_flags(seed),
+            *flags.split(),
+            "--load",
+            str(self._warmup(self._start(seed))),
+            "--finetune",
+        ]
         keeps_weights = name == f"{TREEPO}-{self._seeds[0]}"
         arguments = {"flags": every, "budget": budget, "keep_weights": keeps_weights}
         return Job(name, train, arguments, partial(training_progress, budget=budget))
 
     def _training_flags(self, seed: int) -> list[str]:
-        chosen, data = self._scale, self._data(seed)
+        chosen, data = self._scale, self._data(self._start(seed))
         return [
             *self._model_flags(seed),
             *chosen.training.split(),
@@ -191,6 +198,10 @@ class Experiment:
             *("--tokenizer-type", "CharacterTokenizer", "--reward-function", f"{TASK}:reward"),
             *("--prompt-data", str(data / "prompts.jsonl"), "--eval-prompt-data", str(data / "held_out.jsonl")),
         ]
+
+    def _start(self, seed: int) -> int:
+        """The seed of the data and of the warmed-up weights."""
+        return self._seeds[0] if self._scale.shared_start else seed
 
     def _warmup(self, seed: int) -> Path:
         """The checkpoint of a seed's supervised warm-up."""

@@ -115,11 +115,11 @@ def full() -> Scale:
         examples=1,
         carelessness=0.02,
         held_out=128,
-        solved=16000,
+        solved=8000,
         model=f"{wide} --num-layers 24 --rotary-base 1000 --max-position-embeddings 1536 --bf16 "
         "--tree-segment-tokens 8192",
-        warmup=f"{warmup} --train-iters 250 --lr 3e-4",
-        training=f"{training} --train-iters 24 --lr-decay-iters 24 --rollout-max-response-len 384 --eval-interval 8 "
+        warmup=f"{warmup} --train-iters 125 --lr 3e-4",
+        training=f"{training} --train-iters 16 --lr-decay-iters 16 --rollout-max-response-len 384 --eval-interval 8 "
         "--inference-max-requests 512 --rollout-cuda-graphs",
         batch=32,
         samples=16,

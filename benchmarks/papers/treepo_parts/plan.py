@@ -29,7 +29,8 @@ class Scale:
         ablation_steps: the same for each ablation.
         eval_interval: steps between evaluations.
         methods: compared by their curves.
-        seeds: most seeds of the curves; each has its own data, warm-up, order of prompts and sampling.
+        seeds: most seeds of the curves; each has its own order of prompts and sampling.
+        shared_start: all seeds have the data and the warmed-up weights of the first one.
         efficiency: flags of ``benchmarks/rollout.py tree``.
         efficiency_segments: segment lengths of the trees there.
         widths, branching_factors: of the trees that answer held-out problems.
@@ -49,6 +50,7 @@ class Scale:
     eval_interval: int
     methods: tuple[str, ...]
     seeds: int
+    shared_start: bool
     efficiency: str
     efficiency_segments: tuple[int, ...]
     widths: tuple[int, ...]
@@ -77,16 +79,17 @@ _FULL = Scale(
     "--rotary-base 1000 --max-position-embeddings 576 --bf16 --tree-segment-tokens 8192",
     warmup="--global-batch-size 64 --train-iters 250 --lr 5e-4 --lr-warmup-iters 20 --min-lr 1e-5 "
     "--lr-decay-style linear",
-    training="--lr 1e-5 --inference-max-requests 512 --old-logprobs recompute --n-samples-per-eval-prompt 4",
+    training="--lr 1e-5 --inference-max-requests 512 --old-logprobs recompute --n-samples-per-eval-prompt 2",
     response=96,
     width=16,
     segment=12,
     batch=32,
-    steps=32,
-    ablation_steps=16,
-    eval_interval=4,
+    steps=20,
+    ablation_steps=12,
+    eval_interval=2,
     methods=(GRPO, TREEPO, TREES),
     seeds=10,
+    shared_start=True,
     efficiency="--shape 1.7b --batch 128 --queries 32 --width 16 --mean-length 375 --max-length 1792 "
     "--prompt-tokens 128 --runs 1",
     efficiency_segments=(64, 128, 256),
@@ -110,6 +113,7 @@ _SMALL = Scale(
     eval_interval=6,
     methods=(GRPO, TREEPO, TREES),
     seeds=2,
+    shared_start=False,
     efficiency="--shape tiny --batch 16 --queries 12 --width 8 --mean-length 24 --max-length 96 --prompt-tokens 16 "
     "--runs 3",
     efficiency_segments=(4, 8, 16),
@@ -132,6 +136,7 @@ _SMALLEST = Scale(
     eval_interval=1,
     methods=(GRPO, TREEPO),
     seeds=1,
+    shared_start=False,
     efficiency="--shape tiny --batch 8 --queries 2 --width 4 --mean-length 8 --max-length 16 --prompt-tokens 8 "
     "--runs 1",
     efficiency_segments=(4,),

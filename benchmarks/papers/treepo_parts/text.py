@@ -7,8 +7,9 @@ from papers.tables import PaperReport
 _CURVES = (
     "The paper (arXiv 2508.17445) trains a 7B model on mathematics and reports 46.6 for GRPO, 54.6 with tree sampling "
     "and 56.9 to 58.2 with its advantages (maj@16), single runs, by steps and not by cost. Here a small model learns "
-    "addition in columns. Every run starts from the same warmed-up weights of its seed, has the same loss, learning "
-    "rate and number of rollouts a prompt, and ends with the step that reaches the budget of decoded tokens. So the "
+    "addition in columns. Every run starts from the same warmed-up weights of its seed (without --small, of all "
+    "seeds), has the same loss, learning rate and number of rollouts a prompt, and ends with the step that reaches the "
+    "budget of decoded tokens. So the "
     "methods differ in how they sample and in their advantages alone. Rewards at equal seconds are those at the "
     "seconds of the fastest run. Savings compare the cost of the reward `target` with GRPO of the same seed (blank: "
     "not reached, or reached before training). Seconds leave out evaluations, and the first step counts as the median "

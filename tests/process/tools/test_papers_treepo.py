@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ PARTS = ("curves", "ablations", "efficiency", "votes", "runs")
 def run(folder: Path, *arguments: object) -> CompletedProcess[str]:
     paths = os.pathsep.join(str(REPOSITORY / part) for part in ("", "kernels", "benchmarks"))
     environment = os.environ | {"PYTHONPATH": paths}
-    command = ["benchmarks/papers/treepo.py", "--smallest", "--output-dir", folder, *arguments]
+    command = ["benchmarks/papers/treepo.py", "--smallest", "--jobs", "2", "--output-dir", folder, *arguments]
     return run_python(command, env=environment)
 
 
@@ -87,11 +88,16 @@ def test_the_same_command_repeats_no_run(folder: Path):
     assert rows(folder, "runs") == before
 
 
-def test_a_failed_part_names_its_error_and_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_part_names_its_error_and_others_end_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", "")  # restored at the end
+    processes = Processes(tmp_path, ["papers.training"])
+    processes.begin(Job("more", make_data, {"flags": ["--count", "1000000000"]}))
     with pytest.raises(InputError, match=r"data has failed: error: --base 1: must be 2 to 10 \(.*log.txt\)"):
-        Processes(tmp_path, ["papers.training"]).run(Job("data", make_data, {"flags": ["--base", "1"]}))
-    assert not (tmp_path / "data" / "result.json").exists()
+        processes.run(Job("data", make_data, {"flags": ["--base", "1"]}))
+    assert len(multiprocessing.active_children()) == 1  # beside the failed one
+    processes.close()
+    assert not multiprocessing.active_children()
+    assert not any((tmp_path / name / "result.json").exists() for name in ("data", "more"))
 
 
 def test_costs_of_a_reward_are_interpolated():
