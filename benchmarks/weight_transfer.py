@@ -34,6 +34,7 @@ from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.common.measurement import Report
 from megatron_dta.config import ModelConfig, SamplingConfig, TrainConfig
+from megatron_dta.config.derived.benchmark_model import settings_of
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.sampling.engines.build import server_engine
 from megatron_dta.sampling.engines.servers.replies import parse_json
@@ -56,23 +57,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_config(arguments: argparse.Namespace, way: str, url: str) -> TrainConfig:
     """The settings of a run that updates the server at ``url``."""
-    shape = MODELS[arguments.shape]
-    model = ModelConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        group_query_attention=True,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
-        vocab_size=shape.vocab_size,
-        max_position_embeddings=4096,
-        qk_layernorm=True,
-        swiglu=True,
-        disable_bias_linear=True,
-        untie_embeddings_and_output_weights=True,
-        bf16=True,
-    )
+    settings = settings_of(MODELS[arguments.shape]) | dict(untie_embeddings_and_output_weights=True)
+    model = ModelConfig(**settings, max_position_embeddings=4096, bf16=True)
     sampling = SamplingConfig(
         rollout_engine="vllm",
         rollout_server_url=[url],

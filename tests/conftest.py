@@ -17,6 +17,7 @@ from roomy import call_with_room
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LONGEST_FIRST = Path(__file__).parent / "longest_first.txt"
+GPU_TESTS = Path(__file__).parent / "gpu"
 
 # Triton decides when it is imported whether kernels run in its interpreter, and this file is imported before all tests.
 if not Path("/dev/nvidiactl").exists():
@@ -33,8 +34,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, so that no process is left alone with one at the end; in order of ``longest_first.txt``."""
+    """Mark the tests in tests/gpu, and run long files first, in the order of ``longest_first.txt``."""
+    for item in items:
+        if item.path.parent == GPU_TESTS:
+            item.add_marker(pytest.mark.gpu)
+            if not sys.modules["torch"].cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
     places = {line: place for place, line in enumerate(LONGEST_FIRST.read_text().split())}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 

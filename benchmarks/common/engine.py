@@ -14,6 +14,7 @@ import torch
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.config.derived.benchmark_model import settings_of
 from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.named_shapes import SHAPES
@@ -101,23 +102,10 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
     dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
     shape = MODELS[arguments.shape]
     config = ModelConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        group_query_attention=True,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
-        vocab_size=shape.vocab_size,
+        **settings_of(shape) | dict(untie_embeddings_and_output_weights=False),
         max_position_embeddings=arguments.max_position_embeddings,
-        qk_layernorm=True,
-        swiglu=True,
-        disable_bias_linear=True,
         bf16=dtype == "bf16",
         enable_fp32_lm_head=arguments.enable_fp32_lm_head,
-        num_experts=shape.num_experts,
-        moe_router_topk=shape.moe_router_topk,
-        moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
         moe_grouped_gemm=shape.num_experts is not None,
     )
     model = build_model(config, device, parallel).eval()

@@ -1,7 +1,4 @@
-"""What only a GPU can show: the same gradients there, in bfloat16 too, run to run, without waiting inside a step.
-
-python -m pytest -m gpu tests/gpu/test_gpu.py
-"""
+"""Training steps on a GPU: the CPU's gradients, also in bfloat16, repeatable and without waiting for the device."""
 
 from __future__ import annotations
 
@@ -26,11 +23,6 @@ from tree_engine_cases import (
     tree_config,
     weights_of,
 )
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here"),
-]
 
 
 @pytest.mark.parametrize("settings", [QWEN3, QWEN2], ids=["qwen3", "qwen2"])

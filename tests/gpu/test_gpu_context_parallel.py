@@ -1,7 +1,4 @@
-"""Context ranks on two GPUs: exchanges by NCCL and kernels; float32, against one process; repeated steps bit for bit.
-
-python -m pytest -m gpu -s tests/gpu/test_gpu_context_parallel.py
-"""
+"""Context ranks on two GPUs, with NCCL and the kernels: float32 against one process, repeatable bit for bit."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ from mesh_cases import MeshSuite, joined
 from mesh_worker import RankResult, run_cases, run_on_ranks
 from tree_engine_cases import QWEN2, QWEN3, TEMPERATURE, branching_sequences, model_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 LONGEST_S = 280
 WIDE = {"hidden_size": 256, "kv_channels": 64, "params_dtype": torch.float32}

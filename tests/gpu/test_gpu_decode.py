@@ -1,7 +1,4 @@
-"""What only a GPU can show of decoding: the paged kernels compiled, CUDA graphs, and samples equal to the plain path's.
-
-python -m pytest -m gpu tests/gpu/test_gpu_decode.py
-"""
+"""Decoding on a GPU: the compiled paged kernels, CUDA graphs, and samples equal to those of the plain path."""
 
 from __future__ import annotations
 
@@ -24,11 +21,6 @@ from paged_attention_cases import PagedCase, relative_error
 from rollout_forest import NEVER, Drive, assert_same, run_forest, run_long, started
 from sampling_cases import SHAPES, make_model, random_prompts
 from speculation_exact_cases import Adversary, answers_of, suffix_drafting
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here"),
-]
 
 CUDA = torch.device("cuda")
 # Heads of 16 channels: a matrix product takes no fewer.

@@ -1,7 +1,4 @@
-"""Experts on two GPUs: tokens exchanged by NCCL, kernels, and passes in turns; float32, against one process.
-
-python -m pytest -m gpu -s tests/gpu/test_gpu_expert_ranks.py
-"""
+"""Experts on two GPUs, with NCCL, the kernels and passes in turns: float32, against one process."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ from mesh_worker import RankResult, run_cases, run_on_ranks
 from moe_cases import DEEPSEEK, QWEN3_MOE, moe_weights
 from tree_engine_cases import branching_sequences, model_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 LONGEST_S = 280
 WIDE = {"hidden_size": 128, "kv_channels": 64, "moe_grouped_gemm": True, "params_dtype": torch.float32}

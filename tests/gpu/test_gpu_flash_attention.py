@@ -1,7 +1,4 @@
-"""FlashAttention 4 as tree attention, on a Hopper GPU: against the reference in float32, and in a step of the engine.
-
-python -m pytest -m gpu tests/gpu/test_gpu_flash_attention.py
-"""
+"""FlashAttention 4 as tree attention on a Hopper GPU: against the reference in float32, and in training."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, mod
 from triton_device import DEVICE
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(
         DEVICE.type != "cuda" or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
     ),

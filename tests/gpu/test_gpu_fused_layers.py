@@ -1,7 +1,4 @@
-"""The fused layer kernels compiled, on a GPU: sizes of training, and what only a GPU can show.
-
-python -m pytest -m gpu tests/gpu/test_gpu_fused_layers.py
-"""
+"""The compiled fused layer kernels at training sizes, and properties that need a GPU."""
 
 from __future__ import annotations
 
@@ -50,10 +47,6 @@ from tree_engine_cases import (
 )
 from triton_device import DEVICE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU here"),
-]
 KERNELS = (
     norm_module._forward_kernel,
     norm_module._again_kernel,

@@ -1,7 +1,4 @@
-"""K, V and their gradients on the host beside a real GPU: the same step bit for bit, without waiting for the device.
-
-python -m pytest -m gpu tests/gpu/test_gpu_kv_offload.py
-"""
+"""K, V and their gradients offloaded from a GPU: the same step bit for bit, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -15,10 +12,6 @@ from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.parity import random_training_samples
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here"),
-]
 SHAPE = {
     "num_layers": 6,
     "hidden_size": 256,

@@ -1,7 +1,4 @@
-"""Optimizer states on the host beside a real GPU: the same training, less memory, and a run that goes on bit for bit.
-
-python -m pytest -m gpu tests/gpu/test_gpu_optimizer_offload.py
-"""
+"""Optimizer states offloaded from a GPU: the same training in less memory, and exact resumption."""
 
 from __future__ import annotations
 
@@ -15,10 +12,6 @@ from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, save_checkpoint
 from optimizer_states_cases import RATES, Run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here"),
-]
 OFFLOAD = replace(RATES, use_precision_aware_optimizer=True, optimizer_cpu_offload=True)
 KINDS = {
     "all": OFFLOAD,

@@ -1,7 +1,4 @@
-"""Decoding on pipeline stages of two GPUs (or four): CUDA graphs on each stage, with messages between them.
-
-python -m pytest -m gpu -s tests/gpu/test_gpu_pipeline_decode.py
-"""
+"""Decoding on pipeline stages of two GPUs (or four): CUDA graphs on each stage, with messages between them."""
 
 from __future__ import annotations
 
@@ -15,10 +12,7 @@ from decode_mesh_cases import Job, assert_reproducible, check_moved_weights, com
 from megatron_dta.config import ParallelConfig
 from rollout_forest import PARAMS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 STAGES = partial(ParallelConfig, pipeline_model_parallel_size=2)
 LAYERS = dict(num_layers=4)

@@ -1,7 +1,4 @@
-"""Decoding on a tensor group of two GPUs: sums that read peer memory, and CUDA graphs with sums inside.
-
-python -m pytest -m gpu -s tests/gpu/test_gpu_tensor_decode.py
-"""
+"""Decoding on a tensor group of two GPUs: sums that read peer memory, and CUDA graphs with sums inside."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ from mesh_worker import run_on_ranks
 from rollout_forest import NEVER, PARAMS, started
 from sampling_cases import random_prompts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 TENSOR = ParallelConfig(tensor_model_parallel_size=2)
 GRAPHS = dict(static_passes=True)

@@ -1,7 +1,4 @@
-"""The Triton kernels compiled, on a GPU: the interpreter's checks at sizes of training, and what only a GPU can show.
-
-python -m pytest -m gpu tests/gpu/test_gpu_tree_attention.py
-"""
+"""The compiled tree attention kernels: the interpreter's checks at training sizes, and properties of GPUs."""
 
 from __future__ import annotations
 
@@ -30,10 +27,6 @@ from tree_attention_cases import (
 )
 from triton_device import DEVICE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU here"),
-]
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-6}
 
 

@@ -1,7 +1,4 @@
-"""Weights that another process on the same GPU copies out of the trainer's buffer, as vLLM's IPC engine does.
-
-python -m pytest -m gpu tests/gpu/test_gpu_weight_ipc.py
-"""
+"""Weights that another process on the same GPU copies out of the trainer's buffer, as vLLM's IPC engine does."""
 
 from __future__ import annotations
 
@@ -10,16 +7,11 @@ import pickle
 import subprocess
 import sys
 
-import pytest
 import torch
 
 from megatron_dta.sampling.engines.servers.weights.groups import SharedBuffer
 from megatron_dta.sampling.engines.servers.weights.host_weights import empty_weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here"),
-]
 SHAPES = {f"layer{i}": ((1024, 1024), torch.bfloat16) for i in range(32)} | {"odd": ((7, 3), torch.float32)}
 READER = """
 import base64, pickle, sys

@@ -15,10 +15,7 @@ import torch
 from megatron_dta.sampling.engines.servers.weights.groups import NcclGroup, StoreGroup
 from megatron_dta.sampling.engines.servers.weights.host_weights import empty_weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 SHAPES = {f"layer{i}": ((4096, 4096), torch.bfloat16) for i in range(32)} | {"odd": ((7, 3), torch.float32)}
 COMMON = """
 import base64, json, os, sys, time

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.named_shapes import SHAPES
@@ -26,6 +28,7 @@ MODELS: dict[str, DecoderShape] = TINY | {name: SHAPES[name] for name in _NAMES}
 # Settings taken from the shape; the others are those of all benchmarks.
 _COPIED = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    "vocab_size",
     *("swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
 )
@@ -45,22 +48,19 @@ def benchmark_model(
     Args:
         vocab_size: vocabulary size of a tiny model; the others have their own.
     """
-    shape = MODELS[name]
-    values = {field: getattr(shape, field) for field in _COPIED}
+    settings = settings_of(MODELS[name], num_layers)
+    if name in TINY:
+        settings["vocab_size"] = vocab_size
+    return ModelConfig(**settings, max_position_embeddings=longest, bf16=bf16, fused_layer_impl=fused_layer_impl)
+
+
+def settings_of(shape: DecoderShape, num_layers: int | None = None) -> dict[str, Any]:
+    """The settings of a model of this shape with the layers of Qwen3; ``num_layers`` None keeps all layers."""
+    settings = {field: getattr(shape, field) for field in _COPIED}
+    settings |= dict(group_query_attention=True, disable_bias_linear=True, qk_layernorm=True)
     if num_layers is not None:
-        values["num_layers"] = num_layers
-    if shape.linear_attention_layers:
-        values |= _hybrid(shape, values["num_layers"])
-    return ModelConfig(
-        **values,
-        vocab_size=vocab_size if name in TINY else shape.vocab_size,
-        group_query_attention=True,
-        disable_bias_linear=True,
-        qk_layernorm=True,
-        max_position_embeddings=longest,
-        bf16=bf16,
-        fused_layer_impl=fused_layer_impl,
-    )
+        settings["num_layers"] = num_layers
+    return settings | (_hybrid(shape, settings["num_layers"]) if shape.linear_attention_layers else {})
 
 
 def _hybrid(shape: DecoderShape, num_layers: int) -> dict[str, object]:

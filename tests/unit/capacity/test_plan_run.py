@@ -17,6 +17,7 @@ from megatron_dta.capacity.step_time import calibrated, mesh_costs, send_seconds
 from megatron_dta.capacity.work import ReplicaWork, StepWork
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig
+from megatron_dta.config.derived.benchmark_model import settings_of
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.planning.costs.decoder_shape import DecoderShape, RankParameters
 from megatron_dta.planning.costs.file import CostFile, CostShape, PassSeconds
@@ -37,26 +38,8 @@ EXPERTS = replace(SMALL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=2
 
 
 def config_of(shape: DecoderShape, **more: object) -> ModelConfig:
-    return ModelConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        group_query_attention=True,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
-        vocab_size=shape.vocab_size,
-        swiglu=shape.swiglu,
-        qk_layernorm=shape.qk_layernorm,
-        add_qkv_bias=shape.add_qkv_bias,
-        untie_embeddings_and_output_weights=shape.untie_embeddings_and_output_weights,
-        disable_bias_linear=True,
-        num_experts=shape.num_experts,
-        moe_router_topk=shape.moe_router_topk,
-        moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
-        moe_shared_expert_intermediate_size=shape.moe_shared_expert_intermediate_size,
-        **more,
-    )
+    own = dict(qk_layernorm=shape.qk_layernorm, add_qkv_bias=shape.add_qkv_bias)
+    return ModelConfig(**settings_of(shape) | own | more)
 
 
 def small_step(seed: int = 5, num: int = 24) -> StepWork:
