@@ -16,6 +16,7 @@ from dta_kernels.experts.grouped_products import GroupedRows, MatrixTable
 from dta_kernels.experts.reference import PlainRows
 from dta_kernels.experts.row_sums import sum_rows
 from dta_kernels.experts.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
+from expected_rows_cases import check_expected_rows
 from grouped_rows import grouped_rows
 from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, no_waiting
 from megatron_dta.config import ModelConfig, ObjectiveConfig
@@ -251,3 +252,7 @@ def test_products_do_not_wait_for_the_device():
     run()
     with no_waiting():
         run()
+
+
+def test_rows_beyond_the_expected_number_are_computed_again():
+    check_expected_rows(torch.bfloat16, torch.device("cuda"))

@@ -13,6 +13,7 @@ from checkpoint_mesh_cases import EXPERTS, assert_same_tensors, in_bf16
 from checkpoint_worker import Stretch, run_stretches
 from conftest import seed_all
 from dta_kernels.experts.reference import PlainRows
+from expected_rows_cases import check_expected_rows
 from lora_cases import lora_config, lora_weights
 from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, distance
 from megatron_dta.config import ModelConfig, ParallelConfig
@@ -246,3 +247,8 @@ def test_on_the_kernels_in_float32(references, name, buffers):
         else:
             outcome, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
             assert compare_outcomes(outcome, expected).largest() < 1e-5
+
+
+@interpreter
+def test_rows_beyond_the_expected_number_are_computed_again():
+    check_expected_rows(torch.float32, torch.device("cpu"))

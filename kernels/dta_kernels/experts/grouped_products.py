@@ -207,14 +207,23 @@ class GroupedRows:
         like: a tensor of the rows' dtype (float32, bfloat16 or float16), on their device.
         num_rows: the sum of the counts, on the host, or more; rows beyond the sum are not computed.
         index_R: integers on the rows' device, for each row its row in an indexed tensor.
+        usual_rows: number of rows for which tiles are chosen, by default ``num_rows``.
     """
 
-    def __init__(self, counts_G: Tensor, like: Tensor, num_rows: int, index_R: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        counts_G: Tensor,
+        like: Tensor,
+        num_rows: int,
+        index_R: Tensor | None = None,
+        usual_rows: int | None = None,
+    ) -> None:
         self._counts, self.num_rows, self._num_groups = counts_G, num_rows, len(counts_G)
         self._index = index_R
         size = like.element_size()
         self._columns = _LARGE[size]
-        self._tiles = _LARGE[size] if num_rows > _LARGE[size].rows * self._num_groups else _SMALL[size]
+        usual = num_rows if usual_rows is None else usual_rows
+        self._tiles = _LARGE[size] if usual > _LARGE[size].rows * self._num_groups else _SMALL[size]
 
     @cached_property
     def _table(self) -> tuple[Tensor, int]:

@@ -47,11 +47,13 @@ class Products(NamedTuple):
         groups: ``PlainRows`` or ``GroupedRows``, which read tokens by index.
         entries: [Q], for each row its entry in a flat [R, K].
         is_row: bool [Q], False for unused rows; None if there are none.
+        is_expected: whether the number of rows is an expectation (``had_room``).
     """
 
     groups: Any
     entries: Tensor
     is_row: Tensor | None = None
+    is_expected: bool = False
 
 
 class GroupedExperts(SameOnEveryMesh):
@@ -101,6 +103,10 @@ class GroupedExperts(SameOnEveryMesh):
         number = rows.host.total
         return Products(PlainRows(rows.host.tolist(), rows.tokens[:number]), rows.entries[:number])
 
+    def had_room(self, rows: ExpertRows, number: int) -> bool:
+        """Whether the expected ``number`` of rows was enough; afterwards ``products`` knows the actual number."""
+        raise NotImplementedError
+
     def matrices(self, key: str, matrices: Sequence[Tensor]) -> Any:
         """One matrix for each expert; ``key`` identifies the set within the layer, across passes."""
         return matrices
@@ -144,10 +150,13 @@ class _Experts(torch.autograd.Function):
         ctx: Any, x: Tensor, weights: Tensor, settings: _Settings, is_told: bool, *parameters: Parameter
     ) -> Tensor:
         experts, rows, fc1, fc2, *_ = settings
-        groups, entries, is_row = experts.products(rows, x, any(ctx.needs_input_grad))
-        first, inner = fc1.product(groups, experts.matrices, x, indexed=True)
-        weights_Q = weights.flatten().index_select(0, entries)
-        made, inner_2 = fc2.product(groups, experts.matrices, experts.activate(first, weights_Q))
+        made, is_expected = None, False
+        while made is None or (is_expected and not experts.had_room(rows, len(made))):
+            first = inner = inner_2 = made = None
+            groups, entries, is_row, is_expected = experts.products(rows, x, any(ctx.needs_input_grad))
+            first, inner = fc1.product(groups, experts.matrices, x, indexed=True)
+            weights_Q = weights.flatten().index_select(0, entries)
+            made, inner_2 = fc2.product(groups, experts.matrices, experts.activate(first, weights_Q))
         ctx.settings, ctx.groups, ctx.is_told = settings, groups, is_told
         ctx.save_for_backward(x, weights_Q, first, inner, inner_2, entries, rows.places, is_row)
         return experts.sum_rows(made, rows.places)
