@@ -225,11 +225,11 @@ class RolloutServer:
         try:
             end = begin + self.delay_s + most * self.token_delay_s
             await asyncio.sleep(0)
-            while aborts == self.aborts and name not in self.ended and time.monotonic() < end:
+            while aborts == self.aborts and not self._is_ended(name) and time.monotonic() < end:
                 await asyncio.sleep(min(max(0.0, end - time.monotonic()), 0.01))
         finally:
             self.running -= 1
-        is_aborted = aborts != self.aborts or name in self.ended
+        is_aborted = aborts != self.aborts or self._is_ended(name)
         if is_aborted:
             most = min(most, int(max(0.0, time.monotonic() - begin - self.delay_s) / (self.token_delay_s or 1e9)))
         cached = max((shared(context, known) for known in self._cache), default=0)
@@ -249,6 +249,10 @@ class RolloutServer:
         self._cache.append(tuple(tokens))
         reason = "stop" if stopped else "abort" if is_aborted else "length"
         return tokens[len(context) :], logprobs, reason, min(cached, len(context) - 1)
+
+    def _is_ended(self, name: str) -> bool:
+        # SGLang compares the beginning only.
+        return any(name.startswith(ended) for ended in self.ended)
 
     async def abort_running(self) -> None:
         self.aborts += 1

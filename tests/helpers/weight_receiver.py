@@ -38,11 +38,15 @@ class FileBuffer(SharedBuffer):
         del towards, timeout_s
         super().__init__(world_size, [torch.device("cpu")])
 
-    def _export(self, device: torch.device, num_bytes: int) -> tuple[Tensor, str, tuple[Any, ...]]:
+    def _allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         with NamedTemporaryFile(delete=False) as file:
             file.write(b"\xff" * num_bytes)
         atexit.register(Path(file.name).unlink)
-        return torch.from_file(file.name, True, num_bytes, dtype=torch.uint8), "GPU-0", (file.name, num_bytes)
+        self._file = file.name
+        return torch.from_file(file.name, True, num_bytes, dtype=torch.uint8)
+
+    def _export(self, buffer: Tensor) -> tuple[str, tuple[Any, ...]]:
+        return "GPU-0", (self._file, buffer.numel())
 
     def abort(self) -> None:
         for buffer, _ in self._buffers:

@@ -188,6 +188,10 @@ def test_requests_on_a_slow_server_go_on_elsewhere_with_their_tokens(setup: Setu
     continued = [tuple(body[name]) for body in quick.bodies if tuple(body[name]) not in sent]
     assert bool(continued) == bool(engine.statistics()["moved_requests"]) == ends
     assert all(any(context[: len(prompt)] == prompt for prompt in sent) for context in continued)
+    assert bool(slow.ended) == ends
+    # No request was ended by the name of another one.
+    assert len(continued) <= len(slow.ended)
+    assert engine.statistics()["retried_requests"] == 0
     assert [line for line in setup.lines if "late requests stay" in line] == setup.lines
     assert bool(setup.lines) != ends
 

@@ -14,6 +14,8 @@ from conftest import seed_all
 from http_engine_cases import KINDS, PARAMS, QUICK, Setup, check_result, write_checkpoint
 from megatron_dta.sampling.engines.interface import generate
 from megatron_dta.sampling.engines.servers.http_client import ServerError
+from megatron_dta.sampling.engines.servers.sampled_tokens import SampledTokens
+from rollout_server_forms import log_softmax
 
 UPDATE_CALLS = {
     "vllm": ["/health", "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"],
@@ -25,6 +27,48 @@ UPDATE_CALLS = {
         "/continue_generation",
     ],
 }
+
+
+@KINDS
+def test_another_engine_goes_on_with_what_was_sampled(setup: Setup, tmp_path: Path) -> None:
+    """As a run does that was killed: begun responses keep their tokens, logprobs and versions."""
+    setup.add_servers(1, processes=1)
+    setup.servers[0].token_delay_s = 0.05
+    tables = {version: write_checkpoint(tmp_path / str(version), version) for version in (1, 2)}
+    settings = replace(QUICK, timeout_s=60, continues=True)
+    first, requests = setup.engine(settings), [replace(each, max_tokens=16) for each in setup.requests(6)]
+    first.update_weights(1, tmp_path / "1")
+    first.start(PARAMS, 0)
+    first.submit(requests)
+    while setup.servers[0].running < 6:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    first.update_weights(2, tmp_path / "2")
+    end = time.monotonic() + 60
+    while not (begun := first.sampled_so_far()) and time.monotonic() < end:
+        time.sleep(0.01)
+    first.close()
+    assert begun
+    setup.servers[0].token_delay_s = 0.0
+    second = setup.engine(settings)
+    second.update_weights(2, tmp_path / "2")
+    second.start(PARAMS, 0)
+    second.submit(requests, begun)
+    results = {}
+    while len(results) < 6:
+        results |= {result.request_id: result for result in second.poll()}
+    for request in requests:
+        result, kept = results[request.request_id], begun.get(request.request_id, SampledTokens())
+        assert np.array_equal(result.token_ids[: len(kept)], kept.token_ids)
+        assert np.array_equal(result.logprobs[: len(kept)], kept.logprobs)
+        assert np.array_equal(result.token_versions, [*kept.versions, *[2] * (len(result.token_ids) - len(kept))])
+        assert (kept.versions == 1).all()
+        assert len(kept) < len(result.token_ids) <= 16
+        before = np.concatenate([request.token_ids[-1:], result.token_ids[:-1]])
+        for a, b, version, logprob in zip(
+            before, result.token_ids, result.token_versions, result.logprobs, strict=True
+        ):
+            assert abs(log_softmax(tables[version][a])[b] - logprob) < 1e-5
 
 
 @KINDS

@@ -168,7 +168,8 @@ class HttpClient(ServerPool):
             try:
                 server = await self._sendable_server(affinity, failed_on)
                 server.open_requests += 1
-                place.name = f"{self._name}-{next(self._numbers)}"
+                # No name begins with another one: SGLang ends all requests whose names begin with a given one.
+                place.name = f"{self._name}-{next(self._numbers)}."
                 place.server, place.sent_at = server, time.monotonic()
                 try:
                     return read(await self._send(server, "POST", path, body(place.name), place.most_bytes))

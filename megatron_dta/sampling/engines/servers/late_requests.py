@@ -104,7 +104,6 @@ class LateRequests:
         request.is_ended = True
         try:
             await self._protocol.end_request(self._client, request.server, request.name)
-            self._client.counts.moved += 1
         except ServerError as error:
             request.is_ended = False
             if not self._is_refused:

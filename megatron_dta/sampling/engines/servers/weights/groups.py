@@ -71,6 +71,9 @@ class SharedGroup(ABC):
     def reserve(self, num_bytes: int) -> None:  # noqa: B027
         """Prepare for buffers of up to ``num_bytes``; call before ``join``."""
 
+    def begin(self) -> None:  # noqa: B027
+        """Prepare for an update."""
+
     def stage(self, buffer: Tensor) -> None:  # noqa: B027
         """Prepare a buffer before the others are told of it."""
 
@@ -176,8 +179,8 @@ class NcclGroup(SharedGroup):
 class SharedBuffer(SharedGroup):
     """A buffer on each GPU of this machine that holds processes of servers, which map it and copy from it (CUDA IPC).
 
-    It is as large as the largest bucket and stays for the run: torch counts the readers of a mapping, and frees one
-    whose reader has died only with its process.
+    It is as large as the largest bucket and stays for the run. Every update has handles of its own, which each process
+    opens once and closes when it has finished: torch counts this, and keeps memory whose reader has died.
 
     Args:
         devices: the GPUs; a server's process reads the buffer of its own.
@@ -189,12 +192,12 @@ class SharedBuffer(SharedGroup):
         self.meeting = Meeting(world_size, "ipc")
 
     def reserve(self, num_bytes: int) -> None:
-        handles = {}
         for device in self._devices:
-            buffer, uuid, handle = self._export(device, num_bytes)
-            self._buffers.append((buffer, torch.cuda.Stream(device) if device.type == "cuda" else None))
-            handles[uuid] = handle
-        self.meeting = replace(self.meeting, handles=handles)
+            stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+            self._buffers.append((self._allocate(num_bytes, device), stream))
+
+    def begin(self) -> None:
+        self.meeting = replace(self.meeting, handles=dict(self._export(buffer) for buffer, _ in self._buffers))
 
     def stage(self, buffer: Tensor) -> None:
         for target, stream in self._buffers:
@@ -213,11 +216,12 @@ class SharedBuffer(SharedGroup):
     def abort(self) -> None:
         self._buffers.clear()
 
-    def _export(self, device: torch.device, num_bytes: int) -> tuple[Tensor, str, tuple[Any, ...]]:
-        """A new buffer, the UUID of its GPU, and its handle."""
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        _, handle = reduce_tensor(buffer)
-        return buffer, str(torch.cuda.get_device_properties(device).uuid), handle
+    def _allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def _export(self, buffer: Tensor) -> tuple[str, tuple[Any, ...]]:
+        """The UUID of the buffer's GPU, and a new handle of the buffer."""
+        return str(torch.cuda.get_device_properties(buffer.device).uuid), reduce_tensor(buffer)[1]
 
 
 GroupOpener = Callable[[int, str, float], SharedGroup]

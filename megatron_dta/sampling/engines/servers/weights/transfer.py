@@ -78,6 +78,7 @@ class GroupTransfer:
             found = await self._labels(servers)
             if self._group is None or tuple(servers) != self._members or not found <= {labels.old, None}:
                 await self._form(servers, weights)
+            await self._alone(servers, self._group.begin)
             changes: list[list[Patch]] = []
             if self._protocol.changes_only and found == {labels.old} == {self._sent_label}:
                 await self._alone(servers, lambda: changes.extend(self._changes(weights)))
