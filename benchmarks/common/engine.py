@@ -121,7 +121,7 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
         embedding = first.embedding.word_embeddings.weight
         weight_bytes -= embedding.numel() * embedding.element_size()
     width = shape.kv_width // parallel.tensor_model_parallel_size
-    token_bytes = 2 * len(model.layer_numbers) * width * next(model.parameters()).element_size()
+    token_bytes = 2 * len(model.attention_layers) * width * next(model.parameters()).element_size()
     ranks = current_mesh().gather_over_replica((weight_bytes, token_bytes))
     given = arguments.memory_bandwidth_gbs
     bandwidth = given * 1e9 if given is not None else measured_bandwidth(device)

@@ -72,6 +72,11 @@ class TreeGPTModel(GPTModel):
         return {number: each.shape for number, each in attentions.items() if isinstance(each, GatedDeltaNet)}
 
     @property
+    def attention_layers(self) -> list[int]:
+        """1-based numbers of this model chunk's layers with attention, which alone keep keys and values."""
+        return list(self.attention_rows)
+
+    @property
     def layer_numbers(self) -> list[int]:
         """1-based numbers in the whole model of this model chunk's layers."""
         return [layer.layer_number for layer in self.decoder.layers]

@@ -112,7 +112,7 @@ def pool_gb(model: Any, block_size: int, pages: int) -> float:
     """A budget of ``pages`` pages and a half."""
     parameter, config = next(model.parameters()), model.config
     heads = config.num_query_groups // config.tensor_model_parallel_size
-    size = PagedCache.page_bytes(len(model.layer_numbers), block_size, heads, config.kv_channels, parameter.dtype)
+    size = PagedCache.page_bytes(len(model.attention_layers), block_size, heads, config.kv_channels, parameter.dtype)
     return (pages + 0.5) * size / 2**30
 
 

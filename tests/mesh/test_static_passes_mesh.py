@@ -88,7 +88,7 @@ def stages_on_rank(rank: int, weights: dict[str, torch.Tensor]) -> list[torch.Te
         stages = dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|tL")
         model = build_on(config_of("QK-norm"), weights, ParallelConfig(**stages))
         found, contexts = passes(model)
-        assert all(context.direct_until == model.layer_numbers[-1] for context in contexts)
+        assert all(context.direct_until == model.model_chunks[-1].layer_numbers[-1] for context in contexts)
     return found
 
 

@@ -167,7 +167,8 @@ class StaticPass:
         input_ids: int64 [1, num_tokens].
         noise: float64 [num_tokens].
         context: attends with the values that the fields hold when it runs.
-        words: int64, the output of ``pack``: positions, slots, noise and tiles.
+        words: int64, the output of ``pack``: positions, slots, noise, slots of states, and tiles.
+        state_slots: int64 [num_tokens], -1 for tokens that change no state.
     """
 
     def __init__(
@@ -183,22 +184,27 @@ class StaticPass:
         self.context = PagedContext(
             position_ids=self.words[:n], addresses=addresses, layer_rows=layer_rows, page_size=page_size,
             num_groups=shape.num_groups, slots=self.words[n : 2 * n], tables=tables,
-            launches=[(self.words[3 * n :].view(-1, TILE_FIELDS), shape.config(run))],
+            launches=[(self.words[4 * n :].view(-1, TILE_FIELDS), shape.config(run))],
         )  # fmt: skip
+        self.state_slots = self.words[3 * n : 4 * n]
 
     def empty_words(self, steps: int) -> np.ndarray:
         """``words`` of ``steps`` passes on the host, without any token: int64 [steps, words]."""
         n = self.num_tokens
-        words = np.zeros((steps, (3 + TILE_FIELDS) * n), np.int64)
-        words[:, n : 2 * n] = -1
+        words = np.zeros((steps, (4 + TILE_FIELDS) * n), np.int64)
+        words[:, n : 2 * n] = words[:, 3 * n : 4 * n] = -1
         return words
 
     def pack(
-        self, words: np.ndarray, positions: np.ndarray, slots: np.ndarray, noise: np.ndarray, tiles: np.ndarray
-    ) -> None:
-        """Fill ``words`` [steps, words] with positions, slots and noise [steps, n] and tiles [steps, T, 4]."""
+        self, words: np.ndarray, positions: np.ndarray, slots: np.ndarray, noise: np.ndarray, tiles: np.ndarray,
+        state_slots: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Fill ``words`` [steps, words] with positions, slots, noise and slots of states [steps, n] and tiles
+        [steps, T, 4]."""
         n, tokens = self.num_tokens, positions.shape[1]
         words[:, :tokens] = positions
         words[:, n : n + tokens] = slots
         words[:, 2 * n : 2 * n + tokens] = noise.view(np.int64)
-        words[:, 3 * n : 3 * n + TILE_FIELDS * tiles.shape[1]] = tiles.reshape(len(words), -1)
+        if state_slots is not None:
+            words[:, 3 * n : 3 * n + tokens] = state_slots
+        words[:, 4 * n : 4 * n + TILE_FIELDS * tiles.shape[1]] = tiles.reshape(len(words), -1)

@@ -41,9 +41,9 @@ class StagedModel(torch.nn.Module):
         self._communicator = P2PCommunicator(self.group, self.config)
 
     @property
-    def layer_numbers(self) -> list[int]:
-        """1-based numbers in the whole model of the layers that this rank holds."""
-        return [number for chunk in self.model_chunks for number in chunk.layer_numbers]
+    def attention_layers(self) -> list[int]:
+        """1-based numbers in the whole model of this rank's layers with attention."""
+        return [number for chunk in self.model_chunks for number in chunk.attention_layers]
 
     @property
     def decodes_directly(self) -> bool:

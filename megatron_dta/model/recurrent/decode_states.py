@@ -1,7 +1,8 @@
 """States of sequences that are being decoded: one for each sequence, after the tokens that it has computed.
 
 A pass appends tokens to some sequences. Each is a run whose entry is the sequence's state, and whose exit replaces it;
-so prefill, decoding and prefill after an interruption are one operation. Nothing here is differentiated.
+so prefill, decoding and prefill after an interruption are one operation. On the kernels, a pass of one token for each
+sequence changes the states in place (``SteppedStates``), as captured passes do. Nothing here is differentiated.
 
 Legend: n new tokens of the pass, R sequences (rows) of it, C channels and W width of the short convolution.
 """
@@ -21,7 +22,12 @@ from megatron_dta.model.recurrent.path_states import RecurrentShape
 
 
 class DecodeStates:
-    """States and last rows of ``num_slots`` sequences in each of a rank's layers with a recurrence."""
+    """States and last rows of ``num_slots`` sequences in each of a rank's layers with a recurrence.
+
+    Attributes:
+        addresses: int64 [layers, 2] on the device, where each layer's states and rows begin; ``grow`` changes them.
+        layer_rows: the row of ``addresses`` by layer number.
+    """
 
     def __init__(self, layers: Mapping[int, RecurrentShape], dtype: torch.dtype, device: torch.device) -> None:
         self.shapes, self.device, self.num_slots = dict(layers), device, 0
@@ -31,6 +37,8 @@ class DecodeStates:
             n: torch.empty(size, dtype=accumulation_dtype(dtype), device=device) for n, size in states.items()
         }
         self.rows = {number: torch.empty(size, dtype=dtype, device=device) for number, size in rows.items()}
+        self.layer_rows = {number: row for row, number in enumerate(layers)}
+        self.addresses = torch.zeros(len(self.layer_rows), 2, dtype=torch.int64, device=device)
 
     def grow(self, num_slots: int) -> None:
         """Enlarge to ``num_slots`` and keep the contents."""
@@ -40,11 +48,41 @@ class DecodeStates:
                 larger[: len(tensor)] = tensor
                 of_layers[number] = larger
         self.num_slots = num_slots
+        found = [[self.states[number].data_ptr(), self.rows[number].data_ptr()] for number in self.layer_rows]
+        self.addresses = torch.tensor(found, dtype=torch.int64, device=self.device).view_as(self.addresses)
 
     def copy(self, source: int, target: int) -> None:
         """Copy the state of one slot to another."""
         for tensor in (*self.states.values(), *self.rows.values()):
             tensor[target] = tensor[source]
+
+
+class SteppedStates:
+    """``PathStates`` of a pass that appends one token to each sequence, by the kernels; for gated delta net.
+
+    Args:
+        addresses, layer_rows: those of ``DecodeStates``; a captured pass has a copy at an address of its own.
+        slots: int64 [n], slots of the rows; -1 for rows whose state must not change.
+        positions: int64 [n], tokens before each row's new one.
+    """
+
+    def __init__(self, addresses: Tensor, layer_rows: Mapping[int, int], slots: Tensor, positions: Tensor) -> None:
+        self._addresses, self._layer_rows, self._slots, self._positions = addresses, layer_rows, slots, positions
+
+    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
+        # Imported here because passes without the kernels do not need Triton.
+        from dta_kernels.recurrence.decode_kernels import convolution_step
+
+        address = self._addresses[self._layer_rows[layer_number]]
+        return convolution_step(rows_NC, weight_CW, address, self._slots, self._positions)
+
+    def recur(
+        self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
+    ) -> Tensor:
+        from dta_kernels.recurrence.decode_kernels import delta_step
+
+        address = self._addresses[self._layer_rows[layer_number]]
+        return delta_step(tuple(inputs), address, self._slots, self._positions)
 
 
 class PassStates:

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from conftest import seed_all
 from dta_kernels.recurrence import library, library_settings, reference
+from dta_kernels.recurrence.decode_kernels import convolution_step, delta_step
 from dta_kernels.recurrence.gated_norm import gated_norm
 from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution, short_convolution_gradients
 from dta_kernels.recurrence.unit_heads import unit_heads
@@ -165,3 +166,39 @@ def test_fixed_settings_leave_one_candidate_and_unknown_ones_all(monkeypatch):
     assert library_settings.chosen_settings() == {}
     module.first.fn.best_config = module.first.fn.configs[0]
     assert library_settings.chosen_settings() == {"first": wanted}
+
+
+@interpreter
+def test_steps_of_decoding_change_the_states_of_their_slots_only():
+    """Three tokens behind a state, a sequence that begins (its slot is NaN), and a row without a slot."""
+    generator = torch.Generator().manual_seed(8)
+    H, J, K, V, W, C = 2, 4, 20, 24, 4, 300
+    slots, starts = torch.tensor([2, 0, -1]), torch.tensor([5, 0, 9])
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    states, rows, weight = normal(4, J, K, V), normal(4, W - 1, C), normal(C, W)
+    states[0], rows[0] = float("nan"), float("nan")
+    address = torch.tensor([states.data_ptr(), rows.data_ptr()])
+    expected_states, expected_rows = states.clone(), rows.clone()
+    expected_states[0], expected_rows[0] = 0.0, 0.0
+    for step in range(3):
+        # Rows are columns of a wider product.
+        wide = normal(3, C + 11)[:, :C]
+        q, k, v = normal(3, H * K + 7)[:, : H * K].unflatten(1, (H, K)), normal(3, H, K), normal(3, J, V)
+        inputs = q, k, v, -normal(3, J).abs(), normal(3, J).sigmoid()
+        found = convolution_step(wide, weight, address, slots, starts + step)
+        out = delta_step(inputs, address, slots, starts + step)
+        for row, slot in ((0, 2), (1, 0)):
+            one, expected_rows[slot] = reference.short_convolution_by_token(
+                wide[row : row + 1], weight, expected_rows[slot]
+            )
+            torch.testing.assert_close(found[row : row + 1], one, rtol=1e-5, atol=1e-5)
+            own = [each[row : row + 1] for each in inputs]
+            one, expected_states[slot] = reference.gated_delta_rule_by_token(*own, expected_states[slot])
+            torch.testing.assert_close(out[row : row + 1], one, rtol=1e-5, atol=1e-5)
+        assert out[2].isfinite().all()
+        assert found[2].isfinite().all()
+    torch.testing.assert_close(states, expected_states, rtol=1e-5, atol=1e-5)
+    assert torch.equal(rows, expected_rows)

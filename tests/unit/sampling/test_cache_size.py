@@ -19,7 +19,7 @@ def test_what_is_free_becomes_pages_but_for_a_pass_and_a_margin():
     memory = DeviceMemory(free=60 * GIB, total=80 * GIB)
     needed = pass_bytes(model, 4096, 1024)
     budget = (60 * GIB - needed - int(0.04 * 80 * GIB)) / (1 + 1 / 6)
-    assert max_pages(model, 16, None, 4096, 1024, memory) == int(budget) // PAGE_BYTES
+    assert max_pages(model, 16, None, 4096, 1024, memory=memory) == int(budget) // PAGE_BYTES
     # On a small GPU the margin is a gibibyte.
     small = DeviceMemory(free=6 * GIB, total=8 * GIB)
     assert small.cache_bytes(0, 10**9) == pytest.approx(5 * GIB, rel=1e-6)
@@ -28,7 +28,7 @@ def test_what_is_free_becomes_pages_but_for_a_pass_and_a_margin():
 def test_a_given_size_counts_alone_and_a_cpu_has_no_limit():
     model = make_model(1, torch.float32)
     memory = DeviceMemory(free=60 * GIB, total=80 * GIB)
-    assert max_pages(model, 16, 0.5, 4096, 1024, memory) == GIB // 2 // PAGE_BYTES
+    assert max_pages(model, 16, 0.5, 4096, 1024, memory=memory) == GIB // 2 // PAGE_BYTES
     assert max_pages(model, 16, None, 4096) is None
     assert max_pages(model, 16, None, 4096, memory=DeviceMemory(free=GIB // 2, total=8 * GIB)) == 0
 

@@ -13,14 +13,21 @@ from hybrid_cases import HYBRID, spread
 from in_process_engine_cases import trainers_logprobs
 from megatron_dta.config import TreeConfig
 from megatron_dta.model.recurrent import decode_states
+from megatron_dta.model.recurrent.decode_states import DecodeStates
+from megatron_dta.sampling.engines.in_process import row_states
+from megatron_dta.sampling.engines.in_process.cache_size import DeviceMemory, max_pages, state_bytes
+from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
 from megatron_dta.sampling.engines.interface import GenerationRequest
 from rollout_forest import NEVER, SETTINGS, Drive, assert_same, run_forest, run_long, started
 from sampling_cases import make_model
 from speculation_exact_cases import Adversary, answers_of
+from triton_device import interpreter
+
+STATIC = dict(attention_impl="triton", static_passes=True)
 
 
-def hybrid_model(seed: int, dtype: torch.dtype = torch.float64):
-    settings = dict(HYBRID) | dict(group_query_attention=True, num_query_groups=2, disable_bias_linear=True)
+def hybrid_model(seed: int, dtype: torch.dtype = torch.float64, **more: object):
+    settings = dict(HYBRID) | dict(group_query_attention=True, num_query_groups=2, disable_bias_linear=True) | more
     model = make_model(seed, dtype, **settings)
     with torch.no_grad():
         spread(dict(model.named_parameters()), seed)
@@ -100,3 +107,53 @@ def test_a_shared_context_is_computed_once():
         assert_same(found, alone, 1e-11)
         prefills = 2 if settings.get("max_requests") else 1
         assert engine.statistics()["prefilled_tokens"] == 13 * prefills + (4 - prefills)
+
+
+def decoded(model, settings: dict, **more: object) -> tuple[dict, dict[str, float]]:
+    """The forest of requests and the statistics; slots of states begin with NaN."""
+    drive, engine = Drive(seed=9, prompts=2), started(model, **settings, **more)
+    found = run_forest(engine, drive)
+    assert engine.pages_in_use == 0
+    return found, engine.statistics()
+
+
+@interpreter
+@pytest.mark.parametrize("fused", ["reference", "triton"])
+def test_passes_at_fixed_addresses_have_the_samples_of_eager_ones(fused: str, monkeypatch: pytest.MonkeyPatch):
+    """Bursts that rows leave, ends of sequence inside them, branches of held requests, pools that preempt, drafts."""
+    poison_slots(monkeypatch)
+    model = hybrid_model(7, torch.float32, fused_layer_impl=fused)
+    expected, _ = decoded(model, {})
+    lost = []
+    drop = row_states.RowStates._drop
+    monkeypatch.setattr(row_states.RowStates, "_drop", lambda self, rows: (lost.extend(rows), drop(self, rows))[1])
+    found, statistics = decoded(model, STATIC)
+    assert_same(found, expected, 2e-5)
+    assert statistics["static_forwards"] > 0.5 * statistics["forwards"]
+    # Some rows ended inside a burst; nothing continued their states.
+    assert any(row.has_lost_state for row in lost)
+    found, statistics = decoded(model, STATIC, burst=1, block_size=3, max_requests=4)
+    assert_same(found, expected, 2e-5)
+    drafting = Adversary("mixed", answers_of(expected), seed=2)
+    found, statistics = decoded(model, STATIC, drafting=drafting)
+    assert_same(found, expected, 1e-4)
+    assert statistics["accepted_drafts"] > 0
+    assert statistics["static_forwards"] < statistics["forwards"]
+
+
+def test_gated_delta_net_is_captured_except_on_stages():
+    reason = why_not_captured(hybrid_model(2, torch.float32))
+    assert reason == "needs a CUDA GPU"
+
+
+def test_states_of_all_requests_leave_fewer_pages_and_only_attention_has_pages():
+    model = hybrid_model(2, torch.float32)
+    memory = DeviceMemory(free=60 * 2**30, total=80 * 2**30)
+    states = DecodeStates(model.recurrent_layers, torch.float32, torch.device("cpu"))
+    states.grow(1)
+    each = sum(tensor.nbytes for tensor in (*states.states.values(), *states.rows.values()))
+    assert state_bytes(model) == each
+    # One of three layers has attention, with 2 groups of 8 channels.
+    page = 2 * 16 * 2 * 8 * 4
+    none, many = (max_pages(model, 16, None, 4096, 0, requests, memory) for requests in (0, 10**6))
+    assert none - many == pytest.approx(2 * 10**6 * each / (1 + 1 / 2) / page, abs=1)

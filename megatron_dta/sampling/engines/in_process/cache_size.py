@@ -1,22 +1,25 @@
 """Computes the size limit of the in-process engine's K/V cache and its attention heads.
 
 Without a given size the cache may use what is free when sampling starts, less what a forward pass needs besides: its
-activations, its logits, the copy of a layer's pages while the cache grows, and a margin for what is not predicted
-(buffers of communicators and libraries, CUDA graphs, fragmentation).
+activations, its logits, the copy of a layer's pages while the cache grows, the states of layers with a recurrence, and
+a margin for what is not predicted (buffers of communicators and libraries, CUDA graphs, fragmentation).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
-from megatron_dta.model import Model, current_mesh
+from megatron_dta.model import Model, accumulation_dtype, current_mesh
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import HeadShape
 from megatron_dta.sampling.engines.in_process.next_token import most_logit_bytes
 
 _MARGIN_BYTES, _MARGIN_SHARE = 2**30, 0.04
+# Room for states, over those of all running requests: held requests have some, too, and slots are added by doubling.
+_STATE_SLOTS = 2
 
 
 def head_shape(model: Model) -> HeadShape:
@@ -74,12 +77,23 @@ def _layer_width(model: Model) -> int:
     return 4 * config.hidden_size + max(attention, feed_forward)
 
 
+def state_bytes(model: Model) -> int:
+    """Bytes of the states of one sequence on this rank."""
+    dtype, total = next(model.parameters()).dtype, 0
+    for part in model.model_chunks:
+        for shape in part.recurrent_layers.values():
+            rows = (shape.width - 1) * shape.channels * dtype.itemsize
+            total += math.prod(shape.state) * accumulation_dtype(dtype).itemsize + rows
+    return total
+
+
 def max_pages(
     model: Model,
     block_size: int,
     buffer_size_gb: float | None,
     num_tokens: int,
     static: int = 0,
+    num_requests: int = 0,
     memory: DeviceMemory | None = None,
 ) -> int | None:
     """The maximum number of pages of ``block_size`` positions; None: no limit.
@@ -88,13 +102,15 @@ def max_pages(
 
     Args:
         num_tokens, static: see ``pass_bytes``.
+        num_requests: running requests, each with a state in layers with a recurrence.
         memory: of the GPU; by default what is free now.
     """
     parameter, shape = next(model.parameters()), head_shape(model)
-    layers = len(model.layer_numbers)
+    layers = len(model.attention_layers)
     budget = None if buffer_size_gb is None else int(buffer_size_gb * 2**30)
     if budget is None and (parameter.is_cuda or memory is not None):
-        budget = (memory or DeviceMemory.now()).cache_bytes(pass_bytes(model, num_tokens, static), layers)
+        needed = pass_bytes(model, num_tokens, static) + _STATE_SLOTS * num_requests * state_bytes(model)
+        budget = (memory or DeviceMemory.now()).cache_bytes(needed, layers)
     if budget is None:
         return None
     page_bytes = PagedCache.page_bytes(layers, block_size, shape.num_groups, shape.head_size, parameter.dtype)

@@ -31,6 +31,7 @@ from torch import Tensor
 from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_attention, current_mesh
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import HeadShape, PassRows, StaticPass, pass_rows, static_tiles, upload
+from megatron_dta.model.recurrent.decode_states import DecodeStates, SteppedStates
 from megatron_dta.sampling.engines.in_process.next_token import next_tokens
 from megatron_dta.sampling.engines.in_process.scheduler import Pass, Request
 from megatron_dta.sampling.keyed_random import keyed_uniform
@@ -76,8 +77,8 @@ def _why_not_on_this_rank(model: Model, attention_impl: str) -> str | None:
             )
         if model.counts_on_host:
             return "cannot capture experts whose numbers of tokens the host has to know (use --moe-grouped-gemm)"
-    if config.experimental_attention_variant is not None:
-        return "cannot capture gated delta net (--experimental-attention-variant)"
+    if config.experimental_attention_variant is not None and isinstance(model, StagedModel):
+        return "cannot capture gated delta net on pipeline stages (--pipeline-model-parallel-size above 1)"
     if getattr(config, "fp8", None):
         return "cannot capture products in FP8, whose scales change from pass to pass (--fp8-format)"
     if parameter.device.type != "cuda":
@@ -111,6 +112,7 @@ class Burst:
         tables: page tables with room for all passes.
         steps: int64 [rows], the number of passes, from the first one on, in which each row takes part.
         noise: float64 [passes, n], in [0, 1).
+        states: the states that the rows continue, and each row's slot, int64 [rows]; None for a model without states.
     """
 
     token_ids: np.ndarray
@@ -119,6 +121,7 @@ class Burst:
     tables: list[np.ndarray]
     steps: np.ndarray
     noise: np.ndarray
+    states: tuple[DecodeStates, np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -159,9 +162,12 @@ class DecodeSteps:
         self._tables = torch.zeros(
             max_rows * -(-model.max_sequence_length // page_size), dtype=torch.int64, device=device
         )
-        rows = {number: row for row, number in enumerate(model.layer_numbers)}
+        rows = {number: row for row, number in enumerate(model.attention_layers)}
         self._layer_rows = rows
         self._addresses = torch.zeros(len(rows), 2, dtype=torch.int64, device=device)
+        recurrent = [number for part in model.model_chunks for number in part.recurrent_layers]
+        self._state_rows = {number: row for row, number in enumerate(recurrent)}
+        self._state_addresses = torch.zeros(len(recurrent), 2, dtype=torch.int64, device=device)
         self._addresses_of: Tensor | None = None
         self._passes: dict[tuple, CapturedPass] = {}
         self._weights: tuple[int, ...] = ()
@@ -189,6 +195,8 @@ class DecodeSteps:
         meanwhile: called while the device runs.
         """
         self._read(cache)
+        if burst.states is not None:
+            self._state_addresses.copy_(burst.states[0].addresses)
         num_steps, n = burst.noise.shape
         captured = self._captured(burst, params)
         static = captured.static
@@ -244,6 +252,11 @@ class DecodeSteps:
                 self._addresses,
                 self._layer_rows,
             )
+            if self._state_rows:
+                positions = static.context.position_ids
+                static.context.path_states = SteppedStates(
+                    self._state_addresses, self._state_rows, static.state_slots, positions
+                )
             self.captures += 1
             model, hidden = self._model.model_chunks[chunk], None
             if not model.pre_process:
@@ -287,9 +300,10 @@ def _pass(model: TreeGPTModel, static: StaticPass, hidden: Tensor | None, params
 def _fill(static: StaticPass, words: np.ndarray, burst: Burst, rows: PassRows, tile_tokens: int) -> None:
     """Write the burst's positions, slots, noise and tiles into ``words``."""
     num_steps, n = burst.noise.shape
+    own_slots = None if burst.states is None else burst.states[1]
     if num_steps == 1:
         tiles = static_tiles(burst.starts, burst.counts, rows, tile_tokens)
-        static.pack(words, rows.positions[None], rows.slots[None], burst.noise, tiles[None])
+        static.pack(words, rows.positions[None], rows.slots[None], burst.noise, tiles[None], own_slots)
         return
     row = np.repeat(np.arange(n), burst.steps)
     step = np.arange(len(row)) - np.repeat(np.cumsum(burst.steps) - burst.steps, burst.steps)
@@ -297,4 +311,7 @@ def _fill(static: StaticPass, words: np.ndarray, burst: Burst, rows: PassRows, t
     tiles = np.zeros((num_steps, n, 4), np.int64)
     positions[step, row], slots[step, row] = rows.positions, rows.slots
     tiles[step, row] = np.stack([row, np.ones_like(row), rows.positions, rows.table_begins[row]], axis=1)
-    static.pack(words, positions, slots, burst.noise, tiles)
+    if own_slots is not None:
+        # A row that has left the burst keeps the state with which it left.
+        own_slots = np.where(np.arange(num_steps)[:, None] < burst.steps, own_slots, -1)
+    static.pack(words, positions, slots, burst.noise, tiles, own_slots)

@@ -127,9 +127,8 @@ class InProcessEngine(RolloutEngine):
         self._params, self._iteration, self._undrafted = params, iteration, 0
         self.drafting.started(params)
         settings, static = self._settings, 0 if self._steps is None else MOST_TOKENS
-        self._scheduler.pool.max_pages = max_pages(
-            self._model, settings.block_size, settings.buffer_size_gb, settings.max_tokens, static
-        )
+        sizes = settings.block_size, settings.buffer_size_gb, settings.max_tokens, static, settings.max_requests
+        self._scheduler.pool.max_pages = max_pages(self._model, *sizes)
         if self._steps is not None:
             self._steps.start()
 
@@ -218,6 +217,7 @@ class InProcessEngine(RolloutEngine):
         drafts = drafts_of(plan, self.drafting, self._scheduler, most)
         num_drafted = sum(map(len, drafts))
         own_drafts = [drafts[i] for i in plan.ready] if num_drafted else None
+        is_static = is_static and not (num_drafted and self._states.is_used)
         rows, sampled = (self._run_static if is_static else self._run_eager)(plan, drafts)
         if not rows:
             return []
@@ -252,8 +252,7 @@ class InProcessEngine(RolloutEngine):
         drawn = next_tokens(self._model, hidden, noise, self._params, self._is_paged)
         drawn = torch.stack([part.double() for part in drawn])
         self.drafting.catch_up()
-        # The only place that waits for the device. A float64 represents every token id exactly.
-        tokens, logprobs = drawn.cpu().numpy()
+        tokens, logprobs = drawn.cpu().numpy()  # the only place that waits; a float64 represents every token id exactly
         return rows, by_row(tokens.astype(np.int32), logprobs, widths[ready] + 1)
 
     def _run_static(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
@@ -270,7 +269,8 @@ class InProcessEngine(RolloutEngine):
         counts = np.array([len(draft) + 1 for draft in drafts])
         starts = np.array([row.num_computed_tokens for row in rows])
         noise = noise_of(rows, drafts, self._params, self._iteration, int(steps.max()))
-        burst = Burst(np.concatenate(pieces), starts, counts, [row.table for row in rows], steps, noise)
+        states = self._states.for_burst(rows, starts, steps)
+        burst = Burst(np.concatenate(pieces), starts, counts, [row.table for row in rows], steps, noise, states)
         tokens, logprobs = self._steps.run(cache, burst, self._params, self.drafting.catch_up)
         self._counts["forwards"] += len(noise)
         self._counts["static_forwards"] += len(noise)
@@ -303,7 +303,7 @@ class InProcessEngine(RolloutEngine):
             if is_end:
                 self._scheduler.finish(sequence)
                 finished.append(sequence)
-        self._states.commit_drafts()
+        self._states.settle()
         self._counts["decoded_tokens"] += sum(map(len, appended))
         if drafts is not None:
             drafted = np.array([len(draft) for draft in drafts])
@@ -389,8 +389,7 @@ class InProcessEngine(RolloutEngine):
 
     def _allocated(self, num_pages: int) -> PagedCache:
         if self._cache is None:
-            shape, size = self._shape, self._settings.block_size
-            layers = self._model.layer_numbers
+            shape, size, layers = self._shape, self._settings.block_size, self._model.attention_layers
             self._cache = PagedCache(layers, size, shape.num_groups, shape.head_size, shape.dtype, self._device)
         self._cache.grow(num_pages)
         return self._cache

@@ -5,7 +5,7 @@ A request continues its finished parent, or begins with the context that another
 that context. It gets a copy of the state, beside the pages. Other prefixes are computed again.
 
 A pass does not write the states of rows with drafts. Once it is known how many drafted tokens are kept, their states
-are continued by that many tokens (``commit_drafts``).
+are continued by that many tokens (``settle``). A captured burst (``cuda_graphs``) changes the states in place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_dta.model import AttentionContext, Model
-from megatron_dta.model.recurrent.decode_states import DecodeStates, PassStates
+from megatron_dta.model.attention.paged_context import upload
+from megatron_dta.model.recurrent.decode_states import DecodeStates, PassStates, SteppedStates
 from megatron_dta.sampling.engines.in_process.scheduler import Pass, Prefix, Request, Scheduler
 
 _FIRST_SLOTS = 8
@@ -45,7 +46,7 @@ class StateScheduler(Scheduler):
         if parent is not None and not parent.is_running:
             sources.append((parent, min(request.common_with_parent, limit)))
         for source, most in sources:
-            length = source.num_computed_tokens
+            length = 0 if source.has_lost_state else source.num_computed_tokens
             if found.length < length <= most:
                 full, rest = divmod(length, request.page_size)
                 found = StatePrefix(
@@ -100,6 +101,8 @@ class RowStates:
         self._free: list[int] = []
         self._states: DecodeStates | None = None
         self._tentative: tuple[PassStates, list[Request]] | None = None
+        # Rows of the last burst.
+        self._advanced: list[Request] = []
 
     def attach(
         self,
@@ -117,25 +120,52 @@ class RowStates:
         """
         if not self.is_used:
             return
+        slots, tentative = self._slots(rows, starts, np.where(drafted, 0, counts)), np.flatnonzero(drafted)
+        uses_kernels, states = self._model.model_chunks[0].has_fused_layers, self._states
+        if uses_kernels and counts.max() == 1 and not len(tentative):
+            on_device = upload([slots, starts], states.device)
+            context.path_states = SteppedStates(states.addresses, states.layer_rows, *on_device)
+            return
+        context.path_states = PassStates(states, slots, starts, counts, uses_kernels, tentative.tolist())
+        self._tentative = (context.path_states, [rows[i] for i in tentative]) if len(tentative) else None
+
+    def for_burst(
+        self, rows: Sequence[Request], starts: np.ndarray, steps: np.ndarray
+    ) -> tuple[DecodeStates, np.ndarray] | None:
+        """The states and each row's slot for a burst in which row i appends ``steps[i]`` tokens, one in each pass."""
+        if not self.is_used:
+            return None
+        slots, self._advanced = self._slots(rows, starts, steps), list(rows)
+        return self._states, slots
+
+    def _slots(self, rows: Sequence[Request], starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Slots of ``rows``, whose states stand behind ``starts[i]`` tokens and then see ``counts[i]`` more."""
         if self._states is None:
             parameter = next(self._model.parameters())
             self._states = DecodeStates(self._layers, parameter.dtype, parameter.device)
         self._make_room(sum(row not in self._places for row in rows))
         places = [self._place(row, start) for row, start in zip(rows, starts.tolist(), strict=True)]
         self._places |= {
-            row: _Place(place.slot, place.num_tokens + (0 if draft else count))
-            for row, place, count, draft in zip(rows, places, counts.tolist(), drafted.tolist(), strict=True)
+            row: _Place(place.slot, place.num_tokens + count)
+            for row, place, count in zip(rows, places, counts.tolist(), strict=True)
         }
         # Of requests that have lost their pages nothing can be continued.
-        for row in [row for row in self._places if not (row.is_running or row.num_pages)]:
-            self._free.append(self._places.pop(row).slot)
-        uses_kernels = self._model.model_chunks[0].has_fused_layers
-        slots, tentative = [place.slot for place in places], np.flatnonzero(drafted)
-        context.path_states = states = PassStates(self._states, slots, starts, counts, uses_kernels, tentative.tolist())
-        self._tentative = (states, [rows[i] for i in tentative]) if len(tentative) else None
+        self._drop([row for row in self._places if not (row.is_running or row.num_pages)])
+        return np.array([place.slot for place in places])
 
-    def commit_drafts(self) -> None:
-        """Continue the states of the last pass's rows with drafts to the tokens that the scheduler has kept."""
+    def _drop(self, rows: Sequence[Request]) -> None:
+        self._free += [self._places.pop(row).slot for row in rows]
+
+    def settle(self) -> None:
+        """Continue the states of the last pass's rows with drafts to the tokens that the scheduler has kept.
+
+        A row that has ended before its burst did has a state behind its end, which nothing can continue.
+        """
+        lost = [row for row in self._advanced if row.num_computed_tokens != self._places[row].num_tokens]
+        self._advanced = []
+        for row in lost:
+            row.has_lost_state = True
+        self._drop(lost)
         if self._tentative is None:
             return
         (states, rows), self._tentative = self._tentative, None

@@ -44,7 +44,7 @@ class Request:
         logprobs: float64 [max_tokens], logprobs of the sampled tokens.
         common_with_parent: length of the prefix that the context shares with the parent's tokens.
         waiting_children: requests not yet admitted that have this one as their parent.
-        state_source: request whose state this one copies in its first pass (``row_states``).
+        state_source, has_lost_state: request whose state this one copies first; its own is gone (``row_states``).
     """
 
     def __init__(self, generation: GenerationRequest, arrival: int, page_size: int, parent: Request | None) -> None:
@@ -61,7 +61,7 @@ class Request:
         self._digests = [] if parent is None else parent.digests()[: self.common_with_parent // page_size]
         full = self.digests()
         self.context_digest = extend_digest((full[-1] if full else b"") + b"context", context[len(full) * page_size :])
-        self.is_running = self.was_admitted = self.released = False
+        self.is_running = self.was_admitted = self.released = self.has_lost_state = False
 
     @property
     def pages(self) -> list[int]:
