@@ -30,7 +30,7 @@ from matplotlib.axes import Axes
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_dta.train import quieten_libraries
 
-quieten_libraries()  # before Megatron is imported, which tells what is not installed
+quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
 from common.training_step import EngineOptions, StepTimer
 from megatron_dta.common.command_line import check_at_least

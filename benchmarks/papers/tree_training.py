@@ -26,7 +26,7 @@ import torch
 
 from megatron_dta.train import quieten_libraries
 
-quieten_libraries()  # before Megatron is imported, which tells what is not installed
+quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
 from megatron_dta.common.command_line import check_at_least
 from megatron_dta.common.errors import InputError, run_entry_point

@@ -33,7 +33,7 @@ import torch
 
 from megatron_dta.train import quieten_libraries
 
-quieten_libraries()  # before Megatron is imported, which tells what is not installed
+quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
 from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.common.errors import InputError

@@ -26,7 +26,7 @@ class Adversary(Drafting):
     def _draft(self, row, most: int) -> np.ndarray:
         answer = self.answers[(row.generation.token_ids.tobytes(), row.generation.key)]
         done = row.num_tokens - row.context_length
-        # Beyond the end too, where an engine must not look: whatever stands there is noise.
+        # Beyond the end too, where an engine must not look: the tokens there are noise.
         rest = np.concatenate([answer[done:], self.rng.integers(0, VOCAB, 5)])[: max(most, 0)]
         kind = self.rng.choice(["right", "wrong", "random"]) if self.kind == "mixed" else self.kind
         if kind == "wrong":
@@ -55,7 +55,7 @@ class NoProbes(SpeculationGate):
 
 
 def clockless(cost: ForwardCost, kind: type[SpeculationGate] = SpeculationGate) -> SpeculationGate:
-    """A gate that goes by ``cost`` and by no clock, and prices a forward of the last sample as a whole."""
+    """A gate that uses ``cost`` instead of a clock, and counts the whole cost of a forward for the last sample."""
     gate = kind(cost, cost, prices_whole=True)
     gate.is_measured = False
     return gate

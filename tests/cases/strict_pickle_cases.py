@@ -71,7 +71,7 @@ ATTACKS = {
     "long text": b"\x80\x04\x8d" + (1 << 40).to_bytes(8, "little") + b"x.",
     "long bytes": b"\x80\x05\x96" + (1 << 35).to_bytes(8, "little") + b"x.",
     "shape of a shape": b"\x80\x02ctorch\nSize\n" + b"K\x01\x85" * 40 + b"\x85R.",
-    # Hashing it overflows the stack; hashing the next takes for ever.
+    # Hashing it overflows the stack; hashing the next never ends.
     "deep key": b"\x80\x02}N" + b"\x85" * 1_000_000 + b"Ns.",
     "wide key": b"\x80\x02}N" + b"2\x86" * 200 + b"Ns.",
     "deep value": b"\x80\x02N" + b"\x85" * 1_000_000 + b".",

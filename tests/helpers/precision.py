@@ -1,4 +1,4 @@
-"""How far bfloat16 gradients are from float32 ones, trained as trees and dense, on whatever device there is."""
+"""Distances of bfloat16 gradients from float32 ones, trained as trees and dense, on the GPU or CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the engine: a run that is loaded goes on exactly as the one that was saved."""
+"""Checkpoints of the engine: a loaded run continues exactly as the saved one."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class PagedCase:
         return out
 
     def expected(self) -> Tensor:
-        """The twin's answer, on pages of its own."""
+        """The output of the plain reference, on a copy of the pages."""
         keys, values = self.keys.clone(), self.values.clone()
         write_pages_reference(self.new_key, self.new_value, keys, values, self.slots)
         out = torch.full(self.query.shape, NAN, dtype=self.query.dtype, device=self.query.device)

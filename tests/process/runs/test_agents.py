@@ -1,4 +1,4 @@
-"""Agents in whole runs: commands that are killed with their run, fail and hang; the gateway as a command of its own."""
+"""Agents in whole runs: commands that fail, hang or are killed with their run; and the gateway command."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_failing_and_printing_agents(what: str, chat: Path, tmp_path: Path) -> N
 
 
 def test_the_gateway_as_a_command(chat: Path, tmp_path: Path) -> None:
-    """Opened, used, rewarded and closed sessions are rollouts in a file; after a kill the file goes on."""
+    """Closed sessions with a reward are rollouts in a file, which a restarted gateway continues after a kill."""
     trained = run_python(command(chat, tmp_path / "run", "print", "--train-iters", "1"))
     assert trained.returncode == 0, trained.stderr
     output = tmp_path / "sessions.jsonl"

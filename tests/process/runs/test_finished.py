@@ -55,7 +55,7 @@ def test_a_run_at_its_last_step_is_finished(tmp_path: Path) -> None:
 def test_an_export_is_recognised(tmp_path: Path) -> None:
     saved(tmp_path, 5)
     config = settings(tmp_path, 5, export=True)
-    assert finished(config) is None  # the export is missing: the run goes on with it
+    assert finished(config) is None  # the export is missing, so the run writes it
     check_export(config)
     exported(tmp_path, config, 5)
     (tmp_path / "hf" / "README.md").write_text("written by hand")

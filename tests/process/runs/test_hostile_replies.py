@@ -52,7 +52,7 @@ def put(reply: bytes, path: tuple[Any, ...], literal: str) -> bytes:
 TOKENS, LOGPROBS = ("choices", 0, "token_ids"), ("choices", 0, "logprobs", "token_logprobs")
 DEEP = "[" * 3000 + "]" * 3000
 FORMS = [
-    # kind, path, literal, what is told
+    # kind of server, path in the reply, literal to put there, part of the error
     ("vllm", (*TOKENS, 0), "23", "choices.0.token_ids have 23, outside of the vocabulary of 23"),
     ("vllm", (*TOKENS, 0), "-1", "choices.0.token_ids have -1, outside"),
     ("vllm", (*TOKENS, 0), "true", "choices.0.token_ids.0 must be a whole number, got true"),

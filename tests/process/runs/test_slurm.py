@@ -1,4 +1,4 @@
-"""The job scripts on a real Slurm of two nodes: ended in every way, a job goes on by itself, bit for bit.
+"""The job scripts on a real Slurm of two nodes: a job that is ended in any way restarts and continues bit for bit.
 
 The jobs of all tests run at the same time, so that their waiting overlaps. Where Slurm is not installed (Debian:
 slurm-wlm and munge) only what needs none is tested.

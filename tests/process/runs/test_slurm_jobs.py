@@ -13,7 +13,7 @@ import pytest
 from slurm_cases import ROOT, needs_slurm, submit
 from slurm_cluster import SlurmCluster, missing_programs
 
-# Takes the place of the Python that runs the project's programs: notes its arguments and ends as it is told.
+# Takes the place of the Python that runs the project's programs: records its arguments and exits with the given status.
 PYTHON = """#!{python}
 import json, os, signal, sys, time
 from pathlib import Path

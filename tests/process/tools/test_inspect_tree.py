@@ -135,7 +135,7 @@ def test_a_named_model_tells_the_bytes_of_its_states(tmp_path: Path) -> None:
 
 
 def figures_limit(path: Path, segment_tokens: int) -> int:
-    """Tokens in flight that every planner can keep to: the longest sequence and a segment beside each of its own."""
+    """A budget that is always feasible: the longest sequence, and another segment beside each of its segments."""
     return max(len(rollout) for rollout in load_rollouts(path)) + segment_tokens
 
 

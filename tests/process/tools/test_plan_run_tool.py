@@ -28,7 +28,7 @@ EXAMPLES = {
     "qwen3_235b_a22b": ("qwen3-235b-a22b", "qwen3-235b-a22b", 128),
 }
 TOOL = Tool("plan_run")
-# What a run decides itself, whatever config.json says.
+# Settings of the run that override config.json.
 OWN = ("max_position_embeddings", "init_method_std", "bf16", "params_dtype", "moe_grouped_gemm")
 SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 HF_CONFIGS = {

@@ -11,10 +11,10 @@ TOOLS = sorted(
     path
     for folder in ("tools", "benchmarks")
     for path in (REPOSITORY / folder).glob("*.py")
-    # verl is in an environment of its own.
+    # verl has its own environment.
     if "__main__" in (text := path.read_text()) and "from verl" not in text
 )
-# Each tool in a process of its own, which has PyTorch already, and what Megatron imports of it.
+# Each tool runs in a forked process in which PyTorch, and the parts that Megatron imports, are loaded already.
 IMPORT_ALL = """
 import os, runpy, sys
 import torch._inductor.compile_fx, torch.distributed.tensor

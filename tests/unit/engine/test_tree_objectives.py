@@ -167,7 +167,7 @@ def test_equals_the_loss_written_out(case, name, aggregation):
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
 def test_a_wrong_loss_is_seen(case, name):
-    """The control: the objectives are told apart by far more than the tolerance above."""
+    """Control: the objectives differ by far more than the tolerance above."""
     model, weights, samples = case
     _, expected = reference_gradients(
         model, weights, samples, lambda s: torch.cat([OBJECTIVES[name][0](sequence) for sequence in s]).mean()

@@ -42,7 +42,7 @@ def inputs(name: str, dtype: torch.dtype) -> tuple[list[int], Tensor, Tensor, li
 
 
 def by_row(counts: list[int], x: Tensor, grad: Tensor, matrices: list[Tensor], sums: list[Tensor]) -> Products:
-    """The slow twin: each row by itself, in float64."""
+    """The slow twin: one product per row, in float64."""
     group = [index for index, count in enumerate(counts) for _ in range(count)]
     product = [matrices[each].double() @ row for each, row in zip(group, x.double(), strict=True)]
     back = [matrices[each].double().t() @ row for each, row in zip(group, grad.double(), strict=True)]
@@ -147,7 +147,7 @@ def test_sums_of_16_bits_are_rounded_once():
 
 @interpreter
 def test_a_row_does_not_depend_on_the_others():
-    """Other groups' rows change, and this one's; its row 3 does not, wherever it stands."""
+    """Changing all other rows, and its position, leaves the result of row 3 unchanged."""
     counts, x, _, matrices, _ = inputs("several tiles", torch.float32)
     before = grouped_rows(counts, x).product(x, MatrixTable(matrices))
     other = torch.cat([torch.full((1, x.shape[1]), torch.nan), x[3:4], torch.randn(90, x.shape[1])])

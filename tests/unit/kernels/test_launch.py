@@ -1,4 +1,4 @@
-"""Launches that skip what Triton does anew each time: the same results as ordinary ones, whatever changes between."""
+"""The fast launcher gives the results of Triton's own, whatever changes between two launches."""
 
 from __future__ import annotations
 

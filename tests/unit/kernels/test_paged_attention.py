@@ -36,7 +36,7 @@ def tiny(config: PagedConfig, **changes: int) -> PagedConfig:
 @interpreter
 @pytest.mark.parametrize("seed", range(8))
 def test_random_passes_in_float32(seed: int):
-    """Decoding, drafts and chunks together, on shuffled pages, with NaN wherever nothing may be read."""
+    """Decoding, drafts and chunks together, on shuffled pages, with NaN at every place that must not be read."""
     generator = seed_all(seed)
     rows = int(generator.integers(1, 6))
     starts = generator.integers(0, 90, rows).tolist()

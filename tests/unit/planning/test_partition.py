@@ -91,7 +91,7 @@ def test_figures_of_random_forests(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_the_sequences_does_not_matter(seed: int) -> None:
-    """Each rank gets the same sequences, bit-equal costs too, whatever the order; and so with names."""
+    """Each rank gets the same sequences at bit-equal costs in any order, with and without names."""
     rng = seed_all(seed)
     sequences, masks, names = turns_forest(rng, 6, 4, 5)
     more, more_masks = random_forest(rng, 40)
@@ -124,7 +124,7 @@ def test_ranks_without_work() -> None:
     # Equal sequences: one rank does it all.
     equal = one * 6
     assert np.count_nonzero(partition_sequences(equal, 4).cost_per_rank) == 1
-    # One long sequence: what is left needs no more ranks than keep it company.
+    # Beside one long sequence, the others need fewer ranks than there are.
     long = [np.concatenate([[1, 2, 3], rng.integers(5, 99, 4000)]).astype(np.int32)]
     short = [np.array([1, 2, 3, 100 + i], np.int32) for i in range(9)]
     partition = partition_sequences(long + short, 8)
@@ -224,7 +224,7 @@ def test_first_fit() -> None:
     [*((name, "trajectory") for name in ROLLOUTS), ("swe_openhands_django", "turn"), ("tau2_retail_3x40", "turn")],
 )
 def test_real_rollouts(name: str, sample_granularity: str) -> None:
-    """Even ranks wherever that is possible, at hardly more cost in all than contiguous runs of leaves, and soon."""
+    """Ranks are even where possible, at little more total cost than contiguous runs of leaves, and in little time."""
     rollouts = load_rollouts(rollout_file(f"{name}.npz"), sample_granularity=sample_granularity)
     sequences, masks = trained_parts(rollouts)
     for ranks, even in ((8, 1.03), (64, 1.05)):

@@ -106,7 +106,7 @@ def test_order_follows_the_simulated_times() -> None:
 
 
 def test_the_model_of_execution_sees_a_halt() -> None:
-    """Each rank's messages in the order of its own ops alone: two neighbours then send to each other."""
+    """Ordering each rank's messages by its own ops alone deadlocks: two neighbours send to each other."""
     parents, stages = np.full(6, -1), 2
     schedule = tree_1f1b(parents, stages)
     programs: list[list[PipelineOp | Message]] = [[], []]

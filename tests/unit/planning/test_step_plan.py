@@ -91,7 +91,7 @@ def test_packs_fit_and_compute_no_more_than_the_best_runs(seed):
     assert plan.lengths.max() <= capacity
     assert pack_tokens(sequences) <= plan.tree.num_tokens <= fewest_tokens(sequences, capacity)
     assert strings(plan, len(sequences)) == [tuple(s.tolist()) for s in sequences]
-    # Each pack is a tree of its own: no token has its parent in another one.
+    # Packs are separate trees: no token has its parent in another pack.
     start = np.repeat(plan.segment_start[:-1], plan.lengths)
     assert ((plan.tree.parent == -1) | (plan.tree.parent >= start)).all()
 

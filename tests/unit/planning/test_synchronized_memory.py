@@ -96,7 +96,7 @@ def test_ranks_agree_on_the_size_of_segments():
 
 
 def peaks(steps: list[StepPlan], pipeline: PipelineShape) -> list[float]:
-    """Most bytes of each rank and stage, by the tokens of its own segments."""
+    """Peak bytes of each rank and stage, from the tokens of its own segments."""
     shape = replace(pipeline, memory=MemoryBudget(1.0, (0.0,) * pipeline.num_stages, BYTES))
     stages = range(pipeline.num_stages)
     return [stage_peak_bytes(step.segments, step.training, shape, stage) for step in steps for stage in stages]

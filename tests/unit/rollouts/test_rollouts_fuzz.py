@@ -1,4 +1,4 @@
-"""Damaged and made-up rollout files: whatever the bytes, they give records or one ``InputError`` naming the file."""
+"""Damaged and random rollout files give records, or one ``InputError`` that names the file."""
 
 from __future__ import annotations
 

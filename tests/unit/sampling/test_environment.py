@@ -46,7 +46,7 @@ class Remembering:
 
 
 def replayed(record, actions):
-    """What an environment of its own says to these actions."""
+    """The observations of a fresh environment after these actions."""
     environment = Remembering()
     environment.reset(record)
     return [environment.step(action) for action in actions]
@@ -327,7 +327,7 @@ class Gone(Broken):
 def test_rollouts_whose_environment_failed_can_be_left_out(tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 250 --task arithmetic "
-    # Long enough that every response ends by itself: one that is cut has no turn.
+    # Long enough for every response to end with an end of sequence: one that is cut has no turn.
     flags += "--rollout-batch-size 3 --n-samples-per-prompt 8 --rollout-max-response-len 240 --eval-interval 1 "
     flags += "--eval-iters 8 "
     found = {}

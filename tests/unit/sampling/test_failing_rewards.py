@@ -216,7 +216,7 @@ def test_concurrent_rewards_keep_their_order() -> None:
     together = threading.Barrier(4)
 
     def reply(body: dict) -> dict:
-        together.wait(60)  # for three others; one after another they would wait for ever
+        together.wait(60)  # for three others; one after another they would block forever
         time.sleep(0.05 * (3 - int(body["response"]) % 4))
         return {"reward": float(body["response"])}
 
@@ -299,7 +299,7 @@ def test_the_environment_is_not_the_trainers() -> None:
 
 
 def test_groups_that_fail_as_a_whole_leave_a_step_out(tmp_path: Path) -> None:
-    """A collection of as many steps as groups has one step less then, and the run goes on with the next."""
+    """If a group fails, a rollout batch with one step per group has one step fewer, and the run continues."""
     (tmp_path / "gone.py").write_text(
         "def reward(prompt, response, ids):\n"
         "    if prompt['answer'] == 'a':\n        raise ConnectionError\n    return len(ids) % 2\n"

@@ -142,7 +142,7 @@ def test_changed_histories_branch(served) -> None:
     rollouts = session_rollouts(session, 0.5)
     assert sum(np.count_nonzero(r.loss_mask) for r in rollouts) == sum(len(c.output) for c in session.calls)
     assert {r.trajectory_id for r in rollouts} == {session.session_id}
-    # Rewards of calls: every call is a rollout of its own.
+    # With rewards of calls, every call becomes a rollout.
     post(gateway.url + "/v1/session/reward", key, {"reward": 2, "call": "chatcmpl-" + retry.call_id})
     by_call = session_rollouts(session, 0.5)
     assert [r.reward for r in by_call] == [0.5, 2.0, 0.5, 0.5, 0.5, 0.5]
@@ -208,7 +208,7 @@ def test_completions_continue_texts_and_ids(served) -> None:
     assert session.calls[1].parent is session.calls[0]
     whole = session.calls[1].token_ids().tolist()
     post(url, key, {"prompt": [*whole, 5, 6]})
-    assert session.calls[2].base.base is None  # ids and texts are told apart
+    assert session.calls[2].base.base is None  # token ids and texts are distinguished
     whole = session.calls[2].token_ids().tolist()
     post(url, key, {"prompt": [*whole, 7]})
     assert session.calls[3].parent is session.calls[2]

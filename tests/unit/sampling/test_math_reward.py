@@ -1,4 +1,4 @@
-"""Mathematical answers: what a bare ``answer`` means, responses that take for ever, processes that end or do not start.
+"""Mathematical answers: bare ``answer`` fields, responses that never finish, processes that die or do not start.
 
 Most tests run against a stand-in for the package math-verify that does what its text says; the last ones against the
 package itself, where it is installed.

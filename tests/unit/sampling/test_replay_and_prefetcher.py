@@ -60,7 +60,7 @@ def test_replay_gives_each_recorded_response_once_in_order(seed: int) -> None:
         engine.submit([GenerationRequest(0, contexts[0], 8, key=0)])
     with pytest.raises(RolloutError, match="no recorded rollout continues the 3 tokens"):
         engine.submit([GenerationRequest(0, np.array([1, 1, 1], np.int32), 8, key=0)])
-    # A shorter cap cuts, a longer context of a recorded sequence goes on, an evaluation begins anew.
+    # A shorter cap cuts; a longer context continues its recorded sequence; an evaluation starts again.
     engine.start(SamplingParams(max_response_tokens=8, eos_id=EOS, domain=Domain.EVALUATION), 0)
     longest = max(rollouts, key=len)
     context = longest.token_ids[:-2]

@@ -234,7 +234,7 @@ def test_source_and_evaluation():
 
 
 def test_an_evaluation_draws_numbers_that_training_never_draws():
-    """The same prompts, temperature and seed: with training's numbers the evaluation would be of its own rollouts."""
+    """The same prompts, temperature and seed: training's random numbers would give the training rollouts."""
     config = SamplingConfig(
         task="arithmetic", arithmetic_max_operand=9, rollout_batch_size=1, n_samples_per_prompt=8,
         n_samples_per_eval_prompt=8, rollout_max_response_len=5,

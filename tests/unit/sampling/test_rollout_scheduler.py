@@ -75,7 +75,7 @@ CASES = [
 
 
 def run_drafts(rng: np.random.Generator, scheduler: Scheduler, store: Store, plan: Pass) -> dict[Request, np.ndarray]:
-    """Guessed tokens behind the rows that get a token now, with whatever K and V belong to the guesses."""
+    """Drafted tokens for the rows that get a token now, with the K and V of the drafts."""
     drafts = {}
     for row, count in zip(plan.rows, plan.counts, strict=True):
         most = min(9, len(row.tokens) - row.num_tokens - 1)

@@ -74,7 +74,7 @@ def test_every_group_is_taken_once_or_dropped_and_counted(seed: int, waits: bool
     step, taken, dropped, state = 0, [], 0.0, {}
     for number in range(total):
         if number == total // 2:
-            # Another process goes on with what was saved.
+            # Another process resumes from the saved state.
             state = stream.state_dict()
             stream.close()
             sampler = Sampler(rng)

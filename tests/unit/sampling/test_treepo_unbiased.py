@@ -36,7 +36,7 @@ class ChainEngine(RecordingEngine):
 
 
 def reward(tokens: np.ndarray) -> float:
-    """How many 3s, in a response that has ended by itself."""
+    """Number of 3s in a response that has ended."""
     return float((tokens == 3).sum()) if tokens[-1] == EOS else 0.0
 
 

@@ -321,7 +321,7 @@ def test_what_fails_when_it_is_done_is_not_lost(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("follows_clock", [False, True])
 def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool):
-    """Two that are told the same but for the seconds, which say to one of them that drafts never pay."""
+    """Two speculators with equal inputs except the seconds, by which drafts never pay for one of them."""
     rng = seed_all(5)
     initialize_parallel(5)
     cost = ForwardCost(base=1e-3, per_token=1e-6)

@@ -134,7 +134,7 @@ def test_what_the_last_sample_saves_goes_down_once_it_drafts():
     whole = warm(SpeculationGate(PLAIN, DRAFTED, prices_whole=True))
     whole.record_progress(8.0)
     assert whole.gain(tokens, alone, 40) == pytest.approx(before)
-    # The gate of single tokens goes by the same price.
+    # The token gate uses the same cost.
     assert gate.cost(40).base == pytest.approx(price, rel=1e-3)
     for _ in range(50):
         gate.record_progress(1.0)

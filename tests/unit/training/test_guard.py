@@ -105,7 +105,7 @@ def test_alarms_in_a_row_end_the_run(tmp_path: Path) -> None:
     rows = rows_without_timing(tmp_path / "run")
     assert [row["sampler_mismatch_alarms"] for row in rows] == [1, 2, 3, 4, 5]
     assert find_checkpoint(tmp_path / "run").name == "iter_0000004"
-    # It goes on from there and meets the same end: what was counted is in the checkpoint.
+    # The resumed run ends in the same way, because the counts are in the checkpoint.
     with pytest.raises(InputError, match="after step 5: "):
         run(arguments, MODEL)
     assert rows_without_timing(tmp_path / "run") == rows

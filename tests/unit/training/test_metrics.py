@@ -97,7 +97,7 @@ def test_weights_and_biases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     log.close()
     expected = {"loss": 0.4, "skipped": 0.0, "timing/train_seconds": 1.0}
     assert calls == [{"project": "p", "name": "n", "config": {"--lr": 1.0}}, (4, expected), "finish"]
-    # A run that continues goes on in the same run there; one that starts anew, or elsewhere, has its own.
+    # A resumed run continues the same wandb run; a new run, or one in another folder, gets a new one.
     path = tmp_path / "metrics.jsonl"
     for project, iteration, expected in (
         ("p", -1, {}),

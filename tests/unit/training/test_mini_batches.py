@@ -74,7 +74,7 @@ def test_cuts_separate_least(seed: int) -> None:
 
 
 def families(rng: np.random.Generator, count: int, groups: int, per_group: int) -> list[Rollout]:
-    """Groups of rollouts whose prompts go on from one of ``count`` contexts, families in turn."""
+    """Groups of rollouts whose prompts continue one of ``count`` contexts, in alternation."""
     contexts = [np.append(family, rng.integers(0, VOCABULARY, 12)) for family in range(count)]
     rollouts = []
     for group in range(groups):

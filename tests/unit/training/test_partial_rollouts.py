@@ -1,4 +1,4 @@
-"""Rollouts that continue on newer weights while training goes on: versions by token, nothing lost or trained twice."""
+"""Rollouts that continue on newer weights during training: a version per token, nothing lost or trained twice."""
 
 from __future__ import annotations
 

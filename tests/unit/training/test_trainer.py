@@ -117,7 +117,7 @@ def test_old_logprobs_are_those_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_tree_modes_and_order_train_alike(tmp_path: Path) -> None:
-    """Three optimizer steps: loss, gradient norm and every metric agree, whatever the forest and its segments."""
+    """Three optimizer steps: loss, gradient norm and every metric agree for all forests and segment sizes."""
     rollouts = make_rollouts(seed_all(4), 3, 4)
     write_rollouts(tmp_path / "r.jsonl", rollouts)
     write_rollouts(tmp_path / "reversed.jsonl", rollouts[::-1])
