@@ -42,6 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--samples-per-prompt", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=2.0, help="that a server takes for a response")
     parser.add_argument("--responses", type=int, default=8192)
+    parser.add_argument("--processes", type=int, default=0, help="--rollout-request-processes")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     for name in ("servers", "requests_per_server", "prompt_tokens", "response_tokens", "samples_per_prompt"):
@@ -126,9 +127,8 @@ def main() -> None:
     process = context.Process(target=serve, args=(theirs, arguments.servers, tokens, arguments.seconds), daemon=True)
     process.start()
     urls = [f"http://127.0.0.1:{port}" for port in ours.recv()]
-    engine = HttpEngine(
-        VllmProtocol(), urls, HttpSettings(max_requests=arguments.requests_per_server), vocab_size=VOCABULARY
-    )
+    sending = HttpSettings(max_requests=arguments.requests_per_server, processes=arguments.processes)
+    engine = HttpEngine(VllmProtocol(), urls, sending, vocab_size=VOCABULARY)
     most = arguments.response_tokens
     engine.start(SamplingParams(max_response_tokens=most, eos_id=0, seed=1), 0)
     prompts = [

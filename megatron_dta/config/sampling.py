@@ -102,6 +102,12 @@ class SamplingConfig:
     rollout_attempts: int = option(
         6, "Attempts per request, over all servers together, before the step fails.", minimum=1
     )
+    rollout_request_processes: int = option(
+        0,
+        "Processes that send requests to servers and read the replies; with 0 a thread of the first rank does, which "
+        "takes time from training where many servers are fast.",
+        minimum=0,
+    )
     rollout_weights_dir: str | None = option(
         None,
         "Folder through which the servers receive new weights; they must see it under the same path (default: "

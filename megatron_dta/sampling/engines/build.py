@@ -96,6 +96,7 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
         attempts=sampling.rollout_attempts,
         max_requests=sampling.inference_max_requests,
         continues=sampling.partial_rollout,
+        processes=sampling.rollout_request_processes,
     )
     return HttpEngine(
         protocol,

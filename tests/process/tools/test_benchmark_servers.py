@@ -31,7 +31,7 @@ def test_shared_memory_needs_a_gpu() -> None:
 
 
 def test_requests_are_counted(tmp_path: Path) -> None:
-    flags = "--servers 2 --requests-per-server 3 --response-tokens 40 --seconds 0.01 --responses 20"
+    flags = "--servers 2 --requests-per-server 3 --response-tokens 40 --seconds 0.01 --responses 20 --processes 1"
     found = run_python(["benchmarks/server_requests.py", *flags.split(), "--output", str(tmp_path / "found.json")])
     assert found.returncode == 0, found.stderr
     (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +15,10 @@ from conftest import seed_all
 from http_engine_cases import EOS, KINDS, PARAMS, QUICK, VOCABULARY, Setup, check_result
 from megatron_dta.common.errors import InputError
 from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, generate
+from megatron_dta.sampling.engines.servers import senders
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.engines.servers.http_client import ServerError
+from megatron_dta.sampling.engines.servers.senders import Channel, serve
 from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
 from megatron_dta.sampling.keyed_random import Domain
 from rollout_servers import VllmServer
@@ -166,6 +170,59 @@ def test_a_hanging_request_is_moved(setup: Setup) -> None:
     begin = time.monotonic()
     assert len(generate(engine, requests)) == 8
     assert time.monotonic() - begin < 20
+
+
+def start_sender() -> Channel:
+    """A sender in a thread."""
+    ours, theirs = socket.socketpair()
+
+    def work() -> None:
+        with theirs, theirs.makefile("rb") as requests, theirs.makefile("wb") as replies:
+            serve(requests, replies)
+
+    def stop() -> None:
+        with suppress(OSError):
+            ours.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=work, daemon=True).start()
+    return Channel(ours.makefile("wb"), ours.makefile("rb"), stop)
+
+
+@KINDS
+def test_senders_give_the_same_replies_and_may_die(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Channel] = []
+    monkeypatch.setattr(senders, "start_process", lambda: started.append(start_sender()) or started[-1])
+    setup.add_servers(2, delay_s=0.05)
+    plain, engine = setup.engine(), setup.engine(replace(QUICK, processes=2))
+    assert len(started) == 2
+    requests = setup.requests(40)
+    for iteration in range(2):
+        for server in range(2):
+            setup.fault(server, None, 500, "drop", None, "truncate", "garbage", "short")
+        plain.start(PARAMS, iteration)
+        expected = generate(plain, requests)
+        for server in range(2):
+            setup.fault(server, None, 500, "drop", None, "truncate", "garbage", "short")
+        engine.start(PARAMS, iteration)
+        engine.submit(requests)
+        if iteration == 1:
+            while not all(channel.open for channel in started):
+                time.sleep(0.001)
+            started[0].stop()
+        found = {}
+        while len(found) < len(requests):
+            found |= {result.request_id: result for result in engine.poll()}
+        for request, result in zip(requests, expected, strict=True):
+            check_result(setup, request, found[request.request_id])
+            assert np.array_equal(found[request.request_id].token_ids, result.token_ids)
+    assert len(started) == 3
+    assert engine.statistics()["retried_requests"] > 0
+    assert not any(channel.open for channel in started)
+    # A request that is refused ends the phase with the server's line.
+    setup.fault(0, *[400] * 9)
+    setup.fault(1, *[400] * 9)
+    with pytest.raises(ServerError, match="is refused with 400: injected"):
+        generate(engine, requests)
 
 
 @KINDS

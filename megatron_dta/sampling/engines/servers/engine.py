@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +49,7 @@ from megatron_dta.sampling.engines.servers.protocol import (
 )
 from megatron_dta.sampling.engines.servers.replies import TransientFailureError, shortened
 from megatron_dta.sampling.engines.servers.sampled_tokens import SampledTokens
+from megatron_dta.sampling.engines.servers.senders import add_senders
 from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
 from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights
 from megatron_dta.sampling.engines.servers.weights.updates import ServerWeights
@@ -92,6 +92,7 @@ class HttpEngine(RolloutEngine):
         self._weights = ServerWeights(self._client, protocol, self._forget, self._check_returned)
         self._client.still_current = self._weights.has_newest
         self._late = LateRequests(self._client, protocol)
+        add_senders(self._client, protocol)
         self.drafts = None if speculation is None else ServerDrafts(self._client, protocol, speculation, report)
         self._interrupted = False
         self._params: SamplingParams | None = None
@@ -275,7 +276,7 @@ class HttpEngine(RolloutEngine):
             seed = request_seed(params, iteration, request, len(context))
             left = request.max_tokens - len(response)
             body = self._protocol.body(context, left, params, seed)
-            asked = Asked(context, left, self._vocab_size, self._protocol.routing)
+            asked = Asked(context, left, self._vocab_size, self._protocol.routing, may_abort=True)
             place = self._late.begin(asked, self._weights.label, place)
             try:
                 piece = await self._client.post_anywhere(
@@ -314,7 +315,9 @@ class HttpEngine(RolloutEngine):
         return self._weights.version if label is None else self._weights.version_of(label)
 
     def _read(self, reply: object, place: Running) -> Piece:
-        piece = self._protocol.read(reply, replace(place.asked, may_abort=self._continues or place.is_ended))
+        piece = reply if isinstance(reply, Piece) else self._protocol.read(reply, place.asked)
+        if piece.aborted and not (self._continues or place.is_ended):
+            raise TransientFailureError('generation ended because of "abort"')
         place.tokens = len(piece.token_ids)
         newest = self._weights.label
         if self._continues and newest:

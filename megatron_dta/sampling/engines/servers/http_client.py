@@ -86,6 +86,7 @@ class HttpClient(ServerPool):
 
     Attributes:
         closed: whether ``close`` was called.
+        on_close: is called by it first.
         still_current: whether a server that was left out has the current weights and may get requests again.
 
     Args:
@@ -124,7 +125,7 @@ class HttpClient(ServerPool):
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout servers", daemon=True)
         self._thread.start()
         self._session = self.start(self._open_session()).result()
-        self.closed = False
+        self.closed, self.on_close = False, lambda: None
         # Programs that end without closing their engine should not print warnings.
         atexit.register(self.close)
 
@@ -138,6 +139,7 @@ class HttpClient(ServerPool):
             return
         self.closed = True
         atexit.unregister(self.close)
+        self.on_close()
         self.start(self._close_session()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -172,7 +174,7 @@ class HttpClient(ServerPool):
                 place.name = f"{self._name}-{next(self._numbers)}."
                 place.server, place.sent_at = server, time.monotonic()
                 try:
-                    return read(await self._send(server, "POST", path, body(place.name), place.most_bytes))
+                    return read(await self.exchange(server, path, body(place.name), place))
                 finally:
                     server.open_requests -= 1
                     self.wake(1)
@@ -232,7 +234,7 @@ class HttpClient(ServerPool):
         attempts = attempts or self.settings.attempts
         for attempt in range(1, attempts + 1):
             try:
-                return read(await self._send(server, method, path, body, any_form=True))
+                return read(await self.send(server, method, path, body, any_form=True))
             except TimedOutError as error:
                 raise ServerError(f"{server}: {error}") from error
             except TransientFailureError as error:
@@ -294,7 +296,11 @@ class HttpClient(ServerPool):
                 server.problem = server.problem or f"GET {self._health_path}: {format_error(error)}"
             return False
 
-    async def _send(
+    async def exchange(self, server: Server, path: str, body: Mapping[str, Any], place: Place) -> Any:
+        """One attempt of ``post_anywhere``; returns what its ``read`` takes."""
+        return await self.send(server, "POST", path, body, place.most_bytes)
+
+    async def send(
         self,
         server: Server,
         method: str,
@@ -303,7 +309,7 @@ class HttpClient(ServerPool):
         most_bytes: int = MOST_REPLY_BYTES,
         any_form: bool = False,
     ) -> Any:
-        """One attempt; raises ``TransientFailureError`` or ``ServerError``."""
+        """Send one request once; returns its reply. Raises ``TransientFailureError`` or ``ServerError``."""
         request = f"{method} {path}"
         try:
             address = server.url + path

@@ -23,6 +23,7 @@ class HttpSettings:
         max_requests: maximum number of open requests per server.
         slower_by: how much slower than another one a server is whose requests are moved; see ``late_requests``.
         move_s: pause between looking for such requests.
+        processes: that send requests; with 0 a thread does. See ``senders``.
         revisit_s: pause between visits to servers that are left out, and between readings of the list of servers.
     """
 
@@ -35,6 +36,7 @@ class HttpSettings:
     continues: bool = False
     slower_by: float = 2.0
     move_s: float = 5.0
+    processes: int = 0
     revisit_s: float = 15.0
 
 

@@ -74,6 +74,7 @@ class Piece:
         token_ids: int32 [R], R >= 1 unless the reply was aborted.
         logprobs: float32 [R].
         stopped: whether a token ended it, rather than the length cap.
+        aborted: whether it may go on.
         cached_tokens: context tokens from the server's prefix cache, if reported.
         weight_versions: labels of the weights that sampled it, if reported.
         drafted, accepted: drafted and accepted tokens, if reported.
@@ -83,6 +84,7 @@ class Piece:
     token_ids: np.ndarray
     logprobs: np.ndarray
     stopped: bool
+    aborted: bool = False
     cached_tokens: int = 0
     weight_versions: frozenset[str] = frozenset()
     drafted: int = 0
@@ -268,6 +270,7 @@ def make_piece(
         np.array(token_ids, dtype=np.int32),
         np.minimum(np.array(logprobs, dtype=np.float32), 0),
         finish_reason == "stop",
+        aborted,
         # A request that the server restarted counts them again.
         max(0, min(cached_tokens or 0, len(asked.token_ids))),
         frozenset(shown(label) if isinstance(label, int) else label for label in labels),

@@ -1,0 +1,202 @@
+"""Processes that send requests to servers and read the replies, so that the first rank's Python has time for training.
+
+    first rank  -- number, url, path, body, asked -->  sender  -- POST -->  server
+                <-- number, piece or error ----------          <-- JSON --
+
+The first rank still decides which request goes where and when; a sender makes connections, JSON and checks. Messages
+are pickles behind their length. A number alone cancels a request. If a sender dies, its requests fail as if their
+servers had, are sent again, and the next one that it would get starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, BinaryIO
+
+from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
+from megatron_dta.sampling.engines.servers.http_settings import HttpSettings
+from megatron_dta.sampling.engines.servers.late_requests import Running
+from megatron_dta.sampling.engines.servers.protocol import Asked, Piece, ServerProtocol
+from megatron_dta.sampling.engines.servers.replies import TransientFailureError
+
+_LENGTH_BYTES = 8
+
+
+@dataclass(eq=False)
+class Channel:
+    """The pipes to one sender, and its open requests.
+
+    Attributes:
+        stop: ends the sender; may be called twice.
+        has_ended: whether it is there no more.
+    """
+
+    requests: BinaryIO
+    replies: BinaryIO
+    stop: Callable[[], None]
+    open: dict[int, asyncio.Future[Piece]] = field(default_factory=dict)
+    has_ended: bool = False
+
+    def send(self, message: Any) -> None:
+        with suppress(OSError):  # the reading thread notices, too
+            _write(self.requests, message)
+
+
+class Senders:
+    """The senders of one client; ``exchange`` runs on its loop.
+
+    Args:
+        count: of processes.
+        start: starts one.
+    """
+
+    def __init__(
+        self, protocol: ServerProtocol, settings: HttpSettings, count: int, start: Callable[[], Channel]
+    ) -> None:
+        self._start = start
+        # A protocol may have functions that do not travel.
+        self._first = type(protocol), protocol.routing, settings
+        self._numbers, self._ending = itertools.count(), threading.Lock()
+        self._channels = [self._begin() for _ in range(count)]
+
+    async def exchange(self, server: Server, path: str, body: Mapping[str, Any], place: Running) -> Piece:
+        """See ``HttpClient.exchange``; the reply is read."""
+        number = next(self._numbers)
+        with self._ending:
+            chosen = min(range(len(self._channels)), key=lambda index: len(self._channels[index].open))
+            if self._channels[chosen].has_ended:
+                self._channels[chosen] = self._begin()
+            channel = self._channels[chosen]
+            future = channel.open[number] = asyncio.get_running_loop().create_future()
+        channel.send((number, server.url, path, body, place.asked))
+        try:
+            return await future
+        finally:
+            del channel.open[number]
+            if future.cancelled():
+                channel.send(number)
+
+    def close(self) -> None:
+        """End all senders."""
+        for channel in self._channels:
+            channel.stop()
+
+    def _begin(self) -> Channel:
+        channel = self._start()
+        channel.send(self._first)
+        threading.Thread(target=self._receive, args=(channel,), name="rollout senders", daemon=True).start()
+        return channel
+
+    def _receive(self, channel: Channel) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                number, piece, error = _read(channel.replies)
+                _finish(channel.open.get(number), piece, error)
+        channel.stop()
+        with self._ending:
+            channel.has_ended, left = True, list(channel.open.values())
+        for future in left:
+            _finish(future, None, TransientFailureError("the process that sent the request has ended"))
+
+
+def _finish(future: asyncio.Future[Piece] | None, piece: Piece | None, error: Exception | None) -> None:
+    """Give a future of another thread its result; None if nobody waits any more."""
+    if future is None:
+        return
+
+    def finish() -> None:
+        if not future.done():
+            if error is None:
+                future.set_result(piece)
+            else:
+                future.set_exception(error)
+
+    with suppress(RuntimeError):  # the loop is closed
+        future.get_loop().call_soon_threadsafe(finish)
+
+
+def add_senders(client: HttpClient, protocol: ServerProtocol) -> None:
+    """Let the processes of a client's settings send its requests, if there are some."""
+    if client.settings.processes:
+        senders = Senders(protocol, client.settings, client.settings.processes, start_process)
+        client.exchange, client.on_close = senders.exchange, senders.close
+
+
+def start_process() -> Channel:
+    """A sender in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+    def stop() -> None:
+        process.kill()
+        process.wait()
+
+    return Channel(process.stdin, process.stdout, stop)
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Be a sender until ``requests`` ends."""
+    kind, routing, settings = _read(requests)
+    protocol: ServerProtocol = kind(routing)
+    client = HttpClient(["http://unused:1"], protocol.health_path, replace(settings, processes=0))
+    running: dict[int, Future[Piece]] = {}
+    lock = threading.Lock()
+
+    async def exchange(url: str, path: str, body: Mapping[str, Any], asked: Asked) -> Piece:
+        reply = await client.send(Server(url), "POST", path, body, asked.most_reply_bytes)
+        return protocol.read(reply, asked)
+
+    def answer(number: int, future: Future[Piece]) -> None:
+        running.pop(number, None)
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None and not isinstance(error, TransientFailureError | ServerError):
+            error = ServerError(f"{type(error).__name__}: {error}")
+        with lock, suppress(OSError):
+            _write(replies, (number, None if error else future.result(), error))
+
+    with suppress(EOFError):
+        while True:
+            message = _read(requests)
+            if isinstance(message, int):
+                if message in running:
+                    running[message].cancel()
+                continue
+            number, *rest = message
+            running[number] = client.start(exchange(*rest))
+            running[number].add_done_callback(partial(answer, number))
+    client.close()
+
+
+def main() -> None:
+    """A sender on standard input and output; what else is printed goes to standard error."""
+    replies, sys.stdout = sys.stdout.buffer, sys.stderr
+    serve(sys.stdin.buffer, replies)
+
+
+def _write(stream: BinaryIO, message: Any) -> None:
+    content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.write(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
+    stream.flush()
+
+
+def _read(stream: BinaryIO) -> Any:
+    """The next message; ``EOFError`` at the end."""
+    head = stream.read(_LENGTH_BYTES)
+    if len(head) < _LENGTH_BYTES:
+        raise EOFError
+    content = stream.read(int.from_bytes(head, "big"))
+    return pickle.loads(content)
