@@ -18,6 +18,7 @@ from megatron_dta.config.derived.benchmark_model import settings_of
 from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.named_shapes import SHAPES
+from megatron_dta.sampling.engines.in_process.cache_size import state_bytes
 from megatron_dta.sampling.engines.in_process.cuda_graphs import bucket, why_not_captured
 from megatron_dta.sampling.engines.in_process.drafting import Drafting
 from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
@@ -30,6 +31,7 @@ MODELS = {
     "tiny-moe": DecoderShape(4, 256, 768, 8, 4, 32, 4096, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=192),
 }
 MODELS |= {name: SHAPES[f"qwen3-{name}"] for name in ("0.6b", "1.7b", "8b", "14b", "32b", "30b-a3b")}
+MODELS |= {name: SHAPES[name] for name in ("qwen3.5-9b", "qwen3.5-35b-a3b")}
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Setup:
 
     Attributes:
         weight_bytes: bytes that the rank reads in every decoding pass: all parameters except an input embedding that is
-            not the output weight, and of the experts those that the rows of a pass choose on average.
+            not the output weight, and of the experts those that the rows of a pass choose on average. States of gated
+            delta net, which a pass reads and writes for each of its rows, count as well.
         token_bytes: bytes of K and V of one position in the rank's layers.
         ranks: ``weight_bytes`` and ``token_bytes`` of all ranks.
         groups: groups of rows that pipeline stages run one after the other; 1 without stages.
@@ -120,6 +123,7 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
     if first.pre_process and not (first.post_process and first.share_embeddings_and_output_weights):
         embedding = first.embedding.word_embeddings.weight
         weight_bytes -= embedding.numel() * embedding.element_size()
+    weight_bytes += 2 * arguments.batch / groups * state_bytes(model)
     width = shape.kv_width // parallel.tensor_model_parallel_size
     token_bytes = 2 * len(model.attention_layers) * width * next(model.parameters()).element_size()
     ranks = current_mesh().gather_over_replica((weight_bytes, token_bytes))
