@@ -47,7 +47,7 @@ from megatron_dta.engine.cost_inputs import cost_shape
 from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.model import build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import make_objective
-from megatron_dta.planning.costs.file import CostFile, load_cost_file
+from megatron_dta.planning.costs.file import CostFile, load_cost_file, period_of
 from megatron_dta.planning.costs.fit import MeasuredOp, fit_bytes, fit_errors, fit_seconds
 from megatron_dta.planning.costs.refit import refit
 from megatron_dta.planning.pipeline.schedule import PipelineOp
@@ -142,6 +142,19 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.repeats < 1:
         raise InputError(f"--repeats must be at least 1, not {arguments.repeats}")
     return arguments
+
+
+def depths(arguments: argparse.Namespace) -> tuple[int, int]:
+    """The two depths to measure; those of a hybrid model have whole groups of its layers."""
+    shape = MODELS[arguments.model]
+    deepest = arguments.num_layers or shape.num_layers
+    period = period_of(shape) if shape.linear_attention_layers else 1
+    if deepest % period or deepest < 2 * period:
+        raise InputError(
+            f"--num-layers {deepest}: two depths are measured, each of groups of {period} layers; give a multiple of "
+            f"{period}, at least {2 * period}"
+        )
+    return max(1, deepest // SHALLOW // period) * period, deepest
 
 
 @dataclass
@@ -319,9 +332,8 @@ def main() -> int:
             "--expert-model-parallel-size to their number"
         )
     all_layers = MODELS[arguments.model].num_layers
-    deepest = arguments.num_layers or all_layers
     ops: list[MeasuredOp] = []
-    for layers in (max(1, deepest // SHALLOW), deepest):
+    for layers in depths(arguments):
         measured = DepthMeasurement(arguments, parallel, layers, device)
         ops += measured.cases(arguments.max_length)
         engine = measured.engine

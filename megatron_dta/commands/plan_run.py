@@ -259,8 +259,6 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         shape = replace(read_shape(arguments), moe_grouped_gemm=arguments.moe_grouped_gemm)
         states = read_states(arguments)
         looked_at = choices(arguments, shape, cluster)
-    if shape.linear_attention_layers and arguments.cost_model is not None:
-        raise InputError("--cost-model: models with gated delta net cannot be measured; leave it out")
     measured = None if arguments.cost_model is None else load_cost_file(arguments.cost_model)
     if measured is not None:
         cluster = calibrated(cluster, measured)

@@ -49,8 +49,6 @@ def _linear_attention(config: TransformerConfig) -> dict[str, Any]:
 
 def cost_shape(config: TransformerConfig, shape: DecoderShape, dtype: torch.dtype) -> CostShape:
     """The properties for which a measurement of the model is valid; raises InputError if it cannot be measured."""
-    if any(shape.linear_attention_layers):
-        raise InputError("--cost-model: models with gated delta net cannot be measured; leave it out")
     if shape.num_experts is not None and not all(shape.moe_layers):
         raise InputError("--cost-model: layers with and without experts (--moe-layer-freq) differ; leave it out")
     if config.context_parallel_size > 1:

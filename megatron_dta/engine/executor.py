@@ -97,9 +97,11 @@ class TreeEngine(RankModel):
 
     def _bytes(self) -> SegmentBytes:
         each = self.costs.bytes if self.costs is not None else None
-        if each is not None and self.kv_on_host is not None:
-            each = replace(each, kv_offload_fraction=self.kv_on_host.fraction)
-        return each or self.counted_bytes()
+        if each is None:
+            return self.counted_bytes()
+        fraction = self.kv_on_host.fraction if self.kv_on_host is not None else 0.0
+        share = self.shape.num_attention_layers / self.shape.num_layers
+        return replace(each, kv_offload_fraction=fraction, attention_share=share)
 
     def state_bytes(self) -> StateBytes | None:
         """Bytes of the states of gated delta net on this rank; None for a model without it."""

@@ -32,8 +32,6 @@ def check_tree(config: TrainConfig) -> Iterator[str]:
 
 def _check_hybrid(config: TrainConfig) -> Iterator[str]:
     tree = config.tree
-    if tree.cost_model is not None:
-        yield f"--cost-model {tree.cost_model}: does not support --experimental-attention-variant; leave it out"
     if tree.tree_memory_gib is None:
         return
     for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):

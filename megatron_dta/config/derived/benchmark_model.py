@@ -15,7 +15,7 @@ TINY = {
     "tiny-hybrid": DecoderShape(
         *(4, 64, 192, 4, 2, 16, 1),
         attention_output_gate=True,
-        linear_attention_layers=(True, True, True, False),
+        linear_attention_layers=(True, False) * 2,
         linear_key_head_dim=16,
         linear_value_head_dim=16,
         linear_num_key_heads=2,

@@ -50,6 +50,16 @@ _OF_EXPERTS = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+# Sizes of gated delta net and gated attention, which files of models without them may lack.
+_OF_HYBRIDS = (
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "attention_output_gate",
+)
 # What a run sets and no file holds.
 RUN_SETTINGS = frozenset({"kv_offload_fraction", "attention_share"})
 
@@ -64,6 +74,8 @@ class CostShape:
         num_experts, moe_router_topk, moe_ffn_hidden_size, moe_shared_expert_intermediate_size: experts of a layer; 0
             without them.
         expert_model_parallel_size, expert_tensor_parallel_size: how experts are divided.
+        linear_attention_freq, linear_conv_kernel_dim, ...: attention in every so many layers, and the sizes of gated
+            delta net in the others; 0 without it.
     """
 
     hidden_size: int
@@ -82,6 +94,13 @@ class CostShape:
     moe_shared_expert_intermediate_size: int = 0
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
+    linear_attention_freq: int = 0
+    linear_conv_kernel_dim: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    attention_output_gate: bool = False
 
     @classmethod
     def of(
@@ -96,6 +115,9 @@ class CostShape:
 
         Args:
             expert_ranks: ranks over which experts are divided, and ranks that share each expert.
+
+        Raises:
+            InputError: the layers with gated delta net do not follow each other like those of Qwen3-Next.
         """
         sizes = {name: getattr(shape, name) for name in SHARED_WITH_DECODER}
         if shape.num_experts is not None:
@@ -105,15 +127,36 @@ class CostShape:
             sizes["ffn_hidden_size"] = 1
             names = ("expert_model_parallel_size", "expert_tensor_parallel_size")
             sizes |= dict(zip(names, expert_ranks, strict=True))
+        if shape.linear_attention_layers:
+            sizes |= {name: getattr(shape, name) for name in _OF_HYBRIDS[1:]}
+            sizes["linear_attention_freq"] = period_of(shape)
         return cls(**sizes, dtype=dtype, tensor_model_parallel_size=tensor_size, sequence_parallel=sequence_parallel)
 
-    def decoder(self, num_layers: int = 1) -> DecoderShape:
+    def decoder(self, num_layers: int | None = None) -> DecoderShape:
+        """A decoder of ``num_layers`` such layers, by default as few as have all kinds of them."""
+        num_layers = num_layers or self.linear_attention_freq or 1
         sizes = {name: getattr(self, name) for name in SHARED_WITH_DECODER}
+        if self.linear_attention_freq:
+            sizes |= {name: getattr(self, name) for name in _OF_HYBRIDS[1:]}
+            layers = tuple((layer + 1) % self.linear_attention_freq != 0 for layer in range(num_layers))
+            sizes["linear_attention_layers"] = layers
         if self.num_experts:
             sizes |= dict(num_experts=self.num_experts, moe_router_topk=self.moe_router_topk, moe_grouped_gemm=True)
             sizes |= dict(moe_ffn_hidden_size=self.moe_ffn_hidden_size)
             sizes |= dict(moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size or None)
         return DecoderShape(num_layers, **sizes)
+
+
+def period_of(shape: DecoderShape) -> int:
+    """The N of a decoder with attention in every N-th layer only; InputError if it is no such decoder."""
+    layers = shape.linear_attention_layers
+    period = layers.index(False) + 1 if False in layers else 0
+    if not period or layers != tuple((layer + 1) % period != 0 for layer in range(len(layers))) or len(layers) % period:
+        raise InputError(
+            "--cost-model: a cost holds for the mean of all layers, so gated delta net needs attention in every N-th "
+            "layer (--linear-attention-freq N) and whole groups of N layers; leave it out"
+        )
+    return period
 
 
 @dataclass(frozen=True)
@@ -237,7 +280,7 @@ def read_measured(path: str | Path) -> dict[str, Any]:
 
 def read_shape(path: str | Path, values: Mapping[str, Any]) -> CostShape:
     """Read the field ``shape`` of a file."""
-    return read_part(path, values, "shape", CostShape, frozenset(_OF_EXPERTS))
+    return read_part(path, values, "shape", CostShape, frozenset(_OF_EXPERTS + _OF_HYBRIDS))
 
 
 def load_cost_model(path: str | Path) -> tuple[CostModel, CostFile | None]:

@@ -101,7 +101,6 @@ def test_a_run_from_scratch_exports_a_folder_that_transformers_loads(rollouts: s
             "--tree-memory-gib 3 --num-experts 2 --moe-grouped-gemm --expert-model-parallel-size 2",
             "does not support --experimental-attention-variant with --expert-model-parallel-size above 1; leave it out",
         ),
-        ("--cost-model x.json", "--cost-model x.json: does not support --experimental-attention-variant"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(more: str, message: str) -> None:
