@@ -71,7 +71,6 @@ def run_huggingface(
     samples: Sequence[TrainingSample],
     objective: Objective,
     temperature: float = 1.0,
-    loss_aggregation: str = "token-mean",
 ) -> Outcome:
     """The same on Hugging Face's model in float32; gradients carry its parameter names."""
     reference = build_huggingface(model, weights)
@@ -79,7 +78,7 @@ def run_huggingface(
     def logits_of(token_ids: Tensor) -> Tensor:
         return reference(input_ids=token_ids, use_cache=False).logits[0]
 
-    return _run_one_by_one(reference, logits_of, samples, objective, temperature, loss_aggregation)
+    return _run_one_by_one(reference, logits_of, samples, objective, temperature, "token-mean")
 
 
 def _run_one_by_one(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_dta.planning.pipeline.timeline import TimelineEvent, timeline_span, timeline_utilisation
 from megatron_dta.report.line_chart import COLORS
-from megatron_dta.report.markup import Markup, linear_ticks, number, svg, tag, tick_below
+from megatron_dta.report.markup import Markup, legend_key, linear_ticks, number, svg, tag, tick_below
 
 # Phases of a step, in order.
 PHASES = ("collect", "prepare", "plan", "train", "update", "critic", "evaluate")
@@ -57,20 +57,11 @@ def phase_chart(records: Sequence[Mapping]) -> Markup | None:
                     fill=PHASE_COLORS[phase],
                 )
             )
-    axes = [
-        [
-            tag(
-                "line",
-                x1=LEFT,
-                x2=WIDTH - 10,
-                y1=height - bottom - v * scale,
-                y2=height - bottom - v * scale,
-                class_="grid",
-            ),
-            tag("text", number(v), x=LEFT - 6, y=height - bottom - v * scale + 4, class_="tick right"),
-        ]
-        for v in linear_ticks(0, highest)
-    ]
+    axes = []
+    for value in linear_ticks(0, highest):
+        y = height - bottom - value * scale
+        axes.append(tag("line", x1=LEFT, x2=WIDTH - 10, y1=y, y2=y, class_="grid"))
+        axes.append(tag("text", number(value), x=LEFT - 6, y=y + 4, class_="tick right"))
     ends = [
         tag("text", f"step {groups[0][0][0]}", x=LEFT, y=height - 12, class_="tick"),
         tag("text", f"step {groups[-1][-1][0]}", x=WIDTH - 10, y=height - 12, class_="tick right"),
@@ -81,12 +72,7 @@ def phase_chart(records: Sequence[Mapping]) -> Markup | None:
     totals = {phase: sum(timing.get(f"{phase}_seconds", 0.0) for _, timing in rows) for phase in PHASES}
     whole = sum(totals.values()) or 1.0
     keys = [
-        tag(
-            "span",
-            tag("i", style=f"background:{PHASE_COLORS[phase]}"),
-            f"{phase} {number(seconds)} s ({seconds / whole:.0%})",
-            class_="key",
-        )
+        legend_key(PHASE_COLORS[phase], f"{phase} {number(seconds)} s ({seconds / whole:.0%})")
         for phase, seconds in totals.items()
         if seconds > 0
     ]
@@ -101,40 +87,43 @@ def timeline_chart(title: str, events: Sequence[TimelineEvent], num_stages: int)
     scale = (WIDTH - LEFT - 10) / span
     height = num_stages * ROW + 26
     boxes = [
-        tag(
-            "rect",
-            tag("title", _tooltip(event, start)),
-            x=LEFT + (event.start - start) * scale,
-            y=event.stage * ROW + 2,
-            width=max((event.end - event.start) * scale, 0.3),
-            height=ROW - 4,
-            fill=EVENT_COLORS.get(event.kind, OTHER_COLOR),
-            class_="op",
+        _bar(
+            _tooltip(event, start),
+            event.stage,
+            (event.start - start) * scale,
+            (event.end - event.start) * scale,
+            EVENT_COLORS.get(event.kind, OTHER_COLOR),
         )
         for event in events
-    ]
-    rows = [
-        tag("text", f"stage {stage}", x=LEFT - 6, y=stage * ROW + 15, class_="tick right")
-        for stage in range(num_stages)
     ]
     ticks = [
         tick_below(f"{number(value)} s", LEFT + value * scale, height - 8, WIDTH) for value in linear_ticks(0, span, 8)
     ]
     kinds = [kind for kind in EVENT_NAMES if any(event.kind == kind for event in events)]
     kinds += sorted({event.kind for event in events} - set(kinds))
-    keys = [
-        tag(
-            "span",
-            tag("i", style=f"background:{EVENT_COLORS.get(kind, OTHER_COLOR)}"),
-            EVENT_NAMES.get(kind, kind),
-            class_="key",
-        )
-        for kind in kinds
-    ]
+    keys = [legend_key(EVENT_COLORS.get(kind, OTHER_COLOR), EVENT_NAMES.get(kind, kind)) for kind in kinds]
     share = timeline_utilisation(events, num_stages)
     caption = f"{title}: {number(end - start)} s, busy {share:.1%} of all stages' time"
-    picture = svg(WIDTH, height, rows, boxes, ticks, title=caption, class_="timeline", data_events=len(events))
+    names = _row_names("stage", num_stages)
+    picture = svg(WIDTH, height, names, boxes, ticks, title=caption, class_="timeline", data_events=len(events))
     return tag("figure", tag("figcaption", tag("b", caption), keys), picture, class_="wide")
+
+
+def _bar(tooltip: str, row: int, begin: float, width: float, color: str) -> Markup:
+    return tag(
+        "rect",
+        tag("title", tooltip),
+        x=LEFT + begin,
+        y=row * ROW + 2,
+        width=max(width, 0.3),
+        height=ROW - 4,
+        fill=color,
+        class_="op",
+    )
+
+
+def _row_names(word: str, count: int) -> list[Markup]:
+    return [tag("text", f"{word} {row}", x=LEFT - 6, y=row * ROW + 15, class_="tick right") for row in range(count)]
 
 
 def _tooltip(event: TimelineEvent, start: float) -> str:
@@ -162,21 +151,12 @@ def rank_chart(records: Sequence[Mapping]) -> Markup | None:
     boxes, begin = [], 0.0
     for index, (iteration, seconds) in enumerate(rows):
         for rank, busy in enumerate(seconds):
-            boxes.append(
-                tag(
-                    "rect",
-                    tag("title", f"step {iteration}, rank {rank}: busy {number(busy)} s of {number(max(seconds))} s"),
-                    x=LEFT + begin * scale,
-                    y=rank * ROW + 2,
-                    width=max(busy * scale - 0.6, 0.3),
-                    height=ROW - 4,
-                    fill=COLORS[index % 2],
-                    class_="op",
-                )
-            )
+            tooltip = f"step {iteration}, rank {rank}: busy {number(busy)} s of {number(max(seconds))} s"
+            boxes.append(_bar(tooltip, rank, begin * scale, busy * scale - 0.6, COLORS[index % 2]))
         begin += max(seconds)
-    names = [tag("text", f"rank {rank}", x=LEFT - 6, y=rank * ROW + 15, class_="tick right") for rank in range(count)]
     busy = sum(sum(seconds) for _, seconds in rows) / count / whole
     caption = f"data-parallel ranks, steps {rows[0][0]} to {rows[-1][0]}: busy {busy:.1%} of the time of their slowest"
-    picture = svg(WIDTH, count * ROW + 6, names, boxes, title=caption, class_="ranks", data_events=len(boxes))
+    picture = svg(
+        WIDTH, count * ROW + 6, _row_names("rank", count), boxes, title=caption, class_="ranks", data_events=len(boxes)
+    )
     return tag("figure", tag("figcaption", tag("b", caption)), picture, class_="wide")

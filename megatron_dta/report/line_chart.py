@@ -13,6 +13,7 @@ from math import isfinite, log10
 from megatron_dta.report.markup import (
     TICK_CHARACTER,
     Markup,
+    legend_key,
     linear_ticks,
     log_ticks,
     number,
@@ -109,7 +110,7 @@ def line_chart(
         class_="chart",
         data_points=sum(value is not None for series in drawn for _, value in series.values),
     )
-    keys = [tag("span", tag("i", style=f"background:{s.color}"), s.name, class_="key") for s in drawn]
+    keys = [legend_key(s.color, s.name) for s in drawn]
     note = " (logarithmic)" if is_log else ""
     return tag("figure", tag("figcaption", tag("b", title + note), keys), picture)
 

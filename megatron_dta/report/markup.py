@@ -118,6 +118,11 @@ def tick_below(label: str, x: float, y: float, width: float) -> Markup:
     return tag("text", label, x=max(x, room), y=y, class_="tick middle")
 
 
+def legend_key(color: str, text: str) -> Markup:
+    """Return an entry of a legend."""
+    return tag("span", tag("i", style=f"background:{color}"), text, class_="key")
+
+
 def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Return about ``count`` round numbers within [low, high]."""
     span = high - low
@@ -132,10 +137,10 @@ def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def log_ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Return at most ``count`` powers of ten within [low, high]."""
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return at most 6 powers of ten within [low, high]."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-    stride = max(1, math.ceil((last - first + 1) / count))
+    stride = max(1, math.ceil((last - first + 1) / 6))
     return [10.0**power for power in range(first, last + 1, stride)]
 
 

@@ -92,15 +92,13 @@ class RemoteTeacher:
 
     def _shared(self, ask: Callable[[], object]) -> object:
         """The result of ``ask`` on the first rank of the replica, on all of its ranks; an error is raised on all."""
-        mesh, found = self._mesh, None
-        if mesh.tensor_rank == 0 and mesh.pipeline_rank == 0:
+        found = None
+        if self._mesh.is_first_of_replica:
             try:
                 found = ("result", ask())
             except (InputError, ValueError, KeyError) as error:
                 found = ("refused", f"--teacher-load-hf {self._url}: {error}")
-        if mesh.replica_group is not None:
-            found = next(each for each in mesh.gather_over_replica(found) if each is not None)
-        kind, value = found
+        kind, value = self._mesh.from_first_of_replica(found)
         if kind == "refused":
             raise InputError(value)
         return value

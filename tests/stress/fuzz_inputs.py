@@ -39,7 +39,7 @@ from megatron_dta.arguments import build_parser, parse_arguments
 from megatron_dta.common.errors import InputError, one_line
 from megatron_dta.objectives.advantages import group_advantages
 from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
-from megatron_dta.sampling.prompts.load import load_prompts
+from megatron_dta.sampling.prompts.load import PromptReader
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
 from megatron_dta.sampling.rewards.registry import compute_reward
 from megatron_dta.sampling.rewards.scoring import Response, Scorer
@@ -190,7 +190,7 @@ class Prompts:
             content = damage("".join(json.dumps(row) + "\n" for row in rows).encode(), rng) or b"x"
         self._path.write_bytes(content)
         try:
-            load_prompts(self._path, self._tokenizer, rng.choice((None, 20)))
+            PromptReader(self._tokenizer, rng.choice((None, 20))).read(self._path)
         except InputError as error:
             told_well(str(error), f"{self._path}: row ", f"{self._path}: no prompts")
             return "refused"

@@ -116,6 +116,11 @@ class Mesh:
         is_source = is_last and self.tensor_rank == 0 and self.context_rank == 0
         return next(found for found in self.gather_over_replica(value if is_source else None) if found is not None)
 
+    def from_first_of_replica(self, value: Any) -> Any:
+        """``value`` of the first rank of the replica, on all its processes; the values of other ranks are ignored."""
+        own = (value,) if self.is_first_of_replica else None
+        return next(found for found in self.gather_over_replica(own) if found is not None)[0]
+
     def gather_from_replicas(self, value: Any) -> list[Any]:
         """``value`` of the first rank of each replica, on every process; the values of other ranks are ignored."""
         pairs = self.gather_from_all((self.data_rank, value) if self.is_first_of_replica else None)

@@ -62,13 +62,10 @@ class EngineLoop:
     def run(self, is_over: Callable[[], bool]) -> None:
         """Serve requests until ``is_over``; it is asked on the first rank only. Requests that are left then fail."""
         mesh = self._mesh()
-        is_first = mesh.tensor_rank == 0 and mesh.pipeline_rank == 0
         try:
             while True:
-                commands = self._collect(is_over) if is_first else None
-                if mesh.replica_group is not None:
-                    shared = mesh.gather_over_replica(commands)
-                    commands = next(found for found in shared if found is not None)
+                own = self._collect(is_over) if mesh.is_first_of_replica else None
+                commands = mesh.from_first_of_replica(own)
                 if commands.ends:
                     return
                 self._work(commands)

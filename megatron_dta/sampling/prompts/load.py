@@ -166,16 +166,6 @@ class PromptReader:
         return record
 
 
-def load_prompts(
-    path: str | Path,
-    tokenizer: Tokenizer,
-    max_prompt_tokens: int | None = None,
-    template: ChatTemplate | None = None,
-) -> list[Prompt]:
-    """The prompts of one file, see ``PromptReader``."""
-    return PromptReader(tokenizer, max_prompt_tokens, template).read(path)
-
-
 def prompts_at(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:
     """Prompts ``first`` .. ``first + count - 1`` of an endless stream of keyed shuffles, one per epoch."""
     order: list[Prompt] = []

@@ -180,16 +180,11 @@ class EnvironmentRunner:
         return tokens.astype(np.int32)
 
     def _is_first(self) -> bool:
-        mesh = None if self._mesh is None else self._mesh()
-        return mesh is None or (mesh.tensor_rank == 0 and mesh.pipeline_rank == 0)
+        return self._mesh is None or self._mesh().is_first_of_replica
 
     def _share(self, value: Any) -> Any:
         """The first rank's ``value``, on all ranks of the replica."""
-        mesh = None if self._mesh is None else self._mesh()
-        if mesh is None or mesh.replica_group is None:
-            return value
-        parts = mesh.gather_over_replica(value if self._is_first() else None)
-        return next(part for part in parts if part is not None)
+        return value if self._mesh is None else self._mesh().from_first_of_replica(value)
 
 
 _TIMEOUT = "took longer than"

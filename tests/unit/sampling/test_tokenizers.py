@@ -11,7 +11,7 @@ import pytest
 import tokenizers_cases
 from conftest import rollout_file
 from megatron_dta.common.errors import InputError
-from megatron_dta.sampling.prompts.load import Prompt, load_prompts, prompts_at
+from megatron_dta.sampling.prompts.load import Prompt, PromptReader, prompts_at
 from megatron_dta.sampling.prompts.tokenizer import (
     ARITHMETIC_ALPHABET,
     CharacterTokenizer,
@@ -144,7 +144,7 @@ def test_prompt_file(tmp_path: Path):
         {"prompt_token_ids": [3, 10, 3, 13], "id": 7},
     ]
     file.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
-    prompts = load_prompts(file, tokenizer, max_prompt_tokens=4)
+    prompts = PromptReader(tokenizer, 4).read(file)
     assert [prompt.prompt_id for prompt in prompts] == ["a", "3", "7"]  # rows are counted as lines of the file
     assert [tokenizer.decode(prompt.token_ids) for prompt in prompts] == ["1+1=", "2+2=", "3+3="]
     assert [dict(prompt.record) for prompt in prompts] == rows
@@ -177,27 +177,27 @@ def test_bad_prompt_rows(tmp_path: Path, line: str, message: str):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"question": "1+1=", "id": "first"}\n' + line + "\n")
     with pytest.raises(InputError, match=message) as caught:
-        load_prompts(file, CharacterTokenizer(), max_prompt_tokens=8)
+        PromptReader(CharacterTokenizer(), 8).read(file)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_bad_prompt_files(tmp_path: Path):
     with pytest.raises(InputError, match="no such prompt file"):
-        load_prompts(tmp_path / "none.jsonl", CharacterTokenizer())
+        PromptReader(CharacterTokenizer()).read(tmp_path / "none.jsonl")
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n \n")
     with pytest.raises(InputError, match="no prompts"):
-        load_prompts(file, CharacterTokenizer())
+        PromptReader(CharacterTokenizer()).read(file)
     file.write_bytes(b'{"question": "1"}\n{"question": "\xff"}\n')
     with pytest.raises(InputError, match="not UTF-8"):
-        load_prompts(file, CharacterTokenizer())
+        PromptReader(CharacterTokenizer()).read(file)
 
 
 @pytest.mark.parametrize("name", ["arith_tiny_train.jsonl"])
 def test_real_prompt_file(name: str):
     tokenizer = CharacterTokenizer()
-    prompts = load_prompts(rollout_file(name), tokenizer)
+    prompts = PromptReader(tokenizer).read(rollout_file(name))
     assert len(prompts) == 1024
     assert all(tokenizer.decode(prompt.token_ids) == prompt.record["question"] for prompt in prompts)
 
