@@ -23,7 +23,7 @@ from megatron_dta.planning.expert_parallel.merged_segment_tree import (
 from megatron_dta.planning.partition.divide import Partition, partition_costs
 from megatron_dta.planning.partition.sequence_costs import SequenceCosts
 from megatron_dta.planning.pipeline.segments import pipeline_segment_tokens, tokens_of_floor
-from megatron_dta.planning.segments.cut import default_memory_tokens
+from megatron_dta.planning.segments.cut import default_in_flight
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.step.modes import plan_forest
 from megatron_dta.planning.step.passes import PipelineShape, StepBudget
@@ -146,10 +146,19 @@ class StepWork:
         if key not in self._plans:
             slowest = int(self.partition(num_replicas).cost_per_rank.argmax())
             first = slowest // group * group
-            replicas = [self._planned(num_replicas, each, budget, pipeline) for each in range(first, first + group)]
+            members = range(first, first + group)
+            if group > 1 and budget.memory_tokens is None:
+                # As training agrees (``plan_step``).
+                budget = replace(budget, memory_tokens=self._largest_default(num_replicas, members, budget))
+            replicas = [self._planned(num_replicas, each, budget, pipeline) for each in members]
             alone = ReplicaWork.of(*replicas[slowest - first], replicas[slowest - first][0].segment_tokens)
             self._plans[key] = alone if group == 1 else self._merged(replicas, alone, budget)
         return self._plans[key]
+
+    def _largest_default(self, num_replicas: int, members: Sequence[int], budget: StepBudget) -> int:
+        partition = self.partition(num_replicas)
+        lengths = [len(self.sequences[i]) for each in members for i in partition.sequences_of(each)]
+        return default_in_flight(max(lengths, default=0), budget.segment_tokens)
 
     def _planned(
         self, num_replicas: int, replica: int, budget: StepBudget, pipeline: PipelineShape
@@ -181,7 +190,7 @@ class StepWork:
     def _memory_tokens(self, budget: StepBudget) -> int:
         """Limit on in-flight tokens; the planner's default if None is given."""
         if budget.memory_tokens is None:
-            return default_memory_tokens(self.tree, budget.segment_tokens)
+            return default_in_flight(self.longest, budget.segment_tokens)
         if budget.memory_tokens < self.longest:
             raise InputError(
                 f"--tree-memory-tokens {budget.memory_tokens} is less than the longest sequence ({self.longest} tokens)"

@@ -43,13 +43,8 @@ def plan_step(
     budget, pipeline = budget or StepBudget(), pipeline or PipelineShape()
     choice = _choose(samples, tree_mode, budget, pipeline)
     agreed = budget.segment_tokens
-    if pipeline.group is not None and budget.segment_tokens is None:
-        # Segments of one size on all ranks leave no rank waiting for longer ones of another.
-        has_tokens = choice.segments.num_segments > 0
-        sizes = pipeline.group.gather(choice.segments.segment_tokens if has_tokens else None)
-        agreed = min((size for size in sizes if size is not None), default=None)
-        if has_tokens and agreed < choice.segments.segment_tokens:
-            choice = _choose(samples, tree_mode, replace(budget, segment_tokens=agreed), pipeline)
+    if pipeline.group is not None:
+        choice, agreed = _alike(choice, samples, tree_mode, budget, pipeline)
     while True:
         if any(sample.tree_keys is not None for sample in samples):
             choice = _with_token_ids(choice, samples)
@@ -62,6 +57,38 @@ def plan_step(
                 raise
         agreed //= 2
         choice = _choose(samples, tree_mode, replace(budget, segment_tokens=agreed), pipeline)
+
+
+def _alike(
+    choice: StepChoice,
+    samples: Sequence[TrainingSample],
+    tree_mode: str,
+    budget: StepBudget,
+    pipeline: PipelineShape,
+) -> tuple[StepChoice, int | None]:
+    """The plan again, with the limits that the ranks of the group agree on where none are given, and the size of its
+    segments; all ranks call this.
+
+    Segments of one size on all ranks leave no rank waiting for longer ones of another. With the in-flight tokens of the
+    rank with the longest paths, which the merged segment tree has in any case, the segments of the others are as full.
+    """
+    has_tokens = choice.segments.num_segments > 0
+    found = pipeline.group.gather((choice.segments.segment_tokens, choice.memory_tokens) if has_tokens else None)
+    limits = [each for each in found if each is not None]
+    size = budget.segment_tokens or min((each for each, _ in limits), default=None)
+    if not has_tokens or len(found) == 1:
+        return choice, size
+    sized, most = replace(budget, segment_tokens=size), max(each for _, each in limits)
+    # On one stage with a limit in bytes, in-flight tokens cost activations.
+    is_free = budget.memory_tokens is None and (pipeline.num_stages > 1 or pipeline.memory is None)
+    if is_free and choice.memory_tokens < most:
+        try:
+            return _choose(samples, tree_mode, replace(sized, memory_tokens=most), pipeline), size
+        except InputError:
+            pass  # There is too little memory for as many; the ranks need not agree on this limit.
+    if size < choice.segments.segment_tokens and budget.segment_tokens is None:
+        choice = _choose(samples, tree_mode, sized, pipeline)
+    return choice, size
 
 
 def _choose(

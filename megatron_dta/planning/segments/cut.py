@@ -40,7 +40,12 @@ STEPS_PER_SEGMENT = 10
 
 def default_memory_tokens(tree: PrefixTree, segment_tokens: int) -> int:
     """Default budget of tokens in flight: 1.5 times the longest sequence, or 8 segments if that is more."""
-    return max(3 * int(tree.sequence_lengths.max(initial=0)) // 2, 8 * segment_tokens)
+    return default_in_flight(int(tree.sequence_lengths.max(initial=0)), segment_tokens)
+
+
+def default_in_flight(longest: int, segment_tokens: int) -> int:
+    """``default_memory_tokens`` for a longest sequence of so many tokens."""
+    return max(3 * longest // 2, 8 * segment_tokens)
 
 
 def plan_segments(

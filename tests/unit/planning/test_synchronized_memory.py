@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import UNDIVIDED, MemoryBudget, RankTensors, SegmentBytes
+from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
 from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments.schedule import OpKind
 from megatron_dta.planning.step.passes import PipelineShape, RankGroup, StepBudget, stage_peak_bytes
@@ -53,11 +55,19 @@ def plans(
     samples = [
         TrainingSample(tokens, np.ones(len(tokens), bool) & (np.arange(len(tokens)) > 0)) for tokens in sequences
     ]
-    parts, gather, found = (samples[: 2 * len(samples) // 3], samples[2 * len(samples) // 3 :]), Gather(), {}
+    parts = samples[: 2 * len(samples) // 3], samples[2 * len(samples) // 3 :]
     memory = MemoryBudget(mib / 1024, (0.0,) * stages.num_stages, BYTES)
+    shape = replace(stages, cost_model=CostModel.from_shape(SHAPE), memory=memory, is_measured=True)
+    return planned_together(parts, budget, shape, overlaps)
+
+
+def planned_together(
+    parts: Sequence[list[TrainingSample]], budget: StepBudget, shape: PipelineShape, overlaps: bool = False
+) -> list[StepPlan | InputError]:
+    """The plans of ranks that share experts."""
+    gather, found = Gather(), {}
 
     def plan(rank: int) -> None:
-        shape = replace(stages, cost_model=CostModel.from_shape(SHAPE), memory=memory, is_measured=True)
         group = RankGroup(rank, lambda value: gather(rank, value), overlaps=overlaps)
         try:
             found[rank] = plan_step(parts[rank], "dta", budget, replace(shape, group=group))
@@ -93,6 +103,27 @@ def test_ranks_agree_on_the_size_of_segments():
     steps = plans(2.0, StepBudget())
     sizes = {step.segments.segment_tokens for step in steps}
     assert max(sizes) <= 17 / 16 * min(sizes) + 1
+
+
+def test_ranks_with_short_paths_fill_their_segments_as_well():
+    """One rank has a long path, too, and so room for longer segments, as which the other one's are cut then."""
+    rng, parts = seed_all(5), []
+    for longest in (40, 300):
+        sequences = [rng.integers(0, 8, longest)]
+        for _ in range(12):
+            trunk = rng.integers(0, 8, 8)
+            sequences += [np.append(trunk, rng.integers(0, 8, rng.integers(10, 30))) for _ in range(4)]
+        masks = [np.arange(len(tokens)) > 0 for tokens in sequences]
+        parts.append([TrainingSample(*each) for each in zip(sequences, masks, strict=True)])
+    shape, budget = PipelineShape(8, layers=(1,) * 8, cost_model=CostModel.from_shape(SHAPE)), StepBudget(32)
+    steps = planned_together(parts, budget, shape)
+    assert steps[0].memory_tokens == steps[1].memory_tokens == 450
+    alone = [plan_step(part, "dta", budget, shape) for part in parts]
+    assert alone[0].memory_tokens < 450
+    apart = synchronized_plan(alone[0], [RankPlan.of(each) for each in alone], 0, shape)
+    total, before = (sum(step.training.most_tokens[0]) for step in (steps[0], apart))
+    print(total, before)
+    assert total < 0.8 * before
 
 
 def peaks(steps: list[StepPlan], pipeline: PipelineShape) -> list[float]:
