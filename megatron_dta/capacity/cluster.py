@@ -31,6 +31,10 @@ GEMM_PASSES = 3.0
 ELEMENTWISE_PASSES = {"hidden": 24.0, "attention": 7.0, "ffn": 9.0}
 
 
+# The time of the gated delta rule, forward and backward, in reads or writes of the convolution's rows (``gpus``).
+RULE_PASSES = 28.0
+
+
 @dataclass(frozen=True)
 class Cluster:
     """GPUs and links.
@@ -112,7 +116,7 @@ def elementwise_channels(shape: DecoderShape, layer: int) -> tuple[float, float,
     if shape.is_linear(layer):
         return (
             passes["hidden"] * hidden,
-            LINEAR_PASSES * shape.linear_channels,
+            (3 * LINEAR_PASSES + RULE_PASSES) * shape.linear_channels,
             passes["ffn"] * shape.layer_width(layer),
         )
     return passes["hidden"] * hidden, passes["attention"] * attention, passes["ffn"] * shape.layer_width(layer)

@@ -96,7 +96,6 @@ def stage_time(
     plain = sum(n * shape.token_weights(layer) for layer, n in kinds) - grouped
     with_attention = sum(not shape.is_linear(layer) for layer in layers)
     attention_flops = 4.0 * ATTENTION_PASSES * with_attention * shape.query_width * work.pairs
-    with_states = (len(layers) - with_attention) / max(1, sum(shape.linear_attention_layers))
     logit_flops = 0.0
     if (len(mesh.layers) - 1) % mesh.pipeline == stage:
         logit_flops = 2.0 * LOGIT_PASSES * shape.hidden_size * shape.vocab_size * work.edges
@@ -109,7 +108,7 @@ def stage_time(
     gathered = with_attention * 2.0 * shape.kv_width / mesh.tensor * (2 * 2 * 2 + 2 * 4)
     longer, ranks = 1 + cluster.short_segment_tokens * mesh.context / work.segment_tokens, mesh.tensor * mesh.context
     weights = plain * longer + (grouped and grouped * grouped_factor(shape, mesh, work.segment_tokens))
-    gemm_flops = GEMM_PASSES * (2.0 * weights + with_states * shape.linear_token_operations) * work.tokens
+    gemm_flops = GEMM_PASSES * 2.0 * weights * work.tokens
     moved_bytes = (moved * work.tokens + gathered * work.path_tokens) / mesh.context
     time = StepTime(
         gemm=gemm_flops / ranks / cluster.gemm_rate * again_gemm,

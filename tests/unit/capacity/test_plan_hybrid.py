@@ -41,7 +41,10 @@ def test_a_model_with_gated_delta_net_counts_its_operations_and_states() -> None
     one, two = RunMesh(1, 1, 2, (12,)), RunMesh(1, 2, 1, (7, 5))
     counts = ReplicaWork(1000, 50_000, 0, 1, 1000, 1000, 1000)
     time = stage_time(shape, one, cluster, counts, 0)
-    expected = StepCounts(1000, 50_000, 0).flops(shape)
+    # The rule is counted by its measured time, beside elementwise work.
+    expected = StepCounts(1000, 50_000, 0).flops(shape) - 3 * shape.linear_token_operations * 1000
+    without_rule = stage_time(replace(shape, linear_attention_layers=()), one, cluster, counts, 0)
+    assert time.elementwise > without_rule.elementwise
     attention = 12.0 * 3 * shape.query_width * 50_000
     assert time.gemm * cluster.gemm_rate + attention == pytest.approx(expected)
     # Two stages share the work: 6 and 3 layers with states.
