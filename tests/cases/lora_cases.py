@@ -16,12 +16,12 @@ def lora_config(dtype: torch.dtype = torch.float64, **settings: object) -> Model
 
 
 def lora_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
-    """Weights of ``model`` with every B drawn."""
+    """Weights of ``model`` with every B drawn, and what is frozen and begins as zero or one everywhere."""
     weights = {name: values.clone() for name, values in weights_of(model, seed).items()}
     generator = torch.Generator().manual_seed(seed + 1)
     for name, values in weights.items():
-        if name.endswith("lora_B"):
-            values.copy_(torch.empty(values.shape).normal_(0, 0.3, generator=generator))
+        if name.endswith(("lora_B", "bias")) or "norm" in name:
+            values.add_(torch.empty(values.shape).normal_(0, 0.3, generator=generator))
     return weights
 
 
