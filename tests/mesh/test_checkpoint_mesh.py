@@ -28,7 +28,7 @@ CASES = {
     "fp32 sharded": (MODEL, True),
     "bf16 sharded": (in_bf16(MODEL), True),
 }
-WITH_EXPERTS = {"fp32": (EXPERTS, False), "bf16 sharded": (in_bf16(EXPERTS), True)}
+WITH_EXPERTS = {"fp32 sharded": (EXPERTS, True), "bf16": (in_bf16(EXPERTS), False)}
 # The meshes that the cases begin on and move from.
 MESHES = {"fp32": ("tp2",), "bf16": ("dp2",), "fp32 sharded": ("dp2",), "bf16 sharded": ("tp2", "dp2")}
 MOVED = {"tp2": "dp2", "dp2": "tp2"}
@@ -93,7 +93,7 @@ def test_every_division_of_the_experts_goes_on_alike(experts: Path, case: str, f
 
 
 def test_experts_are_whole_and_differ(experts: Path) -> None:
-    tensors = tensors_of(experts / "fp32" / "ep2")
+    tensors = tensors_of(experts / "fp32 sharded" / "ep2")
     for layer in range(MODEL.num_layers):
         weights = tensors[f"decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight"]
         assert len(weights) == EXPERTS.num_experts
