@@ -10,8 +10,12 @@ import torch
 
 from conftest import seed_all
 from decode_layer_cases import fused_model, passes
+from dta_kernels.layers.few_rows import few_rows_tiles, tiles_for
+from dta_kernels.layers.qkv_rope import QKVLayout
 from dta_kernels.logprobs.draw_tokens import draw_tokens, draw_tokens_reference
+from dta_kernels.paged_attention import launch
 from dta_kernels.paged_attention.launch import paged_config
+from few_rows_cases import check_pages, product_errors
 from in_process_engine_cases import trainers_logprobs
 from megatron_dta.config import TreeConfig
 from megatron_dta.model.layers.fused_layer import FusedLayer
@@ -41,7 +45,9 @@ BOUNDS = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(("head_size", "ratio", "groups"), [(64, 7, 2), (96, 4, 1), (128, 2, 8), (256, 1, 2)])
-def test_the_compiled_kernels_equal_their_twin(dtype: torch.dtype, head_size: int, ratio: int, groups: int):
+def test_the_compiled_kernels_equal_their_twin(
+    dtype: torch.dtype, head_size: int, ratio: int, groups: int, monkeypatch: pytest.MonkeyPatch
+):
     generator = seed_all(head_size + ratio)
     for starts, counts in (
         ([300, 2, 0, 4095, 640], [1, 1, 1, 1, 1]),
@@ -54,7 +60,59 @@ def test_the_compiled_kernels_equal_their_twin(dtype: torch.dtype, head_size: in
         out = case.run(config, padding=2)
         assert out[n:].isnan().all()
         assert relative_error(out[:n], case.expected()) < BOUNDS[dtype]
-        assert torch.equal(out[:n], case.run(config))
+        with monkeypatch.context() as patched:
+            # A program of a tile has all of its parts, or each has one.
+            for programs in (1, 10**6):
+                patched.setattr(launch, "_PROGRAMS", programs)
+                assert torch.equal(out[:n], case.run(config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_of_few_rows_equal_float64(dtype: torch.dtype):
+    seed_all(31)
+    rounded = 1e-2 if dtype == torch.bfloat16 else 2e-3
+    for N, K, gated in [(4096, 2048, False), (2048, 2048, False), (2048, 6144, False), (6144, 2048, True)]:
+        tiles = few_rows_tiles(64, N, K, gated)
+        assert tiles is not None
+        for n in (1, 7, 33, 64):
+            assert product_errors(n, (N, K), tiles, dtype, CUDA) < (rounded if gated else 1e-4)
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_queries_and_pages_are_the_twins(dtype: torch.dtype, bound: float, terms: int):
+    generator = seed_all(32)
+    layouts = {1: (QKVLayout(8, 2, 128), 128), 67: (QKVLayout(2, 7, 64), 64), 33: (QKVLayout(3, 1, 96), 48)}
+    for n, (layout, rotated) in layouts.items():
+        for norm in (True, False):
+            assert check_pages(generator, n, layout, rotated, norm, terms, dtype, CUDA) < bound
+
+
+def test_layers_with_products_of_few_rows(monkeypatch: pytest.MonkeyPatch):
+    """As near to float32 as the modules; a captured pass has the same bits as an eager one, every time."""
+    shape = dict(hidden_size=2048, ffn_hidden_size=6144, num_attention_heads=16, num_query_groups=8, kv_channels=128)
+    shape |= dict(disable_bias_linear=True, init_method_std=0.02)
+    model, exact = (fused_model("QK-norm", params_dtype=dtype, **shape) for dtype in (torch.bfloat16, torch.float32))
+    exact.load_state_dict({name: value.float() for name, value in model.state_dict().items() if value is not None})
+    weight = model.decoder.layers[0].mlp.linear_fc2.weight
+    assert tiles_for(weight[:3], weight) is not None
+    direct, contexts = passes(model)
+    tokens = torch.arange(3, device=CUDA)[None]
+    with torch.no_grad():
+        eager = model(tokens, contexts[-1])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(tokens, contexts[-1])
+        for _ in range(20):
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, eager)
+    with monkeypatch.context() as patched:
+        patched.setattr(FusedLayer, "decodes_directly", False)
+        modules, _ = passes(model)
+        expected, _ = passes(exact)
+    for one, other, wanted in zip(direct, modules, expected, strict=True):
+        assert relative_error(one, wanted) <= 1.1 * relative_error(other, wanted)
 
 
 @pytest.mark.parametrize("kind", ["kernels", "graphs", "right", "mixed", "suffix"])

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dta_kernels.launch import Launcher, ceil_div
+from dta_kernels.layers.few_rows import sum_of_terms
 
 # Most programs of the backward pass, over tokens and groups.
 _MAX_PROGRAMS = 1024
@@ -37,16 +38,18 @@ class QKVLayout(NamedTuple):
 
 
 @triton.jit
-def _turn_head(
-    source, target, weight_in, cos, sin, half_exists, rest_exists, eps, D: tl.constexpr, HALF: tl.constexpr,
-    REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
+def turn_head(
+    source, target, weight_in, cos, sin, half_exists, rest_exists, eps, size, TERMS: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Normalize and rotate a head of some tokens; ``source`` and ``target`` [tokens, 1] point to its first channel."""
+    """Normalize and rotate a head of some tokens; ``source`` and ``target`` [tokens, 1] point to its first channel. The
+    source has ``TERMS`` terms, ``size`` elements apart."""
     h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
-    first = tl.load(source + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
+    element = target.dtype.element_ty
+    first = sum_of_terms(source + h[None, :], half_exists, size, TERMS, element)
+    second = sum_of_terms(source + HALF + h[None, :], half_exists, size, TERMS, element)
     if REST:
-        rest = tl.load(source + r[None, :], mask=rest_exists, other=0.0).to(tl.float32)
+        rest = sum_of_terms(source + r[None, :], rest_exists, size, TERMS, element)
     if NORM:
         total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if REST:
@@ -56,7 +59,6 @@ def _turn_head(
         second = second * rstd * tl.load(weight_in + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
         if REST:
             rest = rest * rstd * tl.load(weight_in + r, mask=r < D, other=0.0).to(tl.float32)[None, :]
-    element = target.dtype.element_ty
     # Explicit fma, so that no compiler chooses which product is rounded: queries are recomputed bit for bit.
     tl.store(target + h[None, :], tl.fma(first, cos, -(second * sin)).to(element), mask=half_exists)
     tl.store(target + HALF + h[None, :], tl.fma(second, cos, first * sin).to(element), mask=half_exists)
@@ -80,14 +82,14 @@ def _forward_kernel(
     of_group = row * num_groups + group
     source = mixed_in + of_group * ((HEADS + 2) * D)
     for head in range(HEADS):
-        _turn_head(
+        turn_head(
             source + head * D, q_out + (of_group * HEADS + head) * D, q_weight_in, cos, sin, half_exists, rest_exists,
-            eps, D, HALF, REST, BLOCK_HALF, BLOCK_REST, NORM,
+            eps, 0, 1, D, HALF, REST, BLOCK_HALF, BLOCK_REST, NORM,
         )  # fmt: skip
     if KEYS:
-        _turn_head(
-            source + HEADS * D, k_out + of_group * D, k_weight_in, cos, sin, half_exists, rest_exists, eps, D, HALF,
-            REST, BLOCK_HALF, BLOCK_REST, NORM,
+        turn_head(
+            source + HEADS * D, k_out + of_group * D, k_weight_in, cos, sin, half_exists, rest_exists, eps, 0, 1, D,
+            HALF, REST, BLOCK_HALF, BLOCK_REST, NORM,
         )  # fmt: skip
 
 
@@ -213,20 +215,23 @@ _KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel}
 def _launcher(name: str, layout: QKVLayout, num_pairs: int, norm: bool, keys: bool | None = None) -> Launcher:
     """Takes the kernel's name, because hashing the kernel takes as long as a launch."""
     more = {} if keys is None else {"KEYS": keys}
+    return Launcher(_KERNELS[name], **more, **head_blocks(layout, num_pairs), NORM=norm)
+
+
+@lru_cache
+def head_blocks(layout: QKVLayout, num_pairs: int) -> dict[str, int]:
+    """Constants and settings of kernels that turn heads."""
     rest = layout.head_size - 2 * num_pairs
-    return Launcher(
-        _KERNELS[name],
-        **more,
-        HEADS=layout.heads_per_group,
-        ROWS=_rows(num_pairs),
-        D=layout.head_size,
-        HALF=num_pairs,
-        REST=rest,
-        BLOCK_HALF=triton.next_power_of_2(num_pairs),
-        BLOCK_REST=triton.next_power_of_2(max(1, rest)),
-        NORM=norm,
-        num_warps=4,
-    )
+    return {
+        "HEADS": layout.heads_per_group,
+        "ROWS": _rows(num_pairs),
+        "D": layout.head_size,
+        "HALF": num_pairs,
+        "REST": rest,
+        "BLOCK_HALF": triton.next_power_of_2(num_pairs),
+        "BLOCK_REST": triton.next_power_of_2(max(1, rest)),
+        "num_warps": 4,
+    }
 
 
 class MixedQKV(NamedTuple):
@@ -254,7 +259,7 @@ class MixedQKV(NamedTuple):
             return
         has_keys = k_NGD is not None
         _launcher("forward", self.layout, pairs, norm, has_keys)(
-            (groups, ceil_div(N, _rows(pairs))), *self._inputs(), q_NHD, k_NGD if has_keys else q_NHD, N, groups,
+            (groups, ceil_div(N, _rows(pairs))), *self.inputs(), q_NHD, k_NGD if has_keys else q_NHD, N, groups,
             self.eps,
         )  # fmt: skip
 
@@ -279,7 +284,7 @@ class MixedQKV(NamedTuple):
             grads = (grad_q_NHD.contiguous(), grad_k_NGD.contiguous(), grad_v_NGD.contiguous())
             # The last programs may have no tokens; their partial weight gradients are zero.
             _launcher("backward", self.layout, pairs, norm)(
-                (groups, programs), *grads, *self._inputs(), grad_mixed_NW, *partial, N, ceil_div(tiles, programs),
+                (groups, programs), *grads, *self.inputs(), grad_mixed_NW, *partial, N, ceil_div(tiles, programs),
                 groups, self.eps,
             )  # fmt: skip
         return grad_mixed_NW, partial
@@ -287,7 +292,8 @@ class MixedQKV(NamedTuple):
     def _sizes(self) -> tuple[int, int]:
         return self.cos.shape[1], self.layout.num_groups
 
-    def _inputs(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors as kernels take them."""
         if self.q_weight is None:
             return self.mixed, self.cos, self.sin, self.cos, self.cos
         return self[:5]

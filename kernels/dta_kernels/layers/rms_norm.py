@@ -25,6 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dta_kernels.launch import Launcher, ceil_div
+from dta_kernels.layers.few_rows import sum_of_terms
+from dta_kernels.overlap import overlap_settings, wait_for_previous
 
 # Most programs of the backward pass: enough to fill any GPU twice, few enough for a small tensor of partial sums.
 _MAX_PROGRAMS = 512
@@ -40,16 +42,18 @@ class RMSNormOutput(NamedTuple):
 
 @triton.jit
 def _forward_kernel(
-    x_in, added_in, weight_in, normed_out, residual_out, rstd_out, num_columns, eps, ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_in, added_in, weight_in, normed_out, residual_out, rstd_out, num_columns, eps, TERMS: tl.constexpr,
+    OVERLAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < num_columns
     offset = row * num_columns + column
     x = tl.load(x_in + offset, mask=exists, other=0.0).to(tl.float32)
-    if ADD:
-        total = x + tl.load(added_in + offset, mask=exists, other=0.0).to(tl.float32)
+    if TERMS:
+        size = tl.num_programs(0).to(tl.int64) * num_columns
+        total = x + sum_of_terms(added_in + offset, exists, size, TERMS, residual_out.dtype.element_ty)
         rounded = total.to(residual_out.dtype.element_ty)
         tl.store(residual_out + offset, rounded, mask=exists)
         # Later passes read the rounded sum, so the rounded sum is normalized.
@@ -99,15 +103,23 @@ def _backward_kernel(
     tl.store(grad_weight_out + program.to(tl.int64) * num_columns + column, grad_weight, mask=exists)
 
 
-_KERNELS = {"forward": _forward_kernel, "again": _again_kernel, "backward": _backward_kernel}
+_KERNELS = {"again": _again_kernel, "backward": _backward_kernel}
 
 
 @lru_cache
 def _launcher(name: str, num_columns: int, add: bool | None = None) -> Launcher:
     """Takes the kernel's name, because hashing the kernel takes as long as a launch."""
-    block, more = triton.next_power_of_2(num_columns), {} if add is None else {"ADD": add}
-    num_warps = 4 if block <= 1024 else 8 if block <= 4096 else 16
-    return Launcher(_KERNELS[name], **more, BLOCK=block, num_warps=num_warps)
+    return Launcher(_KERNELS[name], **({} if add is None else {"ADD": add}), **_block(num_columns))
+
+
+@lru_cache
+def _forward(num_columns: int, terms: int, overlap: bool) -> Launcher:
+    return Launcher(_forward_kernel, TERMS=terms, **overlap_settings(overlap), **_block(num_columns))
+
+
+def _block(num_columns: int) -> dict[str, int]:
+    block = triton.next_power_of_2(num_columns)
+    return {"BLOCK": block, "num_warps": 4 if block <= 1024 else 8 if block <= 4096 else 16}
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -129,18 +141,25 @@ class _RMSNorm(torch.autograd.Function):
         return grad, grad_weight_PC.sum(0).to(weight_C.dtype), None, grad if ctx.adds else None
 
 
-def rms_norm_forward(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None = None) -> RMSNormOutput:
-    """``rms_norm`` without autograd; without ``added`` the residual is ``x`` itself, made contiguous."""
+def rms_norm_forward(
+    x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None = None, overlap: bool = False
+) -> RMSNormOutput:
+    """``rms_norm`` without autograd; without ``added`` the residual is ``x`` itself, made contiguous.
+
+    Args:
+        added: of the shape of ``x``, or several terms [S, *x.shape] whose sum is added (``few_rows.sum_of_terms``).
+        overlap: launch as a kernel of a decoding pass, see ``dta_kernels.overlap``.
+    """
     x = x.contiguous()
     C = weight_C.shape[0]
     N = x.numel() // C
-    adds = added is not None
+    terms = 0 if added is None else added.shape[0] if added.dim() > x.dim() else 1
     normed = torch.empty_like(x)
-    residual = torch.empty_like(x) if adds else x
+    residual = torch.empty_like(x) if terms else x
     rstd_N = x.new_empty(N, dtype=torch.float32)
     if N:
-        other = added.contiguous() if adds else x
-        _launcher("forward", C, adds)((N,), x, other, weight_C, normed, residual, rstd_N, C, eps)
+        other = added.contiguous() if terms else x
+        _forward(C, terms, overlap)((N,), x, other, weight_C, normed, residual, rstd_N, C, eps)
     return RMSNormOutput(normed, residual, rstd_N)
 
 

@@ -1,8 +1,9 @@
 """Triton kernels of attention over a paged K/V cache; ``launch`` launches them.
 
 A tile is a run of new tokens of one sequence. A program computes one tile, one group of heads and one part of the keys,
-with the online softmax in base 2; a second kernel merges the parts of a tile in order. The division of the keys depends
-only on the tile's own number of keys, so the result of a sequence does not depend on the rest of the batch.
+with the online softmax in base 2. The program that finishes the last part of a tile merges all of them in order. The
+division of the keys depends only on the tile's own number of keys, so the result of a sequence does not depend on the
+rest of the batch.
 
 Shapes that change between passes, and the pages' addresses, are read from memory. Nothing is compiled again, and a
 captured launch serves every pass, also after the cache has moved.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dta_kernels.overlap import wait_for_previous
 from dta_kernels.tree_attention.common import product
 
 _RUNTIME = ["num_tokens"]
@@ -37,24 +39,50 @@ def load_tile(tiles, tile):
     return first, count, position, tl.load(entry + 3)
 
 
+@triton.jit
+def _merged_parts(
+    part_out, part_lse, at, size, parts, exists, stored, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """The weighted mean of a tile's parts, in order; ``at`` are the tile's rows in a part of ``size`` rows."""
+    channel = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    for part in tl.range(0, parts):
+        place = at + part * size
+        # Not from the processor's own cache, which knows nothing of what other programs have stored.
+        lse = tl.load(part_lse + place, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(part_out + place[:, None] * D + channel[None, :], mask=stored, other=0.0, cache_modifier=".cg")
+        new_largest = tl.maximum(largest, lse)
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        decay, weight = tl.exp2(largest - shift), tl.exp2(lse - shift)
+        total = total * decay + weight
+        acc = acc * decay[:, None] + values * weight[:, None]
+        largest = new_largest
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=["tiles", "tables", "addresses"])
 def paged_attention_kernel(
-    query, out_NHD, part_out, part_lse, addresses, tiles, tables, num_tokens, scale, query_stride, head_stride,
+    query, out_NHD, part_out, part_lse, arrived, addresses, tiles, tables, num_tokens, scale, query_stride, head_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles x G, PARTS). Tiles without queries and parts without keys are skipped."""
+    """Grid (tiles x G, programs of a tile): a program computes every so many-th part. Tiles without queries are skipped.
+    ``arrived``, int32 [tiles x G], is zero before and after."""
+    wait_for_previous(OVERLAP)
     J: tl.constexpr = H // G
     group = tl.program_id(0) % G
-    part = tl.program_id(1)
     first, count, first_position, table_begin = load_tile(tiles, tl.program_id(0) // G)
+    if count == 0:
+        return
     end = first_position + count
     length = part_length(end, PARTS, MIN_PART)
-    begin = part * length
-    if (count == 0) | (begin >= end):
+    parts = tl.cdiv(end, length)
+    programs = tl.num_programs(1)
+    if tl.program_id(1) >= parts:
         return
-    stop = tl.minimum(begin + length, end)
     keys_of = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(query.dtype.element_ty)), 16)
     values_of = tl.multiple_of(tl.load(addresses + 1).to(tl.pointer_type(query.dtype.element_ty)), 16)
     row = tl.arange(0, BLOCK_M)
@@ -68,77 +96,54 @@ def paged_attention_kernel(
     q = tl.load(query + offsets[:, None] + channel[None, :], mask=stored, other=0.0)
     position = first_position + own_query
     scale_2 = scale * 1.4426950408889634  # log2(e): all exponentials are powers of two
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     table = tables + table_begin
-    for start in tl.range(begin, stop, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        inside = key < stop
-        page = tl.load(table + key // S, mask=inside, other=0)
-        place = (page * S + key % S) * (G * D) + group * D
-        if BLOCK_D == D:
-            loaded = inside[:, None]
-        else:
-            loaded = inside[:, None] & (channel < D)[None, :]
-        k = tl.load(keys_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
-        scores = product(q, k.T, None, PRECISION, UPCAST)
-        visible = inside[None, :] & (key[None, :] <= position[:, None])
-        scores = tl.where(visible, scores * scale_2, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen no key yet keeps minus infinity, which must not be subtracted from itself.
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        probability = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(largest - shift)
-        total = total * decay + tl.sum(probability, 1)
-        acc = acc * decay[:, None]
-        v = tl.load(values_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
-        acc = product(probability.to(q.dtype), v, acc, PRECISION, UPCAST)
-        largest = new_largest
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     at = (token * H + head).to(tl.int64)
-    if length >= end:
-        tl.store(out_NHD + at[:, None] * D + channel[None, :], acc.to(out_NHD.dtype.element_ty), mask=stored)
-    else:
-        at += part * num_tokens.to(tl.int64) * H
-        tl.store(part_out + at[:, None] * D + channel[None, :], acc, mask=stored)
-        tl.store(part_lse + at, largest + tl.log2(tl.where(total > 0, total, 1.0)), mask=exists)
-
-
-@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=["tiles"])
-def merge_parts_kernel(
-    out_NHD, part_out, part_lse, tiles, num_tokens,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    PARTS: tl.constexpr, MIN_PART: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles x G): the weighted mean of a tile's parts, in order. A single part is in place already."""
-    J: tl.constexpr = H // G
-    group = tl.program_id(0) % G
-    first, count, first_position, _ = load_tile(tiles, tl.program_id(0) // G)
-    end = first_position + count
-    length = part_length(end, PARTS, MIN_PART)
-    if (count == 0) | (length >= end):
-        return
-    row = tl.arange(0, BLOCK_M)
-    channel = tl.arange(0, BLOCK_D)
-    exists = row // J < count
-    stored = exists[:, None] & (channel < D)[None, :]
-    at = ((first + row // J) * H + group * J + row % J).to(tl.int64)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    for part in tl.range(0, tl.cdiv(end, length)):
-        place = at + part * num_tokens.to(tl.int64) * H
-        lse = tl.load(part_lse + place, mask=exists, other=float("-inf"))
-        values = tl.load(part_out + place[:, None] * D + channel[None, :], mask=stored, other=0.0)
-        new_largest = tl.maximum(largest, lse)
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        decay, weight = tl.exp2(largest - shift), tl.exp2(lse - shift)
-        total = total * decay + weight
-        acc = acc * decay[:, None] + values * weight[:, None]
-        largest = new_largest
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out_NHD + at[:, None] * D + channel[None, :], acc.to(out_NHD.dtype.element_ty), mask=stored)
+    size = num_tokens.to(tl.int64) * H
+    for part in tl.range(tl.program_id(1), parts, programs):
+        begin = part * length
+        stop = tl.minimum(begin + length, end)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        for start in tl.range(begin, stop, BLOCK_N):
+            key = start + tl.arange(0, BLOCK_N)
+            inside = key < stop
+            page = tl.load(table + key // S, mask=inside, other=0)
+            place = (page * S + key % S) * (G * D) + group * D
+            if BLOCK_D == D:
+                loaded = inside[:, None]
+            else:
+                loaded = inside[:, None] & (channel < D)[None, :]
+            k = tl.load(keys_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
+            scores = product(q, k.T, None, PRECISION, UPCAST)
+            visible = inside[None, :] & (key[None, :] <= position[:, None])
+            scores = tl.where(visible, scores * scale_2, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            # A row that has seen no key yet keeps minus infinity, which must not be subtracted from itself.
+            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            probability = tl.exp2(scores - shift[:, None])
+            decay = tl.exp2(largest - shift)
+            total = total * decay + tl.sum(probability, 1)
+            acc = acc * decay[:, None]
+            v = tl.load(values_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
+            acc = product(probability.to(q.dtype), v, acc, PRECISION, UPCAST)
+            largest = new_largest
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        if PARTS == 1 or parts == 1:
+            tl.store(out_NHD + at[:, None] * D + channel[None, :], acc.to(out_NHD.dtype.element_ty), mask=stored)
+        else:
+            target = at + part * size
+            tl.store(part_out + target[:, None] * D + channel[None, :], acc, mask=stored)
+            tl.store(part_lse + target, largest + tl.log2(tl.where(total > 0, total, 1.0)), mask=exists)
+    if PARTS > 1 and parts > 1:
+        # All threads have stored before the addition releases it to the program that arrives last.
+        tl.debug_barrier()
+        arrived += tl.program_id(0)
+        before = tl.atomic_add(arrived, 1, sem="acq_rel")
+        if before == tl.minimum(programs, parts) - 1:
+            tl.store(arrived, 0)
+            merged = _merged_parts(part_out, part_lse, at, size, parts, exists, stored, BLOCK_M, BLOCK_D, D)
+            tl.store(out_NHD + at[:, None] * D + channel[None, :], merged.to(out_NHD.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "addresses"])

@@ -32,6 +32,9 @@ TILE_FIELDS = 4
 # Longest run for which the keys are divided among programs: longer runs fill a GPU without this.
 LONGEST_SPLIT_RUN = 64
 
+# Programs of a launch, if there are that many parts.
+_PROGRAMS = 1024
+
 
 @dataclass(frozen=True)
 class PagedConfig:
@@ -105,13 +108,17 @@ class Parts:
 
     out: Tensor | None = None
     lse: Tensor | None = None
+    arrived: Tensor | None = None
 
-    def at_least(self, parts: int, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Buffers for ``parts`` results of ``query`` [n, H, D]: float32 [parts, n, H, D] and [parts, n, H]."""
+    def at_least(self, parts: int, query: Tensor, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Buffers for ``parts`` results of ``query`` [n, H, D], float32 [parts, n, H, D] and [parts, n, H], and for the
+        number of programs that have arrived, int32 zeros [tiles]."""
         if self.out is None or self.out.numel() < parts * query.numel():
             self.out = query.new_empty(parts * query.numel(), dtype=torch.float32)
             self.lse = query.new_empty(parts * query.shape[0] * query.shape[1], dtype=torch.float32)
-        return self.out, self.lse
+        if self.arrived is None or self.arrived.numel() < tiles:
+            self.arrived = query.new_zeros(tiles, dtype=torch.int32)
+        return self.out, self.lse, self.arrived
 
 
 def paged_attention(
@@ -141,33 +148,31 @@ def paged_attention(
         return
     if query_NHD.stride(2) != 1 or not out_NHD.is_contiguous():
         raise ValueError("paged attention needs queries with adjacent channels and a contiguous output")
-    part_out, part_lse = parts.at_least(config.parts, query_NHD) if config.parts > 1 else (out_NHD, out_NHD)
-    attend, merge = _attention_launchers(H, num_groups, D, page_size, config, query_NHD.dtype)
     programs = tiles.shape[0] * num_groups
-    attend(
-        (programs, config.parts), query_NHD, out_NHD, part_out, part_lse, addresses, tiles, tables, n, scale,
-        query_NHD.stride(0), query_NHD.stride(1),
+    # Each part is computed alone, so that its result does not depend on the number of programs that share a tile.
+    each = max(1, min(config.parts, _PROGRAMS // programs))
+    memory = parts.at_least(config.parts, query_NHD, programs) if config.parts > 1 else (out_NHD,) * 3
+    _attention_launcher(H, num_groups, D, page_size, config, query_NHD.dtype)(
+        (programs, each), query_NHD, out_NHD, *memory, addresses, tiles, tables, n, scale, query_NHD.stride(0),
+        query_NHD.stride(1),
     )  # fmt: skip
-    if config.parts > 1:
-        merge((programs,), out_NHD, part_out, part_lse, tiles, n)
 
 
 @lru_cache(maxsize=256)
-def _attention_launchers(
+def _attention_launcher(
     num_heads: int, num_groups: int, head_size: int, page_size: int, config: PagedConfig, dtype: torch.dtype
-) -> tuple[Launcher, Launcher]:
-    """The kernels of the attention and of the merge of its parts."""
+) -> Launcher:
     from dta_kernels.launch import Launcher
-    from dta_kernels.paged_attention.kernels import merge_parts_kernel, paged_attention_kernel
+    from dta_kernels.overlap import overlap_settings
+    from dta_kernels.paged_attention.kernels import paged_attention_kernel
     from dta_kernels.tree_attention.launch import interpreted
 
-    shape = {"H": num_heads, "G": num_groups, "D": head_size, "BLOCK_D": padded_head_size(head_size)}
-    shape |= {"BLOCK_M": config.rows, "PARTS": config.parts, "MIN_PART": config.min_part}
+    shape = {"H": num_heads, "G": num_groups, "D": head_size, "BLOCK_D": padded_head_size(head_size), "S": page_size}
+    shape |= {"BLOCK_M": config.rows, "BLOCK_N": config.keys, "PARTS": config.parts, "MIN_PART": config.min_part}
     # "ieee" keeps float32 products exact; the default would round their inputs to 10 bits.
-    numbers = {"PRECISION": "ieee", "UPCAST": interpreted() and dtype == torch.bfloat16}
+    numbers = {"PRECISION": "ieee", "UPCAST": interpreted() and dtype == torch.bfloat16, **overlap_settings()}
     settings = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    attend = Launcher(paged_attention_kernel, **shape, S=page_size, BLOCK_N=config.keys, **numbers, **settings)
-    return attend, Launcher(merge_parts_kernel, **shape, num_warps=4)
+    return Launcher(paged_attention_kernel, **shape, **numbers, **settings)
 
 
 def write_pages(key_NGD: Tensor, value_NGD: Tensor, addresses: Tensor, slots: Tensor) -> None:

@@ -64,7 +64,8 @@ class PagedContext(AttentionContext):
         launches: tiles (int64 [T, 4]) and their settings.
         direct_until: number of the last layer that ``decode_layer`` computes in this pass, with all layers before it;
             None if modules compute all layers.
-        carried: the branch that the previous layer has not added to its output, [n, 1, hidden size].
+        carried: the branch that the previous layer has not added to its output, [n, 1, hidden size], or terms of it, see
+            ``dta_kernels.layers.few_rows``.
     """
 
     addresses: Tensor | None = None
@@ -81,9 +82,17 @@ class PagedContext(AttentionContext):
     _out: Tensor | None = None
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        addresses = self.addresses[self.layer_rows[layer_number]]
         # All tokens are written first, because a row may read tokens that another row of this pass has just computed.
-        write_pages(key, value, addresses, self.slots)
+        write_pages(key, value, self.pages_of(layer_number), self.slots)
+        return self.attend_written(layer_number, query, scale)
+
+    def pages_of(self, layer_number: int) -> Tensor:
+        """Where the pages of a layer's K and V begin: int64 [2] on the device."""
+        return self.addresses[self.layer_rows[layer_number]]
+
+    def attend_written(self, layer_number: int, query: Tensor, scale: float) -> Tensor:
+        """``attend`` after K and V of all tokens have been written."""
+        addresses = self.pages_of(layer_number)
         if self._out is None:
             # Zeros, so that rows without a tile stay zero and no NaN reaches later layers.
             self._out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)

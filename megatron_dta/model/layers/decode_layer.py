@@ -2,8 +2,9 @@
 
 A decoding pass is short. Its time depends on the number of kernels and, without a CUDA graph, on the host time to
 launch them. The output of a layer's last branch is therefore added to the residual stream together with the next
-layer's norm: the context carries the branch there, and the last layer adds it itself. The results equal those of the
-modules bit for bit.
+layer's norm: the context carries the branch there, and the last layer adds it itself. Keys and values are written
+directly to their pages. The results equal those of the modules bit for bit, except where products of up to 64 rows in
+16 bits have a kernel of their own (``few_rows``): these add in another order.
 
 It supports the same layers as ``fused_autograd_layer``, with or without gradient buffers, and is used for all layers of
 a model chunk or for none. Under tensor parallelism the terms of both branches are summed over the group
@@ -16,6 +17,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Module
 
+from dta_kernels.layers.few_rows import few_rows_product, gated_product, tiles_for
+from dta_kernels.layers.qkv_rope_pages import write_to_pages
 from dta_kernels.layers.rms_norm import rms_norm_forward
 from dta_kernels.layers.swiglu import swiglu_into
 from megatron_dta.model.attention.paged_context import PagedContext
@@ -41,24 +44,25 @@ class DecodeLayer:
 
     def __call__(self, x: Tensor, context: PagedContext) -> Tensor:
         """Output [n, 1, C] of the layer for ``x`` [n, 1, C]; without the last branch if the context carries it."""
-        own = self._weights
-        (N, _, C), (G, P, D) = x.shape, own.layout
-        normed, stream, _ = rms_norm_forward(x, own.norms[0], own.eps[0], context.carried)
-        rows = own.mixed_qkv(product(normed.view(N, C), own.qkv, own.biases[0]), context)
-        query, key = x.new_empty(N, G * P, D), x.new_empty(N, G, D)
-        rows.write(query, key)
-        out = context.attend(self._layer_number, query, key, rows.values(), own.scale)
-        branch = self._summed_product(out.view(N, -1), own.proj, own.biases[1])
-        normed, stream, _ = rms_norm_forward(stream, own.norms[1], own.eps[1], branch.view(N, 1, C))
-        gated = product(normed.view(N, C), own.fc1, own.biases[2])
-        active = gated.new_empty(N, gated.shape[1] // 2)
-        swiglu_into(gated, active)
-        branch = self._summed_product(active, own.fc2, own.biases[3]).view(N, 1, C)
+        own, (N, _, C), (G, P, D) = self._weights, x.shape, self._weights.layout
+        normed, stream, _ = rms_norm_forward(x, own.norms[0], own.eps[0], context.carried, overlap=True)
+        rows = own.mixed_qkv(_terms(normed.view(N, C), own.qkv, own.biases[0]), context)
+        query = x.new_empty(N, G * P, D)
+        write_to_pages(rows, query, context.pages_of(self._layer_number), context.slots)
+        out = context.attend_written(self._layer_number, query, own.scale)
+        branch = self._branch(out.view(N, -1), own.proj, own.biases[1])
+        normed, stream, _ = rms_norm_forward(stream, own.norms[1], own.eps[1], branch, overlap=True)
+        active = _gated_product(normed.view(N, C), own.fc1, own.biases[2])
         if self._layer_number == context.direct_until:
             context.carried = None
-            return branch.add_(stream)
-        context.carried = branch
+            return self._summed_product(active, own.fc2, own.biases[3]).view(N, 1, C).add_(stream)
+        context.carried = self._branch(active, own.fc2, own.biases[3])
         return stream
+
+    def _branch(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``_summed_product`` [n, 1, C], or terms of it [S, n, 1, C]."""
+        branch = _terms(rows, weight, bias) if self._sum is None else self._summed_product(rows, weight, bias)
+        return branch.unsqueeze(-2)
 
     def _summed_product(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``rows @ weight.T + bias`` of inputs that are divided among the ranks of a tensor group."""
@@ -66,3 +70,20 @@ class DecodeLayer:
             return product(rows, weight, bias)
         total = self._sum.product(rows, weight)
         return total if bias is None else total.add_(bias)
+
+
+def _terms(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``product``, or terms of it where the kernel of few rows computes it."""
+    tiles = tiles_for(rows, weight) if bias is None else None
+    return product(rows, weight, bias) if tiles is None else few_rows_product(rows, weight, tiles)
+
+
+def _gated_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """SwiGLU of ``product``."""
+    tiles = tiles_for(rows, weight, gated=True) if bias is None else None
+    if tiles is not None:
+        return gated_product(rows, weight, tiles)
+    gated = product(rows, weight, bias)
+    active = gated.new_empty(len(gated), gated.shape[1] // 2)
+    swiglu_into(gated, active)
+    return active

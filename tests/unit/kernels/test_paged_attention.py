@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
+from dta_kernels.paged_attention import launch
 from dta_kernels.paged_attention.launch import (
     LONGEST_SPLIT_RUN,
     PagedConfig,
@@ -77,11 +78,14 @@ def test_a_long_run_is_not_split():
 
 
 @interpreter
-def test_a_row_has_the_same_bits_in_every_batch_and_run():
+@pytest.mark.parametrize("programs", [1, 8, 40])
+def test_a_row_has_the_same_bits_in_every_batch_and_run(programs: int, monkeypatch: pytest.MonkeyPatch):
+    """However many programs share a tile: one has all parts of this batch, some of them, or each one part."""
     generator = seed_all(4)
     config = tiny(paged_config(2, 16, torch.float32, 1))
     case = PagedCase.random(generator, [70, 15, 131, 16], [1, 1, 1, 1], (4, 2, 16), torch.float32, DEVICE)
     together = case.run(config, padding=3)[:4]
+    monkeypatch.setattr(launch, "_PROGRAMS", programs)
     assert torch.equal(together, case.run(config))
     tiles = case.tiles(1)
     for row in range(4):

@@ -10,6 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from decode_layer_cases import MODELS, few_parts, fused_model, passes  # noqa: F401 (a fixture)
+from dta_kernels.layers.few_rows import Tiles
+from megatron_dta.model.layers import decode_layer
 from megatron_dta.model.layers.fused_layer import FusedLayer
 from triton_device import interpreter
 
@@ -27,6 +29,27 @@ def test_hidden_states_are_the_modules_bit_for_bit(name: str, monkeypatch: pytes
     for one, other in zip(direct, modules, strict=True):
         assert torch.isfinite(one).all()
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_products_in_terms_give_the_modules_numbers(qkv_bias: bool, monkeypatch: pytest.MonkeyPatch):
+    """The products of a GPU; one with a bias, and the last one, remain the modules'."""
+    changes = dict(disable_bias_linear=True, add_qkv_bias=qkv_bias, ffn_hidden_size=64)
+    model, gated_ones = fused_model("QK-norm", **changes), []
+
+    def tiles_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> Tiles:
+        gated_ones.append(gated)
+        return Tiles(16, 16, 1 if gated else 2, 3)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decode_layer, "tiles_for", tiles_for)
+        direct, _ = passes(model)
+    layers = len(model.layer_numbers)
+    assert gated_ones.count(True) == 3 * layers  # in three passes
+    assert gated_ones.count(False) == 3 * ((2 if qkv_bias else 3) * layers - 1)
+    monkeypatch.setattr(FusedLayer, "decodes_directly", False)
+    for one, other in zip(direct, passes(model)[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_changed_in_place_are_seen(monkeypatch: pytest.MonkeyPatch):
