@@ -29,7 +29,7 @@ def wait_for_previous(OVERLAP: tl.constexpr):
 def overlap_settings(wanted: bool = True) -> dict[str, bool]:
     """Constants for the launcher of a kernel with the parameter ``OVERLAP``: whether it is ``wanted`` and possible."""
     is_compiled = isinstance(wait_for_previous, JITFunction)  # and not run by Triton's interpreter
-    if wanted and is_compiled and torch.cuda.is_available() and torch.version.hip is None:
-        if torch.cuda.get_device_capability() >= (9, 0):
-            return {"OVERLAP": True, "launch_pdl": True}
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    if wanted and is_compiled and is_nvidia and torch.cuda.get_device_capability() >= (9, 0):
+        return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}

@@ -69,7 +69,7 @@ def paged_attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles x G, programs of a tile): a program computes every so many-th part. Tiles without queries are skipped.
+    """Grid (tiles x G, programs of a tile), which share the tile's parts in turns; tiles without queries are skipped.
     ``arrived``, int32 [tiles x G], is zero before and after."""
     wait_for_previous(OVERLAP)
     J: tl.constexpr = H // G

@@ -64,8 +64,8 @@ class PagedContext(AttentionContext):
         launches: tiles (int64 [T, 4]) and their settings.
         direct_until: number of the last layer that ``decode_layer`` computes in this pass, with all layers before it;
             None if modules compute all layers.
-        carried: the branch that the previous layer has not added to its output, [n, 1, hidden size], or terms of it, see
-            ``dta_kernels.layers.few_rows``.
+        carried: the branch that the previous layer has not added to its output, [n, 1, hidden size], or its terms
+            [S, n, 1, hidden size] (``dta_kernels.layers.few_rows``).
     """
 
     addresses: Tensor | None = None

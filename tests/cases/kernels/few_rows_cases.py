@@ -65,4 +65,5 @@ def check_pages(
     write_pages_reference(k, v, *expected, slots)
     for found, wanted in zip(pools, expected, strict=True):
         assert torch.equal(found.isnan(), wanted.isnan())
-    return max(relative_error(a.nan_to_num(0), b.nan_to_num(0)) for a, b in zip((query, *pools), (q, *expected)))
+    pairs = zip((query, *pools), (q, *expected), strict=True)
+    return max(relative_error(found.nan_to_num(0), wanted.nan_to_num(0)) for found, wanted in pairs)
