@@ -40,6 +40,45 @@ def load_tile(tiles, tile):
 
 
 @triton.jit
+def _attend_part(
+    q, position, scale_2, keys_of, values_of, table, begin, stop, STRIDE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Attention to the keys ``begin .. stop``: the weighted mean of their values, and the log-sum-exp in base 2. Keys and
+    values of a position are ``STRIDE`` elements apart."""
+    channel = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    for start in tl.range(begin, stop, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        inside = key < stop
+        page = tl.load(table + key // S, mask=inside, other=0)
+        place = (page * S + key % S) * STRIDE
+        if BLOCK_D == D:
+            loaded = inside[:, None]
+        else:
+            loaded = inside[:, None] & (channel < D)[None, :]
+        k = tl.load(keys_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
+        scores = product(q, k.T, None, PRECISION, UPCAST)
+        visible = inside[None, :] & (key[None, :] <= position[:, None])
+        scores = tl.where(visible, scores * scale_2, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        # A row that has seen no key yet keeps minus infinity, which must not be subtracted from itself.
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        probability = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(largest - shift)
+        total = total * decay + tl.sum(probability, 1)
+        acc = acc * decay[:, None]
+        v = tl.load(values_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
+        acc = product(probability.to(q.dtype), v, acc, PRECISION, UPCAST)
+        largest = new_largest
+    total = tl.where(total > 0, total, 1.0)
+    return acc / total[:, None], largest + tl.log2(total)
+
+
+@triton.jit
 def _merged_parts(
     part_out, part_lse, at, size, parts, exists, stored, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
@@ -102,39 +141,16 @@ def paged_attention_kernel(
     for part in tl.range(tl.program_id(1), parts, programs):
         begin = part * length
         stop = tl.minimum(begin + length, end)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        for start in tl.range(begin, stop, BLOCK_N):
-            key = start + tl.arange(0, BLOCK_N)
-            inside = key < stop
-            page = tl.load(table + key // S, mask=inside, other=0)
-            place = (page * S + key % S) * (G * D) + group * D
-            if BLOCK_D == D:
-                loaded = inside[:, None]
-            else:
-                loaded = inside[:, None] & (channel < D)[None, :]
-            k = tl.load(keys_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
-            scores = product(q, k.T, None, PRECISION, UPCAST)
-            visible = inside[None, :] & (key[None, :] <= position[:, None])
-            scores = tl.where(visible, scores * scale_2, float("-inf"))
-            new_largest = tl.maximum(largest, tl.max(scores, 1))
-            # A row that has seen no key yet keeps minus infinity, which must not be subtracted from itself.
-            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            probability = tl.exp2(scores - shift[:, None])
-            decay = tl.exp2(largest - shift)
-            total = total * decay + tl.sum(probability, 1)
-            acc = acc * decay[:, None]
-            v = tl.load(values_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
-            acc = product(probability.to(q.dtype), v, acc, PRECISION, UPCAST)
-            largest = new_largest
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        acc, lse = _attend_part(
+            q, position, scale_2, keys_of + group * D, values_of + group * D, table, begin, stop, G * D, D, BLOCK_D, S,
+            BLOCK_M, BLOCK_N, PRECISION, UPCAST,
+        )  # fmt: skip
         if PARTS == 1 or parts == 1:
             tl.store(out_NHD + at[:, None] * D + channel[None, :], acc.to(out_NHD.dtype.element_ty), mask=stored)
         else:
             target = at + part * size
             tl.store(part_out + target[:, None] * D + channel[None, :], acc, mask=stored)
-            tl.store(part_lse + target, largest + tl.log2(tl.where(total > 0, total, 1.0)), mask=exists)
+            tl.store(part_lse + target, lse, mask=exists)
     if PARTS > 1 and parts > 1:
         # All threads have stored before the addition releases it to the program that arrives last.
         tl.debug_barrier()
