@@ -45,8 +45,8 @@ def _attend_part(
     BLOCK_D: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Attention to the keys ``begin .. stop``: the weighted mean of their values, and the log-sum-exp in base 2. Keys and
-    values of a position are ``STRIDE`` elements apart."""
+    """Attention to the keys ``begin .. stop``: the weighted mean of their values, and the log-sum-exp in base 2. A
+    position has ``STRIDE`` elements."""
     channel = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
