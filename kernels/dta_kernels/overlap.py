@@ -2,8 +2,8 @@
 
 Between two short kernels of a stream a GPU loses about a microsecond: the first one drains, then the programs of the
 second one start. Here they start as soon as all programs of the first one run, and wait on the device for its end.
-Every program of such a kernel calls ``wait_for_previous`` before anything else. So all earlier kernels have ended when
-it returns, and nothing is read or overwritten too early.
+Every program of such a kernel calls ``wait_for_previous`` before it writes, and before it reads anything but weights,
+which no kernel of a pass writes. So all earlier kernels have ended by then, too.
 """
 
 from __future__ import annotations

@@ -46,6 +46,9 @@ def turn_head(
     source has ``TERMS`` terms, ``size`` elements apart."""
     h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
     element = target.dtype.element_ty
+    if NORM:
+        first_weight = tl.load(weight_in + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+        second_weight = tl.load(weight_in + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
     first = sum_of_terms(source + h[None, :], half_exists, size, TERMS, element)
     second = sum_of_terms(source + HALF + h[None, :], half_exists, size, TERMS, element)
     if REST:
@@ -55,8 +58,8 @@ def turn_head(
         if REST:
             total += tl.sum(rest * rest, 1)
         rstd = (1.0 / tl.sqrt(total / D + eps))[:, None]
-        first = first * rstd * tl.load(weight_in + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
-        second = second * rstd * tl.load(weight_in + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+        first = first * rstd * first_weight
+        second = second * rstd * second_weight
         if REST:
             rest = rest * rstd * tl.load(weight_in + r, mask=r < D, other=0.0).to(tl.float32)[None, :]
     # Explicit fma, so that no compiler chooses which product is rounded: queries are recomputed bit for bit.

@@ -45,11 +45,12 @@ def _forward_kernel(
     x_in, added_in, weight_in, normed_out, residual_out, rstd_out, num_columns, eps, TERMS: tl.constexpr,
     OVERLAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < num_columns
     offset = row * num_columns + column
+    weight = tl.load(weight_in + column, mask=exists, other=0.0).to(tl.float32)
+    wait_for_previous(OVERLAP)
     x = tl.load(x_in + offset, mask=exists, other=0.0).to(tl.float32)
     if TERMS:
         size = tl.num_programs(0).to(tl.int64) * num_columns
@@ -60,7 +61,6 @@ def _forward_kernel(
         x = rounded.to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / num_columns + eps)
     tl.store(rstd_out + row, rstd)
-    weight = tl.load(weight_in + column, mask=exists, other=0.0).to(tl.float32)
     tl.store(normed_out + offset, (x * rstd * weight).to(normed_out.dtype.element_ty), mask=exists)
 
 

@@ -51,16 +51,20 @@ def _attend_part(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    key = begin + tl.arange(0, BLOCK_N)
+    page = tl.load(table + key // S, mask=key < stop, other=0)
     for start in tl.range(begin, stop, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         inside = key < stop
-        page = tl.load(table + key // S, mask=inside, other=0)
         place = (page * S + key % S) * STRIDE
         if BLOCK_D == D:
             loaded = inside[:, None]
         else:
             loaded = inside[:, None] & (channel < D)[None, :]
         k = tl.load(keys_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
+        v = tl.load(values_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
+        # The pages of the next block are known before its keys are needed.
+        page = tl.load(table + (key + BLOCK_N) // S, mask=key + BLOCK_N < stop, other=0)
         scores = product(q, k.T, None, PRECISION, UPCAST)
         visible = inside[None, :] & (key[None, :] <= position[:, None])
         scores = tl.where(visible, scores * scale_2, float("-inf"))
@@ -71,7 +75,6 @@ def _attend_part(
         decay = tl.exp2(largest - shift)
         total = total * decay + tl.sum(probability, 1)
         acc = acc * decay[:, None]
-        v = tl.load(values_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
         acc = product(probability.to(q.dtype), v, acc, PRECISION, UPCAST)
         largest = new_largest
     total = tl.where(total > 0, total, 1.0)

@@ -75,6 +75,9 @@ def paged_config(group_size: int, head_size: int, dtype: torch.dtype, run: int) 
     if run > LONGEST_SPLIT_RUN:
         return PagedConfig(max(64, least), keys, 1, keys, 4, 2)
     rows = max(least, min(64, _power_of_two(group_size * run)))
+    if rows == 16 and not is_wide:
+        # Small programs, of which a processor runs four at once.
+        return PagedConfig(rows, 32, 16, 256, 2, 4)
     return PagedConfig(rows, keys, 16, 256, 4, stages)
 
 
