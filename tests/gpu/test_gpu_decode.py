@@ -18,6 +18,7 @@ from dta_kernels.paged_attention.launch import paged_config
 from few_rows_cases import check_pages, product_errors
 from in_process_engine_cases import trainers_logprobs
 from megatron_dta.config import TreeConfig
+from megatron_dta.model.attention.paged_context import PagedContext
 from megatron_dta.model.layers.fused_layer import FusedLayer
 from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
@@ -96,17 +97,20 @@ def test_layers_with_products_of_few_rows(monkeypatch: pytest.MonkeyPatch):
     exact.load_state_dict({name: value.float() for name, value in model.state_dict().items() if value is not None})
     weight = model.decoder.layers[0].mlp.linear_fc2.weight
     assert tiles_for(weight[:3], weight) is not None
-    direct, contexts = passes(model)
-    tokens = torch.arange(3, device=CUDA)[None]
-    with torch.no_grad():
-        eager = model(tokens, contexts[-1])
+
+    def captured(tokens: torch.Tensor, context: PagedContext) -> torch.Tensor:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = model(tokens, contexts[-1])
+            out = model(tokens, context)
+        graph.replay()
+        first = out.clone()
         for _ in range(20):
             out.fill_(float("nan"))
             graph.replay()
-            assert torch.equal(out, eager)
+            assert torch.equal(out, first)
+        return out
+
+    direct, _ = passes(model, captured)
     with monkeypatch.context() as patched:
         patched.setattr(FusedLayer, "decodes_directly", False)
         modules, _ = passes(model)

@@ -77,7 +77,7 @@ def paged_config(group_size: int, head_size: int, dtype: torch.dtype, run: int) 
     rows = max(least, min(64, _power_of_two(group_size * run)))
     if rows == 16 and not is_wide:
         # Small programs, of which a processor runs four at once.
-        return PagedConfig(rows, 32, 16, 256, 2, 4)
+        return PagedConfig(rows, 64, 16, 256, 2, 2)
     return PagedConfig(rows, keys, 16, 256, 4, stages)
 
 

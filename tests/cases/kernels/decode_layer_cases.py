@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -58,8 +58,13 @@ def fused_model(name: str, **changes: Any) -> Any:
     return model
 
 
-def passes(model: Any) -> tuple[list[torch.Tensor], list[PagedContext]]:
-    """Hidden states of a pass over three prompts, of one with the next token of each, and of that one once more."""
+def passes(
+    model: Any, again: Callable[[torch.Tensor, PagedContext], torch.Tensor] | None = None
+) -> tuple[list[torch.Tensor], list[PagedContext]]:
+    """Hidden states of a pass over three prompts, of one with the next token of each, and of that one once more.
+
+    again: runs the last one, in place of the model. The pages exist only until this returns.
+    """
     rng = seed_all(9)
     shape = head_shape(model)
     device = next(model.parameters()).device
@@ -77,6 +82,6 @@ def passes(model: Any) -> tuple[list[torch.Tensor], list[PagedContext]]:
     # As after an error inside a layer: what was left behind by the pass before belongs to nobody.
     context.carried = torch.full_like(found[-1].unsqueeze(1), float("nan"))
     with torch.no_grad():
-        found.append(model(tokens[None], context))
+        found.append((again or model)(tokens[None], context))
     assert torch.equal(found[-1], found[-2])
     return found, contexts
