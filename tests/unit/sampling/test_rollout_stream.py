@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from conftest import seed_all
 from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.engines.interface import FinishReason, GenerationResult
 from megatron_dta.sampling.engines.servers.sampled_tokens import SampledTokens
-from megatron_dta.sampling.sources.begun_group import BegunGroup
+from megatron_dta.sampling.sources.begun_group import BegunGroup, unpacked
 from megatron_dta.sampling.sources.rollout_stream import RolloutStream, StreamLimits
 
 
@@ -101,6 +104,33 @@ def test_every_group_is_taken_once_or_dropped_and_counted(seed: int, waits: bool
     assert dropped == 2 * len(lost)
     assert set(state["unfinished"]) <= set(sampler.submitted)
     assert not (waits and lost)
+
+
+def test_what_is_sampled_of_a_group_survives_a_file(tmp_path: Path) -> None:
+    rng = seed_all(2)
+
+    def tokens(count: int) -> SampledTokens:
+        found = SampledTokens()
+        for version in (4, 5):
+            ids, logprobs = rng.integers(0, 99, count).astype(np.int32), -rng.random(count).astype(np.float32)
+            found = found.extended(ids, logprobs, version)
+        return found
+
+    whole, part = tokens(3), tokens(2)
+    result = GenerationResult(
+        17, whole.token_ids, whole.logprobs, FinishReason.LENGTH, 4, token_versions=whole.versions
+    )
+    torch.save(BegunGroup(4, {1: result}, {3: part}).packed(), tmp_path / "group")
+    found = unpacked(torch.load(tmp_path / "group", weights_only=True))
+    assert found.version == 4
+    assert found.results[1].request_id == 17
+    assert found.results[1].finish_reason is FinishReason.LENGTH
+    assert found.results[1].policy_version == 4
+    kept = SampledTokens(found.results[1].token_ids, found.results[1].logprobs, found.results[1].token_versions)
+    for own, there in ((whole, kept), (part, found.responses[3])):
+        for name in ("token_ids", "logprobs", "versions"):
+            assert getattr(own, name).dtype == getattr(there, name).dtype
+            assert np.array_equal(getattr(own, name), getattr(there, name))
 
 
 def test_groups_that_are_dropped_as_too_old_are_replaced() -> None:
