@@ -123,13 +123,15 @@ class Processes:
             self._results[job.name] = found["result"]
         return folder, self._results[job.name]
 
-    def close(self) -> None:
-        """End what is still running or waiting."""
+    def close(self) -> list[str]:
+        """End what is still running or waiting; returns the names of the jobs that were running."""
+        interrupted = list(self._running)
         for process, _ in [*self._running.values(), *self._waiting]:
             process.kill()
             process.join()
         self._running.clear()
         self._waiting.clear()
+        return interrupted
 
     def _asked(self, job: Job) -> Any:
         """The arguments as they are stored: a folder that has been moved, with all in it, is still valid."""

@@ -62,7 +62,8 @@ class Experiment:
         self.curves: dict[str, dict[int, Curve]] = {method: {} for method in methods}
         self.failed = False
         self._scale, self._seeds, self._jobs = chosen, seeds, jobs
-        self._processes = Processes(folder / "runs", PRELOAD, jobs)
+        self._runs = folder / "runs"
+        self._processes = Processes(self._runs, PRELOAD, jobs)
         self._flags = method_flags(chosen)
         add_tables(self.report)
 
@@ -113,7 +114,7 @@ class Experiment:
 
     def write(self) -> None:
         """Compare the methods and write Markdown and plots, of what there is; end what is still running."""
-        self._processes.close()
+        self._read_interrupted(self._processes.close())
         found = {method: of_method for method, of_method in self.curves.items() if of_method}
         complete = [seed for seed in self._seeds if all(seed in of_method for of_method in found.values())]
         if found and complete:
@@ -125,6 +126,15 @@ class Experiment:
         rates, voted = self.report.rows("efficiency"), self.report.rows("votes")
         if rates or voted:
             print(f"plot: {self.report.plot(partial(plot_sampling, rates=rates, votes=voted), 3, 'sampling')}")
+
+    def _read_interrupted(self, names: Sequence[str]) -> None:
+        """The curves of runs that were ended early, as far as they came."""
+        for method, of_method in self.curves.items():
+            for seed in self._seeds:
+                name = _run_name(method, seed)
+                if name in names:
+                    with suppress(InputError):  # it has not been evaluated yet
+                        of_method[seed] = read_curve(self._runs / name / METRICS)
 
     def attempt(self, part: str) -> None:
         """Run a part; what fails leaves the others as they are."""
@@ -165,7 +175,7 @@ class Experiment:
         return f"{self._scale.response // self._scale.segment} x {self._scale.segment}"
 
     def _curve_job(self, method: str, seed: int) -> Job:
-        return self._train_job(f"{method}-{seed}".replace(" ", "-"), self._flags[method], seed, self._scale.tokens)
+        return self._train_job(_run_name(method, seed), self._flags[method], seed, self._scale.tokens)
 
     def _ablation_job(self, number: int, ablation: Ablation) -> Job:
         seed = self._seeds[0]
@@ -222,6 +232,10 @@ class Experiment:
     def _model_flags(self, seed: int) -> list[str]:
         common = "--vocab-size 16 --swiglu --disable-bias-linear --qk-layernorm --weight-decay 0 --adam-beta2 0.95"
         return [*self._scale.model.split(), *common.split(), "--seed", str(seed)]
+
+
+def _run_name(method: str, seed: int) -> str:
+    return f"{method}-{seed}".replace(" ", "-")
 
 
 def main() -> int:

@@ -101,17 +101,18 @@ def comparison(curves: Mapping[str, Mapping[int, Curve]], baseline: str, budget:
 
     Args:
         curves: by method and seed; all methods have the same seeds.
-        budget: decoded tokens of all runs.
+        budget: decoded tokens of all runs; those of the shortest one count where it was ended early.
     """
     everything = [curve for of_method in curves.values() for curve in of_method.values()]
-    common = {axis: min(float(curve.spent[axis][-1]) for curve in everything) for axis in AXES} | {"tokens": budget}
+    common = {axis: min(float(curve.spent[axis][-1]) for curve in everything) for axis in AXES}
+    budget = min(budget, common["tokens"])
     target = TARGET_SHARE * min(
         float(np.mean([curve.at("tokens", budget) for curve in of_method.values()])) for of_method in curves.values()
     )
     rows = []
     for method, of_method in curves.items():
         found = list(of_method.values())
-        row: dict[str, Any] = {"method": method, "seeds": len(found), "target": target}
+        row: dict[str, Any] = {"method": method, "seeds": len(found), "tokens": round(budget), "target": target}
         for share, name in ((0.25, "reward_quarter"), (0.5, "reward_half"), (1.0, "reward")):
             row[name] = _average([curve.at("tokens", share * budget) for curve in found])
         row["reward_spread"] = _spread([curve.at("tokens", budget) for curve in found])

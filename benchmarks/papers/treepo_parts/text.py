@@ -57,7 +57,8 @@ def add_tables(report: PaperReport) -> None:
 _CURVE_COLUMNS = {
     "method": "method",
     "seeds": "seeds",
-    "reward_quarter": "reward at 1/4 of the tokens",
+    "tokens": "decoded tokens",
+    "reward_quarter": "reward at 1/4 of them",
     "reward_half": "1/2",
     "reward": "all",
     "reward_spread": "standard deviation",

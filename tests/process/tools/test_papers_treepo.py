@@ -101,13 +101,16 @@ def test_a_failed_part_names_its_error_and_others_end_when_asked(tmp_path: Path,
 
 
 def test_costs_of_a_reward_are_interpolated():
-    values = np.array([0.0, 10.0, 20.0])
-    curve = Curve(dict.fromkeys(AXES, values), np.array([0.2, 0.1, 0.5]))
+    values, reward = np.array([0.0, 10.0, 20.0, 40.0]), np.array([0.2, 0.1, 0.5, 0.5])
+    curve = Curve({"tokens": values, "sampling": values / 2, "seconds": values / 2}, reward)
     assert curve.reaches("tokens", 0.3) == 15
     assert curve.reaches("tokens", 0.2) == 0
     assert curve.reaches("tokens", 0.6) is None
-    slow = Curve(dict.fromkeys(AXES, 2 * values), curve.reward)
-    first, second = comparison({"GRPO": {1: slow}, "TreePO": {1: curve}}, "GRPO", 40)
-    assert first["target"] == second["target"] == 0.45
-    assert (first["tokens_saved"], second["tokens_saved"]) == (0, 0.5)
-    assert (first["reward_at_equal_seconds"], second["reward_at_equal_seconds"]) == (0.1, 0.5)
+    slow = Curve(dict.fromkeys(AXES, 2 * values), reward)
+    # With a budget that one of them has not reached, both count up to where it was ended.
+    for budget in (40, 100):
+        first, second = comparison({"GRPO": {1: slow}, "TreePO": {1: curve}}, "GRPO", budget)
+        assert first["tokens"] == second["tokens"] == 40
+        assert first["target"] == second["target"] == 0.45
+        assert (first["tokens_saved"], second["tokens_saved"]) == (0, 0.5)
+        assert (first["reward_at_equal_seconds"], second["reward_at_equal_seconds"]) == (0.1, 0.5)
