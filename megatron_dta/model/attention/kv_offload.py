@@ -13,8 +13,11 @@ would see without offloading, so results are the same bit for bit. On a CPU, cop
 
 from __future__ import annotations
 
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from mmap import PAGESIZE
 
 import numpy as np
 import torch
@@ -27,6 +30,41 @@ from megatron_dta.planning.costs.kv_offload import NUM_BUFFERS, layers_on_host
 FLAG = "--kv-offload-fraction"
 
 
+class PinnedMemory:
+    """Host memory that CUDA has registered, until the object goes.
+
+    CUDA registers whole pages, and none twice. Other memory may share the first and the last page of a tensor, and
+    freed memory may be given out again, so the memory has pages of its own and is unregistered before it is freed.
+
+    Attributes:
+        bytes: uint8, at least ``num_bytes``.
+
+    Raises:
+        MemoryError: the memory cannot be pinned.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        size = -(-num_bytes // PAGESIZE) * PAGESIZE
+        # Not by pin_memory, which rounds sizes up to a power of two.
+        whole = torch.empty(size + PAGESIZE, dtype=torch.uint8)
+        self.bytes = whole[-whole.data_ptr() % PAGESIZE :][:size]
+        address = self.bytes.data_ptr()
+        if size and int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
+            with suppress(RuntimeError):
+                torch.ones(1, device="cuda")  # otherwise another launch would report the error
+            raise MemoryError
+        self.free = weakref.finalize(self, _unregister if size else int, address)
+        self.free.atexit = False
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.synchronize()  # copies from and to this memory are over
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
 class HostSlots:
     """Host memory for the pools of a model, kept from pass to pass, and the streams that copy.
 
@@ -35,27 +73,26 @@ class HostSlots:
 
     def __init__(self, fraction: float, device: torch.device) -> None:
         self.fraction, self.is_cuda = fraction, device.type == "cuda"
-        self._memory: dict[int, Tensor] = {}
+        self._memory: dict[int, Tensor | PinnedMemory] = {}
         self.inward = torch.cuda.Stream(device) if self.is_cuda else None
         self.outward = torch.cuda.Stream(device) if self.is_cuda else None
 
     def memory(self, chunk: int, num_bytes: int) -> Tensor:
         """``num_bytes`` bytes for a model chunk's pool; pinned for a GPU."""
         found = self._memory.get(chunk)
-        if found is None or found.numel() < num_bytes:
-            if found is not None and self.is_cuda:
-                torch.cuda.synchronize()  # copies from and to the old memory are over
-                torch.cuda.cudart().cudaHostUnregister(found.data_ptr())
+        if found is None or len(found) < num_bytes:
+            if isinstance(found, PinnedMemory):
+                found.free()
             self._memory.pop(chunk, None)
             del found
-            # Not by pin_memory, which rounds sizes up to a power of two.
-            found = torch.empty(num_bytes, dtype=torch.uint8)
-            if self.is_cuda and num_bytes and int(torch.cuda.cudart().cudaHostRegister(found.data_ptr(), num_bytes, 0)):
+            try:
+                found = PinnedMemory(num_bytes) if self.is_cuda else torch.empty(num_bytes, dtype=torch.uint8)
+            except MemoryError:
                 raise InputError(
                     f"{FLAG} {self.fraction:g}: {num_bytes / 2**30:.1f} GiB of host memory cannot be pinned; lower it"
-                )
+                ) from None
             self._memory[chunk] = found
-        return found[:num_bytes]
+        return (found.bytes if isinstance(found, PinnedMemory) else found)[:num_bytes]
 
 
 @dataclass(eq=False)

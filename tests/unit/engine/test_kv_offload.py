@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from math import ceil
+from mmap import PAGESIZE
 
 import numpy as np
 import pytest
@@ -175,3 +176,49 @@ def test_the_overlap_of_experts_is_refused(case, monkeypatch):
     monkeypatch.setattr(engine.tree_models[0], "overlaps_experts", True)
     with pytest.raises(InputError, match="--kv-offload-fraction 1 conflicts with --overlap-moe-expert-parallel-comm"):
         engine.offload_kv(1.0)
+
+
+class Runtime:
+    """Registers as CUDA does: whole pages, none twice. Counts what is registered."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, range] = {}
+
+    def cudaHostRegister(self, address: int, size: int, _: int) -> int:  # noqa: N802
+        pages = range(address // PAGESIZE, -(-(address + size) // PAGESIZE))
+        if any(page in taken for taken in self.pages.values() for page in pages):
+            return 712
+        self.pages[address] = pages
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pages[address]
+        return 0
+
+
+def test_pinned_memory_is_unregistered_before_others_get_it(monkeypatch):
+    """Engines that come and go, with small and growing pools; a failed call leaves no error behind."""
+    runtime, launches = Runtime(), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    slots = []
+    for _ in range(40):
+        slots = [HostSlots(1.0, torch.device("cpu")) for _ in range(3)]
+        for each in slots:
+            each.is_cuda = True
+            for size in (0, 100, 90, 5000):
+                memory = each.memory(0, size)
+                assert memory.numel() == size
+                memory.fill_(7)
+        assert len(runtime.pages) == 3
+        assert sum(len(pages) for pages in runtime.pages.values()) == 3 * -(-5000 // PAGESIZE)
+        del each
+        slots.clear()
+        assert not runtime.pages
+    monkeypatch.setattr(torch, "ones", lambda *_, **where: launches.append(where))
+    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *_: 2)
+    refused = HostSlots(0.5, torch.device("cpu"))
+    refused.is_cuda = True
+    with pytest.raises(InputError, match=r"--kv-offload-fraction 0.5: 0.0 GiB of host memory cannot be pinned; lower"):
+        refused.memory(0, 10)
+    assert launches == [{"device": "cuda"}]
