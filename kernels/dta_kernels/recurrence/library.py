@@ -40,9 +40,21 @@ def is_supported(found: str) -> bool:
 def why_triton_is_wrong(capability: tuple[int, int]) -> str | None:
     """Why the kernels' gradients would be wrong on a GPU of this compute capability, and what helps; None if not."""
     found = _triton_version()
-    if capability[0] != 9 or not _WRONG_TRITON <= _numbers(found) < _RIGHT_TRITON or find_spec("tilelang"):
+    if capability[0] != 9 or not _WRONG_TRITON <= _numbers(found) < _RIGHT_TRITON:
         return None
-    return f"Triton {found} compiles its backward wrongly for Hopper GPUs; install tilelang, or triton>=3.7.1"
+    has_tilelang = find_spec("tilelang")
+    if has_tilelang and _has_compiler():
+        return None
+    missing = "a CUDA toolkit with nvcc for tilelang" if has_tilelang else "tilelang"
+    return f"Triton {found} compiles its backward wrongly for Hopper GPUs; install {missing}, or triton>=3.7.1"
+
+
+def _has_compiler() -> bool:
+    """Whether the package finds the compiler without which it leaves TileLang aside."""
+    import fla.utils
+
+    found = getattr(fla.utils, "has_usable_nvcc", None)
+    return found is None or found()
 
 
 def _triton_version() -> str:

@@ -132,6 +132,11 @@ def test_missing_and_old_libraries_are_refused_in_one_line(monkeypatch):
         InputError, match=r"Triton 3\.6\.0.* wrongly for Hopper GPUs; install tilelang, or triton>=3\.7\.1"
     ):
         choose("auto", torch.bfloat16, cuda)
+    monkeypatch.setattr(library, "find_spec", lambda name: "tilelang")
+    monkeypatch.setattr(library, "_has_compiler", lambda: False)
+    with pytest.raises(InputError, match="install a CUDA toolkit with nvcc for tilelang, or triton"):
+        choose("auto", torch.bfloat16, cuda)
+    monkeypatch.setattr(library, "_has_compiler", lambda: True)
     for there, capability, triton in (("tilelang", 9, "3.6.0"), (None, 10, "3.6.0"), (None, 9, "3.7.1")):
         monkeypatch.setattr(library, "find_spec", lambda name, there=there: there)
         monkeypatch.setattr(library, "_triton_version", lambda triton=triton: triton)
