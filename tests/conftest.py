@@ -32,6 +32,7 @@ def pytest_collection_finish() -> None:
         quick_interpreter.make_quick()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.hookimpl(tryfirst=True)

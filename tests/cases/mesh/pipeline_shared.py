@@ -20,7 +20,7 @@ from tree_engine_cases import (
 
 UNTIED = QWEN3 | {"untie_embeddings_and_output_weights": True}
 ARCHITECTURES = {
-    "tied": QWEN2 | {"num_layers": 4},
+    "tied": QWEN2 | {"untie_embeddings_and_output_weights": False, "num_layers": 4},
     "untied": UNTIED | {"num_layers": 4},
     "recompute": QWEN3 | FULL_RECOMPUTE | {"num_layers": 4},
     "experts": QWEN3_MOE | {"num_layers": 4, "moe_layer_freq": "[0]*1+[1]*3", "moe_aux_loss_coeff": 0.3},
