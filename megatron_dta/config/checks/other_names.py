@@ -113,7 +113,7 @@ NAMES = (
     Names(
         "`--update-weight-buffer-size`",
         "`rollout.checkpoint_engine.backend`",
-        "`--rollout-weight-transfer` (folder, nccl), `--rollout-weight-bucket-mb`",
+        "`--rollout-weight-transfer` (folder, nccl, ipc), `--rollout-weight-bucket-mb`",
     ),
     Names(
         "`--actor-num-nodes`, `--actor-num-gpus-per-node`",

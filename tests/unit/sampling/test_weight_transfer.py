@@ -21,6 +21,7 @@ from megatron_dta.sampling.engines.interface import generate
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.engines.servers.http_client import ServerError
 from megatron_dta.sampling.engines.servers.http_settings import listed_urls
+from megatron_dta.sampling.engines.servers.weights import patches
 from megatron_dta.sampling.engines.servers.weights.groups import StoreGroup
 from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights, empty_weights
 from megatron_dta.sampling.engines.servers.weights.patches import expected_checksums, patches_of
@@ -143,7 +144,9 @@ def changed(weights: HostWeights, generator: torch.Generator) -> tuple[HostWeigh
     return found, count
 
 
-def test_patches_have_all_values_that_differ_in_a_bit() -> None:
+@pytest.mark.parametrize("part", [1, 7, 1 << 20])
+def test_patches_have_all_values_that_differ_in_a_bit(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_PART", part)
     weights = weights_of(1)
     weights.tensors["large"].view(-1)[5] = torch.nan
     later, count = changed(weights, torch.Generator().manual_seed(2))

@@ -62,7 +62,7 @@ class SharedGroup(ABC):
 
     Attributes:
         meeting: what the servers need to join; valid before ``join``.
-        device: from which buffers are sent without a copy.
+        device: from which buffers are sent.
     """
 
     meeting: Meeting
@@ -83,7 +83,7 @@ class SharedGroup(ABC):
 
     @abstractmethod
     def broadcast(self, buffer: Tensor) -> None:
-        """Send a buffer (uint8), on the host or ``device``, to all others and wait until it is sent."""
+        """Send a buffer on the host (uint8) to all others and wait until it is sent."""
 
     @abstractmethod
     def abort(self) -> None:

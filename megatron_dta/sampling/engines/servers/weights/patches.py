@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_dta.sampling.engines.servers.weights.host_weights import Bucket, HostWeights
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PART = 1 << 26
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -28,8 +29,8 @@ class Patch:
     """New values of one tensor.
 
     Attributes:
-        indices: int32 [changed], of the flat tensor.
-        values: [changed], on the same device.
+        indices: int32 [changed], of the flat tensor; on the host.
+        values: [changed].
     """
 
     name: str
@@ -44,20 +45,30 @@ class Patch:
 
 
 def patches_of(bucket: Bucket, base: Bucket | None, device: torch.device) -> list[Patch]:
-    """The tensors of a bucket that differ from those of ``base`` in any bit; without it all, whole."""
+    """The tensors of a bucket that differ from those of ``base`` in any bit; without it all, whole.
+
+    Args:
+        device: where they are compared, a part at a time, since training needs its memory.
+    """
     found = []
-    words = _WORDS[bucket.dtype.itemsize]
     for name, values in bucket.tensors.items():
-        flat = values.view(-1).to(device, non_blocking=True)
+        flat = values.view(-1)
         if base is None:
-            indices = torch.arange(flat.numel(), dtype=torch.int32, device=device)
-        else:
-            before = base.tensors[name].view(-1).to(device, non_blocking=True)
-            indices = (flat.view(words) != before.view(words)).nonzero().view(-1).int()
-            flat = flat[indices]
+            found.append(Patch(name, tuple(values.shape), torch.arange(flat.numel(), dtype=torch.int32), flat))
+            continue
+        indices = _changed(flat, base.tensors[name].view(-1), device)
         if indices.numel():
-            found.append(Patch(name, tuple(values.shape), indices, flat))
+            found.append(Patch(name, tuple(values.shape), indices, flat[indices]))
     return found
+
+
+def _changed(left: Tensor, right: Tensor, device: torch.device) -> Tensor:
+    """Where two flat tensors differ: int32, on the host."""
+    words, found = _WORDS[left.dtype.itemsize], [torch.zeros(0, dtype=torch.int32)]
+    for start in range(0, left.numel(), _PART):
+        parts = (each[start : start + _PART].to(device, non_blocking=True).view(words) for each in (left, right))
+        found.append((torch.ne(*parts).nonzero().view(-1) + start).int().cpu())
+    return torch.cat(found)
 
 
 def expected_checksums(weights: HostWeights, names: Iterable[str]) -> dict[str, str]:
