@@ -53,6 +53,7 @@ MESHES = {
         [99, 0],
     ),
     "cp4": (4, ParallelConfig(context_parallel_size=4), [0]),
+    "dynamic-2": (4, ParallelConfig(context_parallel_size=4, dynamic_context_parallel=True), [4, 0]),
     "tp2-ep2": (2, ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=1, **SP), [0]),
 }
 COMBINATIONS = [
@@ -91,12 +92,17 @@ def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
         more[f"cp2 siblings {changed}"] = suite.case(
             "cp2", "hybrid", "dta", samples=samples, partition=[[0, 1, 2]], tree=tree
         )
+    more["dynamic-2 of 4"] = suite.case("dynamic-2", "four-heads", "dta-mixed", context_size=2)
     return suite.run(COMBINATIONS, tmp_path_factory.mktemp("hybrid"), more)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
 def test_equals_one_process(suite, results, combination):
     suite.check(results[" ".join(combination)], *combination[:2], *combination[3:])
+
+
+def test_half_of_the_context_ranks_divide_heads_of_gated_delta_net_too(suite, results):
+    suite.check(results["dynamic-2 of 4"], "dynamic-2", "four-heads")
 
 
 def test_a_sibling_changes_no_bit_on_context_ranks(results):
