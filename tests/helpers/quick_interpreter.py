@@ -1,6 +1,6 @@
 """Triton's interpreter without what it repeats: it patches its language anew at every launch and every inner call,
 builds dtypes, types of blocks and shapes of tensors at every operation, and looks for the rules of promotion in each
-sum. Nine tenths of its time are that.
+sum. Nine tenths of its time are that. Other versions of Triton than those tried here keep their interpreter.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
-from triton.language import core
-from triton.language.semantic import TritonSemantic
+from triton.language import core, semantic
 from triton.runtime import interpreter
 from triton.runtime.jit import mangle_type
 
+_TRIED_VERSIONS = ("3.9.",)
 # Operands of these types are computed by NumPy at once; all others go Triton's long way.
 _FLOATS, _INTEGERS = (tl.float32, tl.float64), (tl.int32, tl.int64)
 _NUMPY_TYPES = {
@@ -37,8 +38,15 @@ class _Nothing:
         pass
 
 
+def was_tried() -> bool:
+    """Whether this version of Triton can be patched."""
+    return triton.__version__.startswith(_TRIED_VERSIONS)
+
+
 def make_quick() -> None:
     """The language stays patched in this process, which compiles no kernels. A second call changes nothing."""
+    if not was_tried():
+        return
     if interpreter._patch_lang.__name__ == "patch_once":
         return
     _patch_once()
@@ -122,7 +130,7 @@ def _build_types_once() -> None:
 
 
 def _check_shapes_and_overflow_in_numpy() -> None:
-    broadcast = TritonSemantic.broadcast_impl_value
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
     operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
     def broadcast_if_different(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
@@ -139,8 +147,8 @@ def _check_shapes_and_overflow_in_numpy() -> None:
             fits = found.min() >= scalar.get_int_min_value() and found.max() <= scalar.get_int_max_value()
             assert fits, f"int{scalar.int_bitwidth} overflow detected for operation {name}"
 
-    TritonSemantic.broadcast_impl_value = broadcast_if_different
-    TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_if_different
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
 
 
 _tensor_types: dict[tuple, tuple] = {}
