@@ -33,7 +33,7 @@ from tree_engine_cases import (
 
 @pytest.fixture(scope="module")
 def references():
-    samples = random_training_samples(branching_sequences(seed_all(11), count=8, longest=24), seed=11)
+    samples = random_training_samples(branching_sequences(seed_all(13), count=8, longest=24), seed=13)
     found = {}
     for name, settings in (("dense", HYBRID), ("experts", HYBRID | EXPERTS)):
         model = model_config(**settings)
