@@ -75,7 +75,6 @@ def test_a_step_equals_that_of_megatrons_modules(settings, mode, segment_tokens,
     assert result.segments > 1
     assert outcome.gradients.keys() == expected.gradients.keys()
     errors = compare_outcomes(outcome, expected)
-    # Terms of the loss cancel, so its relative error depends on the processor's order of sums.
     assert errors.largest() < 5e-6, errors
 
 
