@@ -57,14 +57,14 @@ class Tool:
         """The result of ``--json``; nothing is on stderr, unless another environment is what it warns of."""
         done = self(*arguments, "--json", **environment)
         assert done.returncode == 0, done.stderr
-        assert environment or done.stderr == ""
+        assert environment or done.stderr == "", done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
     def assert_refused(self, *arguments: object, parts: tuple[str, ...]) -> None:
         """The arguments are refused with status 2 and one line that has all ``parts``."""
         done = self(*arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("error: ")
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert done.stderr.startswith("error: "), done.stderr
         assert done.stderr.count("\n") == 1, done.stderr
         for part in parts:
             assert part in done.stderr

@@ -111,7 +111,6 @@ def test_the_table_names_every_method_and_json_is_only_on_demand(tmp_path: Path)
         (GOOD, ("--data-parallel-size", "2", "--sample-granularity", "row"), ("--sample-granularity", "trajectory")),
         (GOOD, ("--data-parallel-size", "2", "--keep-together", "x"), ("--keep-together", "group")),
         (GOOD, ("--data-parallel-size", "2", "--max-length", "0"), ("--max-length", "at least 1")),
-        (GOOD, ("--data-parallel-size", "2", "--max-length", "1"), ("rollouts.jsonl", "--max-length")),
         (GOOD, ("--data-parallel-size", "2", "--cost-model", "no.json"), ("no.json", "cannot be read")),
     ],
 )
@@ -120,6 +119,17 @@ def test_bad_input_gets_one_line(tmp_path: Path, content: str | None, arguments:
     if content is not None:
         path.write_text(content)
     TOOL.assert_refused(path, *arguments, parts=parts)
+
+
+def test_what_is_left_out_is_said_before_the_error(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(GOOD)
+    done = TOOL(path, "--data-parallel-size", 2, "--max-length", 1)
+    left_out, error = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "left out 1 samples" in left_out
+    assert error.startswith("error: ")
+    assert "--max-length" in error
 
 
 def test_no_torch_is_loaded(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -153,7 +154,10 @@ def test_small_file(tmp_path: Path, suffix: str) -> None:
 def test_the_window_is_the_history_that_counts(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     write_rollouts(path, small_rollouts(4, turns=False))
-    all_past, one = (TOOL.json(path, "--past", 4, "--das-window", w, "--no-control") for w in (9, 1))
+    all_past = TOOL.json(path, "--past", 4, "--das-window", 9, "--no-control")
+    done = TOOL(path, "--past", 4, "--das-window", 1, "--no-control", "--json")
+    assert done.stderr == "--das-window 1 keeps fewer than the 4 past samples of --past\n"
+    one = json.loads(done.stdout.splitlines()[-1])
     assert one["warm"]["drafter_tokens"] < all_past["warm"]["drafter_tokens"]
     assert all_past["makespan_saved_control"] is None
 
