@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.gpus import LINEAR_PASSES
+from megatron_dta.planning.costs.gpus import LINEAR_PASSES, MEMORY_SHARE, RULE_PASSES
 from megatron_dta.planning.costs.model import FLOOR_SECONDS_PER_LAYER, CostModel
 
 # Grouped products take this much longer than the layers' products, and twice as long with FEW_ROWS rows an expert. With
@@ -29,10 +29,6 @@ GEMM_PASSES = 3.0
 # Channels that elementwise work of a layer reads and writes per token in forward and backward, with fused norms,
 # rotary embedding and activation, over the width of each part.
 ELEMENTWISE_PASSES = {"hidden": 24.0, "attention": 7.0, "ffn": 9.0}
-
-
-# The time of the gated delta rule, forward and backward, in reads or writes of the convolution's rows (``gpus``).
-RULE_PASSES = 28.0
 
 
 @dataclass(frozen=True)
@@ -114,9 +110,11 @@ def elementwise_channels(shape: DecoderShape, layer: int) -> tuple[float, float,
         hidden += shape.moe_router_topk * shape.hidden_size / 2
     attention = shape.query_width + 2 * shape.kv_width
     if shape.is_linear(layer):
+        # The rule was measured against another share of the memory's bandwidth.
+        rule = sum(RULE_PASSES) * Cluster.hbm_share / MEMORY_SHARE
         return (
             passes["hidden"] * hidden,
-            (3 * LINEAR_PASSES + RULE_PASSES) * shape.linear_channels,
+            (3 * LINEAR_PASSES + rule) * shape.linear_channels,
             passes["ffn"] * shape.layer_width(layer),
         )
     return passes["hidden"] * hidden, passes["attention"] * attention, passes["ffn"] * shape.layer_width(layer)

@@ -130,8 +130,8 @@ class SamplingConfig:
     )
     rollout_weight_check_interval: int = option(
         0,
-        "With --rollout-weight-delta, compare the checksums of the servers' parameters after every so many updates; a "
-        "server whose weights differ gets all of them. 0: never.",
+        "With --rollout-weight-delta, number of updates between comparisons of the servers' checksums; a server whose "
+        "weights differ gets all of them. 0: never.",
         minimum=0,
     )
     rollout_max_staleness: int = option(

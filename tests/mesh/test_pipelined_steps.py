@@ -19,9 +19,10 @@ pytest.importorskip("triton")
 
 from conftest import REPOSITORY
 from decode_layer_cases import GROUPED, few_parts, fused_model, small_parts  # noqa: F401 (a fixture)
+from decode_mesh_cases import build_on
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
-from mesh_worker import copy_shards, named_parameters, run_on_ranks
+from mesh_worker import named_parameters, run_on_ranks
 from rollout_forest import PARAMS, started
 from sampling_cases import random_prompts, sampling_config
 from speculation_exact_cases import Adversary
@@ -77,15 +78,6 @@ def assert_near(found: Samples, expected: Samples) -> None:
 def case_of(model: Any, **changes: Any) -> Case:
     weights = {name: parameter.detach().clone() for name, parameter in named_parameters(model).items()}
     return sampling_config(torch.float32, **FUSED | changes), weights
-
-
-def build_on(config: ModelConfig, weights: dict[str, torch.Tensor], parallel: ParallelConfig) -> Any:
-    from megatron_dta.model import build_model, destroy_parallel, initialize_parallel
-
-    destroy_parallel()
-    model = build_model(config, initialize_parallel(5, parallel), parallel).eval()
-    copy_shards(model, weights, config)
-    return model
 
 
 def engine_on(model: Any, job: Job) -> Any:

@@ -3,7 +3,7 @@ addresses (captured on a GPU) give the samples of one process. In Triton's inter
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,8 +14,9 @@ import torch
 pytest.importorskip("triton")
 
 from decode_layer_cases import MODELS, few_parts, fused_model, passes, small_parts  # noqa: F401 (a fixture)
+from decode_mesh_cases import Job, build_on
 from megatron_dta.config import ModelConfig, ParallelConfig
-from mesh_worker import copy_shards, named_parameters, run_on_ranks
+from mesh_worker import named_parameters, run_on_ranks
 from rollout_forest import NEVER, Drive, assert_same, run_forest, started
 from sampling_cases import random_prompts, sampling_config
 from speculation_exact_cases import suffix_drafting
@@ -34,15 +35,6 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 def config_of(name: str) -> ModelConfig:
     dtype, shape = MODELS[name]
     return sampling_config(dtype, **FUSED | shape)
-
-
-def build_on(config: ModelConfig, weights: dict[str, torch.Tensor], parallel: ParallelConfig) -> Any:
-    from megatron_dta.model import build_model, destroy_parallel, initialize_parallel
-
-    destroy_parallel()
-    model = build_model(config, initialize_parallel(5, parallel), parallel).eval()
-    copy_shards(model, weights, config)
-    return model
 
 
 # Every model on a tensor group, two of them with sequence parallelism.
@@ -99,19 +91,11 @@ def test_stages_decode_without_modules(tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(last, passes(whole)[0], strict=True))
 
 
-@dataclass(frozen=True)
-class StaticJob:
-    parallel: ParallelConfig
-    changes: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    drafts: bool = False
-
-
 JOBS = {
-    "tp2": StaticJob(MESHES["tp2"]),
-    "tp2-sp": StaticJob(MESHES["tp2-sp"], settings=dict(block_size=3, max_requests=5)),
-    "drafts": StaticJob(MESHES["tp2"], drafts=True),
-    "modules": StaticJob(MESHES["tp2"], dict(fused_layer_impl="reference")),
+    "tp2": Job(MESHES["tp2"]),
+    "tp2-sp": Job(MESHES["tp2-sp"], settings=dict(block_size=3, max_requests=5)),
+    "drafts": Job(MESHES["tp2"], drafts=True),
+    "modules": Job(MESHES["tp2"], dict(fused_layer_impl="reference")),
 }
 
 

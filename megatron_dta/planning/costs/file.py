@@ -74,8 +74,8 @@ class CostShape:
         num_experts, moe_router_topk, moe_ffn_hidden_size, moe_shared_expert_intermediate_size: experts of a layer; 0
             without them.
         expert_model_parallel_size, expert_tensor_parallel_size: how experts are divided.
-        linear_attention_freq, linear_conv_kernel_dim, ...: attention in every so many layers, and the sizes of gated
-            delta net in the others; 0 without it.
+        linear_attention_freq, linear_conv_kernel_dim, ...: N for attention in every N-th layer, and the sizes of
+            gated delta net in the others; 0 without it.
     """
 
     hidden_size: int

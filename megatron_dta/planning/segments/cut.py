@@ -44,7 +44,7 @@ def default_memory_tokens(tree: PrefixTree, segment_tokens: int) -> int:
 
 
 def default_in_flight(longest: int, segment_tokens: int) -> int:
-    """``default_memory_tokens`` for a longest sequence of so many tokens."""
+    """``default_memory_tokens`` for the length of the longest sequence."""
     return max(3 * longest // 2, 8 * segment_tokens)
 
 

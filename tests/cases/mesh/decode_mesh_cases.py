@@ -1,4 +1,4 @@
-"""Decoding on several GPUs against one: what the tests of tensor groups and of pipeline stages share."""
+"""Decoding on several ranks against one: what the tests of tensor groups and of pipeline stages share."""
 
 from __future__ import annotations
 
