@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from decode_mesh_cases import Job, assert_reproducible, check_moved_weights, compare
+from hybrid_cases import HYBRID
 from megatron_dta.config import ParallelConfig
 from rollout_forest import PARAMS
 
@@ -31,6 +32,11 @@ TWO = {
     "virtual stages": Job(STAGES(num_virtual_stages_per_pipeline_rank=2)),
     "modules": Job(STAGES(), changes=dict(fused_layer_impl="reference")),
 }
+STATES = HYBRID | dict(
+    num_layers=4, linear_attention_freq="[1,1,1,0]", gated_delta_rule_impl="reference", disable_bias_linear=True
+)
+# One stage without attention, one without states.
+APART = STAGES(pipeline_model_parallel_layout="Ettt|tL")
 BOTH = STAGES(tensor_model_parallel_size=2)
 FOUR = {
     "PP 4": Job(ParallelConfig(pipeline_model_parallel_size=4)),
@@ -43,6 +49,12 @@ FOUR = {
 
 def test_two_stages_give_the_samples_of_one_gpu_in_float32(tmp_path):
     assert_reproducible(compare(TWO, DRAWN_BY_KERNELS, 2, tmp_path / "mesh", **LAYERS))
+
+
+def test_stages_with_states_give_the_samples_of_one_gpu_in_float32(tmp_path):
+    names = ("graphs", "again", "eager", "small pages", "drafts", "virtual stages", "modules")
+    jobs = {name: TWO[name] for name in names} | {"apart": Job(APART)}
+    assert_reproducible(compare(jobs, DRAWN_BY_KERNELS, 2, tmp_path / "mesh", **STATES))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA GPUs")

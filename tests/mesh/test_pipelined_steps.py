@@ -20,11 +20,13 @@ pytest.importorskip("triton")
 from conftest import REPOSITORY
 from decode_layer_cases import GROUPED, few_parts, fused_model, small_parts  # noqa: F401 (a fixture)
 from decode_mesh_cases import build_on
+from hybrid_cases import HYBRID, spread
 from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.model.recurrent.decode_states import DecodeStates
 from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
 from mesh_worker import named_parameters, run_on_ranks
-from rollout_forest import PARAMS, started
-from sampling_cases import random_prompts, sampling_config
+from rollout_forest import PARAMS, Drive, assert_same, run_forest, started
+from sampling_cases import make_model, random_prompts, sampling_config
 from speculation_exact_cases import Adversary
 from triton_device import interpreter
 
@@ -36,6 +38,10 @@ TIED = dict(untie_embeddings_and_output_weights=False)
 EXPERTS = dict(
     num_layers=2, num_experts=2, moe_router_topk=1, moe_ffn_hidden_size=16, moe_grouped_gemm=True,
     moe_router_pre_softmax=True, disable_bias_linear=True,
+)  # fmt: skip
+STATES = HYBRID | dict(
+    num_layers=4, linear_attention_freq="[1,1,1,0]", disable_bias_linear=True, num_query_groups=2,
+    group_query_attention=True, fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16,
 )  # fmt: skip
 STAGES, TENSOR = dict(pipeline_model_parallel_size=2), dict(tensor_model_parallel_size=2)
 FROM_NUCLEUS = replace(PARAMS, other_eos_ids=(12, 16, 17))
@@ -163,6 +169,56 @@ def test_four_ranks_give_the_samples_of_one_process(tmp_path):
         "virtual stages, DP": Job(ParallelConfig(**STAGES, num_virtual_stages_per_pipeline_rank=2)),
     }
     compare(case_of(whole, num_layers=4, **TIED), jobs, expected_of(whole), 4, tmp_path / "mesh")
+
+
+def poisoned(self: DecodeStates, num_slots: int, grow: Any = DecodeStates.grow) -> None:
+    """``grow`` whose new slots begin with NaN."""
+    before = self.num_slots
+    grow(self, num_slots)
+    for tensor in (*self.states.values(), *self.rows.values()):
+        tensor[before:] = float("nan")
+
+
+def forests_on_rank(rank: int, argument: tuple[Case, Drive, dict[str, Job]]) -> dict[str, tuple]:
+    """Forks, continuations and ends inside bursts on each job's mesh, and the statistics; states begin with NaN."""
+    (config, weights), drive, jobs = argument
+    found = {}
+    with small_parts(), mock.patch.object(DecodeStates, "grow", poisoned):
+        for name, job in jobs.items():
+            engine = engine_on(build_on(replace(config, **job.changes), weights, job.parallel), job)
+            found[name] = run_forest(engine, drive), engine.statistics()
+            assert engine.pages_in_use == 0
+    return found
+
+
+@interpreter
+def test_stages_change_the_states_of_their_layers_in_place(tmp_path):
+    whole, drive = make_model(5, torch.float32, **STATES), Drive(seed=9, prompts=2)
+    with torch.no_grad():
+        spread(dict(whole.named_parameters()), 5)
+    weights = {name: parameter.detach().clone() for name, parameter in named_parameters(whole).items()}
+    apart = ParallelConfig(**STAGES, pipeline_model_parallel_layout="Ett|ttL")
+    jobs = {
+        "no attention": Job(apart),
+        # The first stage has no attention, the last one no states.
+        "few requests": Job(
+            replace(apart, pipeline_model_parallel_layout="Ettt|tL"),
+            settings=dict(block_size=3, max_requests=3, burst=3),
+        ),
+        "virtual stages": Job(ParallelConfig(**STAGES, num_virtual_stages_per_pipeline_rank=2)),
+        "modules": Job(apart, dict(fused_layer_impl="reference")),
+    }
+    expected = run_forest(started(whole, DRAWN_BY_KERNELS), drive)
+    case = sampling_config(torch.float32, **STATES), weights
+    ranks = run_on_ranks(forests_on_rank, (case, drive, jobs), 2, tmp_path / "mesh")
+    for name in jobs:
+        for rank in ranks:
+            found, statistics = rank[name]
+            assert_same(found, expected, 2e-5)
+            assert statistics["static_forwards"] > 0.5 * statistics["forwards"]
+            assert statistics["reused_tokens"] > 0
+            for request_id, (_, result) in found.items():
+                assert np.array_equal(result.logprobs, ranks[0][name][0][request_id][1].logprobs)
 
 
 def phases_on_rank(rank: int, argument: Case) -> tuple[list[Samples], list[float], list[str | None], float]:

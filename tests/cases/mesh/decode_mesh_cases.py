@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybrid_cases import spread
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.sampling.params import SamplingParams
 from mesh_worker import copy_shards, named_parameters, run_on_ranks
@@ -37,6 +38,9 @@ def reference(dtype: torch.dtype, **changes: Any) -> tuple[ModelConfig, Weights,
     """A model on one GPU: its configuration and weights, and itself."""
     shape = GROUPED | changes
     model = make_model(3, dtype, **shape)
+    if "experimental_attention_variant" in changes:
+        with torch.no_grad():
+            spread(dict(model.named_parameters()), 3)
     weights = {name: parameter.detach().cpu() for name, parameter in named_parameters(model).items()}
     return sampling_config(dtype, **shape), weights, model
 

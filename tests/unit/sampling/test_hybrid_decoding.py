@@ -141,7 +141,7 @@ def test_passes_at_fixed_addresses_have_the_samples_of_eager_ones(fused: str, mo
     assert statistics["static_forwards"] < statistics["forwards"]
 
 
-def test_gated_delta_net_is_captured_except_on_stages():
+def test_gated_delta_net_needs_only_a_gpu_to_be_captured():
     reason = why_not_captured(hybrid_model(2, torch.float32))
     assert reason == "needs a CUDA GPU"
 

@@ -77,8 +77,6 @@ def _why_not_on_this_rank(model: Model, attention_impl: str) -> str | None:
             )
         if model.counts_on_host:
             return "cannot capture experts whose numbers of tokens the host has to know (use --moe-grouped-gemm)"
-    if config.experimental_attention_variant is not None and isinstance(model, StagedModel):
-        return "cannot capture gated delta net on pipeline stages (--pipeline-model-parallel-size above 1)"
     if getattr(config, "fp8", None):
         return "cannot capture products in FP8, whose scales change from pass to pass (--fp8-format)"
     if parameter.device.type != "cuda":
@@ -194,9 +192,7 @@ class DecodeSteps:
 
         meanwhile: called while the device runs.
         """
-        self._read(cache)
-        if burst.states is not None:
-            self._state_addresses.copy_(burst.states[0].addresses)
+        self._read(cache, burst)
         num_steps, n = burst.noise.shape
         captured = self._captured(burst, params)
         static = captured.static
@@ -214,8 +210,10 @@ class DecodeSteps:
         tokens_and_logprobs = drawn.cpu().numpy()[:, :, :n]
         return tokens_and_logprobs[:, 0].astype(np.int32), tokens_and_logprobs[:, 1]
 
-    def _read(self, cache: PagedCache) -> None:
-        """Let the passes read ``cache``."""
+    def _read(self, cache: PagedCache, burst: Burst) -> None:
+        """Let the passes read ``cache`` and the states of ``burst``."""
+        if burst.states is not None:
+            self._state_addresses.copy_(burst.states[0].addresses)
         if self._addresses_of is not cache.addresses:
             self._addresses.copy_(cache.addresses)
             self._addresses_of = cache.addresses

@@ -72,7 +72,7 @@ class PipelinedSteps(DecodeSteps):
     def run(
         self, cache: PagedCache, burst: Burst, params: SamplingParams, meanwhile: Callable[[], None]
     ) -> tuple[np.ndarray, np.ndarray]:
-        self._read(cache)
+        self._read(cache, burst)
         groups = self._upload(burst, params)
         drawn = torch.zeros(burst.noise.shape[0], 2, burst.noise.shape[1], dtype=torch.float64, device=cache.device)
         for number in range(self._stage, len(burst.noise) * self._num_visits, self._num_stages):
@@ -160,7 +160,7 @@ def divided(burst: Burst, most: int) -> list[Burst]:
     for rows in np.array_split(np.arange(num_rows), min(most, num_rows)):
         own = slice(int(rows[0]), int(rows[-1]) + 1)
         tokens = slice(int(ends[own.start] - burst.counts[own.start]), int(ends[own.stop - 1]))
-        steps = burst.steps[own]
+        steps, states = burst.steps[own], burst.states
         groups.append(
             Burst(
                 burst.token_ids[tokens],
@@ -169,6 +169,7 @@ def divided(burst: Burst, most: int) -> list[Burst]:
                 burst.tables[own],
                 steps,
                 burst.noise[: steps.max(), tokens],
+                None if states is None else (states[0], states[1][own]),
             )
         )
     return groups
