@@ -17,6 +17,7 @@ tree         trees (TreePO) against the same number of independent rollouts: tra
              lengths from a lognormal distribution (--mean-length, --length-sigma, --max-length).
 tree-tokens  the token counts of this comparison, without a model.
 attention    the decoding kernel alone, with different settings; needs a GPU.
+pass         captured decoding passes with different kernels, and these alone (``rollout_parts/pass_kernels.py``).
 das          recorded samples with and without speculation, measured and predicted (``rollout_parts/drafting.py``).
 das-noise    how far rounding moves samples in bfloat16, with drafts and at other batch sizes
              (``rollout_parts/rounding.py``).
@@ -26,7 +27,7 @@ gap          how far logprobs of the sampler are from those of the trainer (``ro
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -72,7 +73,7 @@ class Part:
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, Setup | None], list[dict[str, Any]]]
+    run: Callable[[argparse.Namespace, Setup | None], Iterable[dict[str, Any]]]
     needs_model: bool = True
     without: tuple[str, ...] = ()
 
@@ -139,6 +140,21 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
     ]
 
 
+def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of ``pass``."""
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256], help="sequences of a pass")
+    parser.add_argument("--cached-tokens", type=int, default=192, help="cached tokens of each sequence")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of the passes by time")
+    parser.add_argument("--sweep", action="store_true", help="try other settings of the kernels, too")
+
+
+def run_pass(arguments: argparse.Namespace, setup: Setup) -> Iterable[dict[str, Any]]:
+    """See ``rollout_parts.pass_kernels``, which needs Triton."""
+    from rollout_parts import pass_kernels
+
+    return pass_kernels.run_pass(arguments, setup)
+
+
 def _share_of_stages(
     arguments: argparse.Namespace, engine: InProcessEngine, setup: Setup, count: int, pass_seconds: float
 ) -> dict[str, float]:
@@ -187,6 +203,7 @@ _ENGINE += ("enable_fp32_lm_head",)
 PARTS = {
     "decode": Part("tokens per second of plain sampling", add_decode_arguments, run_decode),
     "attention": Part("the decoding kernel alone", add_attention_arguments, run_attention, False, (*_ENGINE, "runs")),
+    "pass": Part("decoding passes with different kernels", add_pass_arguments, run_pass, without=("runs",)),
     "das": Part("speculation on recorded samples, measured and predicted", add_das_arguments, run_das),
     "das-noise": Part(
         "how far rounding moves samples, with drafts and without", add_noise_arguments, run_noise, without=("runs",)

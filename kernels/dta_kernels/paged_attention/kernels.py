@@ -104,49 +104,30 @@ def _merged_parts(
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
-@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=["tiles", "tables", "addresses"])
-def paged_attention_kernel(
-    query, out_NHD, part_out, part_lse, arrived, addresses, tiles, tables, num_tokens, scale, query_stride, head_stride,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
+@triton.jit
+def attend_parts(
+    q, position, exists, token, keys_of, values_of, table, head, end, num_tokens, scale, out_NHD, part_out, part_lse,
+    arrived, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles x G, programs of a tile), which share the tile's parts in turns; tiles without queries are skipped.
-    ``arrived``, int32 [tiles x G], is zero before and after."""
-    wait_for_previous(OVERLAP)
-    J: tl.constexpr = H // G
-    group = tl.program_id(0) % G
-    first, count, first_position, table_begin = load_tile(tiles, tl.program_id(0) // G)
-    if count == 0:
-        return
-    end = first_position + count
+    """Attention of a tile's queries: this program's parts of the ``end`` keys, and the merge, if it is the last one.
+
+    position, exists, token, head: of each row. keys_of, values_of: of the group.
+    """
     length = part_length(end, PARTS, MIN_PART)
-    parts = tl.cdiv(end, length)
-    programs = tl.num_programs(1)
-    if tl.program_id(1) >= parts:
-        return
-    keys_of = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(query.dtype.element_ty)), 16)
-    values_of = tl.multiple_of(tl.load(addresses + 1).to(tl.pointer_type(query.dtype.element_ty)), 16)
-    row = tl.arange(0, BLOCK_M)
+    parts, programs = tl.cdiv(end, length), tl.num_programs(1)
     channel = tl.arange(0, BLOCK_D)
-    own_query = row // J
-    head = group * J + row % J
-    exists = own_query < count
     stored = exists[:, None] & (channel < D)[None, :]
-    token = first + own_query
-    offsets = token * query_stride + head * head_stride
-    q = tl.load(query + offsets[:, None] + channel[None, :], mask=stored, other=0.0)
-    position = first_position + own_query
     scale_2 = scale * 1.4426950408889634  # log2(e): all exponentials are powers of two
-    table = tables + table_begin
     at = (token * H + head).to(tl.int64)
     size = num_tokens.to(tl.int64) * H
     for part in tl.range(tl.program_id(1), parts, programs):
         begin = part * length
         stop = tl.minimum(begin + length, end)
         acc, lse = _attend_part(
-            q, position, scale_2, keys_of + group * D, values_of + group * D, table, begin, stop, G * D, D, BLOCK_D, S,
-            BLOCK_M, BLOCK_N, PRECISION, UPCAST,
+            q, position, scale_2, keys_of, values_of, table, begin, stop, G * D, D, BLOCK_D, S, BLOCK_M, BLOCK_N,
+            PRECISION, UPCAST,
         )  # fmt: skip
         if PARTS == 1 or parts == 1:
             tl.store(out_NHD + at[:, None] * D + channel[None, :], acc.to(out_NHD.dtype.element_ty), mask=stored)
@@ -163,6 +144,40 @@ def paged_attention_kernel(
             tl.store(arrived, 0)
             merged = _merged_parts(part_out, part_lse, at, size, parts, exists, stored, BLOCK_M, BLOCK_D, D)
             tl.store(out_NHD + at[:, None] * D + channel[None, :], merged.to(out_NHD.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=["tiles", "tables", "addresses"])
+def paged_attention_kernel(
+    query, out_NHD, part_out, part_lse, arrived, addresses, tiles, tables, num_tokens, scale, query_stride, head_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles x G, programs of a tile), which share the tile's parts in turns; tiles without queries are skipped.
+    ``arrived``, int32 [tiles x G], is zero before and after."""
+    wait_for_previous(OVERLAP)
+    J: tl.constexpr = H // G
+    group = tl.program_id(0) % G
+    first, count, first_position, table_begin = load_tile(tiles, tl.program_id(0) // G)
+    if count == 0:
+        return
+    end = first_position + count
+    if tl.program_id(1) >= tl.cdiv(end, part_length(end, PARTS, MIN_PART)):
+        return
+    keys_of = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(query.dtype.element_ty)), 16)
+    values_of = tl.multiple_of(tl.load(addresses + 1).to(tl.pointer_type(query.dtype.element_ty)), 16)
+    row = tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, BLOCK_D)
+    own_query = row // J
+    exists = own_query < count
+    offsets = (first + own_query) * query_stride + (group * J + row % J) * head_stride
+    stored = exists[:, None] & (channel < D)[None, :]
+    q = tl.load(query + offsets[:, None] + channel[None, :], mask=stored, other=0.0)
+    attend_parts(
+        q, first_position + own_query, exists, first + own_query, keys_of + group * D, values_of + group * D,
+        tables + table_begin, group * J + row % J, end, num_tokens, scale, out_NHD, part_out, part_lse, arrived, H, G,
+        D, BLOCK_D, S, BLOCK_M, BLOCK_N, PARTS, MIN_PART, PRECISION, UPCAST,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "addresses"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -113,15 +113,22 @@ class Parts:
     lse: Tensor | None = None
     arrived: Tensor | None = None
 
-    def at_least(self, parts: int, query: Tensor, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Buffers for ``parts`` results of ``query`` [n, H, D], float32 [parts, n, H, D] and [parts, n, H], and for the
-        number of programs that have arrived, int32 zeros [tiles]."""
+    def at_least(self, config: PagedConfig, query: Tensor, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Buffers for ``config.parts`` results of ``query`` [n, H, D], float32 [parts, n, H, D] and [parts, n, H], and
+        for the number of programs that have arrived, int32 zeros [tiles]; arbitrary ones if there is one part."""
+        parts = config.parts
+        if parts == 1:
+            return (query,) * 3
         if self.out is None or self.out.numel() < parts * query.numel():
             self.out = query.new_empty(parts * query.numel(), dtype=torch.float32)
             self.lse = query.new_empty(parts * query.shape[0] * query.shape[1], dtype=torch.float32)
-        if self.arrived is None or self.arrived.numel() < tiles:
-            self.arrived = query.new_zeros(tiles, dtype=torch.int32)
-        return self.out, self.lse, self.arrived
+        return self.out, self.lse, self.counters(tiles, query)
+
+    def counters(self, count: int, like: Tensor) -> Tensor:
+        """At least ``count`` int32 zeros, which a kernel leaves as zeros."""
+        if self.arrived is None or self.arrived.numel() < count:
+            self.arrived = like.new_zeros(count, dtype=torch.int32)
+        return self.arrived
 
 
 def paged_attention(
@@ -151,23 +158,33 @@ def paged_attention(
         return
     if query_NHD.stride(2) != 1 or not out_NHD.is_contiguous():
         raise ValueError("paged attention needs queries with adjacent channels and a contiguous output")
+    grid = attention_grid(tiles, num_groups, config)
+    memory = parts.at_least(config, query_NHD, grid[0])
+    _attention_launcher(H, num_groups, D, page_size, config, query_NHD.dtype)(
+        grid, query_NHD, out_NHD, *memory, addresses, tiles, tables, n, scale, query_NHD.stride(0), query_NHD.stride(1)
+    )
+
+
+def attention_grid(tiles: Tensor, num_groups: int, config: PagedConfig) -> tuple[int, int]:
+    """Programs of a launch: tiles x groups, and those that share the parts of one of these."""
     programs = tiles.shape[0] * num_groups
     # Each part is computed alone, so that its result does not depend on the number of programs that share a tile.
-    each = max(1, min(config.parts, _PROGRAMS // programs))
-    memory = parts.at_least(config.parts, query_NHD, programs) if config.parts > 1 else (out_NHD,) * 3
-    _attention_launcher(H, num_groups, D, page_size, config, query_NHD.dtype)(
-        (programs, each), query_NHD, out_NHD, *memory, addresses, tiles, tables, n, scale, query_NHD.stride(0),
-        query_NHD.stride(1),
-    )  # fmt: skip
+    return programs, max(1, min(config.parts, _PROGRAMS // programs))
 
 
 @lru_cache(maxsize=256)
-def _attention_launcher(
-    num_heads: int, num_groups: int, head_size: int, page_size: int, config: PagedConfig, dtype: torch.dtype
-) -> Launcher:
+def _attention_launcher(*shape: Any) -> Launcher:
     from dta_kernels.launch import Launcher
-    from dta_kernels.overlap import overlap_settings
     from dta_kernels.paged_attention.kernels import paged_attention_kernel
+
+    return Launcher(paged_attention_kernel, **attention_constants(*shape))
+
+
+def attention_constants(
+    num_heads: int, num_groups: int, head_size: int, page_size: int, config: PagedConfig, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Constants and settings of a launch."""
+    from dta_kernels.overlap import overlap_settings
     from dta_kernels.tree_attention.launch import interpreted
 
     shape = {"H": num_heads, "G": num_groups, "D": head_size, "BLOCK_D": padded_head_size(head_size), "S": page_size}
@@ -175,7 +192,7 @@ def _attention_launcher(
     # "ieee" keeps float32 products exact; the default would round their inputs to 10 bits.
     numbers = {"PRECISION": "ieee", "UPCAST": interpreted() and dtype == torch.bfloat16, **overlap_settings()}
     settings = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return Launcher(paged_attention_kernel, **shape, **numbers, **settings)
+    return shape | numbers | settings
 
 
 def write_pages(key_NGD: Tensor, value_NGD: Tensor, addresses: Tensor, slots: Tensor) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +31,10 @@ from dta_kernels.paged_attention.launch import (
 )
 from megatron_dta.model.attention.context import AttentionContext
 from megatron_dta.model.attention.paged_cache import PagedCache
+
+if TYPE_CHECKING:
+    from dta_kernels.layers.few_rows import WeightedRows
+    from dta_kernels.layers.qkv_rope import MixedQKV
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,12 @@ class PagedContext(AttentionContext):
         slots: int64 [n], slots of the tokens' K and V, negative for none.
         tables: int64, the page tables, concatenated.
         launches: tiles (int64 [T, 4]) and their settings.
+        decodes: whether every row of the pass has one token.
         direct_until: number of the last layer that ``decode_layer`` computes in this pass, with all layers before it;
             None if modules compute all layers.
         carried: the branch that the previous layer has not added to its output, [n, 1, hidden size], or its terms
-            [S, n, 1, hidden size] (``dta_kernels.layers.few_rows``).
+            [S, n, 1, hidden size] (``dta_kernels.layers.few_rows``); or the input of the next layer's first product.
+        next_norm: weight of the next layer's first norm; None after the last layer of the rank.
     """
 
     addresses: Tensor | None = None
@@ -75,8 +82,10 @@ class PagedContext(AttentionContext):
     slots: Tensor | None = None
     tables: Tensor | None = None
     launches: list[tuple[Tensor, PagedConfig]] = field(default_factory=list)
+    decodes: bool = False
     direct_until: int | None = None
-    carried: Tensor | None = None
+    carried: Tensor | WeightedRows | None = None
+    next_norm: Tensor | None = None
     # Buffers that the layers use one after the other.
     _parts: Parts = field(default_factory=Parts)
     _out: Tensor | None = None
@@ -92,15 +101,34 @@ class PagedContext(AttentionContext):
 
     def attend_written(self, layer_number: int, query: Tensor, scale: float) -> Tensor:
         """``attend`` after K and V of all tokens have been written."""
-        addresses = self.pages_of(layer_number)
-        if self._out is None:
-            # Zeros, so that rows without a tile stay zero and no NaN reaches later layers.
-            self._out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        addresses, out = self.pages_of(layer_number), self._out_of(query.shape, query)
         for tiles, config in self.launches:
             paged_attention(
-                query, self._out, addresses, self.num_groups, self.page_size, tiles, self.tables, scale, config,
-                self._parts,
-            )  # fmt: skip
+                query, out, addresses, self.num_groups, self.page_size, tiles, self.tables, scale, config, self._parts
+            )
+        return out
+
+    def attend_mixed(self, layer_number: int, rows: MixedQKV, like: Tensor, scale: float) -> Tensor:
+        """Attention [n, H, D], in the dtype of ``like``, of ``rows`` whose K and V are written, too; in a pass that
+        ``decodes``."""
+        from dta_kernels.paged_attention.mixed_rows import attend_mixed
+
+        (tiles, config), (G, P, D) = self.launches[0], rows.layout
+        out = self._out_of((len(self.slots), G * P, D), like)
+        addresses = self.pages_of(layer_number)
+        attend_mixed(
+            rows, out, addresses, self.slots, self.page_size, tiles, self.tables, scale, config, self._parts
+        )  # fmt: skip
+        return out
+
+    def counters(self, count: int, like: Tensor) -> Tensor:
+        """At least ``count`` int32 zeros for programs that have arrived."""
+        return self._parts.counters(count, like)
+
+    def _out_of(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        if self._out is None:
+            # Zeros, so that rows without a tile stay zero and no NaN reaches later layers.
+            self._out = like.new_zeros(shape)
         return self._out
 
 
@@ -151,7 +179,7 @@ def paged_context(
     launches = [(t.view(-1, TILE_FIELDS), config) for t, config in zip(tiles, configs, strict=True)]
     context = PagedContext(
         position_ids=positions, addresses=cache.addresses, layer_rows=cache.layer_rows, page_size=cache.page_size,
-        num_groups=shape.num_groups, slots=slots, tables=flat, launches=launches,
+        num_groups=shape.num_groups, slots=slots, tables=flat, launches=launches, decodes=bool((counts == 1).all()),
     )  # fmt: skip
     return context, order
 
@@ -193,7 +221,7 @@ class StaticPass:
         self.context = PagedContext(
             position_ids=self.words[:n], addresses=addresses, layer_rows=layer_rows, page_size=page_size,
             num_groups=shape.num_groups, slots=self.words[n : 2 * n], tables=tables,
-            launches=[(self.words[4 * n :].view(-1, TILE_FIELDS), shape.config(run))],
+            launches=[(self.words[4 * n :].view(-1, TILE_FIELDS), shape.config(run))], decodes=run == 1,
         )  # fmt: skip
         self.state_slots = self.words[3 * n : 4 * n]
 

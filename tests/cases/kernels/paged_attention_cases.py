@@ -102,13 +102,13 @@ class PagedCase:
         write_pages(key, value, self.addresses, torch.cat([self.slots, extra]))
         out = torch.full(query.shape, NAN, dtype=query.dtype, device=query.device)
         parts = Parts()
-        for memory in parts.at_least(config.parts, out, 0)[:2]:
-            memory.fill_(NAN)
+        for memory in parts.at_least(config, out, 0)[:2]:
+            memory.fill_(NAN)  # that of the output itself if there is one part
         tiles = self.tiles(config.tokens_of(H // G), padding)
         paged_attention(
             query, out, self.addresses, G, self.keys.shape[1], tiles, self.tables, self.scale, config, parts
         )
-        assert not parts.arrived.any()
+        assert parts.arrived is None or not parts.arrived.any()
         return out
 
     def expected(self) -> Tensor:

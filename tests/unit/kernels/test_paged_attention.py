@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
+from dta_kernels.layers.qkv_rope import QKVLayout
 from dta_kernels.paged_attention import launch
 from dta_kernels.paged_attention.launch import (
     LONGEST_SPLIT_RUN,
@@ -23,6 +24,7 @@ from dta_kernels.paged_attention.launch import (
     write_pages,
     write_pages_reference,
 )
+from mixed_rows_cases import mixed_error
 from paged_attention_cases import NAN, PagedCase, relative_error
 from triton_device import DEVICE, interpreter
 
@@ -107,6 +109,27 @@ def test_positions_behind_a_query_are_not_seen():
     case.keys.nan_to_num_(1e4)
     case.values.nan_to_num_(1e4)
     assert relative_error(case.run(config), expected) < FLOAT32
+
+
+@interpreter
+@pytest.mark.parametrize("terms", [1, 3])
+@pytest.mark.parametrize(
+    ("layout", "rotated", "norm"),
+    [
+        (QKVLayout(2, 2, 16), 16, True),
+        (QKVLayout(1, 16, 96), 96, True),
+        (QKVLayout(3, 1, 24), 16, True),
+        (QKVLayout(2, 7, 64), 32, False),
+    ],
+)
+def test_mixed_rows_give_the_bits_of_two_kernels(layout: QKVLayout, rotated: int, norm: bool, terms: int):
+    """With one part of the keys, several, and a new key that is the only one of its part; and partly rotated heads."""
+    generator, shape = seed_all(rotated), (layout, rotated, norm, terms)
+    starts = [0, 15, 16, 40, 70]
+    for dtype, bound in ((torch.float32, FLOAT32), (torch.float16, 3e-3)):
+        config = tiny(paged_config(layout.heads_per_group, layout.head_size, dtype, 1))
+        assert mixed_error(generator, starts, *shape, dtype, DEVICE, config, same_bits=True) < bound
+        assert mixed_error(generator, [5, 9], *shape, dtype, DEVICE, replace(config, parts=1), True) < bound
 
 
 @interpreter

@@ -292,7 +292,10 @@ def _pass(model: TreeGPTModel, static: StaticPass, hidden: Tensor | None, params
         return out
     tokens, logprobs = next_tokens(model, out, static.noise, params, kernels=True)
     static.input_ids[0].copy_(tokens)
-    return torch.stack([tokens.double(), logprobs.double()])
+    drawn = static.noise.new_empty(2, len(tokens))
+    drawn[0].copy_(tokens)
+    drawn[1].copy_(logprobs)
+    return drawn
 
 
 def _fill(static: StaticPass, words: np.ndarray, burst: Burst, rows: PassRows, tile_tokens: int) -> None:

@@ -65,7 +65,7 @@ def next_tokens(
             token = draw(nucleus(logprobs_BV.double().exp(), params.top_p), noise)
         tokens.append(token)
         logprobs.append(logprobs_BV.gather(-1, token.unsqueeze(-1)).squeeze(-1))
-    return torch.cat(tokens), torch.cat(logprobs)
+    return (tokens[0], logprobs[0]) if len(tokens) == 1 else (torch.cat(tokens), torch.cat(logprobs))
 
 
 def most_logit_bytes(vocab_size: int, element_size: int, ranks: int, num_rows: int) -> int:
