@@ -26,7 +26,6 @@ from megatron_dta.objectives import make_objective
 from megatron_dta.objectives.weights import count_trained
 from megatron_dta.planning.costs.file import load_cost_file
 from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget
-from megatron_dta.planning.partition.divide import partition_samples
 from megatron_dta.planning.step.passes import stage_peak_bytes
 from megatron_dta.planning.step.prediction import predicted_seconds
 from megatron_dta.planning.step.sample import TrainingSample
@@ -110,8 +109,7 @@ class StepTimer:
         """The step over this rank's part of the samples."""
         own = list(range(len(samples)))
         if self.mesh.data_size > 1:
-            cost = self.engine.cost_model(tree.tree_segment_tokens)
-            own = partition_samples(samples, self.mesh.data_size, cost).sequences_of(self.mesh.data_rank).tolist()
+            own = self.engine.partition(samples, tree).sequences_of(self.mesh.data_rank).tolist()
         counts = count_trained([sample.num_trained for sample in samples])
         pipeline = self.engine.pipeline(tree.tree_segment_tokens)
         return prepare_batch([samples[i] for i in own], tree, pipeline=pipeline, part=StepPart(counts))

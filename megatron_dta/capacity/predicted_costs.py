@@ -78,6 +78,7 @@ def _scaled_costs(arguments: argparse.Namespace, measured: CostFile | None) -> C
         num_layers=layers,
         moe_layers=shape.moe_layers[:layers],
         linear_attention_layers=shape.linear_attention_layers[:layers],
+        moe_grouped_gemm=shape.num_experts is not None,
     )
     cluster = Cluster(**PRESETS["h200"] | {"num_gpus": 8})
     if measured is not None:

@@ -236,8 +236,7 @@ class Planner:
             data=reduction_seconds(self.shape, mesh, self.cluster, states, busiest),
             optimizer=optimizer_seconds(self.shape, mesh, self.cluster, states, busiest),
         )
-        imbalance = self.step.partition(mesh.data).max_over_mean
-        return Prediction(choice, of_stages[fullest], fullest, time, utilisation, imbalance, work, recomputed)
+        return Prediction(choice, of_stages[fullest], fullest, time, utilisation, work.imbalance, work, recomputed)
 
     def fitted(self, choice: Choice) -> Prediction:
         """Estimate ``choice`` with the activations of as many tokens kept as fit into memory."""

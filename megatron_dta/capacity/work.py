@@ -14,18 +14,13 @@ import numpy as np
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.segment_counts import segment_counts
-from megatron_dta.planning.expert_parallel.merged_segment_tree import (
-    MergedSegmentTree,
-    SegmentForest,
-    build_merged_segment_tree,
-)
+from megatron_dta.planning.expert_parallel.group_step import GroupStep
+from megatron_dta.planning.expert_parallel.merged_segment_tree import MergedSegmentTree
 from megatron_dta.planning.partition.divide import Partition, partition_costs
 from megatron_dta.planning.partition.sequence_costs import SequenceCosts
 from megatron_dta.planning.pipeline.segments import pipeline_segment_tokens, tokens_of_floor
 from megatron_dta.planning.segments.cut import default_in_flight
 from megatron_dta.planning.segments.plan import SegmentPlan
-from megatron_dta.planning.step.modes import plan_forest
 from megatron_dta.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree
 
@@ -44,6 +39,7 @@ class ReplicaWork:
         alone: the counts of the slowest replica, where the others are those of a merged segment tree
             (``planning.expert_parallel``): at each node, of the replica with most.
         merged: the segments of the replicas that run that tree, in its order.
+        imbalance: cost of the slowest replica over the mean.
     """
 
     tokens: int
@@ -56,6 +52,7 @@ class ReplicaWork:
     planned: tuple[SegmentPlan | MergedSegmentTree, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
     alone: ReplicaWork | None = None
     merged: tuple[SegmentPlan, ...] = ()
+    imbalance: float = 1.0
 
     @classmethod
     def of(
@@ -116,8 +113,10 @@ class StepWork:
         """Tokens of the longest sequence."""
         return int(self.tree.sequence_lengths.max())
 
-    def partition(self, num_replicas: int) -> Partition:
-        """The division of the sequences over the replicas."""
+    def partition(self, num_replicas: int, step: GroupStep | None = None) -> Partition:
+        """The division of the sequences over the replicas; ``step`` is given if they share experts."""
+        if step is not None:
+            return partition_costs(self.costs, num_replicas, lambda found: [step.slowest(each) for each in found])
         if num_replicas not in self._partitions:
             self._partitions[num_replicas] = partition_costs(self.costs, num_replicas)
         return self._partitions[num_replicas]
@@ -134,7 +133,10 @@ class StepWork:
         size = pipeline_segment_tokens(tokens, budget.segment_tokens, limit, pipeline.num_stages, floor)
         in_flight = min(tokens, limit)
         segments = max(1, -(-tokens // size))
-        return ReplicaWork(tokens, pairs, edges, segments, size, in_flight, segments * in_flight // 2)
+        path_tokens = segments * in_flight // 2
+        return ReplicaWork(
+            tokens, pairs, edges, segments, size, in_flight, path_tokens, imbalance=partition.max_over_mean
+        )
 
     def plan(self, num_replicas: int, budget: StepBudget, pipeline: PipelineShape, group: int = 1) -> ReplicaWork:
         """Counts of the slowest replica as planned by training.
@@ -144,48 +146,23 @@ class StepWork:
         """
         key = num_replicas, budget, pipeline, group
         if key not in self._plans:
-            slowest = int(self.partition(num_replicas).cost_per_rank.argmax())
-            first = slowest // group * group
-            members = range(first, first + group)
-            if group > 1 and budget.memory_tokens is None:
-                # As training agrees (``plan_step``).
-                budget = replace(budget, memory_tokens=self._largest_default(num_replicas, members, budget))
-            replicas = [self._planned(num_replicas, each, budget, pipeline) for each in members]
-            alone = ReplicaWork.of(*replicas[slowest - first], replicas[slowest - first][0].segment_tokens)
-            self._plans[key] = alone if group == 1 else self._merged(replicas, alone, budget)
+            self._memory_tokens(budget)  # Raises the error of a limit that is too low.
+            step = GroupStep(self.sequences, self.masks, group, budget, pipeline, self.tree_mode)
+            partition = self.partition(num_replicas, step if group > 1 else None)
+            costs = partition.cost_per_rank
+            if group == 1:
+                own = step.replica(partition.sequences_of(int(costs.argmax())))
+                work = ReplicaWork.of(*own, own[0].segment_tokens)
+            else:
+                plans = [step.plan(partition.rank_of_sequence, each) for each in range(num_replicas // group)]
+                slowest = int(np.argmax([step.seconds(each) for each in plans]))
+                plan, members = plans[slowest], costs[slowest * group : (slowest + 1) * group]
+                own = plan.replicas[int(members.argmax())]
+                size = max(each.segment_tokens for each, _ in plan.replicas)
+                work = ReplicaWork.of(plan.tree, plan.largest, size, ReplicaWork.of(*own, own[0].segment_tokens))
+                work = replace(work, merged=tuple(each for each, _ in plan.replicas))
+            self._plans[key] = replace(work, imbalance=partition.max_over_mean)
         return self._plans[key]
-
-    def _largest_default(self, num_replicas: int, members: Sequence[int], budget: StepBudget) -> int:
-        partition = self.partition(num_replicas)
-        lengths = [len(self.sequences[i]) for each in members for i in partition.sequences_of(each)]
-        return default_in_flight(max(lengths, default=0), budget.segment_tokens)
-
-    def _planned(
-        self, num_replicas: int, replica: int, budget: StepBudget, pipeline: PipelineShape
-    ) -> tuple[SegmentPlan, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Segments of a replica, and their counts."""
-        own = self.partition(num_replicas).sequences_of(replica)
-        segments = plan_forest([self.sequences[i] for i in own], self.tree_mode, budget, pipeline)
-        return segments, segment_counts(segments, [self.masks[i] for i in own])
-
-    def _merged(
-        self,
-        replicas: Sequence[tuple[SegmentPlan, tuple[np.ndarray, np.ndarray, np.ndarray]]],
-        alone: ReplicaWork,
-        budget: StepBudget,
-    ) -> ReplicaWork:
-        """What each replica of a group takes part in: at each node as many counts as the largest segment has."""
-        forests = [SegmentForest(each.segment_parent.tolist(), each.lengths.tolist()) for each, _ in replicas]
-        tree = build_merged_segment_tree(forests, max(self._memory_tokens(budget), alone.in_flight_tokens))
-        counts = tuple(
-            np.max(
-                [np.append(of[kind], 0)[nodes] for (_, of), nodes in zip(replicas, tree.segment_of, strict=True)],
-                axis=0,
-            )
-            for kind in range(3)
-        )
-        size = max(each.segment_tokens for each, _ in replicas)
-        return replace(ReplicaWork.of(tree, counts, size, alone), merged=tuple(each for each, _ in replicas))
 
     def _memory_tokens(self, budget: StepBudget) -> int:
         """Limit on in-flight tokens; the planner's default if None is given."""

@@ -7,6 +7,9 @@ the cost model (megatron_dta/planning/costs/model.py); a shared prefix counts on
 tokens are the computed tokens beyond the unique ones. As in training, tokens after the last trained token of a sequence
 are left out. The table also shows other methods under the same cost model: first fit by token count, and contiguous
 runs of leaves, cut by unique tokens or by predicted cost (AReaL-DTA). Planning time includes the prefix tree.
+
+With --expert-model-parallel-size E, each E ranks in a row share experts and wait for each other in every op. The
+partition is then the one whose slowest group is predicted to be fastest, and "even ranks" is the one without that.
 """
 
 from __future__ import annotations
@@ -24,15 +27,20 @@ from rich.table import Table
 
 from megatron_dta.capacity.predicted_costs import add_cost_flags, read_costs
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
+from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.expert_parallel.group_step import GroupStep
 from megatron_dta.planning.partition.baselines import contiguous, contiguous_by_cost, first_fit
 from megatron_dta.planning.partition.divide import Partition, least_slowest, partition_costs, trained_parts
 from megatron_dta.planning.partition.sequence_costs import SequenceCosts
+from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.rollouts import Rollout, load_rollouts
 from megatron_dta.tree import PrefixTree, build_prefix_tree
 
 # The other methods: keys of --json and their names in the table.
 OTHERS = {
+    "even_ranks": "even ranks",
     "first_fit": "first fit",
     "contiguous_by_tokens": "contiguous, by tokens",
     "contiguous_by_cost": "contiguous, by cost (AReaL-DTA)",
@@ -50,13 +58,32 @@ def parse_arguments() -> argparse.Namespace:
         default="sequence",
         help="unit that stays on one rank: a sequence, a trajectory or a group (default: %(default)s)",
     )
+    parser.add_argument(
+        "--expert-model-parallel-size",
+        type=int,
+        metavar="E",
+        default=1,
+        help="ranks that share experts, a divisor of --data-parallel-size (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tree-segment-tokens",
+        type=int,
+        metavar="N",
+        help="maximum tokens of a segment, for --expert-model-parallel-size (default: 2048)",
+    )
     counts = add_cost_flags(parser)
     parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
     parser.add_argument("--max-length", type=int, metavar="N", help="only the first N tokens of each sequence")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     counts = [flag[2:].replace("-", "_") for flag in counts]
-    check_at_least(arguments, 1, "data_parallel_size", "max_sequences", "max_length", *counts)
+    sizes = ("data_parallel_size", "expert_model_parallel_size", "tree_segment_tokens")
+    check_at_least(arguments, 1, *sizes, "max_sequences", "max_length", *counts)
+    ranks, experts = arguments.data_parallel_size, arguments.expert_model_parallel_size
+    if ranks % experts:
+        raise InputError(f"--expert-model-parallel-size {experts} does not divide --data-parallel-size {ranks}")
+    if experts == 1 and arguments.tree_segment_tokens is not None:
+        raise InputError("--tree-segment-tokens has no effect without --expert-model-parallel-size; leave it out")
     return arguments
 
 
@@ -95,8 +122,18 @@ def compare(rollouts: list[Rollout], arguments: argparse.Namespace, model: CostM
     sequences, masks = trained_parts(rollouts)
     tree = build_prefix_tree(sequences)
     costs = SequenceCosts.of(tree, model, masks, names)
-    partition = partition_costs(costs, ranks)
-    result = figures(partition, time.perf_counter() - begin)
+    step = None
+    if arguments.expert_model_parallel_size > 1:
+        size = arguments.tree_segment_tokens or DEFAULT_SEGMENT_TOKENS
+        shape = PipelineShape(cost_model=model)
+        step = GroupStep(sequences, masks, arguments.expert_model_parallel_size, StepBudget(size), shape)
+
+    def measured(partition: Partition, seconds: float) -> dict[str, object]:
+        group = {} if step is None else {"slowest_group": step.slowest(partition.rank_of_sequence)}
+        return figures(partition, seconds) | group
+
+    partition = partition_costs(costs, ranks, step and (lambda found: [step.slowest(each) for each in found]))
+    result = measured(partition, time.perf_counter() - begin)
     result["least_slowest_cost"] = least_slowest(costs, ranks)
     result["sequences"], result["tokens"] = len(sequences), sum(map(len, sequences))
     result["unique_tokens"] = tree.num_tokens
@@ -104,8 +141,10 @@ def compare(rollouts: list[Rollout], arguments: argparse.Namespace, model: CostM
     def of_tree(method: Callable[[PrefixTree], np.ndarray]) -> dict[str, object]:
         begin = time.perf_counter()
         rank = method(build_prefix_tree(sequences))
-        return figures(Partition.of(costs, rank, ranks), time.perf_counter() - begin)
+        return measured(Partition.of(costs, rank, ranks), time.perf_counter() - begin)
 
+    if step is not None:
+        result["even_ranks"] = of_tree(lambda _: partition_costs(costs, ranks).rank_of_sequence)
     result["first_fit"] = of_tree(lambda tree: first_fit(tree.sequence_lengths, ranks))
     result["contiguous_by_tokens"] = of_tree(lambda tree: contiguous(tree, ranks))
     result["contiguous_by_cost"] = of_tree(lambda tree: contiguous_by_cost(SequenceCosts.of(tree, model, masks), ranks))
@@ -115,7 +154,7 @@ def compare(rollouts: list[Rollout], arguments: argparse.Namespace, model: CostM
 def print_table(values: dict[str, object], title: str) -> None:
     table = Table(title=escape(title), title_justify="left")
     table.add_column("figure", no_wrap=True)
-    methods = {"this planner": values, **{label: values[name] for name, label in OTHERS.items()}}
+    methods = {"this planner": values, **{label: values[name] for name, label in OTHERS.items() if name in values}}
     for name in methods:
         table.add_column(name, justify="right")
     rows: dict[str, Callable[[dict], str]] = {
@@ -127,6 +166,8 @@ def print_table(values: dict[str, object], title: str) -> None:
         "idle ranks": lambda v: f"{v['idle_ranks']:,}",
         "planning (seconds)": lambda v: f"{v['seconds']:.3f}",
     }
+    if "slowest_group" in values:
+        rows = {"slowest group (seconds)": lambda v: f"{v['slowest_group']:.4f}"} | rows
     for label, show in rows.items():
         table.add_row(label, *(show(method) for method in methods.values()))
     bound = f"no partition has a slowest rank below {values['least_slowest_cost']:.4f} seconds"

@@ -14,7 +14,6 @@ from megatron_dta.config import TreeConfig
 from megatron_dta.engine import StepPart, TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.integrations.rows import Row
 from megatron_dta.objectives import count_trained
-from megatron_dta.planning.partition.divide import partition_samples
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.training.autotune import Autotuner
 
@@ -94,8 +93,7 @@ class Planner:
         samples = [TrainingSample(row.token_ids, row.loss_mask) for row in rows]
         own = list(range(len(samples)))
         if mesh.data_size > 1 and samples:
-            division = partition_samples(samples, mesh.data_size, engine.cost_model(self._tree.tree_segment_tokens))
-            own = np.flatnonzero(division.rank_of_sequence == mesh.data_rank).tolist()
+            own = engine.partition(samples, self._tree).sequences_of(mesh.data_rank).tolist()
         counts = count_trained(np.array([sample.num_counted for sample in samples], np.int64))
         batch = prepare_batch(
             [samples[i] for i in own],

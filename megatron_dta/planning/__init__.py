@@ -1,7 +1,7 @@
 """Plans made before a step runs: ranks, segments, schedule, what is recomputed, index arrays. NumPy only."""
 
 from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.partition.divide import Partition, partition_samples, partition_sequences
+from megatron_dta.planning.partition.divide import Partition, partition_sequences
 from megatron_dta.planning.partition.mini_batches import cut_mini_batches
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.planner import plan_pipeline
@@ -36,7 +36,6 @@ __all__ = [
     "depth_first_schedule",
     "forward_only_pipeline",
     "message_order",
-    "partition_samples",
     "partition_sequences",
     "plan_pipeline",
     "plan_segments",

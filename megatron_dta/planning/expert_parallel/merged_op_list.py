@@ -45,7 +45,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_dta.planning.expert_parallel.merged_segment_tree import SegmentForest, SegmentTree
+import numpy as np
+
+from megatron_dta.planning.expert_parallel.merged_segment_tree import MergedSegmentTree, SegmentForest, SegmentTree
 
 # Which of the segments that fit a rank begins first, and the weights of a backward's use against a forward's.
 _ORDERS: dict[str, Callable[[SegmentTree, int], int]] = {
@@ -95,6 +97,23 @@ def build_merged_op_list(forests: Sequence[SegmentForest], memory_tokens: int = 
     budget = max([memory_tokens, *(tree.peak for tree in trees)])
     lists = (_Builder(trees, budget, order, weight).build() for order in _ORDERS.values() for weight in _WEIGHTS)
     return min(lists, key=lambda found: (found.cost, len(found.ops)))
+
+
+def cheaper_op_list(
+    tree: MergedSegmentTree, forests: Sequence[SegmentForest], kept: np.ndarray, memory_tokens: int
+) -> MergedOpList | None:
+    """The list of ops for the forests of the ranks if it costs less than their merged segment tree, else None.
+
+    Args:
+        kept: bool [C], nodes of the tree that keep their activations.
+        memory_tokens: see ``build_merged_op_list``.
+    """
+    if len(forests) == 1 or not tree.num_segments:
+        return None
+    largest = tree.largest([SegmentTree(forest).costs for forest in forests])
+    of_tree = int((largest * (FORWARD + np.where(kept, BACKWARD, RECOMPUTING_BACKWARD))).sum())
+    found = build_merged_op_list(forests, memory_tokens)
+    return found if found.cost < of_tree else None
 
 
 class _Rank:

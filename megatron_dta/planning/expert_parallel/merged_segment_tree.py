@@ -76,6 +76,10 @@ class MergedSegmentTree:
         """Number of nodes."""
         return len(self.segment_parent)
 
+    def largest(self, counts: Sequence[Sequence[int]]) -> np.ndarray:
+        """At each node the largest of the ranks' ``counts``, given for each segment of each rank: int64 [C]."""
+        return largest_of_ranks(counts, self.segment_of)
+
     @cached_property
     def in_flight_tokens(self) -> np.ndarray:
         """Tokens of each node's root path, int64 [C], counting the longest segment at each node."""
@@ -113,6 +117,12 @@ def build_merged_segment_tree(forests: Sequence[SegmentForest], memory_tokens: i
         np.asarray(members, dtype=np.int32).reshape(-1, len(forests)).T,
         np.asarray(lengths, dtype=np.int64),
     )
+
+
+def largest_of_ranks(counts: Sequence[Sequence[int]], segments: Sequence[np.ndarray]) -> np.ndarray:
+    """The largest of the ranks' ``counts`` at their ``segments``, 0 for an empty one (-1): int64 [len(segments[0])]."""
+    pairs = zip(counts, segments, strict=True)
+    return np.max([np.append(np.asarray(own, dtype=np.int64), 0)[places] for own, places in pairs], axis=0)
 
 
 def path_totals(parents: Sequence[int], lengths: Sequence[int]) -> np.ndarray:

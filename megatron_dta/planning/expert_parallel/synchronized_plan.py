@@ -23,17 +23,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_dta.planning.expert_parallel.merged_op_list import (
-    BACKWARD,
-    FORWARD,
-    RECOMPUTING_BACKWARD,
-    MergedOpList,
-    build_merged_op_list,
-)
+from megatron_dta.planning.expert_parallel.merged_op_list import MergedOpList, cheaper_op_list
 from megatron_dta.planning.expert_parallel.merged_segment_tree import (
     MergedSegmentTree,
     SegmentForest,
-    SegmentTree,
     build_merged_segment_tree,
 )
 from megatron_dta.planning.expert_parallel.overlap import with_pairs
@@ -115,9 +108,9 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape
     tree = build_merged_segment_tree([rank.forest for rank in ranks], _memory_tokens(ranks))
     kept = _kept(tree, step, ranks, shape)
     num_forwards = max([min_segments, *(len(rank.edges) for rank in ranks)])
-    if shape.num_stages == 1 and len(ranks) > 1 and tree.num_segments >= max(1, min_segments):
-        merged = build_merged_op_list([rank.forest for rank in ranks], _memory_tokens(ranks))
-        if merged.cost < _tree_cost(tree, ranks, kept):
+    if shape.num_stages == 1 and tree.num_segments >= min_segments:
+        merged = cheaper_op_list(tree, [rank.forest for rank in ranks], kept, _memory_tokens(ranks))
+        if merged is not None:
             return _plan_op_list(step, ranks, own, shape, merged)
     segment_of = tree.segment_of[own]
     if tree.num_segments < min_segments:
@@ -200,13 +193,6 @@ def _with_own_pairs(step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineSh
     return replace(step, training=paired(step.training), forward_only=paired(step.forward_only))
 
 
-def _tree_cost(tree: MergedSegmentTree, ranks: Sequence[RankPlan], kept: np.ndarray) -> int:
-    """Cost of the merged segment tree, in the unit of ``MergedOpList.cost``."""
-    costs = [np.append(np.asarray(SegmentTree(rank.forest).costs, dtype=np.int64), 0) for rank in ranks]
-    largest = np.max([of_rank[nodes] for of_rank, nodes in zip(costs, tree.segment_of, strict=True)], axis=0)
-    return int((largest * (FORWARD + np.where(kept, BACKWARD, RECOMPUTING_BACKWARD))).sum())
-
-
 def _plan_op_list(
     step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, merged: MergedOpList
 ) -> StepPlan:
@@ -250,16 +236,7 @@ def _empty_tree(num_segments: int, num_ranks: int) -> MergedSegmentTree:
 
 def _largest_counts(tree: MergedSegmentTree, ranks: Sequence[RankPlan]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Largest numbers of tokens, attention pairs and trained edges of any rank at each node of the merged tree."""
-    pairs, edges = (
-        np.max([_at_nodes(getattr(rank, name), nodes) for rank, nodes in zip(ranks, tree.segment_of, strict=True)], 0)
-        for name in ("pairs", "edges")
-    )
-    return tree.lengths, pairs, edges
-
-
-def _at_nodes(counts: Sequence[int], segment_of: np.ndarray) -> np.ndarray:
-    """Counts of a rank's segments at the nodes, 0 for an empty segment."""
-    return np.append(np.asarray(counts, dtype=np.int64), 0)[segment_of]
+    return tree.lengths, tree.largest([rank.pairs for rank in ranks]), tree.largest([rank.edges for rank in ranks])
 
 
 def _forward_pass(num_forwards: int, ranks: Sequence[RankPlan], shape: PipelineShape) -> PassPlan:

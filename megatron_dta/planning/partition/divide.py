@@ -5,13 +5,14 @@ plan is made once per step from tokens and loss masks alone, and every pass of t
 logprobs, update) uses it. It depends neither on the order of the sequences nor on randomness, so every rank of a job
 makes the same plan.
 
-The partition ignores which ranks share experts; differences between their trees are handled where the trees are run
-together (``expert_parallel``). docs/parallelism.md says what similar trees on all ranks would cost.
+Ranks that share experts run the same ops, so they wait for each other wherever their trees differ. Their step is
+predicted for this division and for several that give the ranks similar trees (``search.dealt``), and the fastest is
+taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,11 +20,14 @@ import numpy as np
 
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.partition.baselines import first_stops_of_leaves
-from megatron_dta.planning.partition.search import assign
+from megatron_dta.planning.partition.search import assign, dealt
 from megatron_dta.planning.partition.sequence_costs import RankCounts, SequenceCosts
 from megatron_dta.planning.partition.sequence_runs import SequenceRuns
 from megatron_dta.tree import build_prefix_tree
 from megatron_dta.tree.trained_edges import count_edges
+
+StepSeconds = Callable[[list[np.ndarray]], Sequence[float]]
+"""Predicted seconds of a step of ranks that share experts, for each of several ``rank_of_sequence``."""
 
 
 class Trained(Protocol):
@@ -105,22 +109,13 @@ def trained_parts(samples: Sequence[Trained]) -> tuple[list[np.ndarray], list[np
     return sequences, masks
 
 
-def partition_samples(
-    samples: Sequence[Trained],
-    num_ranks: int,
-    cost_model: CostModel | None = None,
-) -> Partition:
-    """Partition the samples up to their last trained tokens; see ``partition_sequences``."""
-    sequences, masks = trained_parts(samples)
-    return partition_sequences(sequences, num_ranks, masks, cost_model)
-
-
 def partition_sequences(
     sequences: Sequence[np.ndarray],
     num_ranks: int,
     loss_masks: Sequence[np.ndarray] | None = None,
     cost_model: CostModel | None = None,
     keep_together: Sequence[str] | None = None,
+    step_seconds: StepSeconds | None = None,
 ) -> Partition:
     """Divide sequences over ranks to minimize the cost of the slowest rank, then the total cost.
 
@@ -130,6 +125,7 @@ def partition_sequences(
         loss_masks: for each sequence bool [T], False at position 0; None to train all positions but the first.
         cost_model: cost model; None for the defaults of ``CostModel``.
         keep_together: a name for each sequence (group, trajectory); sequences of one name go to one rank.
+        step_seconds: see ``partition_costs``.
 
     Returns:
         The partition. A rank stays idle if work for it would only repeat prefixes and not make the slowest rank faster,
@@ -145,17 +141,25 @@ def partition_sequences(
     if keep_together is not None and len(keep_together) != len(sequences):
         raise ValueError(f"keep_together has {len(keep_together)} names for {len(sequences)} sequences")
     costs = SequenceCosts.of(build_prefix_tree(sequences), cost_model or CostModel(), loss_masks, keep_together)
-    return partition_costs(costs, num_ranks)
+    return partition_costs(costs, num_ranks, step_seconds)
 
 
-def partition_costs(costs: SequenceCosts, num_ranks: int) -> Partition:
-    """``partition_sequences`` for known costs; stops with the same label stay together."""
+def partition_costs(costs: SequenceCosts, num_ranks: int, step_seconds: StepSeconds | None = None) -> Partition:
+    """``partition_sequences`` for known costs; stops with the same label stay together.
+
+    Args:
+        step_seconds: given if ranks share experts; the partition is then the one of which the step is fastest.
+    """
     atoms, atom_of_stop = SequenceRuns.atoms(costs)
     if not len(atoms):
         return Partition.of(costs, np.zeros(0, dtype=np.int64), num_ranks)
     units = np.arange(len(atoms)) if costs.labelled else first_stops_of_leaves(costs)
-    rank = assign(atoms, num_ranks, units)
-    return Partition.of(costs, rank[atom_of_stop[costs.stop_of_sequence]], num_ranks)
+    found = [assign(atoms, num_ranks, units)]
+    if step_seconds is not None:
+        found += dealt(atoms, num_ranks, units)
+    found = [rank[atom_of_stop[costs.stop_of_sequence]] for rank in found]
+    best = 0 if len(found) == 1 else int(np.argmin(step_seconds(found)))
+    return Partition.of(costs, found[best], num_ranks)
 
 
 def least_slowest(costs: SequenceCosts, num_ranks: int) -> float:

@@ -4,6 +4,9 @@
    neighbours share least, placed one by one, costliest first (``_place``).
 2. Each start is refined (``refine``): runs move from the slowest rank or are swapped, first large runs, then smaller
    ones, down to single sequences.
+
+Ranks that share experts also wait for each other in every op. Even ranks are then not enough: their trees must also
+have similar shapes. ``dealt`` makes further divisions, without refinement, for the caller to compare.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ START_FINENESS = (1.0, 3.0, 6.0, 10.0)
 # The refinement down to single sequences is used if it makes the slowest rank 1% faster for at most this many percent
 # more cost in total.
 WEIGHT_OF_SLOWEST = 2.0
+# Runs per rank's share, and number of runs per rank, in divisions that only deal runs.
+DEALT_FINENESS = (16.0, 64.0)
+DEALT_NUMBERS = (8, 16, 32)
 # Weight of the cost that a run adds to a rank, relative to the rank's present cost.
 ADDED_WEIGHT = 4.0
 # Slowest rank over mean at which no further start is tried.
@@ -47,10 +53,7 @@ def assign(atoms: SequenceRuns, num_ranks: int, units: np.ndarray) -> np.ndarray
     if num_ranks == 1 or len(atoms) < 2:
         return np.zeros(len(atoms), dtype=np.int64)
     share = _share(atoms, num_ranks)
-    first, coarse = units, atoms.joined(units)
-    if len(first) > max(MOST_PLACES, MOST_PER_RANK * num_ranks):
-        first = first[coarse.cut(share / MOST_PER_RANK)]
-        coarse = atoms.joined(first)
+    first, coarse = _coarse(atoms, num_ranks, units, share)
     if len(coarse) <= num_ranks:
         best = Assignment(coarse, _contiguous(coarse, num_ranks), num_ranks)
     else:
@@ -62,6 +65,43 @@ def assign(atoms: SequenceRuns, num_ranks: int, units: np.ndarray) -> np.ndarray
         if (found.cost.max() / best.cost.max()) ** WEIGHT_OF_SLOWEST * found.cost.sum() < best.cost.sum():
             rank = found.rank
     return rank
+
+
+def dealt(atoms: SequenceRuns, num_ranks: int, units: np.ndarray) -> list[np.ndarray]:
+    """Ranks of every atom in further divisions; arguments as in ``assign``.
+
+    Each rank gets one run; or runs of at most a given cost, or a given number of runs that share least with their
+    neighbours (such as the samples of a prompt), are dealt costliest first, each to the rank with the least cost.
+    """
+    if num_ranks == 1 or len(atoms) < 2:
+        return []
+    share = _share(atoms, num_ranks)
+    first, coarse = _coarse(atoms, num_ranks, units, share)
+    least_shared = 1 + np.argsort(coarse.shared[coarse.begin[1:]], kind="stable")
+    cuts = [coarse.cut(share / fineness) for fineness in DEALT_FINENESS]
+    cuts += [np.append(0, np.sort(least_shared[: number * num_ranks - 1])) for number in DEALT_NUMBERS]
+    found = [_contiguous(coarse, num_ranks)]
+    found += [_spread(_deal(coarse.joined(begin).cost, num_ranks), begin, len(coarse)) for begin in cuts]
+    different = {rank.tobytes(): rank for rank in found}
+    return [_spread(rank, first, len(atoms)) for rank in different.values()]
+
+
+def _deal(cost: np.ndarray, num_ranks: int) -> np.ndarray:
+    """The rank of each run, dealt costliest first to the rank with the least cost."""
+    of_rank, rank = [0.0] * num_ranks, np.zeros(len(cost), dtype=np.int64)
+    for run in np.argsort(-cost, kind="stable").tolist():
+        rank[run] = of_rank.index(min(of_rank))
+        of_rank[rank[run]] += cost[run]
+    return rank
+
+
+def _coarse(atoms: SequenceRuns, num_ranks: int, units: np.ndarray, share: float) -> tuple[np.ndarray, SequenceRuns]:
+    """First atoms of the runs that are searched, and these runs."""
+    first, coarse = units, atoms.joined(units)
+    if len(first) > max(MOST_PLACES, MOST_PER_RANK * num_ranks):
+        first = first[coarse.cut(share / MOST_PER_RANK)]
+        coarse = atoms.joined(first)
+    return first, coarse
 
 
 def _share(atoms: SequenceRuns, num_ranks: int) -> float:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TreeConfig
 from megatron_dta.engine import TreeBatch, TreeEngine
-from megatron_dta.planning.partition.divide import partition_samples
 from megatron_dta.planning.step.sample import TrainingSample
 
 
@@ -34,7 +33,7 @@ def divide_and_plan(
     """
     sizes = engine.possible_context_sizes
     trees = {size: _limited(tree, size / sizes[-1]) for size in sizes}
-    divisions = [_divided(samples, engine, trees[size].tree_segment_tokens, size) for size in sizes]
+    divisions = [_divided(samples, engine, trees[size], size) for size in sizes]
     divisions.sort(key=lambda each: each[0])
     for _, size, own in divisions:
         engine.divide_tokens(size)
@@ -59,14 +58,14 @@ def _limited(tree: TreeConfig, share: float) -> TreeConfig:
 
 
 def _divided(
-    samples: Sequence[TrainingSample], engine: TreeEngine, segment_tokens: int | None, context_size: int
+    samples: Sequence[TrainingSample], engine: TreeEngine, tree: TreeConfig, context_size: int
 ) -> tuple[float, int, list[int]]:
     """Predicted time of the slowest rank, the size of context groups, and the numbers of this rank's samples."""
     engine.divide_tokens(context_size)
     mesh = engine.mesh
     if mesh.data_size == 1 and len(engine.possible_context_sizes) == 1:
         return 0.0, context_size, list(range(len(samples)))
-    partition = partition_samples(samples, mesh.data_size, engine.cost_model(segment_tokens))
+    partition = engine.partition(samples, tree)
     # Operations, unlike seconds, are those of all ranks of a group.
     slowest = float(partition.cost_per_rank.max()) / (1 if engine.has_device_costs else context_size)
     return slowest, context_size, partition.sequences_of(mesh.data_rank).tolist()

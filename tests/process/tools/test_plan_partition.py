@@ -89,6 +89,18 @@ def test_the_cost_model_and_the_framing_are_used(tmp_path: Path) -> None:
     assert TOOL.json(path, "--data-parallel-size", 2, "--max-sequences", 1, "--max-length", 15)["tokens"] == 10
 
 
+def test_ranks_that_share_experts() -> None:
+    path = rollout_file("tau2_airline_7x50.npz")
+    flags = ("--data-parallel-size", 4, "--model", "qwen3-1.7b", "--max-sequences", 60)
+    shared = (*flags, "--expert-model-parallel-size", 4, "--tree-segment-tokens", 4096)
+    values = TOOL.json(path, *shared)
+    assert values["slowest_group"] < values["even_ranks"]["slowest_group"]
+    even = TOOL.json(path, *flags)
+    assert values["even_ranks"]["cost_per_rank"] == even["cost_per_rank"]
+    assert "slowest_group" not in even
+    assert "slowest group" in TOOL(path, *shared).stdout
+
+
 def test_the_table_names_every_method_and_json_is_only_on_demand(tmp_path: Path) -> None:
     path, *_ = write_turns(tmp_path / "rollouts.jsonl", 3)
     done = TOOL(path, "--data-parallel-size", 4)
@@ -112,6 +124,16 @@ def test_the_table_names_every_method_and_json_is_only_on_demand(tmp_path: Path)
         (GOOD, ("--data-parallel-size", "2", "--keep-together", "x"), ("--keep-together", "group")),
         (GOOD, ("--data-parallel-size", "2", "--max-length", "0"), ("--max-length", "at least 1")),
         (GOOD, ("--data-parallel-size", "2", "--cost-model", "no.json"), ("no.json", "cannot be read")),
+        (
+            GOOD,
+            ("--data-parallel-size", "3", "--expert-model-parallel-size", "2"),
+            ("--expert-model-parallel-size 2", "--data-parallel-size 3"),
+        ),
+        (
+            GOOD,
+            ("--data-parallel-size", "2", "--tree-segment-tokens", "9"),
+            ("--tree-segment-tokens", "--expert-model-parallel-size"),
+        ),
     ],
 )
 def test_bad_input_gets_one_line(tmp_path: Path, content: str | None, arguments: tuple, parts: tuple) -> None:

@@ -16,6 +16,7 @@ from megatron_dta.capacity.work import StepWork
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
+from megatron_dta.planning.expert_parallel.group_step import GroupStep
 from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
 from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments.schedule import OpKind
@@ -46,7 +47,7 @@ def test_bytes_are_those_of_training(sizes):
 
 
 def test_ops_of_an_expert_group_are_those_of_training():
-    sequences = branching_sequences(seed_all(7), count=24, longest=60)
+    sequences = branching_sequences(seed_all(1), count=60, longest=90)
     masks = [np.arange(len(tokens)) > 0 for tokens in sequences]
     step = StepWork(sequences, masks, CostModel.from_shape(SHAPE))
     plan = Planner(SHAPE, Cluster(8, floor_seconds_per_layer=0.0), step)
@@ -57,7 +58,10 @@ def test_ops_of_an_expert_group_are_those_of_training():
 
     _, budget, shape = plan._cut(choice)
     shape = replace(shape, layers=mesh.layers)
-    parts = [step.partition(4).sequences_of(rank) for rank in range(4)]
+    group = GroupStep(sequences, masks, 4, budget, plan._cut(choice)[2])
+    parts = [step.partition(4, group).sequences_of(rank) for rank in range(4)]
+    even = step.partition(4)
+    assert [part.tolist() for part in parts] != [even.sequences_of(rank).tolist() for rank in range(4)]
     steps = [plan_step([TrainingSample(sequences[i], masks[i]) for i in part], "dta", budget, shape) for part in parts]
     training = synchronized_plan(steps[0], [RankPlan.of(each) for each in steps], 0, shape).training
     stage = zip(training.schedule.ops[0], training.most_tokens[0], strict=True)
