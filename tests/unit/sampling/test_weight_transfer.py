@@ -164,15 +164,29 @@ def test_patches_have_all_values_that_differ_in_a_bit(part: int, monkeypatch: py
 
 
 def test_checksums_are_of_what_a_server_joins() -> None:
-    shapes = {f"model.layers.0.self_attn.{part}_proj.weight": ((3, 2), torch.bfloat16) for part in "qkvo"}
+    shapes = {f"model.layers.0.self_attn.{part}_proj.weight": ((6, 2), torch.bfloat16) for part in "qkvo"}
+    shapes |= {"model.embed_tokens.weight": ((5, 2), torch.bfloat16), "model.norm.weight": ((2,), torch.bfloat16)}
     weights = empty_weights(shapes, 64)
     for values in weights.tensors.values():
         values.copy_(torch.randn(values.shape))
-    joined = torch.cat([weights.tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"])
-    names = [f"dp0:tp0:model.layers.0.self_attn.{part}_proj.weight" for part in ("qkv", "o", "x")]
-    assert expected_checksums(weights, names) == {
-        names[0]: checksum(joined),
-        names[1]: checksum(weights.tensors["model.layers.0.self_attn.o_proj.weight"]),
+    q, k, v, o = (weights.tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkvo")
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in ("qkv", "o", "x")]
+    names += ["model.norm.weight", "model.embed_tokens.weight"]
+    norm, embedding = (checksum(weights.tensors[name]) for name in names[3:])
+    assert expected_checksums(weights, [f"dp0:tp0:{name}" for name in names]) == {
+        f"dp0:tp0:{names[0]}": checksum(torch.cat([q, k, v])),
+        f"dp0:tp0:{names[1]}": checksum(o),
+        f"dp0:tp0:{names[3]}": norm,
+        f"dp0:tp0:{names[4]}": embedding,
+    }
+    # The rows of the embedding cannot be divided by two: servers add some.
+    assert expected_checksums(weights, [f"dp0:pp0:tp{rank}:{name}" for rank in (0, 1) for name in names]) == {
+        "dp0:pp0:tp0:" + names[0]: checksum(torch.cat([q[:3], k[:3], v[:3]])),
+        "dp0:pp0:tp1:" + names[0]: checksum(torch.cat([q[3:], k[3:], v[3:]])),
+        "dp0:pp0:tp0:" + names[1]: checksum(o[:, :1]),
+        "dp0:pp0:tp1:" + names[1]: checksum(o[:, 1:]),
+        "dp0:pp0:tp0:" + names[3]: norm,
+        "dp0:pp0:tp1:" + names[3]: norm,
     }
 
 

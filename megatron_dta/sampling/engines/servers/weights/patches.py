@@ -4,13 +4,16 @@ A step with a small learning rate changes few of the values that bfloat16 can te
 index in the Hugging Face tensor; to apply it twice does no harm.
 
 Checksums are SHA-256 of a parameter's bytes, by the server's own names, in which q, k and v are one parameter and so
-are gate and up. Not every parameter of a server has the bytes of the trainer's: it may be a part of one, packed or
-quantized. Those that have them after the whole set was sent must have them after a patch, too.
+are gate and up. With tensor parallelism each process has some rows of these, of the embedding and of the output layer,
+some columns of the matrices that write to the residual stream, and all of the rest. Not every parameter of a server has
+the bytes of the trainer's: it may be packed, padded or quantized. Those that have them after the whole set was sent
+must have them after a patch, too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -22,6 +25,8 @@ from megatron_dta.sampling.engines.servers.weights.host_weights import Bucket, H
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART = 1 << 26
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_ROWS, _COLUMNS = ("embed_tokens.weight", "lm_head.weight"), (".o_proj.weight", ".down_proj.weight")
+_RANK = re.compile(r"(?:^|:)tp(\d+):")
 
 
 @dataclass(frozen=True)
@@ -72,25 +77,35 @@ def _changed(left: Tensor, right: Tensor, device: torch.device) -> Tensor:
 
 
 def expected_checksums(weights: HostWeights, names: Iterable[str]) -> dict[str, str]:
-    """Checksums of the parameters that servers name so, after an optional place ("tp0:"), if the model has them."""
-    found, known = {}, {}
-    for name in names:
-        own = name.rpartition(":")[2]
-        if own not in known:
-            known[own] = _checksum(weights.tensors, own)
-        if known[own] is not None:
-            found[name] = known[own]
+    """Checksums of the parameters of one server, which it names so, after an optional place ("tp0:"), if the model has
+    them.
+    """
+    places = {name: _RANK.search(name) for name in names}
+    ranks = {name: int(place[1]) if place else 0 for name, place in places.items()}
+    size = 1 + max(ranks.values(), default=0)
+    found = {}
+    for name, rank in ranks.items():
+        parts = _parts(weights.tensors, name.rpartition(":")[2], rank, size)
+        if parts:
+            digest = hashlib.sha256()
+            for part in parts:
+                digest.update(part.contiguous().view(-1).view(torch.uint8).numpy())
+            found[name] = digest.hexdigest()
     return found
 
 
-def _checksum(tensors: Mapping[str, Tensor], name: str) -> str | None:
-    parts = [name]
+def _parts(tensors: Mapping[str, Tensor], name: str, rank: int, size: int) -> list[Tensor]:
+    """What a process has of the tensors that a server's parameter joins; empty if the model lacks one."""
+    names = [name]
     for fused, each in _FUSED.items():
         if f".{fused}." in name:
-            parts = [name.replace(f".{fused}.", f".{part}.") for part in each]
-    if not all(part in tensors for part in parts):
-        return None
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(tensors[part].reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+            names = [name.replace(f".{fused}.", f".{part}.") for part in each]
+    if not all(each in tensors for each in names):
+        return []
+    found = [tensors[each] for each in names]
+    if size == 1 or (len(names) == 1 and not name.endswith((*_ROWS, *_COLUMNS))):
+        return found
+    dim = 1 if name.endswith(_COLUMNS) else 0
+    if any(each.shape[dim] % size for each in found):
+        return []
+    return [each.chunk(size, dim)[rank] for each in found]

