@@ -82,7 +82,11 @@ _HOPPER = {
         KernelConfig(64, 64, 4, 2, tma=True),
         KernelConfig(64, 64, 4, 4, tma=True),
     ),
-    256: (KernelConfig(128, 64, 8, 2, tma=True), KernelConfig(64, 64, 8, 1), KernelConfig(64, 64, 4, 3)),
+    256: (
+        KernelConfig(128, 64, 8, 2, tma=True),
+        KernelConfig(64, 64, 8, 2, tma=True),
+        KernelConfig(64, 64, 4, 3, tma=True),
+    ),
 }
 # The same with the kernels in Gluon, which is experimental: used only with the tested versions of Triton.
 _GLUON_VERSIONS = ("3.6.",)
