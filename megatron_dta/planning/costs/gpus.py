@@ -22,6 +22,8 @@ from megatron_dta.planning.costs.model import (
 
 # Achieved shares of the peak: products of layers, attention forward and backward, logits forward and backward.
 GEMM_SHARE, ATTENTION_SHARES, LOGIT_SHARES = 0.62, (0.626, 0.457), (0.454, 0.346)
+# Those of attention with heads of more than 128 channels: 494 and 289 TFLOP/s of an H200 (``benchmarks/attention.py``).
+WIDE_ATTENTION_SHARES = (0.5, 0.292)
 # Achieved shares of the memory's and of the link's bandwidth.
 MEMORY_SHARE, LINK_SHARE = 0.55, 0.65
 # The share for copies from and to pinned memory, an assumption.
@@ -136,7 +138,8 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     ]
     size *= ranks
     pair = 4 * shape.num_attention_layers * shape.query_width / size / peak
-    pairs = [pair * passes / share for passes, share in zip((1, 2.5), ATTENTION_SHARES, strict=True)]
+    shares = ATTENTION_SHARES if shape.kv_channels <= 128 else WIDE_ATTENTION_SHARES
+    pairs = [pair * passes / share for passes, share in zip((1, 2.5), shares, strict=True)]
     edge = 2 * shape.hidden_size * shape.vocab_size / size / peak
     edges = [edge * passes / share for passes, share in zip((1, 2), LOGIT_SHARES, strict=True)]
     per_layer = DIRECT_FLOORS_PER_LAYER if split.direct else (FORWARD_FLOOR_PER_LAYER, BACKWARD_FLOOR_PER_LAYER)
