@@ -76,8 +76,8 @@ class PaperReport:
         self._report.add({"table": key, **row})
 
     def rows(self, key: str) -> list[dict[str, Any]]:
-        """The rows of a table."""
-        return self.tables[key].rows
+        """The rows of a table; none if this run does not make it."""
+        return self.tables[key].rows if key in self.tables else []
 
     def write_markdown(self) -> Path:
         """Write all tables; returns the file."""
