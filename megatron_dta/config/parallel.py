@@ -28,7 +28,7 @@ class ParallelConfig:
     pipeline_in_flight_tokens: int | None = option(
         None,
         "Maximum number of tokens whose activations a pipeline stage holds (default: 1.5 x the number for a single "
-        "stage).",
+        "stage, 2 x with --overlap-moe-expert-parallel-comm).",
         minimum=1,
     )
     context_parallel_size: int = option(

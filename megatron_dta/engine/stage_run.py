@@ -225,7 +225,7 @@ class StageRun:
                 self.states[chunk].open(segment)
             with torch.set_grad_enabled(keep):
                 graph = self._run_model(op, context, stage_input)
-            if context.turn is not None:
+            if context.turn is not None and self._is_last(chunk):
                 context.turn.end_in_order()
             if self.experts:
                 self.experts[chunk].after_forward(segment, context.routing)
@@ -236,7 +236,7 @@ class StageRun:
                     self.loss.complete(segment)
                     self.teachers.add(segment, graph[3:], self.loss)
         if not self._is_last(chunk):
-            self.transport.send(OpKind.FORWARD, segment, stage, graph[0])
+            self.transport.send(OpKind.FORWARD, segment, stage, graph[0], context.turn is not None)
             if keep:
                 graph = [get_gradient_edge(graph[0])]
         if self.training:
@@ -265,7 +265,8 @@ class StageRun:
                 outputs, gradients = graph, [arrived]
             torch.autograd.backward(outputs, gradients)
         if stage > 0:
-            self.transport.send(OpKind.BACKWARD, segment, stage, live.stage_input.grad)
+            is_paired = live.context.turn is not None
+            self.transport.send(OpKind.BACKWARD, segment, stage, live.stage_input.grad, is_paired)
         self.tokens -= self.lengths[segment]
 
     def _at_the_loss(self, segment: int, graph: list[Tensor], is_last: bool) -> tuple[list[Tensor], list[Tensor]]:

@@ -212,7 +212,7 @@ class Autotuner:
         self._retried = False
         if not (self._corrects_costs and self._steps == MEASURED_STEP and result.timeline):
             return False
-        if result.plan.training.pairs:
+        if result.plan.training.schedule.has_pairs:
             # The times of ops in turns contain each other's.
             return False
         self._corrects_costs = False

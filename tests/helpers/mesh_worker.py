@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -66,6 +67,16 @@ class RankResult:
     expert_biases: dict[str, torch.Tensor] = field(default_factory=dict)
     grad_norm: float = 0.0
     num_pairs: int = 0
+
+    def differences(self, other: RankResult) -> list[str]:
+        """What is not equal bit for bit in the step of another run of this rank."""
+        found = [name for name in ("loss", "metrics", "grad_norm") if getattr(self, name) != getattr(other, name)]
+        if not all(map(np.array_equal, self.logprobs, other.logprobs)):
+            found.append("logprobs")
+        names = sorted(self.gradients.keys() | other.gradients.keys())
+        none = torch.zeros(0)
+        pairs = ((name, self.gradients.get(name, none), other.gradients.get(name, none)) for name in names)
+        return found + [name for name, own, its in pairs if not torch.equal(own, its)]
 
 
 def run_on_ranks(
@@ -254,7 +265,8 @@ def _run_case(case: MeshCase) -> RankResult:
     pipeline = engine.pipeline(case.tree.tree_segment_tokens)
     batch = prepare_batch(own, case.tree, case.aggregation, pipeline, part=StepPart(counts))
     if case.sabotage == "turns":
-        plans = (replace(plan, pairs=()) for plan in (batch.plan.training, batch.plan.forward_only))
+        passes = batch.plan.training, batch.plan.forward_only
+        plans = (replace(each, schedule=replace(each.schedule, pairs=())) for each in passes)
         batch = replace(batch, plan=replace(batch.plan, **dict(zip(("training", "forward_only"), plans, strict=True))))
     result.logprobs = engine.compute_logprobs(batch)
     if case.parallel.overlap_grad_reduce:
@@ -265,7 +277,7 @@ def _run_case(case: MeshCase) -> RankResult:
     optimizer.zero_grad()
     with _sabotaged(case.sabotage):
         step = engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
-    result.loss, result.num_pairs = float(step.loss), len(batch.plan.training.pairs)
+    result.loss, result.num_pairs = float(step.loss), sum(map(len, batch.plan.training.schedule.pairs))
     result.metrics = {name: float(value) for name, value in step.metrics.items()}
     if case.sabotage != "reduction":
         optimizer.reduce_gradients()

@@ -27,6 +27,15 @@ COMBINATIONS = [
     *((mesh, "tied", "dta", "wide") for mesh in ("pp2", "pp2-vpp2", "pp4")),
 ]  # fmt: skip
 
+# Ops of a pipeline in turns, in pairs on both stages; each also one op after the other.
+IN_TURNS = [
+    *(("pp2-ep2-turns", "experts", cut, "wide") for cut in ("dta", "dense")),
+    ("pp2-vpp2-ep2-idle-turns", "experts", "dta", "wide"),
+    ("pp2-ep2-over-tp2-turns", "experts", "dta-recomputed", "wide"),
+    ("pp2-ep2-turns-overlap", "experts", "dta-mixed", "wide"),
+]
+COMBINATIONS += IN_TURNS
+
 
 @pytest.fixture(scope="module")
 def suite() -> MeshSuite:
@@ -35,9 +44,19 @@ def suite() -> MeshSuite:
 
 @pytest.fixture(scope="module")
 def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
-    return suite.run(COMBINATIONS, tmp_path_factory.mktemp("pipeline"))
+    alone = {" ".join((*case, "alone")): suite.case(*case, sabotage="turns") for case in IN_TURNS}
+    return suite.run(COMBINATIONS, tmp_path_factory.mktemp("pipeline"), alone)
 
 
 @pytest.mark.parametrize(("mesh", "name", "cut", "forest"), COMBINATIONS)
 def test_equals_one_process(suite, results, mesh, name, cut, forest):
     suite.check(results[f"{mesh} {name} {cut} {forest}"], mesh, name, forest)
+
+
+@pytest.mark.parametrize("combination", IN_TURNS, ids=" ".join)
+def test_turns_change_no_bit(results, combination):
+    """Loss, logprobs and gradients are those of the same ops one after the other."""
+    in_turns, alone = results[" ".join(combination)], results[" ".join((*combination, "alone"))]
+    assert in_turns[0].num_pairs > 0
+    for one, other in zip(alone, in_turns, strict=True):
+        assert other.differences(one) == []

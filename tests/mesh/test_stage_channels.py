@@ -47,8 +47,8 @@ def watch_messages(rank: int, case: MeshCase) -> tuple[list[tuple[str, int, int,
     alive = 0
     send, isend, irecv = transport.StageTransport.send, torch.distributed.isend, torch.distributed.irecv
 
-    def watched_send(self: Any, kind: Any, segment: int, stage: int, tensor: torch.Tensor) -> None:
-        send(self, kind, segment, stage, tensor)
+    def watched_send(self: Any, kind: Any, segment: int, stage: int, tensor: torch.Tensor, *more: Any) -> None:
+        send(self, kind, segment, stage, tensor, *more)
         while self._leaving:
             self._leaving.popleft()[1].wait()
         if kind is OpKind.FORWARD:

@@ -137,11 +137,6 @@ def _check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
             "--overlap-moe-expert-parallel-comm has no effect, because no tokens travel: each rank has all experts; "
             "leave it out or add --expert-model-parallel-size"
         )
-    if parallel.overlap_moe_expert_parallel_comm and parallel.pipeline_model_parallel_size > 1:
-        raise InputError(
-            "--overlap-moe-expert-parallel-comm does not work with --pipeline-model-parallel-size above 1 yet; leave "
-            "one of them out"
-        )
     if model.moe_ffn_hidden_size % expert_tensor:
         raise InputError(
             f"--expert-tensor-parallel-size {expert_tensor} does not divide --moe-ffn-hidden-size "

@@ -363,6 +363,7 @@ def peak_bytes(
     chunks: Sequence[ChunkTensors],
     each: SegmentBytes,
     states: StepStates | None = None,
+    pairs: Sequence[int] = (),
 ) -> float:
     """Peak bytes of a rank's ops, including K/V slots and fixed bytes.
 
@@ -371,12 +372,14 @@ def peak_bytes(
         lengths, path_tokens: for each segment, its number of tokens, and that of its root path including its own.
         chunks: the rank's model chunks.
         states: the states of a rank with one model chunk; None for a model without them.
+        pairs: numbers of the forwards that run in turns with the op behind them.
     """
     slots = each.fixed + sum(chunk.num_slots * each.slot(chunk.layers) for chunk in chunks)
     of_states = (states.kept.tolist(), states.work.tolist()) if states is not None else ([0.0] * len(lengths),) * 2
     slots += 0.0 if states is None else states.in_flight
-    live = peak = 0.0
-    for kind, segment, index in ops:
+    live = peak = beside = 0.0
+    in_turns = set(pairs)
+    for number, (kind, segment, index) in enumerate(ops):
         chunk = chunks[index]
         activations = each.kept(chunk.layers) * lengths[segment] + of_states[0][segment]
         keeps = chunk.kept[segment]
@@ -386,7 +389,8 @@ def peak_bytes(
             live += held
         # A segment's activations exist in its backward, and at the end of a forward that keeps them.
         recomputed = 0.0 if keeps or kind is OpKind.FORWARD else activations
-        peak = max(peak, live + work + recomputed)
+        peak = max(peak, live + work + recomputed + beside)
+        beside = work if number in in_turns else 0.0
         if kind is OpKind.BACKWARD:
             live -= held
     return slots + peak

@@ -55,9 +55,8 @@ def with_pairs(
     order: list[PipelineOp] = [ops[at] for at in best.order]
     return replace(
         plan,
-        schedule=replace(plan.schedule, ops=[order]),
+        schedule=replace(plan.schedule, ops=[order], pairs=(tuple(best.pairs),)),
         most_tokens=[[tokens[at] for at in best.order]],
-        pairs=tuple(best.pairs),
     )
 
 

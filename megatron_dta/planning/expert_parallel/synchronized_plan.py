@@ -102,7 +102,8 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape
         shape: stages of the pipeline, its costs, and the group.
     """
     min_segments = 0 if shape.group is None else shape.group.min_segments
-    overlaps = shape.group is not None and shape.group.overlaps
+    # A pipeline's schedule has its pairs already.
+    overlaps = shape.group is not None and shape.group.overlaps and shape.num_stages == 1
     if len(ranks) == 1 and step.segments.num_segments >= min_segments:
         return _with_own_pairs(step, ranks, shape) if overlaps else step
     tree = build_merged_segment_tree([rank.forest for rank in ranks], _memory_tokens(ranks))

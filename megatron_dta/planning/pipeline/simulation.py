@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_dta.planning.pipeline.costs import PipelineCosts
-from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule
+from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule, pair_seconds
 from megatron_dta.planning.segments.schedule import OpKind
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
@@ -45,8 +45,11 @@ class Timeline:
 
     @property
     def busy(self) -> list[float]:
-        """Computing time of each stage."""
-        return [float((end - start).sum()) for start, end in zip(self.start, self.end, strict=True)]
+        """Computing time of each stage; ops that run in turns share theirs."""
+        found = []
+        for start, end in zip(self.start, self.end, strict=True):
+            found.append(float((end - np.maximum(start, np.append(0.0, end[:-1]))).sum()))
+        return found
 
     @property
     def utilisation(self) -> float:
@@ -90,12 +93,7 @@ def simulate(
         ValueError: the costs have another shape, or the schedule deadlocks.
     """
     parents = np.asarray(segment_parent).tolist()
-    shape = np.shape(costs.forward)
-    if shape != (schedule.num_virtual_stages, len(parents)):
-        raise ValueError(
-            f"costs are for {shape[0]} virtual stages and {shape[1]} segments, not for "
-            f"{schedule.num_virtual_stages} and {len(parents)}"
-        )
+    _check_costs(costs, schedule.num_virtual_stages, len(parents))
     times = op_times(costs)
     last = schedule.num_virtual_stages - 1
     # End of each op, None before it ran. ``open_children`` counts the children whose backward has not run.
@@ -108,39 +106,47 @@ def simulate(
     runnable = deque(range(schedule.num_stages))
     queued = [True] * schedule.num_stages
     crossing = send_seconds if schedule.num_stages > 1 else 0.0
+    paired = [set(schedule.pairs_of(stage)) for stage in range(schedule.num_stages)]
+
+    def ready(stage: int, op: PipelineOp) -> float | None:
+        """When everything that the op needs has arrived; None if that is not known yet."""
+        kind, segment, chunk = op
+        v = schedule.virtual_stage(stage, chunk)
+        if kind is F:
+            source = v - 1 if v else None
+            if parents[segment] >= 0 and ended[F][v][parents[segment]] is None:
+                return None
+        else:
+            source = v + 1 if v < last else None
+            if ended[F][v][segment] is None or open_children[v][segment]:
+                return None
+        if source is None:
+            return 0.0
+        arrival = ended[kind][source][segment]
+        return None if arrival is None else arrival + crossing
+
     while runnable:
         stage = runnable.popleft()
         queued[stage] = False
         ops, start, end = schedule.ops[stage], starts[stage], ends[stage]
         while len(start) < len(ops):
-            kind, segment, chunk = ops[len(start)]
-            v = chunk * schedule.num_stages + stage
-            begin = free[stage]
-            if kind is F:
-                parent = parents[segment]
-                if parent >= 0 and ended[F][v][parent] is None:
-                    break
-                source = v - 1 if v else None
-                reached = v + 1 if v < last else None
-            else:
-                if ended[F][v][segment] is None or open_children[v][segment]:
-                    break
-                source = v + 1 if v < last else None
-                reached = v - 1 if v else None
-            if source is not None:
-                arrival = ended[kind][source][segment]
-                if arrival is None:
-                    break
-                begin = max(begin, arrival + crossing)
-            finish = begin + times[kind][v][segment]
-            start.append(begin)
-            end.append(finish)
-            ended[kind][v][segment] = free[stage] = finish
-            if kind is B and parents[segment] >= 0:
-                open_children[v][parents[segment]] -= 1
-            if reached is not None:
+            own = ops[len(start) : len(start) + (2 if len(start) in paired[stage] else 1)]
+            arrivals = [ready(stage, op) for op in own]
+            if None in arrivals:
+                break
+            seconds = [times[op.kind][schedule.virtual_stage(stage, op.chunk)][op.segment] for op in own]
+            begin = max(free[stage], *arrivals)
+            free[stage] = begin + (pair_seconds(*seconds) if len(own) == 2 else seconds[0])
+            for kind, segment, chunk in own:
+                v = schedule.virtual_stage(stage, chunk)
+                start.append(begin)
+                end.append(free[stage])
+                ended[kind][v][segment] = free[stage]
+                if kind is B and parents[segment] >= 0:
+                    open_children[v][parents[segment]] -= 1
+                reached = v + 1 if kind is F else v - 1
                 other = reached % schedule.num_stages
-                if not queued[other]:
+                if 0 <= reached <= last and not queued[other]:
                     queued[other] = True
                     runnable.append(other)
     for stage, ops in enumerate(schedule.ops):
@@ -148,6 +154,15 @@ def simulate(
             op = ops[len(starts[stage])]
             raise ValueError(f"{op.kind.value} of segment {op.segment} on stage {stage}, chunk {op.chunk}, never runs")
     return Timeline([np.asarray(each) for each in starts], [np.asarray(each) for each in ends])
+
+
+def _check_costs(costs: PipelineCosts, num_virtual_stages: int, num_segments: int) -> None:
+    shape = np.shape(costs.forward)
+    if shape != (num_virtual_stages, num_segments):
+        raise ValueError(
+            f"costs are for {shape[0]} virtual stages and {shape[1]} segments, not for "
+            f"{num_virtual_stages} and {num_segments}"
+        )
 
 
 def op_times(costs: PipelineCosts) -> dict[OpKind, list[list[float]]]:

@@ -61,8 +61,16 @@ def timeline_span(events: Sequence[TimelineEvent]) -> tuple[float, float]:
 def timeline_utilisation(events: Sequence[TimelineEvent], num_stages: int) -> float:
     """Share of all stages' time, from the first event to the last, that ops of the schedule took; 1 without events."""
     start, end = timeline_span(events)
-    busy = sum(event.end - event.start for event in events if event.kind in WORK_KINDS)
-    return busy / (num_stages * (end - start)) if end > start else 1.0
+    return sum(busy_seconds(events, num_stages)) / (num_stages * (end - start)) if end > start else 1.0
+
+
+def busy_seconds(events: Sequence[TimelineEvent], num_stages: int) -> list[float]:
+    """Time in which each stage ran ops; ops in turns share theirs."""
+    busy, until = [0.0] * num_stages, [-math.inf] * num_stages
+    for event in sorted((each for each in events if each.kind in WORK_KINDS), key=lambda each: each.start):
+        busy[event.stage] += max(0.0, event.end - max(event.start, until[event.stage]))
+        until[event.stage] = max(event.end, until[event.stage])
+    return busy
 
 
 def write_timeline(path: str | Path, events: Sequence[TimelineEvent]) -> None:

@@ -8,19 +8,22 @@ measured   differs from the replay by the time of messages and by waits of a str
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.schedule import PipelineSchedule
 from megatron_dta.planning.pipeline.simulation import Timeline, simulate
-from megatron_dta.planning.pipeline.timeline import WORK_KINDS, TimelineEvent
+from megatron_dta.planning.pipeline.timeline import WORK_KINDS, TimelineEvent, busy_seconds
 
 
 def replay(
     schedule: PipelineSchedule, segment_parent: np.ndarray | Sequence[int], events: Sequence[TimelineEvent]
 ) -> Timeline:
     """Simulate ``schedule`` with the measured times of its ops and instantaneous messages.
+
+    Of ops in turns each gets half of their time.
 
     Raises:
         ValueError: an op of the schedule was not measured.
@@ -35,13 +38,21 @@ def replay(
         if kind in ran and np.isnan(values).any():
             v, segment = np.argwhere(np.isnan(values))[0]
             raise ValueError(f"{kind}({segment}) of virtual stage {v} was not measured")
+    places = {(event.stage, event.kind, event.segment, event.chunk): event for event in events}
+    for stage, ops in enumerate(schedule.ops):
+        for at in schedule.pairs_of(stage):
+            pair = [places[stage, op.kind.value, op.segment, op.chunk] for op in ops[at : at + 2]]
+            seconds = max(event.end for event in pair) - min(event.start for event in pair)
+            for event in pair:
+                times[event.kind][schedule.virtual_stage(stage, event.chunk), event.segment] = seconds / 2
     forward, backward = (np.nan_to_num(times[kind]) for kind in ("F", "B"))
-    return simulate(schedule, segment_parent, PipelineCosts(forward, backward))
+    return simulate(replace(schedule, pairs=()), segment_parent, PipelineCosts(forward, backward))
 
 
 def stage_seconds(events: Sequence[TimelineEvent], num_stages: int) -> tuple[list[float], list[float]]:
     """Return the seconds that each stage computed, and that it waited for messages."""
-    busy, waited = [0.0] * num_stages, [0.0] * num_stages
+    waited = [0.0] * num_stages
     for event in events:
-        (busy if event.kind in WORK_KINDS else waited)[event.stage] += event.end - event.start
-    return busy, waited
+        if event.kind not in WORK_KINDS:
+            waited[event.stage] += event.end - event.start
+    return busy_seconds(events, num_stages), waited

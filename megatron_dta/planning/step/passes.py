@@ -105,7 +105,6 @@ class PassPlan:
             run their forward again before the backward. None for a pass without backwards.
         most_tokens: for each stage and op, the most tokens that any rank which shares experts with this one runs in it;
             None if this rank plans alone.
-        pairs: numbers of the ops of a single stage that run in turns with the next op (``expert_parallel.overlap``).
     """
 
     schedule: PipelineSchedule
@@ -113,7 +112,6 @@ class PassPlan:
     timeline: Timeline | None = None
     kept: np.ndarray | None = None
     most_tokens: list[list[int]] | None = None
-    pairs: tuple[int, ...] = ()
 
     def planned_events(self) -> list[TimelineEvent]:
         """The events of the timeline; none for a single stage."""
@@ -184,7 +182,13 @@ def plan_training_pass(
     parents, expected = tree.segment_parent, kept_on_stages(kept, tree.segment_parent, len(shape.layers))
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~expected)
     schedule = plan_pipeline(
-        parents, tree.lengths, costs, shape.num_stages, shape.num_model_chunks, shape.max_in_flight_tokens
+        parents,
+        tree.lengths,
+        costs,
+        shape.num_stages,
+        shape.num_model_chunks,
+        shape.max_in_flight_tokens,
+        overlaps=shape.group is not None and shape.group.overlaps,
     )
     found = kept | next_op_is_backward(schedule, tree.num_segments)
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~found)
@@ -207,7 +211,12 @@ def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StagePro
     ]
     most = None if plan.most_tokens is None else plan.most_tokens[stage]
     return StageProgram(
-        ops, [start for start, _ in slots], [number for _, number in slots], plan.messages, most, plan.pairs
+        ops,
+        [start for start, _ in slots],
+        [number for _, number in slots],
+        plan.messages,
+        most,
+        plan.schedule.pairs_of(stage),
     )
 
 
@@ -234,4 +243,4 @@ def stage_peak_bytes(segments: SegmentPlan, plan: PassPlan, shape: PipelineShape
     ]
     lengths, paths = segments.lengths.tolist(), segments.in_flight_tokens.tolist()
     states = StepStates.of(segments, shape.memory.states) if shape.memory.states is not None else None
-    return peak_bytes(program.ops, lengths, paths, chunks, shape.memory.bytes, states)
+    return peak_bytes(program.ops, lengths, paths, chunks, shape.memory.bytes, states, program.pairs)

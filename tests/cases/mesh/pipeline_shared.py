@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from conftest import seed_all
@@ -59,12 +61,34 @@ MESHES = {
         ),
         [99, 0],
     ),
+    "pp2-ep2-over-tp2": (
+        4,
+        ParallelConfig(
+            pipeline_model_parallel_size=2,
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            expert_model_parallel_size=2,
+            expert_tensor_parallel_size=1,
+        ),
+        [0],
+    ),
     "pp2-dp2-idle-overlap": (
         4,
         ParallelConfig(pipeline_model_parallel_size=2, overlap_grad_reduce=True, ddp_bucket_size=900),
         [99, 0],
     ),
 }
+TURNS = {"overlap_moe_expert_parallel_comm": True}
+MESHES |= {
+    f"{mesh}-turns": (number, replace(parallel, **TURNS), partition)
+    for mesh, (number, parallel, partition) in MESHES.items()
+    if parallel.expert_model_parallel_size > 1
+}
+MESHES["pp2-ep2-turns-overlap"] = (
+    4,
+    replace(MESHES["pp2-ep2-turns"][1], overlap_grad_reduce=True, ddp_bucket_size=900),
+    [2, 0],
+)
 
 
 # (mode, tokens of a segment, in-flight tokens kept); "one" is fewer segments than stages.

@@ -26,7 +26,7 @@ def told(plan: PassPlan) -> str:
     names = [f"{op.kind.value}{op.segment}" for op in plan.schedule.ops[0]]
     return " ".join(
         names[piece[0]] if len(piece) == 1 else f"({' '.join(names[at] for at in piece)})"
-        for piece in pieces(len(names), plan.pairs)
+        for piece in pieces(len(names), plan.schedule.pairs[0])
     )
 
 
@@ -89,7 +89,7 @@ def test_random_trees(seed):
     assert set(ops) == set(plan.schedule.ops[0])
     assert len(ops) == 2 * count
     alive, done = set(), set()
-    for piece in pieces(len(ops), found.pairs):
+    for piece in pieces(len(ops), found.schedule.pairs[0]):
         for at in piece:
             kind, segment, _ = ops[at]
             if kind is F:
@@ -106,5 +106,5 @@ def test_random_trees(seed):
                 alive.remove(ops[at].segment)
                 done.add(ops[at].segment)
     assert not alive
-    assert found.pairs or seed % 3 == 0
-    assert all(then - first >= 2 for first, then in pairwise(found.pairs))
+    assert found.schedule.has_pairs or seed % 3 == 0
+    assert all(then - first >= 2 for first, then in pairwise(found.schedule.pairs[0]))

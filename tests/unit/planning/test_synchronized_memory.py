@@ -14,7 +14,14 @@ from conftest import seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.segment_bytes import UNDIVIDED, MemoryBudget, RankTensors, SegmentBytes
+from megatron_dta.planning.costs.segment_bytes import (
+    UNDIVIDED,
+    ChunkTensors,
+    MemoryBudget,
+    RankTensors,
+    SegmentBytes,
+    peak_bytes,
+)
 from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
 from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments.schedule import OpKind
@@ -92,11 +99,11 @@ def test_ranks_keep_the_same_ops(mib, keeps, overlaps):
     steps = plans(mib, StepBudget(segment_tokens=8), overlaps)
     assert kept_of_ops(steps[0]) == kept_of_ops(steps[1])
     assert steps[0].training.most_tokens == steps[1].training.most_tokens
-    assert steps[0].training.pairs == steps[1].training.pairs
+    assert steps[0].training.schedule.pairs == steps[1].training.schedule.pairs
     backwards = [is_kept for kind, is_kept in kept_of_ops(steps[0]) if kind is OpKind.BACKWARD]
     assert all(backwards) == (keeps == "all")
     assert any(backwards)
-    assert bool(steps[0].training.pairs) == (overlaps and keeps == "all")
+    assert steps[0].training.schedule.has_pairs == (overlaps and keeps == "all")
 
 
 def test_ranks_agree_on_the_size_of_segments():
@@ -133,18 +140,32 @@ def peaks(steps: list[StepPlan], pipeline: PipelineShape) -> list[float]:
     return [stage_peak_bytes(step.segments, step.training, shape, stage) for step in steps for stage in stages]
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines_that_share_experts_keep_within_the_limit(name):
+def test_pipelines_that_share_experts_keep_within_the_limit(name, overlaps):
     pipeline, budget = PIPELINES[name], StepBudget(segment_tokens=8)
-    everything = max(peaks(plans(1024.0, budget, stages=pipeline), pipeline))
+    whole = plans(1024.0, budget, overlaps, pipeline)
+    assert whole[0].training.schedule.has_pairs == overlaps
+    everything = max(peaks(whole, pipeline))
     for share in (0.9, 0.7):
         limit = share * everything / (1 - UNDIVIDED) / 2**20
-        steps = plans(limit, budget, stages=pipeline)
+        steps = plans(limit, budget, overlaps, pipeline)
         assert max(peaks(steps, pipeline)) <= share * everything
         schedules = [
             [[(op.kind, op.chunk, bool(step.training.kept[0, op.segment])) for op in ops] for ops in stages]
             for step, stages in ((step, step.training.schedule.ops) for step in steps)
         ]
         assert schedules[0] == schedules[1]
-    found = plans(0.1, budget, stages=pipeline)
+        assert steps[0].training.schedule.pairs == steps[1].training.schedule.pairs
+    found = plans(0.1, budget, overlaps, pipeline)
     assert all(isinstance(error, InputError) and "too small on pipeline rank" in str(error) for error in found)
+
+
+def test_ops_in_turns_work_at_the_same_time():
+    ops = [(OpKind.FORWARD, 0, 0), (OpKind.FORWARD, 1, 0), (OpKind.BACKWARD, 0, 0), (OpKind.BACKWARD, 1, 0)]
+    counts = [4, 6], [4, 6], [ChunkTensors([True, True], 10, 2.0, False)]
+    alone = peak_bytes(ops, *counts, BYTES)
+    # The forward of 6 tokens, beside the backward of 4 with both segments in flight.
+    together = peak_bytes(ops, *counts, BYTES, pairs=[1])
+    assert together - alone == pytest.approx(float(BYTES.work(4, 4)))
+    assert float(BYTES.work(6, 6)) > float(BYTES.work(4, 4)) > 0
