@@ -17,7 +17,7 @@ tree         trees (TreePO) against the same number of independent rollouts: tra
              lengths from a lognormal distribution (--mean-length, --length-sigma, --max-length).
 tree-tokens  the token counts of this comparison, without a model.
 attention    the decoding kernel alone, with different settings; needs a GPU.
-pass         captured decoding passes with different kernels, and these alone (``rollout_parts/pass_kernels.py``).
+pass         a captured decoding pass alone, without the engine around it (``rollout_parts/captured_pass.py``).
 das          recorded samples with and without speculation, measured and predicted (``rollout_parts/drafting.py``).
 das-noise    how far rounding moves samples in bfloat16, with drafts and at other batch sizes
              (``rollout_parts/rounding.py``).
@@ -144,15 +144,14 @@ def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of ``pass``."""
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256], help="sequences of a pass")
     parser.add_argument("--cached-tokens", type=int, default=192, help="cached tokens of each sequence")
-    parser.add_argument("--profile", action="store_true", help="list the kernels of the passes by time")
-    parser.add_argument("--sweep", action="store_true", help="try other settings of the kernels, too")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of the pass by time")
 
 
 def run_pass(arguments: argparse.Namespace, setup: Setup) -> Iterable[dict[str, Any]]:
-    """See ``rollout_parts.pass_kernels``, which needs Triton."""
-    from rollout_parts import pass_kernels
+    """See ``rollout_parts.captured_pass``, which needs Triton."""
+    from rollout_parts import captured_pass
 
-    return pass_kernels.run_pass(arguments, setup)
+    return captured_pass.run_pass(arguments, setup)
 
 
 def _share_of_stages(
@@ -203,7 +202,7 @@ _ENGINE += ("enable_fp32_lm_head",)
 PARTS = {
     "decode": Part("tokens per second of plain sampling", add_decode_arguments, run_decode),
     "attention": Part("the decoding kernel alone", add_attention_arguments, run_attention, False, (*_ENGINE, "runs")),
-    "pass": Part("decoding passes with different kernels", add_pass_arguments, run_pass, without=("runs",)),
+    "pass": Part("a captured decoding pass alone", add_pass_arguments, run_pass, without=("runs",)),
     "das": Part("speculation on recorded samples, measured and predicted", add_das_arguments, run_das),
     "das-noise": Part(
         "how far rounding moves samples, with drafts and without", add_noise_arguments, run_noise, without=("runs",)

@@ -161,9 +161,7 @@ class TreeGPTModel(GPTModel):
         """``forward`` by ``decode_layer``: every rank of a tensor group has all rows, except between stages."""
         x = self._embedded(input_ids, context.position_ids) if self.pre_process else self._all_rows(input_ids)
         self._preprocess(input_ids, context.position_ids, decoder_input=x, packed_seq_params=context)
-        layers = self.decoder.layers
-        for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            context.next_norm = None if following is None else following.input_layernorm.weight
+        for layer in self.decoder.layers:
             x, _ = layer(hidden_states=x, attention_mask=None, packed_seq_params=context)
         if self.decoder.final_layernorm is not None:
             x = self.decoder.final_layernorm(x)

@@ -15,11 +15,10 @@ from dta_kernels.layers.qkv_rope import QKVLayout
 from dta_kernels.logprobs.draw_tokens import draw_tokens, draw_tokens_reference
 from dta_kernels.paged_attention import launch
 from dta_kernels.paged_attention.launch import paged_config
-from few_rows_cases import check_pages, product_errors, stream_errors
+from few_rows_cases import check_pages, product_errors
 from in_process_engine_cases import trainers_logprobs
 from megatron_dta.config import TreeConfig
 from megatron_dta.model.attention.paged_context import PagedContext
-from megatron_dta.model.layers import decode_layer
 from megatron_dta.model.layers.fused_layer import FusedLayer
 from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
@@ -81,14 +80,6 @@ def test_products_of_few_rows_equal_float64(dtype: torch.dtype):
             assert product_errors(n, (N, K), tiles, dtype, CUDA) < (rounded if gated else 1e-4)
 
 
-def test_products_that_add_to_the_stream_equal_float64():
-    seed_all(33)
-    for K in (2048, 6144):
-        tiles = few_rows_tiles(64, 2048, K, False)
-        for n in (1, 7, 33, 64):
-            assert max(stream_errors(n, (2048, K), tiles, torch.bfloat16, CUDA)) < 1e-2
-
-
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mixed_rows_equal_their_twin(dtype: torch.dtype, terms: int):
@@ -110,11 +101,8 @@ def test_queries_and_pages_are_the_twins(dtype: torch.dtype, bound: float, terms
             assert check_pages(generator, n, layout, rotated, norm, terms, dtype, CUDA) < bound
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_layers_with_products_of_few_rows(merged: bool, monkeypatch: pytest.MonkeyPatch):
+def test_layers_with_products_of_few_rows(monkeypatch: pytest.MonkeyPatch):
     """As near to float32 as the modules; a captured pass has the same bits as an eager one, every time."""
-    monkeypatch.setattr(decode_layer, "ADDS_IN_PRODUCTS", merged)
-    monkeypatch.setattr(decode_layer, "TURNS_IN_ATTENTION", merged)
     shape = dict(hidden_size=2048, ffn_hidden_size=6144, num_attention_heads=16, num_query_groups=8, kv_channels=128)
     shape |= dict(disable_bias_linear=True, init_method_std=0.02)
     model, exact = (fused_model("QK-norm", params_dtype=dtype, **shape) for dtype in (torch.bfloat16, torch.float32))
@@ -143,10 +131,9 @@ def test_layers_with_products_of_few_rows(merged: bool, monkeypatch: pytest.Monk
         assert relative_error(one, wanted) <= 1.1 * relative_error(other, wanted)
 
 
-@pytest.mark.parametrize("kind", ["kernels", "graphs", "right", "mixed", "suffix", "turned"])
-def test_graphs_and_kernels_give_the_plain_samples_in_float32(kind: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decode_layer, "TURNS_IN_ATTENTION", kind == "turned")
-    model = make_model(3, torch.float32, **GROUPED | (dict(normalization="RMSNorm") if kind == "turned" else {}))
+@pytest.mark.parametrize("kind", ["kernels", "graphs", "right", "mixed", "suffix", "direct"])
+def test_graphs_and_kernels_give_the_plain_samples_in_float32(kind: str):
+    model = make_model(3, torch.float32, **GROUPED | (dict(normalization="RMSNorm") if kind == "direct" else {}))
     drive = Drive(seed=17)
     reference = run_forest(started(model, **PLAIN), drive)
     settings = dict(GRAPHS if kind != "kernels" else {})

@@ -122,13 +122,9 @@ class Parts:
         if self.out is None or self.out.numel() < parts * query.numel():
             self.out = query.new_empty(parts * query.numel(), dtype=torch.float32)
             self.lse = query.new_empty(parts * query.shape[0] * query.shape[1], dtype=torch.float32)
-        return self.out, self.lse, self.counters(tiles, query)
-
-    def counters(self, count: int, like: Tensor) -> Tensor:
-        """At least ``count`` int32 zeros, which a kernel leaves as zeros."""
-        if self.arrived is None or self.arrived.numel() < count:
-            self.arrived = like.new_zeros(count, dtype=torch.int32)
-        return self.arrived
+        if self.arrived is None or self.arrived.numel() < tiles:
+            self.arrived = query.new_zeros(tiles, dtype=torch.int32)
+        return self.out, self.lse, self.arrived
 
 
 def paged_attention(

@@ -67,44 +67,16 @@ def _turned(
     return tl.fma(own, cos, other * tl.where(channel < HALF, -sin, sin)).to(element)
 
 
-@triton.jit
-def _read_ahead(
-    tiles, tables, addresses, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr, MIN_PART: tl.constexpr, BLOCKS: tl.constexpr, element: tl.constexpr,
-):  # fmt: skip
-    """Let the first keys and values of this program's part come into the cache; no kernel of this pass writes them."""
-    group = tl.program_id(0) % G
-    _, count, position, table_begin = load_tile(tiles, tl.program_id(0) // G)
-    length = part_length(position + count, PARTS, MIN_PART)
-    begin = tl.program_id(1) * length
-    stop = tl.minimum(begin + tl.minimum(length, BLOCKS * BLOCK_N), position)
-    LINE: tl.constexpr = 128 // (element.primitive_bitwidth // 8)
-    line = tl.arange(0, D // LINE)[None, :] * LINE
-    for start in tl.range(begin, stop, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        page = tl.load(tables + table_begin + key // S, mask=key < stop, other=0)
-        place = ((page * S + key % S) * G + group)[:, None] * D + line
-        place = tl.where((key < stop)[:, None], place, group * D)
-        for pool in tl.static_range(2):
-            pointers = tl.load(addresses + pool).to(tl.pointer_type(element)) + place
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32,
-                is_pure=False, pack=1,
-            )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["tiles", "tables", "addresses", "slots"])
 def _kernel(
     mixed_in, cos_in, sin_in, q_weight_in, k_weight_in, out_NHD, part_out, part_lse, arrived, addresses, slots, tiles,
     tables, num_tokens, scale, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr, TERMS: tl.constexpr, HALF: tl.constexpr,
-    NORM: tl.constexpr, AHEAD: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     """The grid of ``paged_attention_kernel``; a tile has one token or none, and more rows than queries of a group."""
     element: tl.constexpr = out_NHD.dtype.element_ty
-    if AHEAD:
-        _read_ahead(tiles, tables, addresses, G, D, S, BLOCK_N, PARTS, MIN_PART, AHEAD, element)
     J: tl.constexpr = H // G
     group = tl.program_id(0) % G
     # Inputs of the whole pass, which no kernel of it writes.
@@ -141,14 +113,10 @@ def _kernel(
     )  # fmt: skip
 
 
-# Blocks of keys that a program lets come into the cache before it waits for the product.
-_AHEAD = 0
-
-
 @lru_cache(maxsize=256)
-def _launcher(rotated: tuple[int, bool, int], ahead: int, *shape: Any) -> Launcher:
+def _launcher(rotated: tuple[int, bool, int], *shape: Any) -> Launcher:
     pairs, norm, terms = rotated
-    more = {"TERMS": terms, "HALF": pairs, "NORM": norm, "AHEAD": ahead}
+    more = {"TERMS": terms, "HALF": pairs, "NORM": norm}
     return Launcher(_kernel, **attention_constants(*shape), **more)
 
 
@@ -170,7 +138,7 @@ def attend_mixed(
     config = replace(config, rows=max(config.rows, triton.next_power_of_2(H // G + 1)))
     rotated = rows.cos.shape[1], rows.q_weight is not None, rows.mixed.shape[0] if rows.mixed.dim() == 3 else 1
     grid = attention_grid(tiles, G, config)
-    _launcher(rotated, _AHEAD, H, G, D, page_size, config, out_NHD.dtype)(
+    _launcher(rotated, H, G, D, page_size, config, out_NHD.dtype)(
         grid, *rows.inputs(), out_NHD, *parts.at_least(config, out_NHD, grid[0]), addresses, slots, tiles, tables, n,
         scale, rows.eps,
     )  # fmt: skip

@@ -33,7 +33,6 @@ from megatron_dta.model.attention.context import AttentionContext
 from megatron_dta.model.attention.paged_cache import PagedCache
 
 if TYPE_CHECKING:
-    from dta_kernels.layers.few_rows import WeightedRows
     from dta_kernels.layers.qkv_rope import MixedQKV
 
 
@@ -71,8 +70,7 @@ class PagedContext(AttentionContext):
         direct_until: number of the last layer that ``decode_layer`` computes in this pass, with all layers before it;
             None if modules compute all layers.
         carried: the branch that the previous layer has not added to its output, [n, 1, hidden size], or its terms
-            [S, n, 1, hidden size] (``dta_kernels.layers.few_rows``); or the input of the next layer's first product.
-        next_norm: weight of the next layer's first norm; None after the last layer of the rank.
+            [S, n, 1, hidden size] (``dta_kernels.layers.few_rows``).
     """
 
     addresses: Tensor | None = None
@@ -84,8 +82,7 @@ class PagedContext(AttentionContext):
     launches: list[tuple[Tensor, PagedConfig]] = field(default_factory=list)
     decodes: bool = False
     direct_until: int | None = None
-    carried: Tensor | WeightedRows | None = None
-    next_norm: Tensor | None = None
+    carried: Tensor | None = None
     # Buffers that the layers use one after the other.
     _parts: Parts = field(default_factory=Parts)
     _out: Tensor | None = None
@@ -120,10 +117,6 @@ class PagedContext(AttentionContext):
             rows, out, addresses, self.slots, self.page_size, tiles, self.tables, scale, config, self._parts
         )  # fmt: skip
         return out
-
-    def counters(self, count: int, like: Tensor) -> Tensor:
-        """At least ``count`` int32 zeros for programs that have arrived."""
-        return self._parts.counters(count, like)
 
     def _out_of(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         if self._out is None:

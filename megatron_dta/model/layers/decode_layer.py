@@ -3,8 +3,9 @@
 A decoding pass is short. Its time depends on the number of kernels and, without a CUDA graph, on the host time to
 launch them. The output of a layer's last branch is therefore added to the residual stream together with the next
 layer's norm: the context carries the branch there, and the last layer adds it itself. Keys and values are written
-directly to their pages. The results equal those of the modules bit for bit, except where products of up to 64 rows in
-16 bits have a kernel of their own (``few_rows``): these add in another order.
+directly to their pages; if every row has one token, the attention kernel itself normalizes and rotates its queries and
+the new key (``mixed_rows``). The results equal those of the modules bit for bit, except where products of up to 64 rows
+in 16 bits have a kernel of their own (``few_rows``): these add in another order.
 
 It supports the same layers as ``fused_autograd_layer``, with or without gradient buffers, and is used for all layers of
 a model chunk or for none. Under tensor parallelism the terms of both branches are summed over the group
@@ -14,28 +15,16 @@ pass has few.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
-from dta_kernels.layers.few_rows import (
-    Tiles,
-    WeightedRows,
-    few_rows_product,
-    gated_product,
-    product_into_stream,
-    tiles_for,
-)
+from dta_kernels.layers.few_rows import few_rows_product, gated_product, tiles_for
 from dta_kernels.layers.qkv_rope_pages import write_to_pages
 from dta_kernels.layers.rms_norm import rms_norm_forward
 from dta_kernels.layers.swiglu import swiglu_into
 from megatron_dta.model.attention.paged_context import PagedContext
 from megatron_dta.model.layers.fused_autograd_layer import FusedAutogradLayer, product
 from megatron_dta.model.parallel.tensor_sum import tensor_sum
-
-# Fewer kernels, whose time on a GPU decides whether they become the only ones (``benchmarks/rollout.py pass``): the
-# attention takes the QKV product itself, and products of few rows add to the stream and leave the norms to the next.
-TURNS_IN_ATTENTION = ADDS_IN_PRODUCTS = False
 
 
 class DecodeLayer:
@@ -56,12 +45,8 @@ class DecodeLayer:
 
     def __call__(self, x: Tensor, context: PagedContext) -> Tensor:
         """Output [n, 1, C] of the layer for ``x`` [n, 1, C]; without the last branch if the context carries it."""
-        tiles = self._tiles(x)
-        if tiles is not None:
-            return self._by_few_products(x, context, tiles)
         own, (N, _, C) = self._weights, x.shape
-        branch = None if isinstance(context.carried, WeightedRows) else context.carried
-        normed, stream, _ = rms_norm_forward(x, own.norms[0], own.eps[0], branch, overlap=True)
+        normed, stream, _ = rms_norm_forward(x, own.norms[0], own.eps[0], context.carried, overlap=True)
         out = self._attend(_terms(normed.view(N, C), own.qkv, own.biases[0]), stream, context)
         branch = self._branch(out, own.proj, own.biases[1])
         normed, stream, _ = rms_norm_forward(stream, own.norms[1], own.eps[1], branch, overlap=True)
@@ -72,36 +57,11 @@ class DecodeLayer:
         context.carried = self._branch(active, own.fc2, own.biases[3])
         return stream
 
-    def _by_few_products(self, x: Tensor, context: PagedContext, tiles: tuple[Tiles, ...]) -> Tensor:
-        """The layer in five kernels, see ``few_rows``."""
-        own, (N, _, C), rows = self._weights, x.shape, context.carried
-        if not isinstance(rows, WeightedRows):
-            normed, x, _ = rms_norm_forward(x, own.norms[0], own.eps[0], rows, overlap=True)
-            rows = normed.view(N, C)
-        counters = context.counters(C, x)
-        out = self._attend(few_rows_product(rows, own.qkv, tiles[0], own.eps[0]), x, context)
-        stream, rows = product_into_stream(out, own.proj, x.view(N, C), own.norms[1], tiles[1], counters)
-        active = gated_product(rows, own.fc1, tiles[2], own.eps[1])
-        norm = None if self._layer_number == context.direct_until else context.next_norm
-        stream, context.carried = product_into_stream(active, own.fc2, stream, norm, tiles[3], counters)
-        return stream.view(N, 1, C)
-
-    def _tiles(self, x: Tensor) -> tuple[Tiles, ...] | None:
-        """Tiles of all products, if the kernels of few rows take them; without the norms between them in float16, whose
-        largest number a weighted row may exceed."""
-        own = self._weights
-        has_others = self._sum is not None or any(bias is not None for bias in own.biases)
-        if not ADDS_IN_PRODUCTS or has_others or x.dtype == torch.float16:
-            return None
-        weights = (own.qkv, False), (own.proj, False), (own.fc1, True), (own.fc2, False)
-        tiles = tuple(tiles_for(x, weight, gated) for weight, gated in weights)
-        return None if None in tiles else tiles
-
     def _attend(self, mixed: Tensor, x: Tensor, context: PagedContext) -> Tensor:
         """Output [n, H D] of the attention, in the dtype of ``x``, whose QKV product is ``mixed``."""
         own, (G, P, D) = self._weights, self._weights.layout
         rows = own.mixed_qkv(mixed, context)
-        if TURNS_IN_ATTENTION and context.decodes:
+        if context.decodes:
             return context.attend_mixed(self._layer_number, rows, x, own.scale).view(len(x), -1)
         query = x.new_empty(len(x), G * P, D)
         write_to_pages(rows, query, context.pages_of(self._layer_number), context.slots)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dta_kernels.layers import reference
-from dta_kernels.layers.few_rows import Tiles, few_rows_product, gated_product, product_into_stream
+from dta_kernels.layers.few_rows import Tiles, few_rows_product, gated_product
 from dta_kernels.layers.qkv_rope import MixedQKV, QKVLayout
 from dta_kernels.layers.qkv_rope_pages import write_to_pages
 from dta_kernels.paged_attention.launch import write_pages_reference
@@ -32,40 +32,6 @@ def product_errors(n: int, sizes: tuple[int, int], tiles: Tiles, dtype: torch.dt
         assert found.dtype == torch.float32
         return relative_error(found.sum(0), exact)
     return relative_error(found, reference.swiglu(exact.to(dtype)))
-
-
-def stream_errors(
-    n: int, sizes: tuple[int, int], tiles: Tiles, dtype: torch.dtype, device: torch.device
-) -> tuple[float, float]:
-    """Relative errors of a stream to which a product is added, and of the two products that read its weighted rows;
-    checks that a repeat and a single row give the same bits."""
-    N, K = sizes
-    arrived = torch.zeros(N, dtype=torch.int32, device=device)
-    x, stream = torch.full((n + 3, K), NAN, dtype=dtype, device=device), torch.randn(n, N, device=device).to(dtype)
-    x[:n] = torch.randn(n, K, device=device)
-    weight, following = ((torch.randn(N, size, device=device) * size**-0.5).to(dtype) for size in (K, N))
-    norm, middle = (torch.rand(N, device=device) + 0.5).to(dtype), slice(n // 2, n // 2 + 1)
-    own = Tiles(tiles.outputs, tiles.inputs, 1, 3)
-
-    def run(part: slice) -> list[torch.Tensor]:
-        total, rows = product_into_stream(x[:n][part], weight, stream[part], norm, tiles, arrived)
-        alone, none = product_into_stream(x[:n][part], weight, stream[part], None, tiles, arrived)
-        assert none is None
-        assert torch.equal(alone, total)
-        terms = few_rows_product(rows, following, tiles._replace(terms=2), EPS)
-        return [total, terms.sum(0), gated_product(rows, following, own, EPS)]
-
-    found = run(slice(None))
-    for one, again, single in zip(found, run(slice(None)), run(middle), strict=True):
-        assert torch.equal(one, again)
-        assert torch.equal(one[middle], single)
-    assert not arrived.any()
-    added = (x[:n].double() @ weight.double().t()).to(dtype)
-    exact = stream.double() + added.double()
-    normed, _ = reference.rms_norm(found[0].double(), norm.double(), EPS)
-    products = normed @ following.double().t()
-    wanted = products, reference.swiglu(products.to(dtype))
-    return relative_error(found[0], exact), max(map(relative_error, found[1:], wanted))
 
 
 def check_pages(

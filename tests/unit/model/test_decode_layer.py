@@ -18,10 +18,8 @@ from triton_device import interpreter
 pytestmark = interpreter
 
 
-@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_hidden_states_are_the_modules_bit_for_bit(name: str, turns: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decode_layer, "TURNS_IN_ATTENTION", turns)
+def test_hidden_states_are_the_modules_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch):
     model = fused_model(name)
     direct, contexts = passes(model)
     assert all(context.direct_until == model.layer_numbers[-1] and context.carried is None for context in contexts)
@@ -33,11 +31,9 @@ def test_hidden_states_are_the_modules_bit_for_bit(name: str, turns: bool, monke
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("adds", "qkv_bias"), [(False, False), (False, True), (True, False), (True, True)])
-def test_products_in_terms_give_the_modules_numbers(adds: bool, qkv_bias: bool, monkeypatch: pytest.MonkeyPatch):
-    """The products of a GPU; one with a bias remains the modules', and so does the last one, unless all of a layer add
-    to the stream."""
-    monkeypatch.setattr(decode_layer, "ADDS_IN_PRODUCTS", adds)
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_products_in_terms_give_the_modules_numbers(qkv_bias: bool, monkeypatch: pytest.MonkeyPatch):
+    """The products of a GPU; one with a bias, and the last one, remain the modules'."""
     changes = dict(disable_bias_linear=True, add_qkv_bias=qkv_bias, ffn_hidden_size=64)
     model, gated_ones = fused_model("QK-norm", **changes), []
 
@@ -50,28 +46,10 @@ def test_products_in_terms_give_the_modules_numbers(adds: bool, qkv_bias: bool, 
         direct, _ = passes(model)
     layers = len(model.layer_numbers)
     assert gated_ones.count(True) == 3 * layers  # in three passes
-    assert gated_ones.count(False) == 3 * ((2 if qkv_bias else 3) * layers - (not adds or qkv_bias))
+    assert gated_ones.count(False) == 3 * ((2 if qkv_bias else 3) * layers - 1)
     monkeypatch.setattr(FusedLayer, "decodes_directly", False)
     for one, other in zip(direct, passes(model)[0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_layers_that_add_to_the_stream_beside_others(monkeypatch: pytest.MonkeyPatch):
-    """Whatever a layer carries, the next one takes."""
-    model = fused_model("QK-norm", disable_bias_linear=True, ffn_hidden_size=64)
-    found, tiles_of = [], decode_layer.DecodeLayer._tiles
-    monkeypatch.setattr(decode_layer, "ADDS_IN_PRODUCTS", True)
-    monkeypatch.setattr(decode_layer, "tiles_for", lambda x, weight, gated=False: Tiles(16, 16, 1 if gated else 2, 3))
-    for left_out in (None, 1, 2, 3):
-        monkeypatch.setattr(
-            decode_layer.DecodeLayer,
-            "_tiles",
-            lambda self, x, out=left_out: None if self._layer_number == out else tiles_of(self, x),
-        )
-        found.append(passes(model)[0])
-    for other in found[1:]:
-        for one, same in zip(found[0], other, strict=True):
-            torch.testing.assert_close(one, same, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_changed_in_place_are_seen(monkeypatch: pytest.MonkeyPatch):
