@@ -13,6 +13,7 @@ import shlex
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
+from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megatron_dta.common.command_line import CommandLineParser
@@ -47,7 +48,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
 
 def parse_settings(argv: Sequence[str] | None = None) -> TrainConfig:
     """The settings of ``argv``, which need not describe a complete run."""
-    return settings_from(vars(build_parser().parse_args(argv)))
+    return settings_from(vars(_parser().parse_args(argv)))
 
 
 def settings_from(named: dict[str, Any]) -> TrainConfig:
@@ -83,6 +84,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@cache
+def _parser() -> argparse.ArgumentParser:
+    return build_parser()
+
+
+@cache
 def _topics() -> dict[str, type]:
     return get_type_hints(TrainConfig)
 

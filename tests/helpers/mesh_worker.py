@@ -1,11 +1,15 @@
-"""Runs cases on several processes over gloo and returns what every rank has found; the tests compare it."""
+"""Runs cases on several processes and returns what every rank has found; the tests compare it."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
+import multiprocessing.connection
 import os
+import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,10 +25,12 @@ from forked import forkserver
 from megatron_dta.config import ModelConfig, ParallelConfig, TreeConfig
 from megatron_dta.planning.step.sample import TrainingSample
 from roomy import call_with_room
+from socket_group import socket_pairs, use_sockets
 
 # On a loaded machine ranks get slower; ranks that wait for each other for ever use no processor time.
 STALLED_S = 120
 LONGEST_S = 1800
+STACK_SIGNAL = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
@@ -84,37 +90,34 @@ def run_on_ranks(
     argument: Any,
     world_size: int,
     folder: Path,
-    backend: str = "gloo",
+    backend: str = "sockets",
     longest_s: float = LONGEST_S,
 ) -> list[Any]:
     """``function(rank, argument)`` in ``world_size`` processes of one group; the results in order of rank.
 
-    With the backend "nccl" each process has a GPU of its own.
+    Args:
+        backend: "sockets" for groups of ``socket_group``, "gloo", or "nccl", with which each process has its own GPU.
     """
     # CUDA does not survive a fork.
-    context = forkserver() if backend == "gloo" else multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn") if backend == "nccl" else forkserver()
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(argument, folder / "argument.pt")
     # A store that ranks ask over a socket; they would read a file again and again.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sockets = socket_pairs(world_size) if backend == "sockets" else [{}] * world_size
     processes = [
-        context.Process(target=_process, args=(function, rank, world_size, str(folder), store.port, backend))
-        for rank in range(world_size)
+        context.Process(target=_process, args=(function, (rank, world_size), str(folder), store.port, backend, own))
+        for rank, own in enumerate(sockets)
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + longest_s
-    used, last_progress = 0.0, time.monotonic()
+    for own in sockets:
+        for end in own.values():
+            end.close()
     try:
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-            if any(process.exitcode for process in processes):
-                break
-            now = _processor_seconds(processes)
-            if now > used + 0.5:
-                used, last_progress = now, time.monotonic()
-            if time.monotonic() > last_progress + STALLED_S:
-                break
-            time.sleep(0.05)
+        why = _wait_for(processes, longest_s)
+        if why:
+            _write_stacks(processes)
     finally:
         for process in processes:
             if process.is_alive():
@@ -124,31 +127,67 @@ def run_on_ranks(
     failures = [path.read_text() for path in sorted(folder.glob("failed_*.txt"))]
     missing = [rank for rank in range(world_size) if not (folder / f"result_{rank}.pt").exists()]
     if failures or missing:
-        raise RuntimeError(f"ranks {missing} gave no result:\n" + "\n".join(failures))
+        stacks = [f"rank {path.stem[6:]} was here:\n{path.read_text()}" for path in sorted(folder.glob("stack_*.txt"))]
+        raise RuntimeError(f"ranks {missing} gave no result{why}:\n" + "\n".join([*failures, *(stacks if why else [])]))
     return [torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def _processor_seconds(processes: list[Any]) -> float:
-    """Processor time that the live ones among ``processes`` have used."""
-    total = 0.0
+def _wait_for(processes: list[Any], longest_s: float) -> str:
+    """Wait until all have ended or one has failed; otherwise returns why they should be ended."""
+    begin = last_progress = time.monotonic()
+    used = {}
+    while running := [process for process in processes if process.is_alive()]:
+        if any(process.exitcode for process in processes):
+            return ""
+        now, time_now = _thread_seconds(running), time.monotonic()
+        if any(seconds > used.get(thread, 0.0) + 0.5 for thread, seconds in now.items()):
+            used, last_progress = now, time_now
+        if time_now > last_progress + STALLED_S:
+            return f", none made progress for {STALLED_S} s"
+        if time_now > begin + longest_s:
+            return f" in {longest_s} s"
+        multiprocessing.connection.wait([process.sentinel for process in running], timeout=1.0)
+    return ""
+
+
+def _thread_seconds(processes: list[Any]) -> dict[int, float]:
+    """Processor time of each thread. Gloo's look for messages all the time: only all together they use much."""
+    found = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            times = psutil.Process(process.pid).cpu_times()
-            total += times.user + times.system
-    return total
+            found |= {each.id: each.user_time + each.system_time for each in psutil.Process(process.pid).threads()}
+    return found
+
+
+def _write_stacks(processes: list[Any]) -> None:
+    """Let each rank say in its ``stack_RANK.txt`` where it is."""
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, STACK_SIGNAL)
+    time.sleep(1.0)
 
 
 def _process(
-    function: Callable[[int, Any], Any], rank: int, world_size: int, folder: str, port: int, backend: str
+    function: Callable[[int, Any], Any],
+    place: tuple[int, int],
+    folder: str,
+    port: int,
+    backend: str,
+    sockets: dict[int, socket.socket],
 ) -> None:
     torch.set_num_threads(1)
-    path = Path(folder)
-    if backend != "gloo":
+    (rank, world_size), path = place, Path(folder)
+    stack = (path / f"stack_{rank}.txt").open("w")
+    faulthandler.register(STACK_SIGNAL, stack)
+    if backend == "nccl":
         os.environ["LOCAL_RANK"] = str(rank)
         torch.cuda.set_device(rank)
+    elif backend == "sockets":
+        use_sockets(sockets)
     try:
         store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
-        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        name = "nccl" if backend == "nccl" else "gloo"
+        torch.distributed.init_process_group(name, store=store, rank=rank, world_size=world_size)
         argument = torch.load(path / "argument.pt", weights_only=False)
         torch.save(call_with_room(function, rank, argument), path / f"result_{rank}.tmp")
         (path / f"result_{rank}.tmp").rename(path / f"result_{rank}.pt")

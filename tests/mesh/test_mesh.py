@@ -194,7 +194,7 @@ def test_a_segment_communicates_as_megatron_does(suite, tmp_path, parallel):
     Beyond those there are two reductions of a number or two a row, for the logprobs, however many chunks there are.
     """
     case = suite.case("tp2", "qwen3", "dta", parallel=parallel)
-    for num_segments, with_logprobs, counts in run_on_ranks(count_collectives, case, 2, tmp_path):
+    for num_segments, with_logprobs, counts in run_on_ranks(count_collectives, case, 2, tmp_path, "gloo"):
         layers = suite.models["qwen3"].num_layers
         per_segment = {"allreduce_.default": 1 + 2 * layers + 2 * layers + 1}
         if parallel.sequence_parallel:

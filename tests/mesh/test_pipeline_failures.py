@@ -101,7 +101,7 @@ def plan_different_steps(rank: int, case: MeshCase) -> None:
 
 def test_a_failing_stage_is_named_and_ends_the_others(case, tmp_path):
     with pytest.raises(RuntimeError) as raised:
-        run_on_ranks(fail_in_the_model, case, 2, tmp_path)
+        run_on_ranks(fail_in_the_model, case, 2, tmp_path, "gloo")
     text = str(raised.value)
     assert "a broken kernel\nin F(3) of pipeline stage 1, rank 1" in text
     assert "of pipeline stage 0, rank 0" in text
@@ -109,7 +109,7 @@ def test_a_failing_stage_is_named_and_ends_the_others(case, tmp_path):
 
 def test_a_failing_backward_is_named_and_ends_the_others(case, tmp_path):
     with pytest.raises(RuntimeError) as raised:
-        run_on_ranks(fail_in_a_backward, case, 2, tmp_path)
+        run_on_ranks(fail_in_a_backward, case, 2, tmp_path, "gloo")
     text = str(raised.value)
     assert "CUDA out of memory\nin B(4) of pipeline stage 0, rank 0" in text
     # The last stage waits for the next forward, or is done with its ops and waits for the others.
@@ -119,7 +119,7 @@ def test_a_failing_backward_is_named_and_ends_the_others(case, tmp_path):
 def test_a_killed_stage_ends_the_others_at_once(case, tmp_path):
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
-        run_on_ranks(die_in_the_model, case, 2, tmp_path)
+        run_on_ranks(die_in_the_model, case, 2, tmp_path, "gloo")
     text = str(raised.value)
     assert "ranks [0, 1] gave no result" in text
     assert not (tmp_path / "failed_1.txt").exists()
@@ -130,17 +130,17 @@ def test_a_killed_stage_ends_the_others_at_once(case, tmp_path):
 
 def test_ranks_with_messages_of_different_shapes_do_not_start(case, tmp_path):
     with pytest.raises(RuntimeError, match="ranks 0 and 1 of one replica have messages of different shapes") as raised:
-        run_on_ranks(have_another_shape, case, 2, tmp_path)
+        run_on_ranks(have_another_shape, case, 2, tmp_path, "gloo")
     assert "in F(" not in str(raised.value)
 
 
 def test_a_message_of_a_wrong_shape_is_not_sent(case, tmp_path):
     with pytest.raises(RuntimeError) as raised:
-        run_on_ranks(send_a_wrong_shape, case, 2, tmp_path)
+        run_on_ranks(send_a_wrong_shape, case, 2, tmp_path, "gloo")
     assert "the message has shape [" in str(raised.value)
     assert "in F(2) of pipeline stage 0, rank 0" in str(raised.value)
 
 
 def test_ranks_with_different_plans_do_not_start(case, tmp_path):
     with pytest.raises(RuntimeError, match="ranks 0 and 1 of one replica have planned different steps"):
-        run_on_ranks(plan_different_steps, case, 2, tmp_path)
+        run_on_ranks(plan_different_steps, case, 2, tmp_path, "gloo")

@@ -80,7 +80,7 @@ def watch_messages(rank: int, case: MeshCase) -> tuple[list[tuple[str, int, int,
 
 def test_a_channel_has_one_direction_and_outputs_are_free_once_sent(tmp_path) -> None:
     case = pipeline_case("pp2-vpp2")
-    for calls, sent, alive in run_on_ranks(watch_messages, case, 2, tmp_path):
+    for calls, sent, alive in run_on_ranks(watch_messages, case, 2, tmp_path, "gloo"):
         directions: dict[int, set[tuple[int, int]]] = {}
         for _, group, sender, receiver in calls:
             directions.setdefault(group, set()).add((sender, receiver))

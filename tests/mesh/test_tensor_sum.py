@@ -43,7 +43,7 @@ def sums_on_rank(rank: int, _: Any) -> dict[str, Any]:
 
 
 def test_sums_over_gloo(tmp_path):
-    ranks = run_on_ranks(sums_on_rank, None, 2, tmp_path / "mesh")
+    ranks = run_on_ranks(sums_on_rank, None, 2, tmp_path / "mesh", "gloo")
     both = [terms(0), terms(1)]
     weights = [torch.randn(5, 33, generator=torch.Generator().manual_seed(10 + rank)) for rank in (0, 1)]
     product = both[0][5] @ weights[0].t() + both[1][5] @ weights[1].t()
@@ -88,7 +88,7 @@ def peers_on_rank(rank: int, _: Any) -> dict[str, Any]:
 
 
 def test_small_terms_pass_through_the_buffer(tmp_path):
-    ranks = run_on_ranks(peers_on_rank, None, 2, tmp_path / "mesh")
+    ranks = run_on_ranks(peers_on_rank, None, 2, tmp_path / "mesh", "gloo")
     both = [terms(0), terms(1)]
     weights = [torch.randn(8, 33, generator=torch.Generator().manual_seed(10 + rank)) for rank in (0, 1)]
     product = both[0][5] @ weights[0].t() + both[1][5] @ weights[1].t()

@@ -370,11 +370,8 @@ def _check_no_effect(config: TrainConfig) -> Iterator[str]:
         "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),
         **treepo_conditions(config, sampled, policy_gradient),
     }
-    known: set[str] = set()
+    changed = {setting.name: setting for _, setting, value in settings_of(config) if value != setting.default}
     for needed, (holds, names) in conditions.items():
-        for _, setting, value in settings_of(config):
-            if holds or setting.name in known or setting.name not in names.split():
-                continue
-            if value != setting.default:
-                known.add(setting.name)
-                yield f"{flag_of(setting)} has no effect without {needed}; leave it out or add that"
+        ignored = set() if holds else changed.keys() & names.split()
+        for name in [name for name in changed if name in ignored]:
+            yield f"{flag_of(changed.pop(name))} has no effect without {needed}; leave it out or add that"

@@ -61,7 +61,7 @@ def run_and_lose_a_rank(rank: int, argument: tuple[str, Path]) -> None:
 )
 def test_a_lost_rank_is_named_in_time(tmp_path: Path, way: str, message: str) -> None:
     with pytest.raises(RuntimeError, match="gave no result"):
-        run_on_ranks(run_and_lose_a_rank, (way, tmp_path), 2, tmp_path / "run")
+        run_on_ranks(run_and_lose_a_rank, (way, tmp_path), 2, tmp_path / "run", "gloo")
     seconds = time.time() - float((tmp_path / "lost").read_text())
     lines = (tmp_path / "stderr_0").read_text().splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
@@ -72,5 +72,5 @@ def test_a_lost_rank_is_named_in_time(tmp_path: Path, way: str, message: str) ->
 
 
 def test_slow_ranks_are_left_alone(tmp_path: Path) -> None:
-    assert run_on_ranks(run_and_lose_a_rank, ("slow", tmp_path), 2, tmp_path / "run") == [None, None]
+    assert run_on_ranks(run_and_lose_a_rank, ("slow", tmp_path), 2, tmp_path / "run", "gloo") == [None, None]
     assert not (tmp_path / "stderr_0").read_text()
