@@ -35,7 +35,7 @@ SGLANG_FROM_DISK: dict[str, Any] = {
 
 VLLM_TRANSFER: dict[str, dict[str, Any]] = {
     "/init_weight_transfer_engine": {"init_info": dict}, "/start_weight_update": {},
-    "/update_weights": {"update_info": dict}, "/finish_weight_update": {},
+    "/update_weights": {"update_info": dict}, "/finish_weight_update": {}, "/shutdown_weight_transfer_engine": {},
 }  # fmt: skip
 VLLM_INIT: dict[str, Any] = {
     "master_address": str, "master_port": int, "rank_offset": int, "world_size": int, "nccl_unique_id_b64": str,

@@ -108,6 +108,11 @@ class VllmServer(RolloutServer):
 
     async def _transfer(self, path: str, body: dict[str, Any]) -> web.Response:
         active = self.receiver.received is not None
+        if path == "/shutdown_weight_transfer_engine":
+            if active:
+                return web.json_response(self.refusal("an update is active"), status=500)
+            self.receiver.leave()
+            return web.json_response({"message": "done"})
         if (path == "/start_weight_update") == active and path != "/init_weight_transfer_engine":
             return web.json_response(self.refusal(f"{path} with an update active: {active}"), status=500)
         if path == "/init_weight_transfer_engine":

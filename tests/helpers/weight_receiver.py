@@ -90,6 +90,8 @@ class WeightReceiver:
                 store = dist.PrefixStore(prefix, store)
             return dist.ProcessGroupGloo(store, rank_offset + process, world_size, TIMEOUT)
 
+        # A group that another one takes the place of would keep its memory.
+        assert not self._members, "still in a group"
         self._members = list(self._threads.map(member, range(self.processes)))
         self.groups += 1
 

@@ -130,7 +130,7 @@ def test_no_group_is_lost_or_trained_twice(
         trainer.run()
         trainer.metrics.close()
         version = trainer.source._engine._weights.version
-        assert STEPS - bound <= version < STEPS + 1
+        assert STEPS - 1 - bound <= version <= STEPS
         check_parameters(fleet.servers[0].checksums(), weights[version], 1, plain=True)
     check_versions(batches, _logprobs_by(weights), bound, LOGPROB_ERROR)
     groups = groups_in(batches)
@@ -139,7 +139,6 @@ def test_no_group_is_lost_or_trained_twice(
     _check_left(kept[-1], set(groups))
     lines = output.getvalue()
     assert f"{fleet.servers[0].url} is left out" in lines
-    assert f"{fleet.servers[0].url} has the newest weights" in lines
     assert all(f"{server.url} is new" in lines for server in fleet.servers[1:])
     assert all(f"{server.url} is no longer listed" in lines for server in fleet.servers[1:])
     mixed = sum(len(np.unique(r.token_versions[r.loss_mask])) > 1 for _, b in batches for r in b) if partial else 0

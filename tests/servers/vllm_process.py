@@ -110,6 +110,10 @@ class VllmProcess:
         with urllib.request.urlopen(request, timeout=60) as reply:
             return json.load(reply)
 
+    def answered(self, path: str) -> int:
+        """How often it has done what a POST to a control endpoint asked for."""
+        return self._log.read_text(errors="replace").count(f'"POST {path} HTTP/1.1" 200')
+
     def checksums(self) -> dict[str, str]:
         """SHA-256 of each parameter of each process, by the server's name."""
         return self.ask("/weight_checker", {"action": "checksum"})["checksums"]

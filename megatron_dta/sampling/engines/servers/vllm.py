@@ -183,6 +183,10 @@ class VllmProtocol(ServerProtocol):
             info |= {"packed": True, "packed_buffer_size_bytes": bucket_bytes}
         await self._transfer(client, server, "/init_weight_transfer_engine", {"init_info": info})
 
+    async def leave_group(self, client: HttpClient, server: Server, meeting: Meeting) -> None:
+        # Otherwise the next group takes the place of this one, whose communicator keeps its memory.
+        await self._transfer(client, server, "/shutdown_weight_transfer_engine")
+
     async def begin_update(self, client: HttpClient, server: Server, running: bool) -> None:
         await self._pause(client, server, running)
         await self._transfer(client, server, "/start_weight_update")

@@ -27,7 +27,7 @@ import torch
 
 from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
 from megatron_dta.sampling.engines.servers.protocol import ServerProtocol
-from megatron_dta.sampling.engines.servers.weights.groups import SharedGroup
+from megatron_dta.sampling.engines.servers.weights.groups import Meeting, SharedGroup
 from megatron_dta.sampling.engines.servers.weights.host_weights import Bucket, HostWeights
 from megatron_dta.sampling.engines.servers.weights.patches import Patch, expected_checksums, patches_of
 
@@ -63,6 +63,8 @@ class GroupTransfer:
         self._client, self._protocol = client, protocol
         self._group: SharedGroup | None = None
         self._members: tuple[Server, ...] = ()
+        # The last group that servers were told to join, also after it has failed.
+        self._joined: tuple[Meeting | None, tuple[Server, ...]] = (None, ())
         # What servers with this label have, if only changes are sent.
         self._sent: HostWeights | None = None
         self._sent_label, self._updates = "", 0
@@ -166,11 +168,7 @@ class GroupTransfer:
             raise TransferError(failures)
 
     async def _form(self, servers: Sequence[Server], weights: HostWeights) -> None:
-        old = self._group.meeting if self._group is not None else None
-        if old is not None:
-            for server in self._members:
-                with suppress(ServerError):
-                    await self._protocol.leave_group(self._client, server, old)
+        await self._leave()
         await self.close()
         sizes: dict[Server, int] = {}
 
@@ -183,6 +181,7 @@ class GroupTransfer:
         for server in servers:
             offsets[server], offset = offset, offset + sizes[server]
         self._group, self._members = group, tuple(servers)
+        self._joined = (group.meeting, self._members)
         await self._alone(servers, lambda: group.reserve(max(bucket.buffer.numel() for bucket in weights.buckets)))
         await self._together(
             servers,
@@ -191,6 +190,17 @@ class GroupTransfer:
             ),
             group.join,
         )
+
+    async def _leave(self) -> None:
+        """Let the servers leave the last group, which would keep its memory beside that of the next one."""
+        (meeting, members), self._joined = self._joined, (None, ())
+
+        async def leave(server: Server) -> None:
+            async with asyncio.timeout(self._client.settings.connect_timeout_s):
+                await self._protocol.leave_group(self._client, server, meeting)
+
+        # They may be gone.
+        await asyncio.gather(*(leave(server) for server in members), return_exceptions=True)
 
     async def _send_bucket(self, servers: Sequence[Server], bucket: Bucket) -> None:
         group = self._group
