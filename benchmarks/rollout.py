@@ -5,14 +5,15 @@
     torchrun --nproc-per-node 2 benchmarks/rollout.py decode --tensor-model-parallel-size 2 --shape 14b ...
     torchrun --nproc-per-node 2 benchmarks/rollout.py decode --pipeline-model-parallel-size 2 --shape 14b ...
 
-decode       tokens per second of plain sampling. The same requests run with one token each and with
-             --response-tokens + 1; the difference is the time of decoding, the rest that of the prompts. No request
-             ends early. "share_of_memory_bound" compares a decoding pass with the time to read the weights and every
-             cached position once. With --tensor-model-parallel-size and --pipeline-model-parallel-size, on as many GPUs
-             as their product; the bound is that of the GPU that reads most. Pipeline stages run groups of rows, as
-             many as there are stages, and read their weights once for each group; a pass is one token of every row.
-             "share_of_stages" compares it with the time in which the busiest stage computes, without messages and
-             waiting.
+decode       tokens per second of plain sampling. The same requests run with --response-tokens + 1 tokens each and with
+             so few that they end soon after the last prompt is computed; the difference is the time of decoding,
+             without the passes that compute prompts and decode other rows. A run of one token is the time of the
+             prompts. No request ends early. "captures" counts those in the timed run. "share_of_memory_bound" compares
+             a decoding pass with the time to read the weights and every cached position once. With
+             --tensor-model-parallel-size and --pipeline-model-parallel-size, on as many GPUs as their product; the
+             bound is that of the GPU that reads most. Pipeline stages run groups of rows, as many as there are stages,
+             and read their weights once for each group; a pass is one token of every row. "share_of_stages" compares it
+             with the time in which the busiest stage computes, without messages and waiting.
 tree         trees (TreePO) against the same number of independent rollouts: trajectories and tokens per second, with
              lengths from a lognormal distribution (--mean-length, --length-sigma, --max-length).
 tree-tokens  the token counts of this comparison, without a model.
@@ -100,20 +101,22 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
     if longest > arguments.max_position_embeddings:
         raise InputError(f"--max-position-embeddings {arguments.max_position_embeddings} is less than {longest}")
     engine = build_engine(setup, arguments)
-    _measured_run(arguments, engine, setup, count, arguments.burst + 2)
-    one, many, forwards, peak = [], [], {}, 0.0
-    for _ in range(arguments.runs):
-        one.append(_measured_run(arguments, engine, setup, count, 1)[0])
-        seconds, statistics = _measured_run(arguments, engine, setup, count, arguments.response_tokens + 1)
-        many.append(seconds)
-        forwards, peak = statistics, engine.statistics()["peak_pages"]
-    decode_seconds = max(median(many) - median(one), 1e-9)
-    decoded = count * arguments.response_tokens
+    length, begin = arguments.response_tokens + 1, _first_timed_token(arguments, count)
+    one, few, many, forwards, peak = [], [], [], {}, 0.0
+    for run in range(arguments.runs + 1):  # the first one captures, and reserves memory
+        times = [_measured_run(arguments, engine, setup, count, tokens) for tokens in (1, begin, length)]
+        forwards, peak = times[2][1], engine.statistics()["peak_pages"]
+        if run:
+            for found, (seconds, _) in zip((one, few, many), times, strict=True):
+                found.append(seconds)
+    decode_seconds = max(median(many) - median(few), 1e-9)
+    decoded = count * (length - begin)
     # With more requests than rows, passes are not all full; the mean number of rows counts.
     passes = decoded / min(count, arguments.batch)
     pass_seconds = decode_seconds / passes
     prompts = -(-min(count, arguments.batch) // arguments.samples_per_prompt)
-    cached = prompts * arguments.prompt_tokens + min(count, arguments.batch) * arguments.response_tokens / 2
+    sampled = (arguments.response_tokens + begin - 1) / 2
+    cached = prompts * arguments.prompt_tokens + min(count, arguments.batch) * sampled
     prompt_tokens = -(-count // arguments.samples_per_prompt) * arguments.prompt_tokens
     profiled = _share_of_stages(arguments, engine, setup, count, pass_seconds)
     if arguments.profile:
@@ -128,16 +131,28 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
             "bound_pass_ms": 1e3 * setup.bound_seconds(cached),
             "share_of_memory_bound": setup.bound_seconds(cached) / pass_seconds,
             "prompt_tokens_per_second": prompt_tokens / median(one),
-            "all_tokens_per_second": (decoded + count) / median(many),
+            "all_tokens_per_second": count * length / median(many),
             "forwards": int(forwards["forwards"]),
             "static_forwards": int(forwards["static_forwards"]),
-            "captures": int(engine.statistics()["captures"]),
+            "captures": int(forwards["captures"]),
             "sums": _kind_of_sums(arguments),
             "cache_gib": peak * arguments.block_size * setup.token_bytes / 2**30,
             "seconds_of_runs": many,
+            "tokens_of_short_runs": begin,
+            "seconds_of_short_runs": few,
             **profiled,
         }
     ]
+
+
+def _first_timed_token(arguments: argparse.Namespace, count: int) -> int:
+    """Tokens of a request in the short runs: so many that none has ended when the last prompt is computed, and whole
+    bursts fewer than in the long runs; 1 if these are too short."""
+    prompts = -(-min(count, arguments.batch) // arguments.samples_per_prompt)
+    length = arguments.response_tokens + 1
+    least = -(-prompts * arguments.prompt_tokens // arguments.max_tokens) + 4
+    begin = least + (length - least) % arguments.burst
+    return begin if begin < length else 1
 
 
 def add_pass_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,8 +19,15 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config import SamplingConfig
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.sampling.engines.build import build_engine
-from megatron_dta.sampling.engines.in_process.cuda_graphs import bucket, why_not_captured
+from megatron_dta.sampling.engines.in_process.cuda_graphs import (
+    Burst,
+    DecodeSteps,
+    RunningBurst,
+    bucket,
+    why_not_captured,
+)
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.sampling.params import SamplingParams
 from rollout_forest import NEVER, PARAMS, Drive, assert_same, run_forest, started
 from sampling_cases import SHAPES, make_model, random_prompts
 from speculation_exact_cases import Adversary, answers_of, suffix_drafting
@@ -112,6 +119,53 @@ def test_bursts_run_past_no_end_and_take_fewer_turns():
     # After the prompts' pass 12 tokens are left for the longest: 8 in the first burst and 4 in the second.
     assert statistics["static_forwards"] == 12
     assert statistics["decoded_tokens"] == 5 + 9 + 13
+
+
+@interpreter
+def test_a_burst_is_launched_before_the_tokens_of_the_last_one_are_read(monkeypatch: pytest.MonkeyPatch):
+    """Pages of 2 positions, so that every burst takes new ones while others run."""
+    model, calls = make_model(15, torch.float32, num_layers=1), []
+    prompts = random_prompts(np.random.default_rng(2), [3, 17, 6])
+    requests = [GenerationRequest(i, prompt, 13 + 4 * i, 9 * i) for i, prompt in enumerate(prompts)]
+    expected = generate(started_plain(model, NEVER), requests)
+    for name, kind in (("launch", DecodeSteps), ("read", RunningBurst)):
+        own = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *args, name=name, own=own: (calls.append(name), own(*args))[1])
+    engine = started(model, NEVER, **STATIC, block_size=2, burst=4)
+    for one, other in zip(expected, generate(engine, requests), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+    # 12, 16 and 20 tokens behind the prompts' pass.
+    assert calls == ["launch", *["launch", "read"] * 4, "read"]
+    assert engine.statistics()["static_forwards"] == 20
+
+
+@interpreter
+@pytest.mark.parametrize("max_requests", [2, 16])
+def test_rows_that_end_while_the_next_burst_runs(max_requests: int, monkeypatch: pytest.MonkeyPatch):
+    """Waiting requests take their rows and pages after it; nothing runs when all have ended."""
+    seed_all(7)
+    model = make_model(3, torch.float32, **GROUPED | dict(num_layers=1))
+    prompts = random_prompts(np.random.default_rng(5), [3, 7, 6, 4, 9, 5])
+    requests = [GenerationRequest(i, prompt, 60, 11 * i, hold=i % 2 == 0) for i, prompt in enumerate(prompts)]
+    expected = generate(started_plain(model), requests)
+    assert sum(len(result.token_ids) < 60 for result in expected) > 0
+    engine = started(model, **STATIC, block_size=3, burst=4, max_requests=max_requests)
+    launch, ahead = engine._steps.launch, []
+
+    def recorded(cache: PagedCache, burst: Burst, params: SamplingParams) -> RunningBurst:
+        if burst.follows is not None:
+            ahead.append(engine._scheduler.waiting and len(engine._scheduler.running) < max_requests)
+        return launch(cache, burst, params)
+
+    monkeypatch.setattr(engine._steps, "launch", recorded)
+    for one, other in zip(expected, generate(engine, requests), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert np.abs(one.logprobs - other.logprobs).max() <= 2e-5
+    assert ahead
+    assert not any(ahead)
+    assert engine._flight is None
+    engine.release([0, 2, 4])
+    assert engine.pages_in_use == 0
 
 
 @interpreter

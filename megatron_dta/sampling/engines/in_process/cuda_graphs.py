@@ -7,7 +7,8 @@ trainer, which updates them in place; if one of them moves, all graphs are captu
 
 A *burst* is several passes of the same rows. Each pass takes its tokens from the previous one on the device and
 everything else is known in advance, so the host waits once for all of them. It detects ends of sequences afterwards and
-drops the tokens that a row computed beyond its end.
+drops the tokens that a row computed beyond its end. A burst may also take its first tokens from the burst before it
+(``bursts``).
 
 The ranks of a tensor group plan the same passes, so they capture the same sizes in the same order. The sums over the
 group and the exchange of its draws are captured with the rest. With layers of experts the numbers of tokens stay on
@@ -104,13 +105,15 @@ class Burst:
     """One or several passes of the same rows.
 
     Attributes:
-        token_ids: int64 [n], the inputs of the first pass, row by row.
+        token_ids: int64 [n], the inputs of the first pass, row by row; if the burst ``follows`` another one, the rows
+            of that one whose last tokens are the inputs.
         starts: int64 [rows], computed positions of each row.
         counts: int64 [rows], tokens of each row in a pass; 1 if there are several passes.
         tables: page tables with room for all passes.
         steps: int64 [rows], the number of passes, from the first one on, in which each row takes part.
         noise: float64 [passes, n], in [0, 1).
         states: the states that the rows continue, and each row's slot, int64 [rows]; None for a model without states.
+        follows: the burst before this one, if the host does not know its tokens.
     """
 
     token_ids: np.ndarray
@@ -120,6 +123,32 @@ class Burst:
     steps: np.ndarray
     noise: np.ndarray
     states: tuple[DecodeStates, np.ndarray] | None = None
+    follows: RunningBurst | None = None
+
+
+class RunningBurst:
+    """What the passes of a burst draw after each of their tokens.
+
+    Attributes:
+        drawn: float64 [passes, 2, at least n] on the device, tokens and their logprobs; entries of rows that have left
+            the burst are undefined. A float64 represents every token id exactly.
+    """
+
+    def __init__(self, drawn: Tensor, num_tokens: int) -> None:
+        self.drawn, self._num_tokens, self._copied = drawn, num_tokens, None
+        self._on_host = drawn
+        if drawn.is_cuda:
+            self._on_host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+            self._on_host.copy_(drawn, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens, int32 [passes, n], and logprobs, float64 [passes, n]. Waits for the passes, not for later ones."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        drawn = self._on_host.numpy()[:, :, : self._num_tokens]
+        return drawn[:, 0].astype(np.int32), drawn[:, 1]
 
 
 @dataclass(frozen=True)
@@ -150,9 +179,10 @@ class DecodeSteps:
     Attributes:
         captures: number of passes captured so far; a capture takes the time of several eager passes.
         most_tokens: maximum number of tokens in a pass.
+        runs_ahead: whether bursts may follow others.
     """
 
-    most_tokens = MOST_TOKENS
+    most_tokens, runs_ahead = MOST_TOKENS, True
 
     def __init__(self, model: Model, shape: HeadShape, page_size: int, max_rows: int) -> None:
         self._model, self._shape, self._page_size = model, shape, page_size
@@ -184,31 +214,23 @@ class DecodeSteps:
         """Whether ``plan`` is run here: all rows decode."""
         return set(plan.counts) == {1} and len(plan.ready) == len(plan.rows) <= self.most_tokens
 
-    def run(
-        self, cache: PagedCache, burst: Burst, params: SamplingParams, meanwhile: Callable[[], None]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Run a burst. Returns the tokens drawn after each token of each pass, int32 [passes, n], and their logprobs,
-        float64 [passes, n]; entries of rows that have left the burst are undefined.
-
-        meanwhile: called while the device runs.
-        """
+    def launch(self, cache: PagedCache, burst: Burst, params: SamplingParams) -> RunningBurst:
+        """Launch the passes of a burst; does not wait for the device."""
         self._read(cache, burst)
         num_steps, n = burst.noise.shape
         captured = self._captured(burst, params)
         static = captured.static
         words, tables = self._inputs(burst, static)
         tokens, words_on_device, tables = upload([burst.token_ids, words, tables], self._tables.device)
+        if burst.follows is not None:
+            tokens = burst.follows.drawn[-1, 0].index_select(0, tokens)
         static.input_ids[0, :n].copy_(tokens)
         self._tables[: len(tables)].copy_(tables)
-        drawn = []
-        for step_words in words_on_device.view(num_steps, -1):
+        drawn = static.noise.new_empty(num_steps, 2, static.num_tokens)
+        for step_words, of_step in zip(words_on_device.view(num_steps, -1), drawn, strict=True):
             static.words.copy_(step_words)
-            drawn.append(captured.run().clone())
-        drawn = torch.stack(drawn)
-        meanwhile()
-        # The only place that waits for the device. A float64 represents every token id exactly.
-        tokens_and_logprobs = drawn.cpu().numpy()[:, :, :n]
-        return tokens_and_logprobs[:, 0].astype(np.int32), tokens_and_logprobs[:, 1]
+            of_step.copy_(captured.run())
+        return RunningBurst(drawn, n)
 
     def _read(self, cache: PagedCache, burst: Burst) -> None:
         """Let the passes read ``cache`` and the states of ``burst``."""

@@ -6,8 +6,9 @@ mesh of ``build_model``: the ranks of a tensor group draw the same tokens togeth
 from the last stage, and each data-parallel replica runs its own engine. Replicas that share experts run their passes
 together (``expert_passes``). The logprobs are those of the trainer.
 
-On a GPU attention reads the pages in place (``paged_context``). Passes that only decode run as CUDA graphs, several of
-them before the host reads their tokens (``cuda_graphs``), on all pipeline stages at once (``pipelined_steps``).
+On a GPU attention reads the pages in place (``paged_context``). Passes that only decode run as CUDA graphs
+(``cuda_graphs``), several of them before the host reads their tokens, and several more while it takes these
+(``bursts``); on all pipeline stages at once (``pipelined_steps``).
 
 The K/V cache exists while requests run or are held and is freed afterwards, so that training can use the memory. After
 an error the engine is empty and can be started again.
@@ -29,9 +30,11 @@ from megatron_dta.model import Model, choose_attention
 from megatron_dta.model.attention.decode_context import append_context
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import paged_context
+from megatron_dta.sampling.engines.in_process.bursts import Flight, Launcher, Sampled
 from megatron_dta.sampling.engines.in_process.cache_size import head_shape, max_pages
-from megatron_dta.sampling.engines.in_process.cuda_graphs import MOST_TOKENS, Burst, DecodeSteps, noise_of
+from megatron_dta.sampling.engines.in_process.cuda_graphs import MOST_TOKENS, DecodeSteps, noise_of
 from megatron_dta.sampling.engines.in_process.drafting import Drafting, NoDrafting, Round, drafts_of
+from megatron_dta.sampling.engines.in_process.endings import Endings
 from megatron_dta.sampling.engines.in_process.expert_passes import DecodingPasses
 from megatron_dta.sampling.engines.in_process.next_token import by_row, next_tokens, sampling_mode
 from megatron_dta.sampling.engines.in_process.pages import PagePool
@@ -46,16 +49,12 @@ from megatron_dta.sampling.engines.interface import (
     check_request,
 )
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.speculation.degenerate import DegenerateDetector
 
 # Bursts are short while a draft is likely soon, and full again after this many short bursts without a draft.
 _PASSES_BETWEEN_DRAFTS, _MAX_SHORT_BURSTS = 4, 4
 
 _COUNTS = ("decoded_tokens", "requests", "forwards", "seconds", "peak_pages", "drafted_tokens", "accepted_drafts")
 _COUNTS += ("stopped_degenerate", "static_forwards", "captures")
-
-Sampled = tuple[np.ndarray, np.ndarray]
-"""What was drawn for one row in a pass or burst: tokens (int32) and their logprobs (float64)."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class EngineSettings:
             for the kernels wherever they are supported.
         static_passes: decode with tensors at fixed addresses, in CUDA graphs on a GPU. The caller must have checked
             ``cuda_graphs.why_not_captured``.
-        burst: maximum number of passes that run before their tokens are read, with ``static_passes``.
+        burst: with ``static_passes``, maximum number of passes between two reads of tokens.
     """
 
     max_requests: int = 256
@@ -101,13 +100,14 @@ class InProcessEngine(RolloutEngine):
         head_size, dtype = self._shape.head_size, self._shape.dtype
         self._is_paged = choose_attention(settings.attention_impl, head_size, dtype, self._device)
         self._steps: DecodeSteps | None = None
+        self._flight: Flight | None = None  # launched ahead of the tokens that were read
         if settings.static_passes and self._is_paged:
             self._steps = decode_steps(model, self._shape, settings.block_size, settings.max_requests)
         self._params: SamplingParams | None = None
         self._iteration = self._policy_version = self._arrivals = self._undrafted = 0
         self._running: dict[int, Request] = {}
         self._held: dict[int, Request] = {}
-        self._detectors: dict[Request, DegenerateDetector] = {}
+        self._endings = Endings(settings.stop_degenerate)
         self._cache: PagedCache | None = None
         self._counts = dict.fromkeys(_COUNTS, 0.0)
         self._scheduler = self._new_scheduler()
@@ -156,7 +156,7 @@ class InProcessEngine(RolloutEngine):
             with sampling_mode(self._model):
                 while not finished and not self._scheduler.is_idle:
                     round_began = time.perf_counter()
-                    finished = self._run(self._scheduler.next_pass())
+                    finished = self._run()
                     self.drafting.ran(time.perf_counter() - round_began)
         except BaseException:
             self.close()
@@ -199,9 +199,9 @@ class InProcessEngine(RolloutEngine):
 
     def close(self) -> None:
         counts = self.statistics()
-        for requests in (self._running, self._held, self._detectors):
+        for requests in (self._running, self._held, self._endings):
             requests.clear()
-        self._cache = None
+        self._cache = self._flight = None
         self._states.clear()
         self._scheduler = self._new_scheduler()
         self._scheduler.counts.update((name, int(counts[name])) for name in self._scheduler.counts)
@@ -209,9 +209,13 @@ class InProcessEngine(RolloutEngine):
         self._params = None
         self.drafting.abandoned()
 
-    def _run(self, plan: Pass) -> list[Request]:
+    def _run(self) -> list[Request]:
         """Run a forward pass, or a burst of them, and take its tokens. Returns the requests that it finished."""
         began = time.perf_counter()
+        if self._flight is not None:
+            rows, sampled = self._land(self._flight)
+            return self._take(rows, sampled, None, began, len(rows))
+        plan = self._scheduler.next_pass()
         is_static = self._steps is not None and self._steps.takes(plan)
         most = min(self._settings.max_tokens, self._steps.most_tokens) if is_static else self._settings.max_tokens
         drafts = drafts_of(plan, self.drafting, self._scheduler, most)
@@ -258,27 +262,41 @@ class InProcessEngine(RolloutEngine):
     def _run_static(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
         """Like ``_run_eager`` if all rows decode: one pass with drafts, or a burst of passes without. What was drawn in
         a burst is one token in each of a row's first passes."""
-        rows, is_drafted = plan.rows, any(map(len, drafts))
+        is_drafted = any(map(len, drafts))
         is_short = self._undrafted < _MAX_SHORT_BURSTS and self.drafting.is_hopeful
         most = min(self._settings.burst, _PASSES_BETWEEN_DRAFTS if is_short else self._settings.burst)
-        steps = self._scheduler.max_burst_steps(rows, 1 if is_drafted else most)
-        cache = self._cache_for(plan)
-        pieces = []
-        for row, draft in zip(rows, drafts, strict=True):
-            pieces += [row.tokens[row.num_tokens - 1 : row.num_tokens], draft]
-        counts = np.array([len(draft) + 1 for draft in drafts])
-        starts = np.array([row.num_computed_tokens for row in rows])
-        noise = noise_of(rows, drafts, self._params, self._iteration, int(steps.max()))
-        states = self._states.for_burst(rows, starts, steps)
-        burst = Burst(np.concatenate(pieces), starts, counts, [row.table for row in rows], steps, noise, states)
-        tokens, logprobs = self._steps.run(cache, burst, self._params, self.drafting.catch_up)
-        self._counts["forwards"] += len(noise)
-        self._counts["static_forwards"] += len(noise)
-        self._counts["captures"] = float(self._steps.captures)
+        flight = self._launcher(plan).first(plan.rows, drafts, 1 if is_drafted else most)
+        if not is_drafted:
+            return self._land(flight)
+        self._count_static(1)
+        self.drafting.catch_up()
+        tokens, logprobs = flight.running.read()
         self._scheduler.complete(plan)
-        if is_drafted:
-            return rows, by_row(tokens[0], logprobs[0], counts)
-        return rows, [(tokens[:n, i], logprobs[:n, i]) for i, n in enumerate(steps.tolist())]
+        return plan.rows, by_row(tokens[0], logprobs[0], [len(draft) + 1 for draft in drafts])
+
+    def _land(self, flight: Flight) -> tuple[list[Request], list[Sampled]]:
+        """Launch the next burst if possible, and wait for ``flight``. Returns its rows that had not ended before, and
+        what was drawn for them."""
+        self._flight = None
+        if isinstance(self.drafting, NoDrafting):
+            self._flight = self._launcher(Pass()).ahead(flight, self._settings.burst)
+        self.drafting.catch_up()
+        self._count_static(flight.num_passes)
+        live = flight.live()
+        rows, sampled = [flight.rows[i] for i in live], flight.sampled(live)
+        self._scheduler.complete(Pass(rows, [1] * len(rows)))
+        return rows, sampled
+
+    def _launcher(self, plan: Pass) -> Launcher:
+        """Launches bursts after the page copies of ``plan``."""
+        return Launcher(
+            self._steps, self._scheduler, self._states, lambda: self._cache_for(plan), self._params, self._iteration
+        )
+
+    def _count_static(self, passes: int) -> None:
+        for name in ("forwards", "static_forwards"):
+            self._counts[name] += passes
+        self._counts["captures"] = float(self._steps.captures)
 
     def _take(
         self,
@@ -291,19 +309,23 @@ class InProcessEngine(RolloutEngine):
         """Append the accepted and the next sampled tokens to each of ``rows``, whose ``drafts`` are None if no row has
         one, after passes of ``num_tokens`` tokens that began at ``began``. Returns the requests that ended."""
         finished, appended, drafted = [], [], None
+        ahead = {} if self._flight is None else self._flight.steps_of()
         self._undrafted = self._undrafted + 1 if drafts is None else 0
         if not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")
         for i, (sequence, (own, logprobs)) in enumerate(zip(rows, sampled, strict=True)):
             num_tokens_before = sequence.num_tokens
-            is_end = self._append(sequence, own, logprobs, None if drafts is None else drafts[i])
+            draft, ends = None if drafts is None else drafts[i], self._params.eos_ids
+            is_end = self._endings.append(sequence, own, logprobs, draft, ends)
             appended.append(own[: sequence.num_tokens - num_tokens_before])
-            if len(own) > 1:
-                self._scheduler.commit_draft(sequence, len(appended[-1]) - 1)
+            if len(own) > 1 or ahead:
+                kept = 0 if is_end else ahead.get(sequence, 0)
+                self._scheduler.commit_draft(sequence, len(appended[-1]) - 1, kept)
             if is_end:
                 self._scheduler.finish(sequence)
                 finished.append(sequence)
         self._states.settle()
+        self._counts["stopped_degenerate"] = float(self._endings.stopped)
         self._counts["decoded_tokens"] += sum(map(len, appended))
         if drafts is not None:
             drafted = np.array([len(draft) for draft in drafts])
@@ -312,36 +334,15 @@ class InProcessEngine(RolloutEngine):
         self.drafting.verified(Round(rows, drafted, appended, time.perf_counter() - began, num_tokens))
         for sequence in finished:
             self.drafting.finished(sequence)
+        if self._flight is not None and not self._flight.live():
+            self._flight.running.read()  # nothing may run when the caller changes weights
+            self._flight = None
         return finished
-
-    def _append(self, sequence: Request, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray | None) -> bool:
-        """Append the sampled tokens up to the first one that differs from the draft (None: no check). Returns whether
-        the request has ended."""
-        ends, room, values = self._params.eos_ids, len(sequence.tokens) - sequence.num_tokens, tokens.tolist()
-        guesses = values if draft is None else draft.tolist()
-        stops_degenerate = self._settings.stop_degenerate
-        if draft is None and not stops_degenerate and len(values) < room and ends.isdisjoint(values):
-            sequence.extend(tokens, logprobs)
-            return False
-        taken, is_end = 0, False
-        for token in values:
-            taken += 1
-            is_end = token in ends or taken == room or (stops_degenerate and self._degenerates(sequence, token))
-            if is_end or (taken <= len(guesses) and token != guesses[taken - 1]):
-                break
-        sequence.extend(tokens[:taken], logprobs[:taken])
-        return is_end
-
-    def _degenerates(self, sequence: Request, token: int) -> bool:
-        detector = self._detectors.setdefault(sequence, DegenerateDetector())
-        stops = detector.feed(np.array([token])) is not None
-        self._counts["stopped_degenerate"] += stops
-        return stops
 
     def _finish(self, sequence: Request) -> GenerationResult:
         request, response = sequence.generation, sequence.response.copy()
         del self._running[request.request_id]
-        self._detectors.pop(sequence, None)
+        self._endings.forget(sequence)
         if request.hold:
             self._held[request.request_id] = sequence
         self._counts["requests"] += 1

@@ -23,7 +23,6 @@ graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +33,13 @@ from torch.distributed import Work
 from megatron_dta.model import Model, StagedModel, current_mesh, stage_channels
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import HeadShape, upload
-from megatron_dta.sampling.engines.in_process.cuda_graphs import MOST_TOKENS, Burst, CapturedPass, DecodeSteps
+from megatron_dta.sampling.engines.in_process.cuda_graphs import (
+    MOST_TOKENS,
+    Burst,
+    CapturedPass,
+    DecodeSteps,
+    RunningBurst,
+)
 from megatron_dta.sampling.params import SamplingParams
 
 
@@ -62,6 +67,8 @@ class _Group:
 class PipelinedSteps(DecodeSteps):
     """``DecodeSteps`` of a model on several pipeline stages, which must all make the same calls."""
 
+    runs_ahead = False
+
     def __init__(self, model: StagedModel, shape: HeadShape, page_size: int, max_rows: int) -> None:
         super().__init__(model, shape, page_size, max_rows)
         mesh = current_mesh()
@@ -69,9 +76,7 @@ class PipelinedSteps(DecodeSteps):
         self._num_visits = self._num_stages * len(model.model_chunks)
         self.most_tokens = MOST_TOKENS * self._num_stages
 
-    def run(
-        self, cache: PagedCache, burst: Burst, params: SamplingParams, meanwhile: Callable[[], None]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def launch(self, cache: PagedCache, burst: Burst, params: SamplingParams) -> RunningBurst:
         self._read(cache, burst)
         groups = self._upload(burst, params)
         drawn = torch.zeros(burst.noise.shape[0], 2, burst.noise.shape[1], dtype=torch.float64, device=cache.device)
@@ -83,10 +88,7 @@ class PipelinedSteps(DecodeSteps):
             if group.leaving is not None:
                 group.leaving[1].wait()
         self._share(drawn)
-        meanwhile()
-        # The only place that waits for the device. A float64 represents every token id exactly.
-        tokens_and_logprobs = drawn.cpu().numpy()
-        return tokens_and_logprobs[:, 0].astype(np.int32), tokens_and_logprobs[:, 1]
+        return RunningBurst(drawn, drawn.shape[2])
 
     def _upload(self, burst: Burst, params: SamplingParams) -> list[_Group]:
         """The groups of ``burst``, with their inputs and page tables on the device."""

@@ -206,22 +206,22 @@ class Scheduler:
         request.add_pages(self.pool.take(missing))
         return min(end, request.num_pages * size)
 
-    def max_burst_steps(self, requests: list[Request], most: int) -> np.ndarray:
-        """Reserve pages for up to ``most`` decoding steps of each running request. Returns the steps, int64 [n]."""
+    def max_burst_steps(self, requests: list[Request], most: int, ahead: int = 0) -> np.ndarray:
+        """Reserve pages for up to ``most`` decoding steps of each running request, which follow ``ahead`` steps that
+        are running. Returns the steps, int64 [n]; 0 or less if not even the steps ahead of them have pages."""
         steps = np.ones(len(requests), np.int64)
         for i, request in enumerate(requests):
-            wanted = min(most, len(request.tokens) - request.num_tokens)
-            if wanted > 1 and request.num_computed_tokens + wanted <= request.num_pages * request.page_size:
-                steps[i] = wanted
-            elif wanted > 1:
-                steps[i] = self.reserve_pages(request, request.num_computed_tokens + wanted)
-                steps[i] -= request.num_computed_tokens
+            wanted, computed = min(most, len(request.tokens) - request.num_tokens - ahead), request.num_computed_tokens
+            end = computed + ahead + wanted
+            if wanted + ahead > 1:
+                has_pages = end <= request.num_pages * request.page_size
+                steps[i] = (end if has_pages else self.reserve_pages(request, end)) - computed - ahead
         return steps
 
-    def commit_draft(self, request: Request, accepted: int) -> None:
-        """Keep the first ``accepted`` tokens of a draft that was run, and free the pages of the rest."""
+    def commit_draft(self, request: Request, accepted: int, ahead: int = 0) -> None:
+        """Keep the first ``accepted`` tokens of a draft that was run, and the pages of ``ahead`` running steps."""
         self._record_computed(request, accepted)
-        kept = -(-request.num_computed_tokens // request.page_size)
+        kept = -(-(request.num_computed_tokens + ahead) // request.page_size)
         self.pool.give_back(request.table[kept : request.num_pages].tolist())
         request.num_pages = min(kept, request.num_pages)
 
