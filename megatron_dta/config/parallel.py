@@ -1,7 +1,4 @@
-"""Settings of the mesh: tensor, sequence, pipeline and expert parallelism; the remaining dimension is data-parallel.
-
-Flags of unsupported features exist so that a command written for Megatron fails with a reason.
-"""
+"""Settings of the mesh: tensor, sequence, pipeline and expert parallelism; the remaining dimension is data-parallel."""
 
 from __future__ import annotations
 

@@ -237,25 +237,6 @@ def _check_schedule(config: TrainConfig) -> Iterator[str]:
 
 
 def _check_parallel(config: TrainConfig) -> Iterator[str]:
-    supported = (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "num_virtual_stages_per_pipeline_rank",
-        "pipeline_model_parallel_layout",
-        "pipeline_in_flight_tokens",
-        "context_parallel_size",
-        "dynamic_context_parallel",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "sequence_parallel",
-        "use_distributed_optimizer",
-        "overlap_grad_reduce",
-        "ddp_bucket_size",
-        "distributed_timeout_minutes",
-    )
-    for topic, setting, value in settings_of(config):
-        if topic == "parallel" and setting.name not in supported and value != setting.default:
-            yield f"{flag_of(setting)} {value} is not supported yet; leave the flag out"
     model, parallel = config.model, config.parallel
     yield from caught(check_tensor_parallel, model, parallel)
     yield from caught(check_context_parallel, model, parallel)
