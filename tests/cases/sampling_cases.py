@@ -30,7 +30,7 @@ SHAPES = {
 def sampling_config(dtype: torch.dtype = torch.float64, **changes: Any) -> ModelConfig:
     """A small model whose logits are far from uniform."""
     settings = dict(
-        num_layers=3, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, swiglu=True, vocab_size=VOCAB,
+        num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, swiglu=True, vocab_size=VOCAB,
         max_position_embeddings=96, init_method_std=0.25, params_dtype=dtype,
     )  # fmt: skip
     return ModelConfig(**{**settings, **changes})

@@ -11,14 +11,14 @@ from sampling_cases import make_model
 
 GIB = 2**30
 # 3 layers of 4 heads of 8 channels in float32.
-PAGE_BYTES = 2 * 3 * 16 * 4 * 8 * 4
+PAGE_BYTES = 2 * 2 * 16 * 4 * 8 * 4
 
 
 def test_what_is_free_becomes_pages_but_for_a_pass_and_a_margin():
     model = make_model(1, torch.float32)
     memory = DeviceMemory(free=60 * GIB, total=80 * GIB)
     needed = pass_bytes(model, 4096, 1024)
-    budget = (60 * GIB - needed - int(0.04 * 80 * GIB)) / (1 + 1 / 6)
+    budget = (60 * GIB - needed - int(0.04 * 80 * GIB)) / (1 + 1 / 4)
     assert max_pages(model, 16, None, 4096, 1024, memory=memory) == int(budget) // PAGE_BYTES
     # On a small GPU the margin is a gibibyte.
     small = DeviceMemory(free=6 * GIB, total=8 * GIB)

@@ -45,8 +45,10 @@ def test_a_forest_of_requests(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     poison_pages(monkeypatch)
     drive = Drive(seed=12, prompts=3)
     reference = run_forest(started(model), drive)
-    all_settings = list(enumerate(SETTINGS.values()))
-    for number, settings in all_settings if kind == "mixed" else all_settings[::2]:
+    names = {"mixed": list(SETTINGS), "suffix": ["default", "small pool", "one row"]}.get(
+        kind, ["default", "small pool"]
+    )
+    for number, settings in enumerate(SETTINGS[name] for name in names):
         drafting = suffix_drafting() if kind == "suffix" else Adversary(kind, answers_of(reference), number)
         engine = started(model, **settings, drafting=drafting)
         found = run_forest(engine, replace(drive, order=number))
