@@ -11,9 +11,10 @@ weights. This bounds both the age of rollouts and the number of open requests.
 **Weights** change while groups are sampled. Each token has the version that sampled it, and the age of a rollout is
 that of its oldest token.
 
-**Batches** are made of the groups that are finished first. A long group may therefore miss the batch of its place and
-become too old. With ``waits`` training waits for every group that would be too old one batch later, so none is lost;
-otherwise rollouts that are too old are dropped and counted, and other groups are admitted.
+**Batches** are made of the groups that are finished. A long group may therefore miss the batch of its place and become
+too old. With ``waits`` the oldest groups are taken first, and training waits while those that are left would not all
+find a place before they are too old, so none is lost; otherwise those that were finished first are taken, rollouts that
+are too old are dropped and counted, and other groups are admitted.
 
 **Checkpoints** hold the finished groups and, of the others, the finished requests and the tokens so far, with which a
 resumed run goes on. So every group is taken once, or dropped and counted.
@@ -25,7 +26,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +61,32 @@ class StreamLimits:
     max_staleness: int
     num_rollout_batches: int
     waits: bool
+
+
+def choose_groups(
+    finished: Mapping[int, int], begun: Sequence[int], step: int, limits: StreamLimits
+) -> list[int] | None:
+    """The groups of the batch that is trained from ``step``; None: wait for others.
+
+    Args:
+        finished: versions of finished groups, in the order in which they were finished; none is too old.
+        begun: versions of the others.
+    """
+    if len(finished) < limits.groups:
+        return None
+    if not limits.waits:
+        return list(finished)[: limits.groups]
+    # The sort is stable: among equals the group that was finished first.
+    chosen = sorted(finished, key=finished.__getitem__)[: limits.groups]
+
+    def batches_left(version: int) -> int:
+        return (version + limits.max_staleness - step) // limits.steps
+
+    # Older groups that are not finished must find places in the batches after this one.
+    for later in range(batches_left(finished[chosen[-1]])):
+        if sum(batches_left(version) <= later for version in begun) > later * limits.groups:
+            return None
+    return chosen
 
 
 @dataclass
@@ -172,21 +199,12 @@ class RolloutStream(SamplingThread):
                 self._finished[number] = kept
             else:
                 del self._finished[number]
-        if len(self._finished) < self._limits.groups:
-            return None
-        later = oldest + self._limits.steps
-
-        def is_urgent(version: int) -> bool:
-            return self._limits.waits and version < later
-
-        if any(is_urgent(group.version) for group in self._open.values()):
-            return None
-        urgency = {
-            number: not is_urgent(min(rollout.policy_version for rollout in group))
-            for number, group in self._finished.items()
+        versions = {
+            number: min(rollout.policy_version for rollout in group) for number, group in self._finished.items()
         }
-        # The sort is stable: among equals the group that was finished first.
-        return sorted(self._finished, key=urgency.__getitem__)[: self._limits.groups]
+        # Those of an earlier process may not have been admitted yet.
+        begun = [group.version for group in (*self._open.values(), *self._begun.values())]
+        return choose_groups(versions, begun, self._step, self._limits)
 
     def _statistics(self, rollouts: list[Rollout]) -> dict[str, float]:
         """Metrics of a batch, with the groups and rollouts dropped since the last one."""

@@ -67,7 +67,7 @@ class Sampler:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(8))
 def test_every_group_is_taken_once_or_dropped_and_counted(seed: int, waits: bool) -> None:
     rng = seed_all(seed)
     steps, bound, groups, total = int(rng.integers(1, 3)), int(rng.integers(2, 5)), 3, 12
