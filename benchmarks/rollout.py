@@ -101,7 +101,7 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
     if longest > arguments.max_position_embeddings:
         raise InputError(f"--max-position-embeddings {arguments.max_position_embeddings} is less than {longest}")
     engine = build_engine(setup, arguments)
-    length, begin = arguments.response_tokens + 1, _first_timed_token(arguments, count)
+    length, begin = arguments.response_tokens + 1, first_timed_token(arguments, count)
     one, few, many, forwards, peak = [], [], [], {}, 0.0
     for run in range(arguments.runs + 1):  # the first one captures, and reserves memory
         times = [_measured_run(arguments, engine, setup, count, tokens) for tokens in (1, begin, length)]
@@ -145,7 +145,7 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
     ]
 
 
-def _first_timed_token(arguments: argparse.Namespace, count: int) -> int:
+def first_timed_token(arguments: argparse.Namespace, count: int) -> int:
     """Tokens of a request in the short runs: so many that none has ended when the last prompt is computed, and whole
     bursts fewer than in the long runs; 1 if these are too short."""
     prompts = -(-min(count, arguments.batch) // arguments.samples_per_prompt)

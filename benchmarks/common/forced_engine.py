@@ -50,8 +50,8 @@ class ForcedEngine(InProcessEngine):
     """A request with key k gets ``recorded[k]`` (int32) or its beginning; requests with other keys get what is drawn.
 
     Attributes:
-        own: by key, the tokens that the engine drew after each prefix of the record, and their logprobs. Only the first
-            pass of a burst counts, since the inputs of the others are the engine's own tokens.
+        own: by key, the tokens that the engine drew after each prefix of the record, and their logprobs; with bursts of
+            one pass, since the inputs of other passes are the engine's own tokens.
     """
 
     def __init__(self, recorded: dict[int, np.ndarray], *arguments: Any, **settings: Any) -> None:

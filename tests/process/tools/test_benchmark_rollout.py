@@ -26,6 +26,7 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 from common import forced_engine
 from common.forced_engine import ForcedEngine, KnownDrafting, WaveTime
 from common.simulated_lengths import LengthDistribution
+from rollout import first_timed_token
 from rollout_parts.drafting import doubts
 from rollout_parts.rounding import distance, run_noise
 
@@ -230,6 +231,15 @@ def test_decode_reports_rates_that_fit_together(tmp_path: Path):
     assert row["cache_gib"] > 0
     # 7 x 11 tokens of at most three rows, and before the first of them a prompt in chunks of at most 16 tokens.
     assert 26 + 2 <= row["forwards"] <= 26 + 4 * 3 + 7
+
+
+@pytest.mark.parametrize(("rows", "response", "begin"), [(64, 128, 9), (256, 128, 17), (8, 255, 8), (64, 10, 1)])
+def test_what_decode_times_is_whole_bursts_without_prompts(rows: int, response: int, begin: int):
+    """Prompts of 128 tokens in passes of 4096, which also decode the rows before them, and bursts of 8 passes."""
+    flags = Namespace(
+        batch=rows, samples_per_prompt=1, response_tokens=response, prompt_tokens=128, max_tokens=4096, burst=8
+    )
+    assert first_timed_token(flags, rows) == begin
 
 
 def test_decode_on_stages_reports_what_the_longest_stage_allows():

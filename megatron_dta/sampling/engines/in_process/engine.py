@@ -71,7 +71,7 @@ class EngineSettings:
             for the kernels wherever they are supported.
         static_passes: decode with tensors at fixed addresses, in CUDA graphs on a GPU. The caller must have checked
             ``cuda_graphs.why_not_captured``.
-        burst: with ``static_passes``, maximum number of passes between two reads of tokens.
+        burst: with ``static_passes``, maximum number of passes between two reads of tokens; 1: one pass at a time.
     """
 
     max_requests: int = 256
@@ -278,7 +278,7 @@ class InProcessEngine(RolloutEngine):
         """Launch the next burst if possible, and wait for ``flight``. Returns its rows that had not ended before, and
         what was drawn for them."""
         self._flight = None
-        if isinstance(self.drafting, NoDrafting):
+        if self._settings.burst > 1 and isinstance(self.drafting, NoDrafting):
             self._flight = self._launcher(Pass()).ahead(flight, self._settings.burst)
         self.drafting.catch_up()
         self._count_static(flight.num_passes)
