@@ -30,6 +30,8 @@ from socket_group import socket_pairs, use_sockets
 # On a loaded machine ranks get slower; ranks that wait for each other for ever use no processor time.
 STALLED_S = 120
 LONGEST_S = 1800
+# After one rank has failed, for the others to notice it and to say where they were.
+ENDING_S = 15
 STACK_SIGNAL = signal.SIGUSR2
 
 
@@ -114,6 +116,7 @@ def run_on_ranks(
     for own in sockets:
         for end in own.values():
             end.close()
+    why = ""
     try:
         why = _wait_for(processes, longest_s)
         if why:
@@ -121,7 +124,7 @@ def run_on_ranks(
     finally:
         for process in processes:
             if process.is_alive():
-                process.join(2)
+                process.join(0 if why else ENDING_S)
                 process.kill()
             process.join()
     failures = [path.read_text() for path in sorted(folder.glob("failed_*.txt"))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -116,8 +115,7 @@ def test_a_failing_backward_is_named_and_ends_the_others(case, tmp_path):
     assert "rank 1: Traceback" in text
 
 
-def test_a_killed_stage_ends_the_others_at_once(case, tmp_path):
-    begin = time.monotonic()
+def test_a_killed_stage_ends_the_others(case, tmp_path):
     with pytest.raises(RuntimeError) as raised:
         run_on_ranks(die_in_the_model, case, 2, tmp_path, "gloo")
     text = str(raised.value)
@@ -125,7 +123,6 @@ def test_a_killed_stage_ends_the_others_at_once(case, tmp_path):
     assert not (tmp_path / "failed_1.txt").exists()
     # Not killed by the test while it waited: it says where it was.
     assert "of pipeline stage 0, rank 0" in (tmp_path / "failed_0.txt").read_text()
-    assert time.monotonic() - begin < 60
 
 
 def test_ranks_with_messages_of_different_shapes_do_not_start(case, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import mesh_worker
 from megatron_dta.config import ParallelConfig
 from mesh_worker import run_on_ranks
 
@@ -59,7 +60,8 @@ def run_and_lose_a_rank(rank: int, argument: tuple[str, Path]) -> None:
         ),
     ],
 )
-def test_a_lost_rank_is_named_in_time(tmp_path: Path, way: str, message: str) -> None:
+def test_a_lost_rank_is_named_in_time(tmp_path: Path, way: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_worker, "ENDING_S", 2)
     with pytest.raises(RuntimeError, match="gave no result"):
         run_on_ranks(run_and_lose_a_rank, (way, tmp_path), 2, tmp_path / "run", "gloo")
     seconds = time.time() - float((tmp_path / "lost").read_text())
