@@ -134,9 +134,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     is_divided = arguments.tensor_model_parallel_size > 1
     is_divided |= arguments.expert_model_parallel_size > 1 and arguments.pipeline_model_parallel_size > 1
     is_sparse = MODELS[arguments.model].num_experts is not None and (is_divided or not arguments.moe_grouped_gemm)
-    is_hybrid = any(MODELS[arguments.model].linear_attention_layers)
-    is_counted = not (is_hybrid and (is_sparse or arguments.pipeline_model_parallel_size > 1))
-    can_decide = torch.cuda.is_available() and "packed" not in arguments.tree_mode and is_counted and not is_sparse
+    can_decide = torch.cuda.is_available() and "packed" not in arguments.tree_mode and not is_sparse
     arguments.automatic = can_decide and not is_given
     if not arguments.automatic and not is_given:
         arguments.tree_segment_tokens = 4096

@@ -25,7 +25,7 @@ from megatron_dta.model import build_model, initialize_parallel, training_mesh
 from megatron_dta.objectives import make_objective
 from megatron_dta.objectives.weights import count_trained
 from megatron_dta.planning.costs.file import load_cost_file
-from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget
+from megatron_dta.planning.costs.memory_budget import GIB, MemoryBudget
 from megatron_dta.planning.step.passes import stage_peak_bytes
 from megatron_dta.planning.step.prediction import predicted_seconds
 from megatron_dta.planning.step.sample import TrainingSample
@@ -176,10 +176,8 @@ class StepTimer:
         """GiB of this process by measured or counted bytes, weights and gradients included; None if unknown."""
         if why_not_predicted(self.engine.tree_models[0]) is not None:
             return None
-        costs, shape = self.engine.costs, self.engine.pipeline(batch.plan.segments.segment_tokens)
-        each = (costs.bytes if costs is not None else None) or self.engine.counted_bytes()
-        states = self.engine.state_bytes()
-        budget = MemoryBudget(0.0, (self.constant,) * shape.num_stages, each, states=states)
+        shape = self.engine.pipeline(batch.plan.segments.segment_tokens)
+        budget = MemoryBudget(0.0, (self.constant,) * shape.num_stages, self.engine.stage_bytes())
         plan, stage = batch.plan, self.mesh.pipeline_rank
         step = stage_peak_bytes(plan.segments, plan.training, replace(shape, memory=budget), stage)
         return (self.constant + step) / GIB

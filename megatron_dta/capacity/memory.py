@@ -14,13 +14,15 @@ Bytes per token are those of ``planning.costs.segment_bytes``, counted or measur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape, RankParameters
 from megatron_dta.planning.costs.file import RUN_SETTINGS, CostFile, CostShape
-from megatron_dta.planning.costs.segment_bytes import GIB, RankTensors, SegmentBytes
+from megatron_dta.planning.costs.memory_budget import GIB
+from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 
 # CUDA context, NCCL buffers, and the workspaces of cuBLAS and Triton.
 FIXED_BYTES = 2.0 * GIB
@@ -163,12 +165,17 @@ def _expert_bytes(shape: DecoderShape, mesh: RunMesh, element: int, rows: int) -
 
 
 @lru_cache(maxsize=4096)
-def counted_bytes(shape: DecoderShape, mesh: RunMesh, states: StateSettings) -> SegmentBytes:
-    """Count the bytes of a token on a rank, without logits; figures per layer are the mean over all layers."""
+def counted_bytes(
+    shape: DecoderShape, mesh: RunMesh, states: StateSettings, layers: Sequence[int] | None = None
+) -> SegmentBytes:
+    """Count the bytes of a token on a rank, without logits; figures per layer are means over its ``layers`` (a range
+    or tuple, None for all).
+    """
+    layers = layers or range(shape.num_layers)
     tensor, rows = mesh.tensor, mesh.tensor if mesh.sequence_parallel else 1
     element = DTYPE_BYTES[states.weights]
     kept = work = spread = 0.0
-    for layer, count in shape.kinds(range(shape.num_layers)):
+    for layer, count in shape.kinds(layers):
         rank = RankTensors(
             element,
             tensor,
@@ -181,14 +188,14 @@ def counted_bytes(shape: DecoderShape, mesh: RunMesh, states: StateSettings) -> 
         of_experts = (0.0, 0.0)
         if shape.moe_layers[layer] and shape.moe_grouped_gemm:
             # As training counts them.
-            of_layer = SegmentBytes.of_shape(replace(shape, moe_layers=(True,) * shape.num_layers), rank)
+            of_layer = SegmentBytes.of_shape(replace(shape, moe_layers=(True,) * shape.num_layers), rank, layers)
         else:
             width = shape.layer_width(layer)
             dense = replace(shape, ffn_hidden_size=width, num_experts=None, moe_layers=(), moe_grouped_gemm=False)
-            of_layer = SegmentBytes.of_shape(dense, rank)
+            of_layer = SegmentBytes.of_shape(dense, rank, layers)
             if shape.moe_layers[layer]:
                 of_experts = _expert_bytes(shape, mesh, element, rows)
-        kept += (of_layer.kept_per_token_and_layer + of_experts[0] / mesh.context) * count / shape.num_layers
+        kept += (of_layer.kept_per_token_and_layer + of_experts[0] / mesh.context) * count / len(layers)
         work = max(work, of_layer.work_per_token + of_experts[1] / mesh.context)
         spread = max(spread, of_layer.spread_per_token)
     # Fixed bytes are in FIXED_BYTES.
@@ -262,7 +269,7 @@ def stage_memory(
     each: SegmentBytes | None = None,
 ) -> RankMemory:
     """Predict the memory of a rank of ``stage``; ``each`` are the bytes per token, None for ``counted_bytes``."""
-    each = each or counted_bytes(shape, mesh, states)
+    each = each or counted_bytes(shape, mesh, states, tuple(mesh.stage_layers(stage)))
     parameters = rank_parameters(shape, mesh, stage)
     state = float(states.optimizer_bytes) * parameters.total
     if states.distributed_optimizer:

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from megatron_dta.capacity.search import Planner, Prediction
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.costs.named_shapes import HUB_NAMES, SHAPES
-from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.step.flops import StepCounts
 
 MEMORY_NAMES = {"keys_values": "K, V, dK, dV of paths", "workspace": "workspace, communication"}

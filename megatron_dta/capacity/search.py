@@ -10,7 +10,7 @@ If the activations of all in-flight tokens do not fit, those of as many tokens a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -39,9 +39,10 @@ from megatron_dta.capacity.step_time import (
 from megatron_dta.capacity.work import ReplicaWork, StepWork
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import CostFile
+from megatron_dta.planning.costs.memory_budget import GIB, ChunkTensors, StageBytes, peak_bytes
 from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.segment_bytes import GIB, ChunkTensors, SegmentBytes, peak_bytes
-from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates
+from megatron_dta.planning.costs.segment_bytes import SegmentBytes
+from megatron_dta.planning.costs.state_bytes import StateBytes
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.planner import DEFAULT_FACTOR, plan_pipeline
 from megatron_dta.planning.pipeline.schedule import (
@@ -53,8 +54,9 @@ from megatron_dta.planning.pipeline.segments import ideal_utilisation
 from megatron_dta.planning.pipeline.simulation import simulate
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.recompute import choose_kept_segments, kept_on_stages
-from megatron_dta.planning.segments.schedule import depth_first_schedule
-from megatron_dta.planning.step.passes import PassPlan, PipelineShape, StepBudget, stage_program
+from megatron_dta.planning.segments.runs import ForkCounts, SegmentRuns
+from megatron_dta.planning.segments.schedule import Op, depth_first_schedule
+from megatron_dta.planning.step.passes import PassPlan, PipelineShape, StepBudget, stage_program, states_of_ops
 
 # Limit on the in-flight tokens of a pipeline stage, over those of a single stage.
 PIPELINE_FACTOR = DEFAULT_FACTOR
@@ -170,24 +172,21 @@ class Planner:
         recomputed = float(((1 - of_busiest) * segments.lengths).sum() / max(1, segments.lengths.sum()))
         computing = stage_time(self.shape, mesh, self.cluster, work, busiest, recomputed).computing
         kept = np.broadcast_to(kept | choice.full_recompute, (len(mesh.layers), segments.num_segments))
-        each = self._bytes(choice)
-        states = [self._states_at_forks(work, mesh, stage) for stage in range(mesh.pipeline)]
+        of_stages = [self._stage_bytes(choice, v) for v in range(len(mesh.layers))]
+        forks = _forks(work) if any(each.states is not None for each in of_stages) else None
         flights = {
-            stage: _in_flight(segments, schedule, stage, mesh, kept, each, states[stage])
-            for stage in range(mesh.pipeline)
+            stage: _in_flight(segments, schedule, stage, mesh, kept, of_stages, forks) for stage in range(mesh.pipeline)
         }
         bubble = computing * (wait - 1)
         return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed)
 
-    def _states_at_forks(self, work: ReplicaWork, mesh: RunMesh, stage: int) -> StepStates | None:
-        """Bytes of the states of a stage's gated delta net; None if it has none."""
-        layers = tuple(self.shape.is_linear(layer) for layer in mesh.stage_layers(stage))
-        if not any(layers):
-            return None
-        of_stage = replace(self.shape, num_layers=len(layers), moe_layers=(), linear_attention_layers=layers)
-        each = StateBytes.of_shape(of_stage, DTYPE_BYTES[self.states.weights], mesh.tensor * mesh.context)
-        segments = work.planned[0]
-        return StepStates.of_merged(segments, work.merged, each) if work.merged else StepStates.of(segments, each)
+    def _stage_bytes(self, choice: Choice, virtual_stage: int) -> StageBytes:
+        mesh = choice.mesh
+        first = sum(mesh.layers[:virtual_stage])
+        layers = range(first, first + mesh.layers[virtual_stage])
+        ranks = mesh.tensor * mesh.context
+        states = StateBytes.of_shape(self.shape, DTYPE_BYTES[self.states.weights], ranks, layers)
+        return StageBytes(self._bytes(choice, layers), states)
 
     def _training_costs(self, choice: Choice) -> CostModel:
         return training_costs(self.shape, choice.mesh, self.measured, choice.segment_tokens)
@@ -201,15 +200,19 @@ class Planner:
         """Bytes of weights, gradients and optimizer on the rank with most of them."""
         nothing = InFlight(0.0, 0.0, 0.0)
         return max(
-            stage_memory(self.shape, choice.mesh, self.states, stage, nothing, self._bytes(choice)).total
+            stage_memory(self.shape, choice.mesh, self.states, stage, nothing, self._bytes_of(choice, stage)).total
             for stage in _telling_stages(choice.mesh)
         )
 
     def _states(self, choice: Choice) -> StateSettings:
         return replace(self.states, full_recompute_layers=1 if choice.full_recompute else None)
 
-    def _bytes(self, choice: Choice) -> SegmentBytes:
-        return corrected_bytes(counted_bytes(self.shape, choice.mesh, self._states(choice)), self.measured)
+    def _bytes(self, choice: Choice, layers: Sequence[int] | None = None) -> SegmentBytes:
+        """Bytes of a token in ``layers``, None for all."""
+        return corrected_bytes(counted_bytes(self.shape, choice.mesh, self._states(choice), layers), self.measured)
+
+    def _bytes_of(self, choice: Choice, stage: int) -> SegmentBytes:
+        return self._bytes(choice, tuple(choice.mesh.stage_layers(stage)))
 
     def _prediction(
         self,
@@ -221,9 +224,10 @@ class Planner:
         utilisation: float,
         recomputed: float,
     ) -> Prediction:
-        mesh, states, each = choice.mesh, self._states(choice), self._bytes(choice)
+        mesh, states = choice.mesh, self._states(choice)
         of_stages = {
-            stage: stage_memory(self.shape, mesh, states, stage, flight, each) for stage, flight in flights.items()
+            stage: stage_memory(self.shape, mesh, states, stage, flight, self._bytes_of(choice, stage))
+            for stage, flight in flights.items()
         }
         fullest = max(of_stages, key=lambda s: of_stages[s].total)
         own = stage_time(self.shape, mesh, self.cluster, work.alone or work, busiest, recomputed)
@@ -262,7 +266,8 @@ class Planner:
             kept = planned.choice.activation_tokens
             if missing <= 0 or choice.full_recompute or kept == 0:
                 break
-            of_token = self._bytes(choice).kept(len(choice.mesh.stage_layers(planned.stage)))
+            stage = planned.stage
+            of_token = self._bytes_of(choice, stage).kept(len(choice.mesh.stage_layers(stage)))
             if kept is None:
                 kept = int(planned.work.in_flight_tokens * (PIPELINE_FACTOR if choice.mesh.pipeline > 1 else 1.0))
             kept = max(0, int(kept - missing / of_token) // GRANULE * GRANULE)
@@ -314,25 +319,38 @@ def _rank(prediction: Prediction) -> tuple[float, float]:
     return prediction.time.total, prediction.memory.total
 
 
+def _forks(work: ReplicaWork) -> list[ForkCounts]:
+    """Numbers of states of each replica that runs the planned segments."""
+    segments = work.planned[0]
+    if not work.merged:
+        return [SegmentRuns.of(segments).counts]
+    plans = zip(work.merged, segments.segment_of, strict=True)
+    return [SegmentRuns.of(plan).counts.at(nodes) for plan, nodes in plans]
+
+
 def _in_flight(
     segments: SegmentPlan,
     schedule: PipelineSchedule,
     stage: int,
     mesh: RunMesh,
     kept: np.ndarray,
-    each: SegmentBytes,
-    states: StepStates | None,
+    of_stages: Sequence[StageBytes],
+    forks: Sequence[ForkCounts] | None,
 ) -> InFlight:
-    """Peak of a stage under a schedule."""
+    """Peak of a stage under a schedule; ``of_stages`` are the bytes of all virtual stages."""
     program = stage_program(segments, PassPlan(schedule, []), stage)
     own = mesh.layers[stage :: mesh.pipeline]
     lengths, paths = segments.lengths.tolist(), segments.in_flight_tokens.tolist()
-    # Bytes that the last stage keeps once for all layers are counted with its last model chunk.
-    is_last = (len(mesh.layers) - 1) % mesh.pipeline == stage
-    of_stage = each if is_last else replace(each, kept_per_token=0.0)
-    of_chunks = kept[stage :: mesh.pipeline].tolist(), program.num_slots, own
-    virtual = range(stage, len(mesh.layers), mesh.pipeline)
-    chunks = [ChunkTensors(*of_chunk, v > 0) for *of_chunk, v in zip(*of_chunks, virtual, strict=True)]
-    peak = peak_bytes(program.ops, lengths, paths, chunks, of_stage, states)
+    chunks = []
+    for chunk, layers in enumerate(own):
+        v = chunk * mesh.pipeline + stage
+        each = of_stages[v]
+        # Bytes that the last stage keeps once for all layers are counted with its last model chunk.
+        is_last = (len(mesh.layers) - 1) % mesh.pipeline == stage
+        of_stage = each.segments if is_last else replace(each.segments, kept_per_token=0.0)
+        ops = [Op(op.kind, op.segment) for op in program.ops if op.chunk == chunk]
+        states = states_of_ops(segments, ops, each.states, forks)
+        chunks.append(ChunkTensors(kept[v].tolist(), program.num_slots[chunk], layers, v > 0, of_stage, states))
+    peak = peak_bytes(program.ops, lengths, paths, chunks)
     slots = sum(count * layers for count, layers in zip(program.num_slots, own, strict=True))
     return InFlight(slots / max(1, sum(own)), max(lengths, default=0), segments.peak_in_flight_tokens, peak_bytes=peak)

@@ -27,8 +27,8 @@ from megatron_dta.common.command_line import (
     print_json,
 )
 from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.costs.named_shapes import SHAPES
-from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.costs.state_bytes import StateBytes
 from megatron_dta.planning.segments.cut import SegmentPlan, plan_segments
 from megatron_dta.planning.segments.runs import SegmentRuns

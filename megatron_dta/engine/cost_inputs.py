@@ -70,15 +70,7 @@ def why_not_predicted(model: TreeGPTModel) -> str | None:
     On all ranks together, every token has as many rows as experts, whichever these are; each rank is expected to get
     about its share.
     """
-    config = model.config
-    if config.experimental_attention_variant is not None:
-        if config.pipeline_model_parallel_size > 1:
-            return "stages with other layers than each other are not counted (--pipeline-model-parallel-size above 1)"
-        if config.expert_model_parallel_size > 1:
-            return "states are not counted in segments that several ranks run (--expert-model-parallel-size above 1)"
-        if not model.has_fused_layers:
-            return "gated delta net is counted on fused layers only (--fused-layer-impl triton)"
-    if config.num_moe_experts is not None and model.counts_on_host:
+    if model.config.num_moe_experts is not None and model.counts_on_host:
         return "experts are counted as grouped products on the kernels only (--moe-grouped-gemm)"
     return None
 
@@ -102,8 +94,10 @@ def costs_of_gpu(
     return gpu_cost_model(shape, gpu, split, segment_tokens)
 
 
-def counted_bytes(model: TreeGPTModel, shape: DecoderShape, rank: RankTensors) -> SegmentBytes:
-    """Bytes for each token of the model, counted instead of measured.
+def counted_bytes(
+    model: TreeGPTModel, shape: DecoderShape, rank: RankTensors, layers: range | None = None
+) -> SegmentBytes:
+    """Bytes for each token in ``layers`` of the model, None for all, counted instead of measured.
 
     Layers without RMSNorm and SwiGLU keep the tensors of Megatron's modules even on the kernels. Raises InputError if
     they cannot be counted.
@@ -111,7 +105,5 @@ def counted_bytes(model: TreeGPTModel, shape: DecoderShape, rank: RankTensors) -
     reason, config = why_not_predicted(model), model.config
     if reason is not None:
         raise InputError(f"--tree-memory-gib: {reason}; leave it out")
-    if any(shape.linear_attention_layers):
-        return SegmentBytes.of_shape(shape, rank)
     fused = rank.fused and config.normalization == "RMSNorm" and config.gated_linear_unit
-    return SegmentBytes.of_shape(shape, replace(rank, fused=fused))
+    return SegmentBytes.of_shape(shape, replace(rank, fused=fused), layers)

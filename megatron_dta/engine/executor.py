@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,8 +30,9 @@ from megatron_dta.engine.step_result import StepResult, TokenOutputs
 from megatron_dta.model import HostSlots, Mesh, Model, training_mesh, weights_quantized_once
 from megatron_dta.planning.costs.correction import CostCorrection
 from megatron_dta.planning.costs.file import CostFile
+from megatron_dta.planning.costs.memory_budget import MemoryBudget, StageBytes
 from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.segment_bytes import MemoryBudget, RankTensors, SegmentBytes
+from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.planning.costs.state_bytes import StateBytes
 from megatron_dta.planning.expert_parallel.group_step import GroupStep
 from megatron_dta.planning.partition.divide import Partition, partition_sequences, trained_parts
@@ -95,28 +97,41 @@ class TreeEngine(RankModel):
         # Of the largest context groups, so that the limit holds for the smaller ones, too.
         found = training_mesh().gather_over_replica((self.mesh.pipeline_rank, float(constant_bytes)))
         constant = [max(each for rank, each in found if rank == stage) for stage in range(self.mesh.pipeline_size)]
-        self.memory = MemoryBudget(gib, tuple(constant), self._bytes(), automatic, self.state_bytes())
+        self.memory = MemoryBudget(gib, tuple(constant), self.stage_bytes(), automatic)
 
     def _take_ranks(self, context_size: int) -> None:
         super()._take_ranks(context_size)
         if self.memory is not None:
-            self.memory = replace(self.memory, bytes=self._bytes(), states=self.state_bytes())
+            self.memory = replace(self.memory, stages=self.stage_bytes())
 
-    def _bytes(self) -> SegmentBytes:
+    def stage_bytes(self) -> tuple[StageBytes, ...]:
+        """Bytes of each virtual stage: measured where they were measured, else counted."""
+        ends = np.cumsum(self.tree_models[0].stage_layers).tolist()
+        ranges = [range(begin, end) for begin, end in pairwise([0, *ends])]
+        divisor = self.config.tensor_model_parallel_size * self.mesh.context_size
+        return tuple(
+            StageBytes(self._bytes(layers), StateBytes.of_shape(self.shape, self.dtype.itemsize, divisor, layers))
+            for layers in ranges
+        )
+
+    def _bytes(self, layers: range) -> SegmentBytes:
         each = self.costs.bytes if self.costs is not None else None
         if each is None:
-            return self.counted_bytes()
+            return self.counted_bytes(layers)
         fraction = self.kv_on_host.fraction if self.kv_on_host is not None else 0.0
-        share = self.shape.num_attention_layers / self.shape.num_layers
+        share, of_all = self.shape.attention_share(layers), self.shape.attention_share()
+        if share != of_all:
+            # Measured were layers of all kinds: those of this stage differ from them as they do by counting.
+            counted, mean = self.counted_bytes(layers), self.counted_bytes()
+            kept = each.kept_per_token_and_layer * counted.kept_per_token_and_layer / mean.kept_per_token_and_layer
+            keys = each.kv_per_token_and_layer * share / of_all
+            each = replace(each, kept_per_token_and_layer=kept, kv_per_token_and_layer=keys)
         return replace(each, kv_offload_fraction=fraction, attention_share=share)
 
-    def state_bytes(self) -> StateBytes | None:
-        """Bytes of the states of gated delta net on this rank; None for a model without it."""
-        ranks = self.config.tensor_model_parallel_size * self.mesh.context_size
-        return StateBytes.of_shape(self.shape, self.dtype.itemsize, ranks)
-
-    def counted_bytes(self) -> SegmentBytes:
-        """Bytes that a step needs for each token, by counting; raises InputError for a model with experts."""
+    def counted_bytes(self, layers: range | None = None) -> SegmentBytes:
+        """Bytes that a step needs for each token in ``layers``, None for all, by counting; raises InputError for a
+        model with experts.
+        """
         part, config = self.tree_models[0], self.config
         in_buffers = part.adds_to_main_grad and all(parameter.requires_grad for parameter in part.parameters())
         rank = RankTensors(
@@ -134,7 +149,7 @@ class TreeEngine(RankModel):
             config.expert_tensor_parallel_size or 1,
             self.kv_on_host.fraction if self.kv_on_host is not None else 0.0,
         )
-        return counted_bytes(part, self.shape, rank)
+        return counted_bytes(part, self.shape, rank, layers)
 
     def cost_model(self, segment_tokens: int | None) -> CostModel:
         """Costs of tokens, attention pairs and logprobs for the whole model, up to a common factor.

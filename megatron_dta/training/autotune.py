@@ -28,7 +28,7 @@ from megatron_dta.config import TrainConfig
 from megatron_dta.engine import StepResult, TreeBatch, TreeEngine
 from megatron_dta.engine.cost_inputs import why_not_predicted
 from megatron_dta.planning.costs.correction import CostCorrection, MeasuredPass, fit_correction
-from megatron_dta.planning.costs.segment_bytes import GIB
+from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.step.passes import attention_pairs
 from megatron_dta.training.optimizer import TrainingOptimizer
 

@@ -34,7 +34,7 @@ from megatron_dta.conversion.to_megatron import check_tensors
 from megatron_dta.objectives import Objective, make_objective
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import load_cost_file
-from megatron_dta.planning.costs.segment_bytes import GIB
+from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.planning.step.modes import plan_forest
 from megatron_dta.planning.step.passes import StepBudget

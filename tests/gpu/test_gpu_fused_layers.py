@@ -31,7 +31,7 @@ from megatron_dta.config import ParallelConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_tree
-from megatron_dta.planning.costs.segment_bytes import GIB
+from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.optimizer import data_parallel_chunks
 from tree_engine_cases import (

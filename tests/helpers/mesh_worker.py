@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -61,7 +62,10 @@ class MeshCase:
 
 @dataclass
 class RankResult:
-    """What one rank found; tensors are the rank's parts."""
+    """What one rank found; tensors are the rank's parts.
+
+    With limited memory, ``pools`` has for each model chunk the counted bytes of its pools and those that they hold.
+    """
 
     tensor_rank: int
     data_rank: int
@@ -75,6 +79,8 @@ class RankResult:
     expert_biases: dict[str, torch.Tensor] = field(default_factory=dict)
     grad_norm: float = 0.0
     num_pairs: int = 0
+    pools: list[tuple[float, int]] = field(default_factory=list)
+    recomputed_tokens: int = 0
 
     def differences(self, other: RankResult) -> list[str]:
         """What is not equal bit for bit in the step of another run of this rank."""
@@ -278,7 +284,7 @@ def _run_case(case: MeshCase) -> RankResult:
     from megatron.core import parallel_state
 
     from megatron_dta.config import ObjectiveConfig, OptimizationConfig
-    from megatron_dta.engine import StepPart, TreeEngine, prepare_batch
+    from megatron_dta.engine import StepPart, TreeEngine, cost_inputs, prepare_batch
     from megatron_dta.model import build_model, initialize_parallel, training_mesh
     from megatron_dta.objectives import make_objective
     from megatron_dta.objectives.weights import count_trained
@@ -302,6 +308,10 @@ def _run_case(case: MeshCase) -> RankResult:
     )
     engine.offload_kv(case.tree.kv_offload_fraction)
     engine.divide_tokens(mesh.context_size)
+    if case.tree.tree_memory_gib is not None:
+        # Plain experts count as grouped ones: a limit need not be right to be kept.
+        with mock.patch.object(cost_inputs, "why_not_predicted", return_value=None):
+            engine.limit_memory(case.tree.tree_memory_gib, 0.0)
     own = [case.samples[i] for i in case.partition[mesh.data_rank]]
     counts = count_trained([sample.num_trained for sample in case.samples])
     pipeline = engine.pipeline(case.tree.tree_segment_tokens)
@@ -317,9 +327,10 @@ def _run_case(case: MeshCase) -> RankResult:
         engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
         optimizer.reduce_gradients()
     optimizer.zero_grad()
-    with _sabotaged(case.sabotage):
+    with _sabotaged(case.sabotage), _noting_pools(engine, batch, result.pools):
         step = engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
     result.loss, result.num_pairs = float(step.loss), sum(map(len, batch.plan.training.schedule.pairs))
+    result.recomputed_tokens = step.recomputed_tokens
     result.metrics = {name: float(value) for name, value in step.metrics.items()}
     if case.sabotage != "reduction":
         optimizer.reduce_gradients()
@@ -328,6 +339,29 @@ def _run_case(case: MeshCase) -> RankResult:
     optimizer.optimizer.prepare_grads()
     result.grad_norm = float(optimizer.optimizer.get_grad_norm())
     return result
+
+
+@contextlib.contextmanager
+def _noting_pools(engine: Any, batch: Any, found: list[tuple[float, int]]) -> Any:
+    """Note the pools of each model chunk in a step of limited memory: counted bytes, and those of their tensors."""
+    from megatron_dta.engine.stage_run import StageRun
+    from megatron_dta.planning.step.passes import stage_chunks
+
+    walk = StageRun.walk
+
+    def noted(run: StageRun) -> None:
+        shape, stage = engine.pipeline(None), engine.mesh.pipeline_rank
+        chunks = stage_chunks(batch.plan.segments, run.pass_plan, shape, stage)
+        for number, (chunk, keys) in enumerate(zip(chunks, run.pools, strict=True)):
+            tensors = [keys.keys_LSGD, keys.values_LSGD, keys.grad_keys_LSGD, keys.grad_values_LSGD]
+            if run.states:
+                pool = run.states[number].pool
+                tensors += [pool.states, pool.rows, pool.grad_states, pool.grad_rows]
+            found.append((chunk.pool_bytes, sum(tensor.nbytes for tensor in tensors)))
+        walk(run)
+
+    with mock.patch.object(StageRun, "walk", noted) if engine.memory is not None else contextlib.nullcontext():
+        yield
 
 
 def count_collectives(rank: int, case: MeshCase) -> tuple[int, int, dict[str, int]]:
@@ -361,8 +395,6 @@ def count_collectives(rank: int, case: MeshCase) -> tuple[int, int, dict[str, in
 
 def _sabotaged(name: str) -> Any:
     """Leave a part of the communication out, or of the gradients."""
-    from unittest import mock
-
     from megatron.core import tensor_parallel
 
     from megatron_dta.model import main_grad

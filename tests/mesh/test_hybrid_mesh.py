@@ -56,6 +56,15 @@ MESHES = {
     "dynamic-2": (4, ParallelConfig(context_parallel_size=4, dynamic_context_parallel=True), [4, 0]),
     "tp2-ep2": (2, ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=1, **SP), [0]),
 }
+# Planned within MiB: what is kept, recomputed and in flight follows from the counted bytes. Segments of 6 tokens.
+MEMORY = {
+    "pp2 limited": ("pp2", "uneven", 0.5),
+    "pp2 ample": ("pp2", "uneven", 64.0),
+    "pp2-vp2 limited": ("pp2-vp2", "uneven", 0.5),
+    "ep2 limited": ("ep2", "experts", 0.35),
+    "ep2 ample": ("ep2", "experts", 64.0),
+    "ep2-idle limited": ("ep2-idle", "experts", 0.5),
+}
 COMBINATIONS = [
     *(("tp2", "hybrid", cut) for cut in ("dta", "dta-mixed")),
     *(("tp2-sp", "hybrid", cut) for cut in ("dta", "packed")),
@@ -92,6 +101,8 @@ def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
         more[f"cp2 siblings {changed}"] = suite.case(
             "cp2", "hybrid", "dta", samples=samples, partition=[[0, 1, 2]], tree=tree
         )
+    for name, (mesh, model, mib) in MEMORY.items():
+        more[name] = suite.case(mesh, model, "dta", tree=tree_config("dta", 6, tree_memory_gib=mib / 1024))
     more["dynamic-2 of 4"] = suite.case("dynamic-2", "four-heads", "dta-mixed", context_size=2)
     return suite.run(COMBINATIONS, tmp_path_factory.mktemp("hybrid"), more)
 
@@ -99,6 +110,17 @@ def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
 def test_equals_one_process(suite, results, combination):
     suite.check(results[" ".join(combination)], *combination[:2], *combination[3:])
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_steps_within_a_limit_of_memory(suite, results, name):
+    """Same losses and gradients; each model chunk's pools hold to the byte what was counted for its own layers."""
+    mesh, model, _ = MEMORY[name]
+    suite.check(results[name], mesh, model)
+    for rank in results[name]:
+        print(name, rank.pools, rank.recomputed_tokens)
+        assert all(counted == held for counted, held in rank.pools)
+        assert (rank.recomputed_tokens > 0) == ("limited" in name)
 
 
 def test_half_of_the_context_ranks_divide_heads_of_gated_delta_net_too(suite, results):

@@ -26,21 +26,6 @@ def check_tree(config: TrainConfig) -> Iterator[str]:
             if value is not None:
                 yield f"--tree-memory-gib conflicts with {flag} {value}, which it decides itself; keep one of them"
     yield from _check_experts(config)
-    if config.model.experimental_attention_variant is not None:
-        yield from _check_hybrid(config)
-
-
-def _check_hybrid(config: TrainConfig) -> Iterator[str]:
-    tree = config.tree
-    if tree.tree_memory_gib is None:
-        return
-    for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
-        if getattr(config.parallel, name) > 1:
-            yield (
-                f"--tree-memory-gib {tree.tree_memory_gib:g}: does not support --experimental-attention-variant with "
-                f"--{name.replace('_', '-')} above 1; leave it out (and give --tree-memory-tokens or "
-                "--tree-activation-tokens)"
-            )
 
 
 def _check_experts(config: TrainConfig) -> Iterator[str]:

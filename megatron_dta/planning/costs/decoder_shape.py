@@ -132,6 +132,11 @@ class DecoderShape:
     def num_attention_layers(self) -> int:
         return self.num_layers - sum(self.linear_attention_layers)
 
+    def attention_share(self, layers: Sequence[int] | None = None) -> float:
+        """Share of ``layers`` that have attention; of all layers if None or empty."""
+        with_attention = [not self.is_linear(layer) for layer in layers or range(self.num_layers)]
+        return sum(with_attention) / len(with_attention)
+
     @property
     def linear_channels(self) -> int:
         """Channels of queries, keys and values of gated delta net, which its convolution filters."""

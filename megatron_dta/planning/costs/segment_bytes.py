@@ -1,4 +1,4 @@
-"""Predicts the memory of a rank and the peak that a list of ops reaches.
+"""Predicts the memory of a rank's segments: what each token keeps, and the room that a running segment needs.
 
     K/V slots      keys and values of every token in flight and the accumulators of their gradients, in all layers of
                    the rank, and a buffer in which one layer's keys and values are contiguous
@@ -11,34 +11,26 @@
                    (FlashAttention 4 has no tiles of dS, but sums of dQ, dK and dV in float32 for as long)
     fixed          workspaces of libraries on both launching threads, tables of positions, plan and indices
 
-Weights, gradients and optimizer states are constant through a step and not included. The last segment of a path keeps
-its activations for free, because its backward, which needs them, is the next op.
+``memory_budget`` adds them up over the ops of a step.
 
 Layers that run as one autograd function (``model.fused_autograd_layer``) are counted tensor by tensor. In 28 steps
 measured on an H200, the count was too low by the same 0.12 GiB, which ``FIXED_BYTES`` includes, and in a few of them by
-up to 0.7% more. PyTorch's allocator does not split a free block if less than 1 MiB would remain, and counts the whole
-block as allocated. A budget therefore leaves the share ``UNDIVIDED`` of a step's bytes free. The limit then holds for
-the peak that the allocator reports (``torch.cuda.max_memory_allocated``).
+up to 0.7% more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.kv_offload import layers_on_device
-from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates, hybrid_layer_bytes
-from megatron_dta.planning.segments.schedule import OpKind
+from megatron_dta.planning.costs.state_bytes import LayerSizes, mixed_layer_bytes
 
-GIB = float(1 << 30)
 # Bytes that do not depend on a step's segments: cuBLAS workspaces of two threads (32 MiB each), position tables, plan.
 FIXED_BYTES = 9 * float(1 << 24)
-# Share of a step's bytes that is lost to blocks of the allocator that are slightly larger than their tensors.
-UNDIVIDED = 1 / 128
 # Tiles of dS: the kernels' settings allow 1 GiB, and 1/8 more if heads do not divide evenly among launches.
 MOST_SCORES = 9 * float(1 << 27)
 # Number of tokens by which tiles of a segment may extend beyond its queries and its keys.
@@ -127,7 +119,9 @@ class SegmentBytes:
     spread_per_token: float = 0.0
 
     @classmethod
-    def of_shape(cls, shape: DecoderShape, rank: RankTensors | None = None) -> SegmentBytes:
+    def of_shape(
+        cls, shape: DecoderShape, rank: RankTensors | None = None, layers: Sequence[int] | None = None
+    ) -> SegmentBytes:
         """Count the bytes of tensors.
 
         A fused layer keeps its input, the mixed queries, keys and values, attention's output and log-sum-exp, the
@@ -140,8 +134,11 @@ class SegmentBytes:
         Args:
             shape: the decoder; its experts must run as grouped products on the kernels.
             rank: how a rank holds its tensors; None for the defaults.
+            layers: the layers that it has, from 0; None for all. Coefficients per layer are means over them.
         """
         rank = rank or RankTensors()
+        moe_layers = [shape.moe_layers[layer] for layer in layers] if layers else shape.moe_layers
+        attention_share = shape.attention_share(layers)
         element_bytes, tensor_size = rank.element_bytes, rank.tensor_size
         hidden_size, fused, fused_attention = shape.hidden_size, rank.fused, rank.fused_attention
         heads = shape.num_attention_heads / tensor_size
@@ -153,14 +150,14 @@ class SegmentBytes:
         accumulator = max(4, element_bytes)
         statistics = 4 * heads + 8 * hidden / hidden_size
         kept = fused_kept = element_bytes * (2 * hidden + mixed + query + ffn) + statistics
+        wide = ffn if fused else 5 * ffn / 2 if shape.swiglu else 2 * ffn
         if not fused:
             norms = 2 * element_bytes + 4 * accumulator
-            wide = 5 * ffn / 2 if shape.swiglu else 2 * ffn
             # Queries and keys are mixed, normed and rotated one by one, each read by what follows.
             kept = norms * hidden + element_bytes * (7 * query + 5 * groups + wide) + 2 * statistics
         kv, spread = 2 * groups * (element_bytes + accumulator), 0.0
         table = hidden_size * shape.vocab_size / tensor_size
-        has_experts = any(shape.moe_layers)
+        has_experts = any(moe_layers)
         is_direct = fused and fused_attention and rank.in_buffers and tensor_size == 1 and not has_experts
         # Logits, their gradient and room for a chunk's softmax; plain operations make copies in float32.
         row = 3 * element_bytes if fused else 2 * element_bytes + 3 * accumulator
@@ -174,20 +171,20 @@ class SegmentBytes:
         if rank.float32_logits and element_bytes < 4:
             row += 4
         whole_rows = 4 * element_bytes * hidden_size
-        of_ffn = element_bytes * ffn, element_bytes * (ffn + 3 * width)
+        of_ffn = element_bytes * wide, element_bytes * (ffn + 3 * width)
         if has_experts:
             attention = element_bytes * (2 * hidden + mixed + query) + statistics
             of_experts, spread = _expert_bytes(shape, rank)
             # Layers of both kinds count as the larger one.
-            share = 0 if all(shape.moe_layers) else 1
+            share = 0 if all(moe_layers) else 1
             kept = max(attention + of_experts[0], share * kept)
             work = max(attention, of_experts[1], share * work) + whole_rows
             of_ffn = tuple(max(one, share * other) for one, other in zip(of_experts, of_ffn, strict=True))
         if any(shape.linear_attention_layers):
             of_ffn = of_ffn[0], of_ffn[1] + whole_rows
-            kept, work = hybrid_layer_bytes(shape, element_bytes, tensor_size, hidden, of_ffn)
-            row = 3 * element_bytes + (4 if rank.float32_logits and element_bytes < 4 else 0)
-            kv *= shape.num_attention_layers / shape.num_layers
+            sizes = LayerSizes(element_bytes, tensor_size, hidden, of_ffn)
+            kept, work = mixed_layer_bytes(shape, sizes, fused, attention_share)
+            row = max(row, 3 * element_bytes + (4 if rank.float32_logits and element_bytes < 4 else 0))
             is_direct = False
         # Input and output of the last norm, rows of logits' hidden states. A fused norm's output is recomputed.
         last = 3 if is_direct else 2 if fused and has_experts else 4
@@ -196,13 +193,13 @@ class SegmentBytes:
             spread_per_token=spread,
             # And tables of positions.
             kept_per_token=element_bytes * last * hidden_size + (4 * shape.kv_channels if fused else 0),
-            kv_per_token_and_layer=kv,
+            kv_per_token_and_layer=kv * attention_share,
             input_per_token=element_bytes * hidden,
             work_per_token=work,
-            work_per_path_token=_INDEX_BYTES if fused_attention else kv,
+            work_per_path_token=_INDEX_BYTES if fused_attention else kv * (attention_share > 0),
             work_fixed=rank.logit_rows * shape.vocab_size / tensor_size * row + largest_gradient,
             kv_offload_fraction=rank.kv_offload_fraction,
-            attention_share=shape.num_attention_layers / shape.num_layers,
+            attention_share=attention_share,
         )
         if fused_attention:
             found = found._with_scores(query, groups, heads, element_bytes, rank.flash_attention)
@@ -240,6 +237,8 @@ class SegmentBytes:
 
     def _with_scores(self, query: float, groups: float, heads: float, element_bytes: int, flash: bool) -> SegmentBytes:
         """These bytes where attention runs on its kernels: of a rank's channels of queries, and of keys, and heads."""
+        if not self.attention_share:
+            return replace(self, fixed=FIXED_BYTES)
         mixed = query + 2 * groups
         # Tiles of dO and Q, or sums of dQ, and two rows of statistics: like dS they stay to the end of the segment's
         # backward.
@@ -311,86 +310,3 @@ def _expert_bytes(shape: DecoderShape, rank: RankTensors) -> tuple[tuple[float, 
     work = size * more * rows * (gates * width + max(shape.hidden_size, width))
     work += size * (3 * hidden + 3 * gates * shared) + 2 * indices + 3 * travelling
     return (kept, work), (more - 1) * of_rows
-
-
-@dataclass(frozen=True)
-class MemoryBudget:
-    """The memory limit of a step on the ranks of a pipeline.
-
-    Attributes:
-        gib: total memory that each rank may use.
-        constant: bytes of weights, gradients and optimizer states on each pipeline rank; part of ``gib``.
-        bytes: coefficients for everything else.
-        automatic: whether ``gib`` is what the GPUs have, rather than ``--tree-memory-gib``.
-        states: bytes of the states of gated delta net; None for a model without it.
-    """
-
-    gib: float
-    constant: tuple[float, ...]
-    bytes: SegmentBytes
-    automatic: bool = False
-    states: StateBytes | None = None
-
-    def available(self, rank: int) -> float:
-        """Bytes that a step's tensors may take on a pipeline rank."""
-        return (self.gib * GIB - self.constant[rank]) * (1 - UNDIVIDED)
-
-    def needed_gib(self, rank: int, missing: float) -> float:
-        """The limit with which ``missing`` bytes more are available on a pipeline rank."""
-        return self.gib + missing / (1 - UNDIVIDED) / GIB
-
-
-class ChunkTensors(NamedTuple):
-    """What a model chunk of a rank holds.
-
-    Attributes:
-        kept: for each segment, whether it keeps its activations.
-        num_slots: number of its K/V slots.
-        layers: number of its layers.
-        has_input: whether a stage precedes it.
-    """
-
-    kept: Sequence[bool]
-    num_slots: int
-    layers: float
-    has_input: bool
-
-
-def peak_bytes(
-    ops: Sequence[tuple[OpKind, int, int]],
-    lengths: Sequence[int],
-    path_tokens: Sequence[int],
-    chunks: Sequence[ChunkTensors],
-    each: SegmentBytes,
-    states: StepStates | None = None,
-    pairs: Sequence[int] = (),
-) -> float:
-    """Peak bytes of a rank's ops, including K/V slots and fixed bytes.
-
-    Args:
-        ops: (kind, segment, model chunk) in order.
-        lengths, path_tokens: for each segment, its number of tokens, and that of its root path including its own.
-        chunks: the rank's model chunks.
-        states: the states of a rank with one model chunk; None for a model without them.
-        pairs: numbers of the forwards that run in turns with the op behind them.
-    """
-    slots = each.fixed + sum(chunk.num_slots * each.slot(chunk.layers) for chunk in chunks)
-    of_states = (states.kept.tolist(), states.work.tolist()) if states is not None else ([0.0] * len(lengths),) * 2
-    slots += 0.0 if states is None else states.in_flight
-    live = peak = beside = 0.0
-    in_turns = set(pairs)
-    for number, (kind, segment, index) in enumerate(ops):
-        chunk = chunks[index]
-        activations = each.kept(chunk.layers) * lengths[segment] + of_states[0][segment]
-        keeps = chunk.kept[segment]
-        held = activations if keeps else chunk.has_input * each.input_per_token * lengths[segment]
-        work = each.work(lengths[segment], path_tokens[segment]) + of_states[1][segment]
-        if kind is OpKind.FORWARD:
-            live += held
-        # A segment's activations exist in its backward, and at the end of a forward that keeps them.
-        recomputed = 0.0 if keeps or kind is OpKind.FORWARD else activations
-        peak = max(peak, live + work + recomputed + beside)
-        beside = work if number in in_turns else 0.0
-        if kind is OpKind.BACKWARD:
-            live -= held
-    return slots + peak

@@ -6,55 +6,106 @@
                   segment's activations exist
     working       while a segment runs: the states that its runs begin and end with in one layer, and their gradients
 
-``hybrid_layer_bytes`` counts what the fused layers of hybrid models keep for each token.
+``mixed_layer_bytes`` counts what the layers of hybrid models keep for each token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.expert_parallel.merged_segment_tree import MergedSegmentTree, path_totals
-from megatron_dta.planning.segments.plan import SegmentPlan
-from megatron_dta.planning.segments.runs import SegmentRuns
+from megatron_dta.planning.segments.runs import ForkCounts
 
 # Tokens of a chunk of the gated delta rule, at whose begin its kernels store the state.
 _CHUNK = 64
 
 
-def hybrid_layer_bytes(
-    shape: DecoderShape, element_bytes: int, tensor_size: int, hidden: float, ffn: tuple[float, float]
-) -> tuple[float, float]:
-    """Bytes of a token that a fused layer keeps for its backward, on average over the layers, and working memory of the
-    backward of a layer, the larger of the two kinds.
+class LayerBytes(NamedTuple):
+    """Bytes of a token in a layer: kept until the backward, and in use during the backward."""
+
+    kept: float
+    work: float
+
+
+class LayerSizes(NamedTuple):
+    """What the bytes of a layer depend on, beside the shape: on a rank, of one token.
+
+    Attributes:
+        element_bytes, tensor_size: as in ``RankTensors``.
+        hidden: channels of the hidden states.
+        ffn: bytes that the feed-forward layer keeps, and its working memory.
+    """
+
+    element_bytes: int
+    tensor_size: int
+    hidden: float
+    ffn: tuple[float, float]
+
+
+def hybrid_layer_bytes(shape: DecoderShape, sizes: LayerSizes) -> tuple[LayerBytes, LayerBytes]:
+    """Bytes of a token in a fused layer with attention, and in one with gated delta net.
 
     Gated delta net keeps its input, the projected rows, the filtered rows, the output of the rule and the gated output,
     and the rest of the layer the residual stream and what its feed-forward layer keeps. Its backward holds the products
     of the rule's chunks, their gradients and those of the rows. Gated attention keeps the queries before their norm and
     rotated, its output and the gated output, and in float32 the two factors of the latter.
-
-    Args:
-        hidden: channels of the hidden states on this rank.
-        ffn: bytes of a token that the feed-forward layer keeps, and its working memory.
     """
+    element_bytes, tensor_size, hidden, ffn = sizes
     around = 2 * hidden + ffn[0] / element_bytes
-    channels, values = shape.linear_channels / tensor_size, shape.linear_width / tensor_size
-    heads, chunk_states = shape.linear_num_value_heads / tensor_size, shape.linear_state / tensor_size / _CHUNK
-    keys = heads * shape.linear_key_head_dim
+    channels, values, heads = (each / tensor_size for each in _widths(shape))
+    keys, chunk_states = heads * shape.linear_key_head_dim, shape.linear_state / tensor_size / _CHUNK
     rows = channels + values + 2 * heads
     recurrent = element_bytes * (around + rows + channels + 2 * values) + 28 * heads
     query, kv = shape.query_width / tensor_size, shape.kv_width / tensor_size
     attention = element_bytes * (around + 4 * query + 2 * kv) + 8 * query + 4 * shape.num_attention_heads / tensor_size
-    share = shape.num_attention_layers / shape.num_layers
     rule = element_bytes * (2 * channels + 5 * keys + 6 * values + 2 * chunk_states + 2 * _CHUNK * heads)
     filters = 8 * channels + element_bytes * 2 * channels
-    work = max(
-        rule + element_bytes * rows, filters + element_bytes * rows, ffn[1], element_bytes * 6 * query + 8 * query
+    return (
+        LayerBytes(attention, max(ffn[1], element_bytes * 6 * query + 8 * query)),
+        LayerBytes(recurrent, max(rule + element_bytes * rows, filters + element_bytes * rows, ffn[1])),
     )
-    return share * attention + (1 - share) * recurrent, work
+
+
+def plain_layer_bytes(shape: DecoderShape, sizes: LayerSizes) -> tuple[LayerBytes, LayerBytes]:
+    """``hybrid_layer_bytes`` of plain modules, which keep the inputs of each of their operations.
+
+    The rule in plain PyTorch holds about ten matrices of a chunk's tokens by its tokens for each head. Runs that are
+    shorter than the chunks of their level need as much as full chunks, which is not counted.
+    """
+    element_bytes, tensor_size, hidden, ffn = sizes
+    accumulator = max(4, element_bytes)
+    # The norm of gated delta net computes in float64 unless the model is in 16 bits.
+    of_norm = 4 if element_bytes < 4 else 8
+    around = (2 * element_bytes + 4 * accumulator) * hidden + ffn[0]
+    channels, values, heads = (each / tensor_size for each in _widths(shape))
+    keys, chunk_states = heads * shape.linear_key_head_dim, shape.linear_state / tensor_size / _CHUNK
+    recurrent = around + 2 * element_bytes * channels + 6 * of_norm * values + (6 * accumulator + of_norm) * heads
+    query, kv = shape.query_width / tensor_size, shape.kv_width / tensor_size
+    attention = around + (8 * element_bytes + 2 * accumulator) * query + 2 * accumulator * kv
+    attention += 8 * shape.num_attention_heads / tensor_size + 64
+    rule = accumulator * (11 * (_CHUNK * heads + keys) + 6 * values + 4 * chunk_states)
+    rows = 8 * element_bytes * (channels + values + 2 * heads)
+    return (
+        LayerBytes(attention, max(ffn[1], element_bytes * 6 * (query + kv) + 2 * accumulator * query)),
+        LayerBytes(recurrent + 64, max(rule + rows, ffn[1])),
+    )
+
+
+def mixed_layer_bytes(shape: DecoderShape, sizes: LayerSizes, fused: bool, attention_share: float) -> LayerBytes:
+    """What layers keep on average, and the working memory of the larger kind, where this share has attention."""
+    of_kinds = (hybrid_layer_bytes if fused else plain_layer_bytes)(shape, sizes)
+    shares = attention_share, 1 - attention_share
+    kept = sum(share * of_kind.kept for share, of_kind in zip(shares, of_kinds, strict=True))
+    return LayerBytes(kept, max(of_kind.work for share, of_kind in zip(shares, of_kinds, strict=True) if share))
+
+
+def _widths(shape: DecoderShape) -> tuple[int, int, int]:
+    """Channels that are filtered, channels of the values, and value heads."""
+    return shape.linear_channels, shape.linear_width, shape.linear_num_value_heads
 
 
 @dataclass(frozen=True)
@@ -72,22 +123,27 @@ class StateBytes:
     state: float
 
     @classmethod
-    def of_shape(cls, shape: DecoderShape, element_bytes: int, ranks: int = 1) -> StateBytes | None:
-        """The bytes of a decoder's layers on one of ``ranks`` that divide their heads; None for attention only."""
-        layers, accumulator = sum(shape.linear_attention_layers), max(4, element_bytes)
-        if not layers:
+    def of_shape(
+        cls, shape: DecoderShape, element_bytes: int, ranks: int = 1, layers: Sequence[int] | None = None
+    ) -> StateBytes | None:
+        """The bytes of a decoder's ``layers`` (None for all) on one of ``ranks`` that divide their heads; None if all
+        of them have attention.
+        """
+        count = sum(shape.is_linear(layer) for layer in (range(shape.num_layers) if layers is None else layers))
+        if not count:
             return None
+        accumulator = max(4, element_bytes)
         state = shape.linear_state / ranks * accumulator
         rows = (shape.linear_conv_kernel_dim - 1) * shape.linear_channels / ranks
-        return cls(layers * (2 * state + rows * (element_bytes + accumulator)), layers * state, state)
+        return cls(count * (2 * state + rows * (element_bytes + accumulator)), count * state, state)
 
 
 @dataclass(frozen=True)
 class StepStates:
-    """Bytes of states that a plan of segments needs on a rank.
+    """Bytes of states that a plan of segments needs on a rank, or on a virtual stage of it.
 
     Attributes:
-        in_flight: largest number of open forks in flight, times their bytes.
+        in_flight: slots of open forks, throughout the step.
         kept: of each segment, as long as its activations exist, float64 [num_segments].
         work: of each segment while it runs, float64 [num_segments].
     """
@@ -97,27 +153,13 @@ class StepStates:
     work: np.ndarray
 
     @classmethod
-    def of(cls, segments: SegmentPlan, each: StateBytes | None) -> StepStates:
-        """The bytes of the states of a plan; zeros for a model without states."""
-        if each is None:
-            nothing = np.zeros(segments.num_segments)
-            return cls(0.0, nothing, nothing)
-        runs = SegmentRuns.of(segments)
-        # Entries and exits of a level with their gradients, beside the segment's states and theirs.
-        work = each.state * (2 * runs.num_states + 4 * runs.widest_levels)
-        return cls(each.open_fork * int(runs.forks_in_flight.max(initial=0)), each.exit * runs.inner_forks, work)
+    def of(cls, ranks: Sequence[ForkCounts], each: StateBytes, num_slots: int) -> StepStates:
+        """The most bytes of any of the ``ranks`` that run the segments together, often a single one.
 
-    @classmethod
-    def of_merged(cls, tree: MergedSegmentTree, plans: Sequence[SegmentPlan], each: StateBytes) -> StepStates:
-        """The most bytes of any rank, where ranks with these plans run one tree together."""
-        in_flight, kept, work = 0.0, np.zeros(tree.num_segments), np.zeros(tree.num_segments)
-        for plan, nodes in zip(plans, tree.segment_of, strict=True):
-            own = cls.of(plan, each)
-            # A rank has nothing at a node without a segment of its own (-1).
-            kept, work = (
-                np.maximum(most, np.append(found, 0.0)[nodes]) for most, found in ((kept, own.kept), (work, own.work))
-            )
-            forks = np.append(SegmentRuns.of(plan).open_forks, 0)[nodes]
-            most_forks = path_totals(tree.segment_parent.tolist(), forks.tolist()).max(initial=0)
-            in_flight = max(in_flight, each.open_fork * int(most_forks))
-        return cls(in_flight, kept, work)
+        Args:
+            num_slots: of open forks, on the rank with most.
+        """
+        # Entries and exits of a level with their gradients, beside the segment's states and theirs.
+        at_work = [2 * forks.num_states + 4 * forks.widest_levels for forks in ranks]
+        kept = np.max([forks.inner_forks for forks in ranks], axis=0)
+        return cls(each.open_fork * num_slots, each.exit * kept, each.state * np.max(at_work, axis=0))

@@ -100,19 +100,21 @@ def build_merged_op_list(forests: Sequence[SegmentForest], memory_tokens: int = 
 
 
 def cheaper_op_list(
-    tree: MergedSegmentTree, forests: Sequence[SegmentForest], kept: np.ndarray, memory_tokens: int
+    tree: MergedSegmentTree, forests: Sequence[SegmentForest], kept: np.ndarray | None, memory_tokens: int
 ) -> MergedOpList | None:
     """The list of ops for the forests of the ranks if it costs less than their merged segment tree, else None.
 
     Args:
-        kept: bool [C], nodes of the tree that keep their activations.
+        kept: bool [C], nodes of the tree that keep their activations; None if the tree needs too much memory.
         memory_tokens: see ``build_merged_op_list``.
     """
     if len(forests) == 1 or not tree.num_segments:
         return None
+    found = build_merged_op_list(forests, memory_tokens)
+    if kept is None:
+        return found
     largest = tree.largest([SegmentTree(forest).costs for forest in forests])
     of_tree = int((largest * (FORWARD + np.where(kept, BACKWARD, RECOMPUTING_BACKWARD))).sum())
-    found = build_merged_op_list(forests, memory_tokens)
     return found if found.cost < of_tree else None
 
 

@@ -19,17 +19,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_dta.planning.expert_parallel.merged_op_list import MergedOpList, cheaper_op_list
 from megatron_dta.planning.expert_parallel.merged_segment_tree import (
     MergedSegmentTree,
-    SegmentForest,
     build_merged_segment_tree,
 )
 from megatron_dta.planning.expert_parallel.overlap import with_pairs
+from megatron_dta.planning.expert_parallel.rank_plan import RankPlan, available_bytes, largest_counts, memory_tokens_of
+from megatron_dta.planning.expert_parallel.within_memory import (
+    bytes_of_states,
+    kept_nodes,
+    limit_of_pairs,
+    op_list_bytes,
+    out_of_memory,
+    stages_within_memory,
+)
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.schedule import (
     PipelineOp,
@@ -38,53 +46,14 @@ from megatron_dta.planning.pipeline.schedule import (
 )
 from megatron_dta.planning.pipeline.simulation import message_order, simulate
 from megatron_dta.planning.segments.ancestors import RootPaths
-from megatron_dta.planning.segments.recompute import (
-    choose_kept_by_memory,
-    choose_kept_segments,
-    least_activation_tokens,
-)
+from megatron_dta.planning.segments.recompute import choose_kept_segments
 from megatron_dta.planning.segments.schedule import OpKind
-from megatron_dta.planning.step.choice import shares_and_limits
-from megatron_dta.planning.step.evaluate import out_of_memory_error
 from megatron_dta.planning.step.passes import (
     PassPlan,
     PipelineShape,
-    attention_pairs,
     plan_training_pass,
-    stage_peak_bytes,
 )
 from megatron_dta.planning.step.plan import StepPlan
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """The counts of a rank's step that it sends to the other ranks.
-
-    Attributes:
-        forest: segments of the rank.
-        pairs, edges: attention pairs and trained edges of each segment.
-        memory_tokens: limit on the tokens in flight.
-        available_bytes: what a step's tensors may take on each pipeline rank; infinite without a limit.
-    """
-
-    forest: SegmentForest
-    pairs: list[int]
-    edges: list[int]
-    memory_tokens: int
-    available_bytes: tuple[float, ...] = (math.inf,)
-
-    @classmethod
-    def of(cls, step: StepPlan, shape: PipelineShape | None = None) -> RankPlan:
-        """Extract the counts from ``step``, which is planned for ``shape``."""
-        memory = None if shape is None else shape.memory
-        segments = step.segments
-        return cls(
-            SegmentForest(segments.segment_parent.tolist(), segments.lengths.tolist()),
-            attention_pairs(segments).tolist(),
-            np.diff(step.segment_edges).tolist(),
-            step.memory_tokens,
-            (math.inf,) if memory is None else tuple(memory.available(stage) for stage in range(shape.num_stages)),
-        )
 
 
 def synchronize(step: StepPlan, shape: PipelineShape) -> StepPlan:
@@ -106,13 +75,16 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape
     overlaps = shape.group is not None and shape.group.overlaps and shape.num_stages == 1
     if len(ranks) == 1 and step.segments.num_segments >= min_segments:
         return _with_own_pairs(step, ranks, shape) if overlaps else step
-    tree = build_merged_segment_tree([rank.forest for rank in ranks], _memory_tokens(ranks))
-    kept = _kept(tree, step, ranks, shape)
+    tree = build_merged_segment_tree([rank.forest for rank in ranks], memory_tokens_of(ranks))
+    kept, missing = kept_nodes(tree, step, ranks, shape)
     num_forwards = max([min_segments, *(len(rank.edges) for rank in ranks)])
     if shape.num_stages == 1 and tree.num_segments >= min_segments:
-        merged = cheaper_op_list(tree, [rank.forest for rank in ranks], kept, _memory_tokens(ranks))
-        if merged is not None:
+        merged = cheaper_op_list(tree, [rank.forest for rank in ranks], kept, memory_tokens_of(ranks))
+        is_free = shape.memory is None
+        if merged is not None and (is_free or op_list_bytes(merged, ranks, shape) <= available_bytes(ranks, 0)):
             return _plan_op_list(step, ranks, own, shape, merged)
+    if kept is None:
+        raise out_of_memory(step, ranks, shape, 0, missing)
     segment_of = tree.segment_of[own]
     if tree.num_segments < min_segments:
         tree, segment_of = _empty_tree(min_segments, len(ranks)), np.full(min_segments, -1, dtype=np.int32)
@@ -122,9 +94,9 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape
     number = segment_of.astype(np.int64)
     number[number < 0] = num_own + np.arange(np.count_nonzero(number < 0))
     if shape.memory is not None and shape.num_stages > 1 and tree.num_segments:
-        training = _stages_within_memory(tree, step, ranks, shape)
+        training = stages_within_memory(tree, step, ranks, shape)
     else:
-        training = plan_training_pass(tree, _largest_counts(tree, ranks), kept, shape)
+        training = plan_training_pass(tree, largest_counts(tree, ranks), kept, shape)
     training = replace(training, most_tokens=_most_tokens(training.schedule, tree.lengths))
     if overlaps:
         nodes = [tree.segment_of[:, op.segment].tolist() for op in training.schedule.ops[0]]
@@ -134,53 +106,6 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape
         training=_renumbered(training, number, num_own + num_empty),
         forward_only=_forward_pass(num_forwards, ranks, shape),
         num_ranks=len(ranks),
-    )
-
-
-def _kept(tree: MergedSegmentTree, step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape) -> np.ndarray:
-    """The nodes of the merged tree that keep their activations on all ranks, bool [C].
-
-    With a limit in bytes, each rank has planned its own segments within it. A node counts with the tokens of its
-    longest segment, so no rank takes more than is counted here.
-    """
-    if shape.memory is None or shape.num_stages > 1:
-        return choose_kept_segments(tree, step.activation_tokens, shape.num_stages)
-    layers, each = float(sum(shape.layers)), shape.memory.bytes
-    slots, unit = each.fixed + tree.peak_in_flight_tokens * each.slot(layers), each.kept(layers)
-    needed = np.ceil(tree.lengths + each.work(tree.lengths, tree.in_flight_tokens) / unit).astype(np.int64)
-    left = int((_available_bytes(ranks, 0) - slots) // unit)
-    if least_activation_tokens(needed) > left:
-        # Sums of the ranks' longest segments may exceed every rank's own; leaves are free.
-        return choose_kept_segments(tree, 0)
-    return choose_kept_by_memory(tree, left, needed, tree.lengths.astype(np.float64))
-
-
-def _stages_within_memory(
-    tree: MergedSegmentTree, step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape
-) -> PassPlan:
-    """The first plan of a pipeline's training pass that fits on all stages of all ranks (``step.choice``).
-
-    A node counts with the tokens of its longest segment, so no rank takes more than is counted here.
-
-    Raises:
-        InputError: no plan fits. The ranks raise it together.
-    """
-    path, missing, stage = tree.peak_in_flight_tokens, math.inf, 0
-    for share, limit in shares_and_limits(path, shape):
-        kept = choose_kept_segments(tree, None if share == 1 else int(share * path), shape.num_stages)
-        limited = replace(shape, max_in_flight_tokens=limit)
-        found = plan_training_pass(tree, _largest_counts(tree, ranks), kept, limited)
-        over = [
-            stage_peak_bytes(tree, found, shape, each) - _available_bytes(ranks, each)
-            for each in range(shape.num_stages)
-        ]
-        if max(over) <= 0:
-            return found
-        if max(over) < missing:
-            missing, stage = max(over), int(np.argmax(over))
-    segments = step.segments
-    raise out_of_memory_error(
-        shape.memory, stage, missing, segments.tree, segments.segment_tokens, _memory_tokens(ranks)
     )
 
 
@@ -235,11 +160,6 @@ def _empty_tree(num_segments: int, num_ranks: int) -> MergedSegmentTree:
     )
 
 
-def _largest_counts(tree: MergedSegmentTree, ranks: Sequence[RankPlan]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Largest numbers of tokens, attention pairs and trained edges of any rank at each node of the merged tree."""
-    return tree.lengths, tree.largest([rank.pairs for rank in ranks]), tree.largest([rank.edges for rank in ranks])
-
-
 def _forward_pass(num_forwards: int, ranks: Sequence[RankPlan], shape: PipelineShape) -> PassPlan:
     """Forward pass over the i-th segments of all ranks, with empty segments on ranks that have fewer."""
     schedule = forward_only_pipeline(num_forwards, shape.num_stages, shape.num_model_chunks)
@@ -267,27 +187,20 @@ def _paired(
     plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan], shape: PipelineShape
 ) -> PassPlan:
     """``plan`` with pairs of ops, of which all ranks' ``segments`` are given."""
-    limit = _memory_tokens(ranks)
+    limit, left = memory_tokens_of(ranks), math.inf
     if shape.memory is not None and plan.kept is not None:
         if not plan.kept.all():
             # Another order could hold more of the kept activations at once.
             return plan
-        layers, each = float(sum(shape.layers)), shape.memory.bytes
-        longest = max(plan.most_tokens[0], default=0)
-        # Two segments are at work in a pair.
-        left = _available_bytes(ranks, 0) - each.fixed - 2 * float(each.work(longest, limit))
-        limit = min(limit, int(left // (each.kept(layers) + each.slot(layers))))
+        limit, left = limit_of_pairs(plan, segments, ranks, shape)
     forests = [rank.forest for rank in ranks]
     parents, lengths = [forest.segment_parent for forest in forests], [forest.lengths for forest in forests]
-    return with_pairs(plan, segments, parents, lengths, limit)
-
-
-def _available_bytes(ranks: Sequence[RankPlan], stage: int) -> float:
-    return min(rank.available_bytes[stage] for rank in ranks)
-
-
-def _memory_tokens(ranks: Sequence[RankPlan]) -> int:
-    return max(rank.memory_tokens for rank in ranks)
+    found = with_pairs(plan, segments, parents, lengths, limit)
+    if left == math.inf:
+        return found
+    of_op = dict(zip(plan.schedule.ops[0], segments, strict=True))
+    ordered = [of_op[op] for op in found.schedule.ops[0]]
+    return found if bytes_of_states(found, ordered, ranks, shape) <= left else plan
 
 
 def _most_tokens(schedule: PipelineSchedule, lengths: np.ndarray) -> list[list[int]]:

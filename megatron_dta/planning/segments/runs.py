@@ -70,6 +70,19 @@ class SegmentStates:
     kept_rows: np.ndarray
 
 
+class ForkCounts(NamedTuple):
+    """What the runs of each segment need, int64 [num_segments] each; see the properties of ``SegmentRuns``."""
+
+    open_forks: np.ndarray
+    inner_forks: np.ndarray
+    num_states: np.ndarray
+    widest_levels: np.ndarray
+
+    def at(self, nodes: np.ndarray) -> ForkCounts:
+        """The counts of the segments ``nodes``, zeros where there is none (-1)."""
+        return ForkCounts(*(np.append(each, 0)[nodes] for each in self))
+
+
 @dataclass(frozen=True, eq=False)
 class SegmentRuns:
     """The runs of all segments of a plan, R in number, in stream order.
@@ -164,6 +177,11 @@ class SegmentRuns:
         place, count = np.unique(self.segment_of * (self.num_runs + 1) + self.level, return_counts=True)
         np.maximum.at(widest, place // (self.num_runs + 1), count)
         return widest
+
+    @property
+    def counts(self) -> ForkCounts:
+        """The numbers from which bytes of states follow."""
+        return ForkCounts(self.open_forks, self.inner_forks, self.num_states, self.widest_levels)
 
     @cached_property
     def forks_in_flight(self) -> np.ndarray:

@@ -20,10 +20,12 @@ from itertools import product
 import numpy as np
 
 from megatron_dta.planning.costs.segment_counts import segment_counts
+from megatron_dta.planning.costs.state_bytes import StepStates
 from megatron_dta.planning.pipeline.segments import plan_pipeline_segments, tokens_of_floor
 from megatron_dta.planning.segments.cut import default_memory_tokens
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.recompute import choose_kept_segments
+from megatron_dta.planning.segments.runs import SegmentRuns
 from megatron_dta.planning.step.evaluate import StepChoice, evaluate_plan, out_of_memory_error, with_peak
 from megatron_dta.planning.step.passes import PipelineShape, StepBudget, plan_passes, stage_peak_bytes
 from megatron_dta.planning.step.search import StepSearch
@@ -129,14 +131,16 @@ def _attempts(
 ) -> Iterator[StepChoice]:
     """Pipeline plans that keep fewer and fewer activations; the last one holds only one path in flight."""
     path, edges = segments.peak_in_flight_tokens, segment_counts(segments, loss_masks)[2]
+    runs = SegmentRuns.of(segments) if shape.memory.has_states else None
+    forks = None if runs is None else [runs.counts]
     for share, limit in shares_and_limits(path, shape):
         kept = choose_kept_segments(segments, None if share == 1 else int(share * path), shape.num_stages)
-        least = [_least_bytes(segments, kept, shape, stage) for stage in range(shape.num_stages)]
+        least = [_least_bytes(segments, runs, kept, shape, stage) for stage in range(shape.num_stages)]
         if max(least[stage] - shape.memory.available(stage) for stage in range(shape.num_stages)) > 0:
             yield StepChoice(segments, kept, memory_tokens, np.inf, None, tuple(least))
             continue
         passes = plan_passes(segments, edges, kept, replace(shape, max_in_flight_tokens=limit))
-        peaks = [stage_peak_bytes(segments, passes[0], shape, stage) for stage in range(shape.num_stages)]
+        peaks = [stage_peak_bytes(segments, passes[0], shape, stage, forks) for stage in range(shape.num_stages)]
         yield StepChoice(segments, kept, memory_tokens, passes[0].timeline.makespan, passes, tuple(peaks))
 
 
@@ -152,19 +156,27 @@ def shares_and_limits(path: int, shape: PipelineShape) -> list[tuple[float, int 
     return found
 
 
-def _least_bytes(segments: SegmentPlan, kept: np.ndarray, shape: PipelineShape, stage: int) -> float:
+def _least_bytes(
+    segments: SegmentPlan, runs: SegmentRuns | None, kept: np.ndarray, shape: PipelineShape, stage: int
+) -> float:
     """Lower bound on a stage's bytes for any schedule: the heaviest root path, in the backward of its last segment."""
-    each, own = shape.memory.bytes, shape.layers[stage :: shape.num_stages]
-    unit = each.kept(max(own))
-    above = [0.0] * segments.num_segments
-    peak = 0.0
     lengths, parents = segments.lengths.tolist(), segments.segment_parent.tolist()
-    for segment, parent in enumerate(parents):
-        if parent >= 0:
-            above[segment] = above[parent] + unit * lengths[parent] * kept[parent]
-        work = float(each.work(lengths[segment], lengths[segment]))
-        peak = max(peak, above[segment] + unit * lengths[segment] + work)
-    return each.fixed + peak + segments.peak_in_flight_tokens * sum(each.slot(layers) for layers in own)
+    fixed = pools = peak = 0.0
+    for virtual_stage in range(stage, len(shape.layers), shape.num_stages):
+        layers, (each, of_states) = shape.layers[virtual_stage], shape.memory.stages[virtual_stage]
+        fixed = max(fixed, each.fixed)
+        pools += segments.peak_in_flight_tokens * each.slot(layers)
+        held = each.kept(layers) * segments.lengths
+        if of_states is not None:
+            states = StepStates.of([runs.counts], of_states, int(runs.forks_in_flight.max(initial=0)))
+            pools, held = pools + states.in_flight, held + states.kept
+        above = [0.0] * segments.num_segments
+        for segment, parent in enumerate(parents):
+            if parent >= 0:
+                above[segment] = above[parent] + held[parent] * kept[parent]
+            work = float(each.work(lengths[segment], lengths[segment]))
+            peak = max(peak, above[segment] + held[segment] + work)
+    return fixed + pools + peak
 
 
 def choose_kept_of(

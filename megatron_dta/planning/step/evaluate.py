@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget
+from megatron_dta.planning.costs.memory_budget import GIB, MemoryBudget, StageBytes
 from megatron_dta.planning.costs.segment_counts import segment_counts
 from megatron_dta.planning.costs.state_bytes import StepStates
 from megatron_dta.planning.segments.plan import SegmentPlan
@@ -18,7 +19,8 @@ from megatron_dta.planning.segments.recompute import (
     choose_kept_segments,
     least_activation_tokens,
 )
-from megatron_dta.planning.step.passes import PassPlan, PipelineShape, plan_passes, stage_peak_bytes
+from megatron_dta.planning.segments.runs import SegmentRuns
+from megatron_dta.planning.step.passes import PassPlan, PipelineShape, SegmentTree, plan_passes, stage_peak_bytes
 from megatron_dta.tree import PrefixTree
 
 
@@ -64,19 +66,54 @@ def evaluate_plan(
     if budget is None:
         kept = choose_kept_segments(segments, activation_tokens)
     else:
-        layers, each = float(sum(shape.layers)), budget.bytes
-        states = StepStates.of(segments, budget.states)
-        slots = each.fixed + segments.peak_in_flight_tokens * each.slot(layers) + states.in_flight
-        unit = each.kept(layers)
-        kept_tokens = segments.lengths + np.ceil(states.kept / unit).astype(np.int64)
-        working = each.work(segments.lengths, segments.in_flight_tokens) + states.work
-        needed = np.ceil(kept_tokens + working / unit).astype(np.int64)
-        left = int((budget.available(0) - slots) // unit)
-        if least_activation_tokens(needed) > left:
-            return None, work, slots + unit * least_activation_tokens(needed) - budget.available(0)
-        kept = choose_kept_by_memory(segments, left, needed, forward, kept_tokens)
+        stage, states = budget.stages[0], None
+        if stage.states is not None:
+            runs = SegmentRuns.of(segments)
+            states = StepStates.of([runs.counts], stage.states, int(runs.forks_in_flight.max(initial=0)))
+        tensors = StageTensors(stage, shape.layers[0], segments.peak_in_flight_tokens, states)
+        kept, missing = keep_within(segments, tensors, budget.available(0), forward)
+        if kept is None:
+            return None, work, missing
     seconds += float(forward[~kept].sum())
     return StepChoice(segments, kept, memory_tokens, seconds), work, 0.0
+
+
+class StageTensors(NamedTuple):
+    """What the only stage holds in a step, beside activations.
+
+    Attributes:
+        each: bytes of the stage.
+        layers: number of its layers.
+        num_slots: number of its K/V slots.
+        states: the states of its gated delta net; None if it has none.
+    """
+
+    each: StageBytes
+    layers: int
+    num_slots: int
+    states: StepStates | None
+
+
+def keep_within(
+    tree: SegmentTree, stage: StageTensors, available: float, seconds: np.ndarray
+) -> tuple[np.ndarray | None, float]:
+    """The segments that keep their activations within ``available`` bytes (bool, None if even fewer are too many), and
+    the missing bytes.
+
+    Args:
+        seconds: time of each forward, in any unit.
+    """
+    each, states = stage.each.segments, stage.states
+    slots, unit = each.fixed + stage.num_slots * each.slot(stage.layers), each.kept(stage.layers)
+    kept_tokens, working = tree.lengths, each.work(tree.lengths, tree.in_flight_tokens)
+    if states is not None:
+        slots, working = slots + states.in_flight, working + states.work
+        kept_tokens = kept_tokens + np.ceil(states.kept / unit).astype(np.int64)
+    needed = np.ceil(kept_tokens + working / unit).astype(np.int64)
+    left = int((available - slots) // unit)
+    if least_activation_tokens(needed) > left:
+        return None, slots + unit * least_activation_tokens(needed) - available
+    return choose_kept_by_memory(tree, left, needed, seconds, kept_tokens), 0.0
 
 
 def with_peak(choice: StepChoice, shape: PipelineShape) -> StepChoice:

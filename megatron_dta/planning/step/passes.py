@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_dta.planning.costs.memory_budget import ChunkTensors, MemoryBudget, peak_bytes
 from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.segment_bytes import ChunkTensors, MemoryBudget, peak_bytes
-from megatron_dta.planning.costs.state_bytes import StepStates
+from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.planner import plan_pipeline
 from megatron_dta.planning.pipeline.schedule import (
@@ -28,7 +28,7 @@ from megatron_dta.planning.pipeline.simulation import Message, Timeline, message
 from megatron_dta.planning.pipeline.timeline import TimelineEvent, timeline_events
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.recompute import kept_on_stages
-from megatron_dta.planning.segments.runs import SegmentRuns
+from megatron_dta.planning.segments.runs import ForkCounts, SegmentRuns
 from megatron_dta.planning.segments.schedule import Op, allocate_slots, depth_first_schedule
 
 
@@ -163,6 +163,7 @@ class SegmentTree(Protocol):
 
     segment_parent: np.ndarray
     lengths: np.ndarray
+    in_flight_tokens: np.ndarray
     num_segments: int
 
 
@@ -205,10 +206,7 @@ def attention_pairs(segments: SegmentPlan) -> np.ndarray:
 def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StageProgram:
     """The part of a pass that ``stage`` runs."""
     ops = plan.schedule.ops[stage]
-    slots = [
-        allocate_slots(segments, [Op(op.kind, op.segment) for op in ops if op.chunk == chunk])
-        for chunk in range(plan.schedule.num_model_chunks)
-    ]
+    slots = [allocate_slots(segments, own) for own in _ops_of_chunks(plan, stage)]
     most = None if plan.most_tokens is None else plan.most_tokens[stage]
     return StageProgram(
         ops,
@@ -222,25 +220,54 @@ def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StagePro
 
 def state_slots(runs: SegmentRuns, plan: PassPlan, stage: int) -> list[tuple[np.ndarray, int]]:
     """For each model chunk of ``stage``, the first slot of every segment's open forks, and the number of slots."""
+    return [allocate_slots(runs.segments, ops, runs.open_forks) for ops in _ops_of_chunks(plan, stage)]
+
+
+def _ops_of_chunks(plan: PassPlan, stage: int) -> list[list[Op]]:
+    """The ops of each model chunk of ``stage``."""
     ops = plan.schedule.ops[stage]
-    return [
-        allocate_slots(runs.segments, [Op(op.kind, op.segment) for op in ops if op.chunk == chunk], runs.open_forks)
-        for chunk in range(plan.schedule.num_model_chunks)
-    ]
+    chunks = range(plan.schedule.num_model_chunks)
+    return [[Op(op.kind, op.segment) for op in ops if op.chunk == chunk] for chunk in chunks]
 
 
-def stage_peak_bytes(segments: SegmentPlan, plan: PassPlan, shape: PipelineShape, stage: int) -> float:
-    """Largest number of bytes that ``stage`` holds at once in a training pass (``segment_bytes``).
+def stage_peak_bytes(
+    tree: SegmentTree, plan: PassPlan, shape: PipelineShape, stage: int, forks: Sequence[ForkCounts] | None = None
+) -> float:
+    """Largest number of bytes that ``stage`` holds at once in a training pass; arguments as in ``stage_chunks``."""
+    chunks = stage_chunks(tree, plan, shape, stage, forks)
+    lengths, paths = tree.lengths.tolist(), tree.in_flight_tokens.tolist()
+    return peak_bytes(plan.schedule.ops[stage], lengths, paths, chunks, plan.schedule.pairs_of(stage))
+
+
+def stage_chunks(
+    tree: SegmentTree, plan: PassPlan, shape: PipelineShape, stage: int, forks: Sequence[ForkCounts] | None = None
+) -> list[ChunkTensors]:
+    """What the model chunks of ``stage`` hold in a training pass.
 
     Args:
         shape: the pipeline; it must have a memory budget, whose byte counts are used.
+        forks: of each rank that runs ``tree``, if that is a merged segment tree.
     """
-    program = stage_program(segments, plan, stage)
-    kept, layers = plan.kept[stage :: shape.num_stages].tolist(), shape.layers[stage :: shape.num_stages]
-    chunks = [
-        ChunkTensors(kept[chunk], program.num_slots[chunk], layers[chunk], chunk > 0 or stage > 0)
-        for chunk in range(shape.num_model_chunks)
-    ]
-    lengths, paths = segments.lengths.tolist(), segments.in_flight_tokens.tolist()
-    states = StepStates.of(segments, shape.memory.states) if shape.memory.states is not None else None
-    return peak_bytes(program.ops, lengths, paths, chunks, shape.memory.bytes, states, program.pairs)
+    if forks is None and shape.memory.has_states:
+        forks = [SegmentRuns.of(tree).counts]
+    program, chunks = stage_program(tree, plan, stage), []
+    for chunk, ops in enumerate(_ops_of_chunks(plan, stage)):
+        virtual_stage = chunk * shape.num_stages + stage
+        each = shape.memory.stages[virtual_stage]
+        of_chunk = plan.kept[virtual_stage].tolist(), program.num_slots[chunk], shape.layers[virtual_stage]
+        states = states_of_ops(tree, ops, each.states, forks)
+        chunks.append(ChunkTensors(*of_chunk, virtual_stage > 0, each.segments, states))
+    return chunks
+
+
+def states_of_ops(
+    tree: SegmentTree, ops: Sequence[Op], each: StateBytes | None, forks: Sequence[ForkCounts] | None
+) -> StepStates | None:
+    """Bytes of the states of a model chunk with these ``ops``, on the rank with most; None if it has none.
+
+    Args:
+        forks: of each rank that runs ``tree``.
+    """
+    if each is None:
+        return None
+    return StepStates.of(forks, each, max(allocate_slots(tree, ops, of_rank.open_forks)[1] for of_rank in forks))

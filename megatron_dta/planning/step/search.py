@@ -140,7 +140,7 @@ class StepSearch:
 
     def _bytes(self, size: int) -> tuple[float, float, float]:
         """Bytes of a token's activations, bytes of its slot and path, and the bytes available for all tokens."""
-        layers, each = float(sum(self.shape.layers)), self.shape.memory.bytes
+        layers, each = self.shape.layers[0], self.shape.memory.stages[0].segments
         size = min(size, self.tree.num_tokens)
         room = self.shape.memory.available(0) - each.fixed - float(each.work(size, max(size, self._longest)))
         return each.kept(layers), each.slot(layers), room

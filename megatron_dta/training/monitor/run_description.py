@@ -18,7 +18,7 @@ from megatron_dta.config.derived.pipeline_layout import stage_layers
 from megatron_dta.model import Mesh
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.gpus import gpu_named
-from megatron_dta.planning.costs.segment_bytes import GIB
+from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.prompts.tokenizer import GUESSED, Tokenizer

@@ -24,7 +24,7 @@ from megatron_dta.engine.cost_inputs import cost_shape, decoder_shape
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.objectives import make_objective
 from megatron_dta.planning.costs.file import CostFile, PassSeconds, load_cost_file
-from megatron_dta.planning.costs.segment_bytes import GIB
+from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import write_rollouts
 from megatron_dta.training.constant_memory import constant_bytes

@@ -22,9 +22,13 @@ from megatron_dta.commands.fit_cost_model import depths
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import CostFile, CostShape, PassSeconds, load_cost_file
+from megatron_dta.planning.costs.memory_budget import StageBytes
 from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates
+from megatron_dta.planning.segments.runs import SegmentRuns
+from megatron_dta.planning.segments.schedule import depth_first_schedule
 from megatron_dta.planning.step.flops import StepCounts
+from megatron_dta.planning.step.passes import states_of_ops
 
 ARGUMENTS = argparse.Namespace(args_file=None, hf_config=None, file="r.jsonl")
 SMALL = DecoderShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)
@@ -57,10 +61,11 @@ def test_a_model_with_gated_delta_net_counts_its_operations_and_states() -> None
     )
     planned = planner.simulate(Choice(one, 256))
     segments = planned.work.planned[0]
-    states = StepStates.of(segments, StateBytes.of_shape(shape, 2))
+    runs = SegmentRuns.of(segments)
+    states = StepStates.of([runs.counts], StateBytes.of_shape(shape, 2), int(runs.forks_in_flight.max()))
     assert states.in_flight > 0
     without = Planner(shape, cluster, planner.step)
-    without._states_at_forks = lambda *_: None
+    without._stage_bytes = lambda *arguments: StageBytes(planner._stage_bytes(*arguments).segments)
     added = planned.memory.total - without.simulate(Choice(one, 256)).memory.total
     assert states.in_flight <= added <= states.in_flight + states.kept.sum() + states.work.max()
     assert planner.simulate(Choice(two, 256)).memory.total < planned.memory.total
@@ -97,8 +102,10 @@ def test_experts_beside_gated_delta_net() -> None:
     planned = planner.simulate(Choice(one, 256))
     tree, plans = planned.work.planned[0], planned.work.merged
     each = StateBytes.of_shape(shape, 2)
-    states = StepStates.of_merged(tree, plans, each)
-    alone = [StepStates.of(plan, each) for plan in plans]
+    runs = [SegmentRuns.of(plan) for plan in plans]
+    forks = [own.counts.at(nodes) for own, nodes in zip(runs, tree.segment_of, strict=True)]
+    states = states_of_ops(tree, depth_first_schedule(tree), each, forks)
+    alone = [StepStates.of([own.counts], each, int(own.forks_in_flight.max())) for own in runs]
     assert states.in_flight >= max(own.in_flight for own in alone) > 0
     for kind in ("kept", "work"):
         for own, nodes in zip(alone, tree.segment_of, strict=True):

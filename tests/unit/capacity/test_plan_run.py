@@ -21,9 +21,9 @@ from megatron_dta.config.derived.benchmark_model import settings_of
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.planning.costs.decoder_shape import DecoderShape, RankParameters
 from megatron_dta.planning.costs.file import CostFile, CostShape, PassSeconds
+from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.named_shapes import SHAPES
-from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.simulation import simulate
 from megatron_dta.planning.plan_step import plan_step

@@ -20,8 +20,8 @@ from megatron_dta.capacity.meshes import Choice, MeshSizes, make_mesh
 from megatron_dta.capacity.search import Planner
 from megatron_dta.capacity.step_time import mesh_costs
 from megatron_dta.capacity.work import StepWork
+from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.costs.named_shapes import SHAPES
-from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.partition.divide import trained_parts
 from megatron_dta.rollouts import load_rollouts
 

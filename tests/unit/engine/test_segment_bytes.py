@@ -1,25 +1,19 @@
 """Counted bytes of a segment against the tensors that there really are, one by one, while the fused layers run.
 
 The interpreter runs the same kernels as a GPU on the same tensors; every storage that an op makes is followed from its
-birth to its end.
+birth to its end (``live_bytes``).
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 
@@ -27,6 +21,7 @@ import flash_standin
 from conftest import seed_all
 from dta_kernels.layers import qkv_rope, rms_norm
 from fused_layers_cases import fused
+from live_bytes import LiveBytes, Scales
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
@@ -36,16 +31,8 @@ from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.objectives import make_objective
 from megatron_dta.planning.costs import segment_bytes
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.segment_bytes import (
-    FIXED_BYTES,
-    GIB,
-    MOST_SCORES,
-    UNDIVIDED,
-    MemoryBudget,
-    RankTensors,
-    SegmentBytes,
-)
-from megatron_dta.planning.pipeline.schedule import PipelineOp
+from megatron_dta.planning.costs.memory_budget import GIB, UNDIVIDED, MemoryBudget, StageBytes
+from megatron_dta.planning.costs.segment_bytes import FIXED_BYTES, MOST_SCORES, RankTensors, SegmentBytes
 from megatron_dta.planning.segments.schedule import OpKind
 from megatron_dta.planning.step.sample import TrainingSample
 from mesh_worker import run_on_ranks
@@ -62,73 +49,6 @@ EXPERT_MESHES = {
     "etp2": ParallelConfig(**TP),
 }
 SHAPE = dict(hidden_size=48, ffn_hidden_size=128, num_attention_heads=4, kv_channels=16, num_layers=2)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that were made since it was entered and still are there, and the most there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.most = 0
-        self._known: dict[int, tuple[weakref.ref, int]] = {}
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        for tensor in tree_leaves((arguments, keywords)):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor.untyped_storage(), 0)
-        made = function(*arguments, **(keywords or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
-        return made
-
-    def _note(self, storage: torch.UntypedStorage, size: int) -> None:
-        """What an op reads and was not made since then counts as nothing."""
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known[key] = weakref.ref(storage), size
-        self.live += size
-        if self.live > self.most:
-            gc.collect()  # what Triton's interpreter leaves in cycles
-            self.most = max(self.most, self.live)
-        weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.live -= self._known.pop(key)[1]
-
-    @property
-    def filled(self) -> int:
-        """Bytes of the storages that are there and were not emptied (``rematerialize``)."""
-        return sum(storage().nbytes() for storage, size in self._known.values() if size)
-
-
-@dataclass
-class Weighed:
-    """Of an op: bytes that it left, those of them that are not emptied, and the most above what was before."""
-
-    left: int
-    filled: int
-    peak: int
-
-
-class Scales:
-    """In place of the engine's clock."""
-
-    def __init__(self, mode: LiveBytes) -> None:
-        self.mode, self.ops = mode, {}
-
-    @contextmanager
-    def measure(self, op: PipelineOp) -> Iterator[None]:
-        gc.collect()
-        before, filled = self.mode.live, self.mode.filled
-        self.mode.most = before
-        yield
-        # Triton's interpreter holds what it has run on in cycles.
-        gc.collect()
-        self.ops[op.kind, op.segment] = Weighed(
-            self.mode.live - before, self.mode.filled - filled, self.mode.most - before
-        )
 
 
 def samples_of(generator: np.random.Generator) -> list[TrainingSample]:
@@ -284,9 +204,9 @@ def test_a_segment_on_flash_attention_needs_sums_in_place_of_tiles():
 
 def test_a_limit_leaves_a_part_free():
     each = SegmentBytes.of_shape(DecoderShape(1, 64, 128, 4, 2, 16, 100))
-    budget = MemoryBudget(10.0, (2 * GIB, 3 * GIB), each)
+    budget = MemoryBudget(10.0, (2 * GIB, 3 * GIB), (StageBytes(each),) * 2)
     assert budget.available(0) == pytest.approx(8 * GIB * (1 - UNDIVIDED))
-    enough = MemoryBudget(budget.needed_gib(1, 0.5 * GIB), budget.constant, each)
+    enough = MemoryBudget(budget.needed_gib(1, 0.5 * GIB), budget.constant, budget.stages)
     assert enough.available(1) == pytest.approx(budget.available(1) + 0.5 * GIB)
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_step_choice import shape_of
+from test_step_choice import EACH, shape_of
 
 from conftest import seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.memory_budget import GIB, MemoryBudget, StageBytes
 from megatron_dta.planning.costs.named_shapes import SHAPES
-from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget, RankTensors, SegmentBytes
+from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates
 from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments.cut import plan_segments
 from megatron_dta.planning.segments.runs import SegmentRuns
 from megatron_dta.planning.step import choice as step_choice
-from megatron_dta.planning.step.passes import stage_peak_bytes, state_slots
+from megatron_dta.planning.step.passes import StepBudget, stage_chunks, stage_peak_bytes, state_slots
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.tree import build_prefix_tree
 from segment_planner_cases import random_sequences
@@ -42,7 +44,7 @@ def test_a_comb_of_many_forks_stays_within_the_limit_or_is_refused() -> None:
     samples, planned, refused, sizes = comb(60), 0, [], set()
     for available in (2000, 4000, 6000, 9000, 12_000, 20_000, 60_000):
         shape = shape_of(float(available))
-        shape = replace(shape, memory=replace(shape.memory, states=STATES))
+        shape = replace(shape, memory=replace(shape.memory, stages=(StageBytes(EACH, STATES),)))
         try:
             step = plan_step(samples, "dta", pipeline=shape)
         except InputError as error:
@@ -52,7 +54,7 @@ def test_a_comb_of_many_forks_stays_within_the_limit_or_is_refused() -> None:
         planned += 1
         sizes.add(step.segments.segment_tokens)
         # Without its states the same plan would seem to need less.
-        unaware = replace(shape, memory=replace(shape.memory, states=None))
+        unaware = replace(shape, memory=replace(shape.memory, stages=(StageBytes(EACH),)))
         assert stage_peak_bytes(step.segments, step.training, unaware, 0) < available
     assert planned > 2
     assert refused
@@ -66,7 +68,8 @@ def test_counts_of_states_are_those_of_the_segments(seed: int) -> None:
     tree = build_prefix_tree(random_sequences(rng, 30, 3, 12))
     for segment_tokens in (3, 9, 500):
         segments = plan_segments(tree, segment_tokens)
-        runs, step = SegmentRuns.of(segments), StepStates.of(segments, STATES)
+        runs = SegmentRuns.of(segments)
+        step = StepStates.of([runs.counts], STATES, int(runs.forks_in_flight.max(initial=0)))
         slots = np.zeros(segments.num_segments, np.int64)
         for segment in range(segments.num_segments):
             found = runs.states_of(segment, slots, 4)
@@ -77,6 +80,54 @@ def test_counts_of_states_are_those_of_the_segments(seed: int) -> None:
             assert step.kept[segment] == STATES.exit * forks
             assert step.work[segment] == STATES.state * (2 * runs.num_states[segment] + 4 * widest)
         assert step.in_flight == STATES.open_fork * runs.forks_in_flight.max(initial=0)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (3, 1), (2, 2)])
+def test_stages_of_other_layers_keep_within_the_limit_together(stages: int, chunks: int) -> None:
+    """The first virtual stage has no attention, the last one no states."""
+    samples, kept, refused = comb(24), [], []
+    for available in (3000, 4500, 6000, 9000, 14_000, 200_000):
+        shape = shape_of(float(available), stages, chunks)
+        of_stages = [StageBytes(EACH, STATES)] * (stages * chunks)
+        of_stages[0] = StageBytes(replace(EACH, kv_per_token_and_layer=0.0, attention_share=0.0), STATES)
+        of_stages[-1] = StageBytes(EACH)
+        shape = replace(shape, memory=replace(shape.memory, stages=tuple(of_stages)))
+        try:
+            step = plan_step(samples, "dta", StepBudget(8), pipeline=shape)
+        except InputError as error:
+            refused.append(str(error))
+            continue
+        kept.append(bool(step.training.kept.all()))
+        for stage in range(stages):
+            chunks_of_stage = stage_chunks(step.segments, step.training, shape, stage)
+            slots = state_slots(step.runs, step.training, stage)
+            for chunk, (_, num_slots) in zip(chunks_of_stage, slots, strict=True):
+                held = 0.0 if chunk.states is None else chunk.states.in_flight
+                assert held == (0.0 if chunk.states is None else STATES.open_fork * num_slots)
+            assert stage_peak_bytes(step.segments, step.training, shape, stage) <= available
+    assert set(kept) == {True, False}
+    assert all("too small on pipeline rank" in message for message in refused)
+
+
+def test_bytes_of_a_stage_are_those_of_its_own_layers() -> None:
+    """Any division of the layers has the bytes of the whole, and layers of one kind have the bytes of that kind."""
+    shape, rank = SHAPES["qwen3.5-9b"], RankTensors()
+    whole, states = SegmentBytes.of_shape(shape, rank), StateBytes.of_shape(shape, 2)
+    for bounds in ((0, 5, 6, 32), (0, 3, 7, 32)):
+        parts = [range(*part) for part in itertools.pairwise(bounds)]
+        each = [SegmentBytes.of_shape(shape, rank, part) for part in parts]
+        kept = sum(len(part) * of.kept_per_token_and_layer for part, of in zip(parts, each, strict=True))
+        assert kept == pytest.approx(32 * whole.kept_per_token_and_layer)
+        slots = sum(of.slot(len(part)) - of.kv_per_token for part, of in zip(parts, each, strict=True))
+        assert slots == pytest.approx(whole.slot(32) - whole.kv_per_token)
+        of_states = [StateBytes.of_shape(shape, 2, layers=part) for part in parts]
+        assert sum(found.exit for found in of_states if found) == states.exit
+        assert sum(found.open_fork for found in of_states if found) == states.open_fork
+    recurrent, attention = (SegmentBytes.of_shape(shape, rank, part) for part in (range(3), range(3, 4)))
+    assert recurrent.slot(3) == recurrent.scores_per_token == recurrent.attention_share == 0.0
+    assert recurrent.fixed == attention.fixed
+    assert StateBytes.of_shape(shape, 2, layers=range(3, 4)) is None
+    assert attention.kv_per_token_and_layer == 4 * whole.kv_per_token_and_layer
 
 
 def test_slots_are_those_of_the_forks_in_flight() -> None:
@@ -117,4 +168,4 @@ def test_operations_and_parameters_of_a_hybrid() -> None:
     assert shape.layer_parameters(1).dense == shape.attention_weights + ffn + norms + 2 * 4
     assert shape.linear_token_operations == 6 * 2 * 3 * 5 + 2 * 4 * 16
     assert shape.num_attention_layers == 1
-    assert MemoryBudget(1.0, (0.0,), SegmentBytes.of_shape(shape, RankTensors(2))).available(0) < GIB
+    assert MemoryBudget(1.0, (0.0,), (StageBytes(SegmentBytes.of_shape(shape, RankTensors(2))),)).available(0) < GIB

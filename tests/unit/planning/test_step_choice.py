@@ -11,16 +11,10 @@ import pytest
 
 from conftest import rollout_file, seed_all
 from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.memory_budget import GIB, ChunkTensors, MemoryBudget, StageBytes, peak_bytes
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.named_shapes import SHAPES
-from megatron_dta.planning.costs.segment_bytes import (
-    GIB,
-    ChunkTensors,
-    MemoryBudget,
-    RankTensors,
-    SegmentBytes,
-    peak_bytes,
-)
+from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.planning.costs.segment_counts import segment_counts
 from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments import recompute
@@ -60,8 +54,10 @@ def random_segments(rng: np.random.Generator, count: int, longest: int = 9) -> S
 
 def shape_of(available: float | None, stages: int = 1, chunks: int = 1, **settings: object) -> PipelineShape:
     """A pipeline with ``available`` bytes for a step beside one GiB of weights."""
-    memory = None if available is None else MemoryBudget(1 + available / GIB, (GIB,) * stages, EACH)
     layers = (LAYERS // (stages * chunks),) * (stages * chunks)
+    memory = None
+    if available is not None:
+        memory = MemoryBudget(1 + available / GIB, (GIB,) * stages, (StageBytes(EACH),) * len(layers))
     return PipelineShape(stages, chunks, layers, COSTS, memory=memory, is_measured=True, **settings)
 
 
@@ -158,10 +154,12 @@ def test_bytes_of_a_walk(seed: int) -> None:
     plan = random_segments(rng, int(rng.integers(1, 30)))
     kept = rng.random(plan.num_segments) < 0.5
     ops = [(kind, segment, 0) for kind, segment in depth_first_schedule(plan)]
-    first, later = (ChunkTensors(kept, plan.peak_in_flight_tokens, LAYERS, has_input) for has_input in (False, True))
+    first, later = (
+        ChunkTensors(kept, plan.peak_in_flight_tokens, LAYERS, has_input, EACH) for has_input in (False, True)
+    )
     arguments = ops, plan.lengths, plan.in_flight_tokens
-    assert peak_bytes(*arguments, [first], EACH) == pytest.approx(slow_peak(plan, kept))
-    assert peak_bytes(*arguments, [later], EACH) >= slow_peak(plan, kept)
+    assert peak_bytes(*arguments, [first]) == pytest.approx(slow_peak(plan, kept))
+    assert peak_bytes(*arguments, [later]) >= slow_peak(plan, kept)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -239,7 +237,7 @@ def test_what_a_refusal_asks_for_suffices(seed: int, monkeypatch: pytest.MonkeyP
     samples = random_samples(rng, 12, 40)
     # Bytes large enough that two digits of GiB tell budgets apart.
     each = SegmentBytes(*(GIB * value / 400 for value in (7.0, 5.0, 3.0, 2.0, 11.0, 1.5, 400.0)))
-    shape = replace(shape_of(None), memory=MemoryBudget(3.0, (2 * GIB,), each))
+    shape = replace(shape_of(None), memory=MemoryBudget(3.0, (2 * GIB,), (StageBytes(each),)))
     with pytest.raises(InputError, match=r"--tree-memory-gib 3 is .* GiB too small") as caught:
         plan_step(samples, "dta", pipeline=shape)
     least = float(re.search(r"set it to ([0-9.]+) or more", str(caught.value))[1])
@@ -331,7 +329,7 @@ def test_no_forward_runs_again_right_after_itself(stages: int, chunks: int, acti
         shape = shape_of(None, stages, chunks)
         step = plan_step(samples, "dta", StepBudget(8, None, activation_tokens), shape)
         schedule, kept = step.training.schedule, step.training.kept
-        budgeted = replace(shape, memory=MemoryBudget(2.0, (GIB,) * stages, EACH))
+        budgeted = replace(shape, memory=MemoryBudget(2.0, (GIB,) * stages, (StageBytes(EACH),) * (stages * chunks)))
         less = replace(step.training, kept=np.zeros_like(kept))
         for stage, ops in enumerate(schedule.ops):
             for op, then in itertools.pairwise(ops):
@@ -376,7 +374,7 @@ def test_a_real_set_in_the_memory_of_one_gpu(monkeypatch: pytest.MonkeyPatch) ->
     each, costs = SegmentBytes.of_shape(model, RankTensors(logit_rows=883)), CostModel.from_shape(model)
     seconds = {}
     for gib in (22.0, 40.0, 64.0):
-        memory = MemoryBudget(gib, (9.7 * GIB,), each)
+        memory = MemoryBudget(gib, (9.7 * GIB,), (StageBytes(each),))
         shape = PipelineShape(layers=(28,), cost_model=costs, memory=memory)
         step = plan_step(samples, "dta", pipeline=shape)
         assert stage_peak_bytes(step.segments, step.training, shape, 0) <= memory.available(0)

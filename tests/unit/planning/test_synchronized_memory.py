@@ -13,18 +13,16 @@ import pytest
 from conftest import seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.memory_budget import UNDIVIDED, ChunkTensors, MemoryBudget, StageBytes, peak_bytes
 from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.segment_bytes import (
-    UNDIVIDED,
-    ChunkTensors,
-    MemoryBudget,
-    RankTensors,
-    SegmentBytes,
-    peak_bytes,
-)
-from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
+from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
+from megatron_dta.planning.costs.state_bytes import StateBytes
+from megatron_dta.planning.expert_parallel.merged_op_list import build_merged_op_list
+from megatron_dta.planning.expert_parallel.rank_plan import RankPlan, memory_tokens_of
+from megatron_dta.planning.expert_parallel.synchronized_plan import synchronized_plan
+from megatron_dta.planning.expert_parallel.within_memory import op_list_bytes
 from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.segments.schedule import OpKind
+from megatron_dta.planning.segments.schedule import Op, OpKind, allocate_slots
 from megatron_dta.planning.step.passes import PipelineShape, RankGroup, StepBudget, stage_peak_bytes
 from megatron_dta.planning.step.plan import StepPlan
 from megatron_dta.planning.step.sample import TrainingSample
@@ -35,6 +33,8 @@ SHAPE = DecoderShape(
 )
 BYTES = replace(SegmentBytes.of_shape(SHAPE, RankTensors(logit_rows=16, expert_ranks=2)), fixed=0.0)
 RANKS = 2
+# Per virtual stage the same: what a stage with gated delta net keeps beside its segments.
+STATES = StateBytes(open_fork=6000.0, exit=2000.0, state=500.0)
 ONE_STAGE = PipelineShape(layers=(4,))
 PIPELINES = {"pp2": PipelineShape(2, layers=(3, 1)), "pp2, virtual": PipelineShape(2, 2, layers=(1,) * 4)}
 
@@ -54,7 +54,11 @@ class Gather:
 
 
 def plans(
-    mib: float, budget: StepBudget, overlaps: bool = False, stages: PipelineShape = ONE_STAGE
+    mib: float,
+    budget: StepBudget,
+    overlaps: bool = False,
+    stages: PipelineShape = ONE_STAGE,
+    states: StateBytes | None = None,
 ) -> list[StepPlan | InputError]:
     """The plans of all ranks; the second one has a third of the sequences."""
     num_sequences = 12
@@ -63,7 +67,7 @@ def plans(
         TrainingSample(tokens, np.ones(len(tokens), bool) & (np.arange(len(tokens)) > 0)) for tokens in sequences
     ]
     parts = samples[: 2 * len(samples) // 3], samples[2 * len(samples) // 3 :]
-    memory = MemoryBudget(mib / 1024, (0.0,) * stages.num_stages, BYTES)
+    memory = memory_of(mib, stages, states)
     shape = replace(stages, cost_model=CostModel.from_shape(SHAPE), memory=memory, is_measured=True)
     return planned_together(parts, budget, shape, overlaps)
 
@@ -80,6 +84,9 @@ def planned_together(
             found[rank] = plan_step(parts[rank], "dta", budget, replace(shape, group=group))
         except InputError as error:
             found[rank] = error
+            gather.barrier.abort()
+        except threading.BrokenBarrierError:
+            found[rank] = InputError("another rank found no plan")
 
     threads = [threading.Thread(target=plan, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:
@@ -133,39 +140,101 @@ def test_ranks_with_short_paths_fill_their_segments_as_well():
     assert total < 0.8 * before
 
 
-def peaks(steps: list[StepPlan], pipeline: PipelineShape) -> list[float]:
+def memory_of(mib: float, stages: PipelineShape, states: StateBytes | None) -> MemoryBudget:
+    """The last virtual stage has attention only."""
+    of_stages = [StageBytes(BYTES, states)] * len(stages.layers)
+    if len(of_stages) > 1:
+        of_stages[-1] = StageBytes(BYTES)
+    return MemoryBudget(mib / 1024, (0.0,) * stages.num_stages, tuple(of_stages))
+
+
+def peaks(steps: list[StepPlan], pipeline: PipelineShape, states: StateBytes | None = None) -> list[float]:
     """Peak bytes of each rank and stage, from the tokens of its own segments."""
-    shape = replace(pipeline, memory=MemoryBudget(1.0, (0.0,) * pipeline.num_stages, BYTES))
+    shape = replace(pipeline, memory=memory_of(1.0, pipeline, states))
     stages = range(pipeline.num_stages)
     return [stage_peak_bytes(step.segments, step.training, shape, stage) for step in steps for stage in stages]
 
 
+@pytest.mark.parametrize("states", [None, STATES], ids=["attention", "states"])
 @pytest.mark.parametrize("overlaps", [False, True])
+def test_ranks_of_one_stage_keep_within_the_limit(overlaps, states):
+    """Also where a list of ops has more branches in flight than each rank alone, or pairs hold two segments."""
+    budget = StepBudget(segment_tokens=8)
+    everything = max(peaks(plans(1024.0, budget, overlaps, states=states), ONE_STAGE, states))
+    forms = set()
+    for share in (1.2, 0.9, 0.7, 0.5, 0.35):
+        steps = plans(share * everything / (1 - UNDIVIDED) / 2**20, budget, overlaps, states=states)
+        if any(isinstance(step, InputError) for step in steps):
+            assert share < 0.6
+            continue
+        assert max(peaks(steps, ONE_STAGE, states)) <= share * everything
+        forms.add(bool(steps[0].training.kept.all()))
+    assert forms == {True, False}
+
+
+@pytest.mark.parametrize("states", [None, STATES], ids=["attention", "states"])
+def test_a_list_of_ops_counts_the_rank_with_most_slots(states):
+    """A rank of many short branches beside one of few long ones: against each rank's own op list, and taken only
+    within the limit."""
+    rng = seed_all(9)
+    trunk = rng.integers(0, 8, 6)
+    many = [np.append(trunk, rng.integers(0, 8, length)) for length in (9, 8, 7, 9, 8, 7, 9, 8)]
+    few = [np.append(trunk, rng.integers(0, 8, length)) for length in (40, 9)]
+    parts = [
+        [TrainingSample(tokens.astype(np.int32), np.arange(len(tokens)) > 0) for tokens in of] for of in (many, few)
+    ]
+    shape = replace(ONE_STAGE, cost_model=CostModel.from_shape(SHAPE), memory=memory_of(1024.0, ONE_STAGE, states))
+    alone = [plan_step(part, "dta", StepBudget(8), shape) for part in parts]
+    ranks = [RankPlan.of(step, shape) for step in alone]
+    merged = build_merged_op_list([rank.forest for rank in ranks], memory_tokens_of(ranks))
+    counted, each, held = op_list_bytes(merged, ranks, shape), shape.memory.stages[0], []
+    for number, (step, rank) in enumerate(zip(alone, ranks, strict=True)):
+        own = [op for op in merged.ops if op.segments[number] >= 0]
+        ops = [Op(OpKind.BACKWARD if op.is_backward else OpKind.FORWARD, op.segments[number]) for op in own]
+        bytes_ = allocate_slots(step.segments, ops)[1] * BYTES.slot(4)
+        if states is not None:
+            bytes_ += allocate_slots(step.segments, ops, rank.forks.open_forks)[1] * states.open_fork
+        widest = max(range(len(rank.edges)), key=lambda s: step.segments.lengths[s])
+        tokens, path = step.segments.lengths[widest], step.segments.in_flight_tokens[widest]
+        held.append(bytes_ + BYTES.kept(4) * tokens + float(BYTES.work(tokens, path)))
+    assert each.states is states
+    assert max(held) <= counted <= 1.5 * max(held)
+    for share, is_taken in ((1.01, True), (0.99, False)):
+        limited = [replace(rank, available_bytes=(share * counted,)) for rank in ranks]
+        try:
+            ops = synchronized_plan(alone[0], limited, 0, shape).training.schedule.ops[0]
+        except InputError:
+            ops = []
+        assert ([op.kind is OpKind.BACKWARD for op in ops] == [op.is_backward for op in merged.ops]) == is_taken
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("states", [None, STATES], ids=["attention", "states"])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines_that_share_experts_keep_within_the_limit(name, overlaps):
+def test_pipelines_that_share_experts_keep_within_the_limit(name, states, overlaps):
     pipeline, budget = PIPELINES[name], StepBudget(segment_tokens=8)
-    whole = plans(1024.0, budget, overlaps, pipeline)
+    whole = plans(1024.0, budget, overlaps, pipeline, states)
     assert whole[0].training.schedule.has_pairs == overlaps
-    everything = max(peaks(whole, pipeline))
+    everything = max(peaks(whole, pipeline, states))
     for share in (0.9, 0.7):
         limit = share * everything / (1 - UNDIVIDED) / 2**20
-        steps = plans(limit, budget, overlaps, pipeline)
-        assert max(peaks(steps, pipeline)) <= share * everything
+        steps = plans(limit, budget, overlaps, pipeline, states)
+        assert max(peaks(steps, pipeline, states)) <= share * everything
         schedules = [
             [[(op.kind, op.chunk, bool(step.training.kept[0, op.segment])) for op in ops] for ops in stages]
             for step, stages in ((step, step.training.schedule.ops) for step in steps)
         ]
         assert schedules[0] == schedules[1]
         assert steps[0].training.schedule.pairs == steps[1].training.schedule.pairs
-    found = plans(0.1, budget, overlaps, pipeline)
+    found = plans(0.1, budget, overlaps, pipeline, states)
     assert all(isinstance(error, InputError) and "too small on pipeline rank" in str(error) for error in found)
 
 
 def test_ops_in_turns_work_at_the_same_time():
     ops = [(OpKind.FORWARD, 0, 0), (OpKind.FORWARD, 1, 0), (OpKind.BACKWARD, 0, 0), (OpKind.BACKWARD, 1, 0)]
-    counts = [4, 6], [4, 6], [ChunkTensors([True, True], 10, 2.0, False)]
-    alone = peak_bytes(ops, *counts, BYTES)
+    counts = [4, 6], [4, 6], [ChunkTensors([True, True], 10, 2.0, False, BYTES)]
+    alone = peak_bytes(ops, *counts)
     # The forward of 6 tokens, beside the backward of 4 with both segments in flight.
-    together = peak_bytes(ops, *counts, BYTES, pairs=[1])
+    together = peak_bytes(ops, *counts, pairs=[1])
     assert together - alone == pytest.approx(float(BYTES.work(4, 4)))
     assert float(BYTES.work(6, 6)) > float(BYTES.work(4, 4)) > 0

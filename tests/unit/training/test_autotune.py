@@ -15,7 +15,7 @@ from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.engine import TreeEngine
 from megatron_dta.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
-from megatron_dta.planning.costs.segment_bytes import GIB
+from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.rollouts import write_rollouts
 from megatron_dta.training.autotune import Autotuner, GpuMemory, decides_memory
 from megatron_dta.training.loop import Trainer

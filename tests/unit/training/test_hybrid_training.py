@@ -98,8 +98,8 @@ def test_a_run_from_scratch_exports_a_folder_that_transformers_loads(rollouts: s
         ("--transformer-impl transformer_engine", "needs --transformer-impl local"),
         ("--normalization LayerNorm", "--apply-layernorm-1p with --normalization LayerNorm"),
         (
-            "--tree-memory-gib 3 --num-experts 2 --moe-grouped-gemm --expert-model-parallel-size 2",
-            "does not support --experimental-attention-variant with --expert-model-parallel-size above 1; leave it out",
+            "--tree-memory-gib 3 --num-experts 2 --expert-model-parallel-size 2",
+            "--tree-memory-gib 3: supports experts with --moe-grouped-gemm only; add it",
         ),
     ],
 )

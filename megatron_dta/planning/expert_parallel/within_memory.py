@@ -1,0 +1,180 @@
+"""Keeps the plan of ranks that share experts within a limit of bytes.
+
+Each rank has planned its own segments within its limit. Together they run a merged segment tree, or a list of ops, with
+more segments in flight or longer ones beside each other. A node or op counts with the tokens of its longest segment,
+because a rank's experts get rows of all ranks, and with the most states of any rank. Slots, of keys and values and of
+open forks, are those of the rank with most. So no rank takes more than is counted here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning.expert_parallel.merged_op_list import MergedOpList
+from megatron_dta.planning.expert_parallel.merged_segment_tree import MergedSegmentTree, largest_of_ranks
+from megatron_dta.planning.expert_parallel.rank_plan import (
+    RankPlan,
+    available_bytes,
+    largest_counts,
+    memory_tokens_of,
+)
+from megatron_dta.planning.segments.recompute import choose_kept_segments
+from megatron_dta.planning.segments.runs import ForkCounts
+from megatron_dta.planning.segments.schedule import Op, OpKind, allocate_slots, depth_first_schedule
+from megatron_dta.planning.step.choice import shares_and_limits
+from megatron_dta.planning.step.evaluate import StageTensors, keep_within, out_of_memory_error
+from megatron_dta.planning.step.passes import (
+    PassPlan,
+    PipelineShape,
+    plan_training_pass,
+    stage_peak_bytes,
+    states_of_ops,
+)
+from megatron_dta.planning.step.plan import StepPlan
+
+
+def kept_nodes(
+    tree: MergedSegmentTree, step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape
+) -> tuple[np.ndarray | None, float]:
+    """The nodes of the merged tree that keep their activations on all ranks, bool [C] (None if not even those of one
+    path fit), and the missing bytes.
+
+    With a limit in bytes, a node counts with the tokens of its longest segment and with the most states of any rank, so
+    no rank takes more than is counted here. Slots are those of the rank with most.
+    """
+    if shape.memory is None or shape.num_stages > 1:
+        return choose_kept_segments(tree, step.activation_tokens, shape.num_stages), 0.0
+    stage, ops = shape.memory.stages[0], depth_first_schedule(tree)
+    lengths = [
+        largest_of_ranks([rank.forest.lengths], [nodes]) for rank, nodes in zip(ranks, tree.segment_of, strict=True)
+    ]
+    num_slots = max(allocate_slots(tree, ops, of_rank)[1] for of_rank in lengths)
+    states = states_of_ops(tree, ops, stage.states, _forks(tree, ranks))
+    tensors = StageTensors(stage, shape.layers[0], num_slots, states)
+    return keep_within(tree, tensors, available_bytes(ranks, 0), tree.lengths.astype(np.float64))
+
+
+def _forks(tree: MergedSegmentTree, ranks: Sequence[RankPlan]) -> list[ForkCounts] | None:
+    """The numbers of states of each rank at the nodes of the merged tree, if their bytes are limited."""
+    if any(rank.forks is None for rank in ranks):
+        return None
+    return [rank.forks.at(nodes) for rank, nodes in zip(ranks, tree.segment_of, strict=True)]
+
+
+def out_of_memory(
+    step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape, stage: int, missing: float
+) -> InputError:
+    segments = step.segments
+    return out_of_memory_error(
+        shape.memory, stage, missing, segments.tree, segments.segment_tokens, memory_tokens_of(ranks)
+    )
+
+
+def stages_within_memory(
+    tree: MergedSegmentTree, step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape
+) -> PassPlan:
+    """The first plan of a pipeline's training pass that fits on all stages of all ranks (``step.choice``).
+
+    A node counts with the tokens of its longest segment, so no rank takes more than is counted here.
+
+    Raises:
+        InputError: no plan fits. The ranks raise it together.
+    """
+    path, missing, stage, forks = tree.peak_in_flight_tokens, math.inf, 0, _forks(tree, ranks)
+    for share, limit in shares_and_limits(path, shape):
+        kept = choose_kept_segments(tree, None if share == 1 else int(share * path), shape.num_stages)
+        limited = replace(shape, max_in_flight_tokens=limit)
+        found = plan_training_pass(tree, largest_counts(tree, ranks), kept, limited)
+        over = [
+            stage_peak_bytes(tree, found, shape, each, forks) - available_bytes(ranks, each)
+            for each in range(shape.num_stages)
+        ]
+        if max(over) <= 0:
+            return found
+        if max(over) < missing:
+            missing, stage = max(over), int(np.argmax(over))
+    raise out_of_memory(step, ranks, shape, stage, missing)
+
+
+def op_list_bytes(merged: MergedOpList, ranks: Sequence[RankPlan], shape: PipelineShape) -> float:
+    """Most bytes that a rank holds at once in a list of ops, of which none but the running one keeps activations."""
+    (each, of_states), layers = shape.memory.stages[0], shape.layers[0]
+    num_slots = num_forks = 0
+    counts, segments_of = [], []
+    for number, rank in enumerate(ranks):
+        tree = _own_tree(rank)
+        ops = _own_ops([(op.is_backward, op.segments[number]) for op in merged.ops])
+        num_slots = max(num_slots, allocate_slots(tree, ops)[1])
+        segments = np.array([op.segments[number] for op in merged.ops if op.is_backward], dtype=np.int64)
+        own = [tree.lengths, tree.in_flight_tokens]
+        if of_states is not None:
+            num_forks = max(num_forks, allocate_slots(tree, ops, rank.forks.open_forks)[1])
+            own += [rank.forks.inner_forks, 2 * rank.forks.num_states + 4 * rank.forks.widest_levels]
+        counts.append(own)
+        segments_of.append(segments)
+    tokens, paths, *states = (largest_of_ranks(values, segments_of) for values in zip(*counts, strict=True))
+    at_work = each.kept(layers) * tokens + each.work(tokens, paths)
+    if of_states is not None:
+        at_work = at_work + of_states.exit * states[0] + of_states.state * states[1]
+    pools = num_slots * each.slot(layers) + (0.0 if of_states is None else of_states.open_fork * num_forks)
+    return each.fixed + pools + float(at_work.max(initial=0))
+
+
+def limit_of_pairs(
+    plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan], shape: PipelineShape
+) -> tuple[int, float]:
+    """Most tokens that may be in flight if ops run in pairs and keep their activations, and the bytes that are left for
+    states then; infinite for a model without them.
+
+    Args:
+        segments: for each op the segments of all ranks.
+    """
+    limit, layers, (each, of_states) = memory_tokens_of(ranks), shape.layers[0], shape.memory.stages[0]
+    longest = max(plan.most_tokens[0], default=0)
+    # Two segments are at work in a pair.
+    room = available_bytes(ranks, 0) - each.fixed - 2 * float(each.work(longest, limit))
+    of_token = each.kept(layers) + each.slot(layers)
+    if of_states is None:
+        return min(limit, int(room // of_token)), math.inf
+    limit = min(limit, int((room - bytes_of_states(plan, segments, ranks, shape)) // of_token))
+    return limit, room - limit * of_token
+
+
+def bytes_of_states(
+    plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan], shape: PipelineShape
+) -> float:
+    """Bytes of the states of the rank with most, if ops run in pairs and all segments keep their activations.
+
+    Args:
+        segments: for each op of ``plan`` the segments of all ranks.
+    """
+    each, most = shape.memory.stages[0].states, 0.0
+    for number, rank in enumerate(ranks):
+        kinds = (op.kind is OpKind.BACKWARD for op in plan.schedule.ops[0])
+        ops = _own_ops(list(zip(kinds, (own[number] for own in segments), strict=True)))
+        exits = most_exits = 0
+        for op in ops:
+            exits += int(rank.forks.inner_forks[op.segment]) * (1 if op.kind is OpKind.FORWARD else -1)
+            most_exits = max(most_exits, exits)
+        at_work = int((2 * rank.forks.num_states + 4 * rank.forks.widest_levels).max(initial=0))
+        _, num_forks = allocate_slots(_own_tree(rank), ops, rank.forks.open_forks)
+        most = max(most, each.open_fork * num_forks + each.exit * most_exits + 2 * each.state * at_work)
+    return most
+
+
+def _own_tree(rank: RankPlan) -> MergedSegmentTree:
+    """A rank's segments as the tree of a single rank."""
+    parents, numbers = np.asarray(rank.forest.segment_parent, dtype=np.int32), np.arange(len(rank.forest.lengths))
+    return MergedSegmentTree(parents, numbers[None], np.asarray(rank.forest.lengths, dtype=np.int64))
+
+
+def _own_ops(ops: Sequence[tuple[bool, int]]) -> list[Op]:
+    """A rank's ops from (whether an op is a backward, segment), without those of empty segments."""
+    return [
+        Op(OpKind.BACKWARD if is_backward else OpKind.FORWARD, segment) for is_backward, segment in ops if segment >= 0
+    ]
