@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from conftest import seed_all
+from hybrid_cases import spread
 from megatron_dta.config import ModelConfig, OptimizationConfig, TreeConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import build_model, initialize_parallel
@@ -27,14 +28,23 @@ def gradients_in_buffers(model: ModelConfig, weights: dict[str, torch.Tensor], s
     return {name: p.main_grad.clone() for name, p in tree_model.named_parameters()}
 
 
-def tree_over_dense(seeds: Iterable[int]) -> np.ndarray:
-    """Distance of the whole bfloat16 gradient from the float32 one, as a tree over dense, one ratio a batch."""
+def tree_over_dense(seeds: Iterable[int], count: int = 60, **settings: object) -> np.ndarray:
+    """Distance of the whole bfloat16 gradient from the float32 one, as a tree over dense, one ratio a batch.
+
+    Args:
+        count: sequences in a batch.
+        settings: of the model.
+    """
+    settings = dict(hidden_size=128, ffn_hidden_size=256, kv_channels=32) | QWEN3 | settings
     ratios = []
     for seed in seeds:
-        samples = random_training_samples(branching_sequences(seed_all(seed), count=60, longest=120), seed=seed)
-        single = model_config(torch.float32, hidden_size=128, ffn_hidden_size=256, kv_channels=32, **QWEN3)
+        samples = random_training_samples(branching_sequences(seed_all(seed), count=count, longest=120), seed=seed)
+        single = model_config(torch.float32, **settings)
         half = replace(single, params_dtype=torch.bfloat16)
-        rounded = {name: weight.bfloat16() for name, weight in weights_of(single, seed).items()}
+        weights = weights_of(single, seed)
+        if single.experimental_attention_variant is not None:
+            weights = spread(weights, seed)
+        rounded = {name: weight.bfloat16() for name, weight in weights.items()}
         exact = gradients_in_buffers(
             single, {name: weight.float() for name, weight in rounded.items()}, samples, tree_config("dense", 128)
         )

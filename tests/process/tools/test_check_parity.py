@@ -60,7 +60,13 @@ def test_real_rollouts_agree_with_both_references(tool, monkeypatch, capsys, nam
         assert 0 <= summary[f"hf_{key}"] < 1e-5
 
 
-@pytest.mark.parametrize("name", ["tau1_airline_qwen25_3x50.npz", "tot_game24_bfs.npz"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tau1_airline_qwen25_3x50.npz", "tot_game24_bfs.npz", "math_qwen25_8x100.npz"),
+        *("humaneval_codegen16b_100x40.npz", "mint_math_thinkstrip_perturn.npz"),
+    ],
+)
 def test_hybrid_models_on_real_rollouts(tool, monkeypatch, capsys, tmp_path, name):
     """Qwen3.5's shape in small: three layers of gated delta net, then one with gated attention."""
     config = dict(

@@ -123,6 +123,22 @@ def test_one_token_runs_forks_at_the_root_and_many_siblings():
         assert errors.largest() < 1e-12, errors
 
 
+def test_hundreds_of_siblings_of_one_token_behind_the_first_one():
+    """A fork at position 0 with 250 branches: runs of one token in one level, and in many segments."""
+    sequences = [np.array([5, token], np.int32) for token in range(250)] + [np.array([5, 7, 7, 9], np.int32)]
+    samples = random_training_samples(sequences, seed=4)
+    model = model_config(vocab_size=256, **HYBRID)
+    weights = spread(weights_of(model, seed=9), seed=1)
+    expected = run_stock(model, weights, samples, GRPO)
+    for segment_tokens, activation_tokens in ((40, 0), (400, None)):
+        tree = tree_config("dta", segment_tokens, activation_tokens)
+        widest = prepare_batch(samples, tree).plan.runs.widest_levels
+        assert widest.max() == min(segment_tokens, 250)
+        outcome, _ = run_tree(model, weights, samples, GRPO, tree)
+        errors = compare_outcomes(outcome, expected)
+        assert errors.largest() < 1e-12, errors
+
+
 @pytest.mark.parametrize("lost", ["grad_states", "grad_rows"])
 def test_a_lost_gradient_would_be_seen(references, lost, monkeypatch):
     """The control of the tests above: without the gradients that children leave at forks, the error is large."""
@@ -161,3 +177,7 @@ def test_forks_are_kept_on_one_path_only(references):
     assert pool.rows.shape == (2, runs.forks_in_flight.max(), 3, 2 * 12 + 20)
     assert runs.forks_in_flight.max() < runs.open_forks.sum()
     assert pool.grad_states.dtype is pool.states.dtype is torch.float64
+    half = TreeEngine(build_model(replace(model, params_dtype=torch.bfloat16), torch.device("cpu")))
+    pool = StageRun(half, batch, GRPO).states[0].pool
+    assert pool.grad_states.dtype is pool.states.dtype is pool.grad_rows.dtype is torch.float32
+    assert pool.rows.dtype is torch.bfloat16

@@ -1,30 +1,69 @@
-"""Counted bytes of layers with gated delta net in plain PyTorch, against the tensors that there really are."""
+"""Counted bytes of hybrid models in plain PyTorch against their tensors, and steps within a limit of memory."""
 
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from conftest import seed_all
-from hybrid_cases import HYBRID
+from hybrid_cases import HYBRID, spread
 from live_bytes import LiveBytes, Scales
 from main_grad_cases import DIRECT, Wrapped
+from megatron_dta.common.errors import InputError
 from megatron_dta.config import ObjectiveConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.engine.stage_run import StageRun
+from megatron_dta.model import build_model
 from megatron_dta.objectives import make_objective
+from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock
+from megatron_dta.parity.outcome import Outcome
 from megatron_dta.planning.segments.schedule import OpKind
+from megatron_dta.planning.step.passes import stage_chunks, stage_peak_bytes
 from megatron_dta.planning.step.sample import TrainingSample
-from tree_engine_cases import TEMPERATURE, VOCABULARY, model_config, tree_config, weights_of
+from tree_engine_cases import GRPO, TEMPERATURE, VOCABULARY, model_config, tree_config, weights_of
 
 SFT = make_objective(ObjectiveConfig(objective="sft"))
 SIZES = dict(
     hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, kv_channels=16, linear_key_head_dim=16,
     linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, max_position_embeddings=512,
 )  # fmt: skip
+
+
+def test_a_comb_of_many_forks_within_a_limit_has_the_same_gradients() -> None:
+    """A path that forks behind every second token: less memory recomputes more, or holds fewer forks, or is refused."""
+    spine = np.arange(60, dtype=np.int32) % VOCABULARY
+    sequences = [np.append(spine[: 2 * tooth], [1, 2, tooth % 3]).astype(np.int32) for tooth in range(1, 30)] + [spine]
+    samples = random_training_samples(sequences, seed=2)
+    model = model_config(**HYBRID)
+    weights = spread(weights_of(model, seed=3), seed=1)
+    expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)
+    built = build_model(model, torch.device("cpu"))
+    built.load_state_dict(weights)
+    engine, recomputed = TreeEngine(built, TEMPERATURE, 5), []
+    tree = replace(tree_config("dta", 8), tree_memory_gib=1.0)
+    for mib in (1.2, 64.0):
+        engine.limit_memory(mib / 1024, 0.0)
+        batch = prepare_batch(samples, tree, pipeline=engine.pipeline(8))
+        shape, pools = engine.pipeline(8), StageRun(engine, batch, GRPO).states[0].pool
+        (chunk,) = stage_chunks(batch.plan.segments, batch.plan.training, shape, 0)
+        held = (pools.states, pools.rows, pools.grad_states, pools.grad_rows)
+        assert sum(tensor.nbytes for tensor in held) == chunk.states.in_flight > 0
+        assert stage_peak_bytes(batch.plan.segments, batch.plan.training, shape, 0) <= mib * 2**20
+        built.zero_grad()
+        logprobs, result = engine.compute_logprobs(batch), engine.forward_backward(batch, GRPO)
+        gradients = {name: parameter.grad for name, parameter in built.named_parameters()}
+        errors = compare_outcomes(Outcome(float(result.loss), logprobs, gradients), expected)
+        assert errors.largest() < 1e-12, errors
+        recomputed.append(result.recomputed_tokens)
+    print("recomputed tokens:", recomputed)
+    assert recomputed[0] > recomputed[-1] == 0
+    engine.limit_memory(0.2 / 1024, 0.0)
+    with pytest.raises(InputError, match=r"--tree-memory-gib .* too small"):
+        prepare_batch(samples, tree, pipeline=engine.pipeline(8))
 
 
 @pytest.mark.parametrize("layers", ["[1,0]", "[0,0,1]"])
