@@ -34,6 +34,7 @@ from megatron_dta.planning.expert_parallel.within_memory import (
     bytes_of_states,
     kept_nodes,
     limit_of_pairs,
+    most_in_flight,
     op_list_bytes,
     out_of_memory,
     stages_within_memory,
@@ -193,6 +194,9 @@ def _paired(
             # Another order could hold more of the kept activations at once.
             return plan
         limit, left = limit_of_pairs(plan, segments, ranks, shape)
+        if limit < most_in_flight(plan, segments, ranks):
+            # A second segment at work does not fit.
+            return plan
     forests = [rank.forest for rank in ranks]
     parents, lengths = [forest.segment_parent for forest in forests], [forest.lengths for forest in forests]
     found = with_pairs(plan, segments, parents, lengths, limit)

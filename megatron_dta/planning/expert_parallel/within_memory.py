@@ -145,6 +145,16 @@ def limit_of_pairs(
     return limit, room - limit * of_token
 
 
+def most_in_flight(plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan]) -> int:
+    """Most tokens in flight on a rank; ``segments`` are those of all ranks for each op."""
+    most = 0
+    signs = [1 if op.kind is OpKind.FORWARD else -1 for op in plan.schedule.ops[0]]
+    for number, rank in enumerate(ranks):
+        tokens = [rank.forest.lengths[own[number]] if own[number] >= 0 else 0 for own in segments]
+        most = max(most, int(np.cumsum(np.multiply(signs, tokens)).max(initial=0)))
+    return most
+
+
 def bytes_of_states(
     plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan], shape: PipelineShape
 ) -> float:
