@@ -289,6 +289,7 @@ def _run_case(case: MeshCase) -> RankResult:
     from megatron_dta.objectives import make_objective
     from megatron_dta.objectives.weights import count_trained
     from megatron_dta.training.optimizer import TrainingOptimizer
+    from pool_bytes import noting_pools
 
     device = initialize_parallel(5, case.parallel)
     mesh = training_mesh(case.context_size)
@@ -327,7 +328,7 @@ def _run_case(case: MeshCase) -> RankResult:
         engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
         optimizer.reduce_gradients()
     optimizer.zero_grad()
-    with _sabotaged(case.sabotage), _noting_pools(engine, batch, result.pools):
+    with _sabotaged(case.sabotage), noting_pools(engine, batch, result.pools):
         step = engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
     result.loss, result.num_pairs = float(step.loss), sum(map(len, batch.plan.training.schedule.pairs))
     result.recomputed_tokens = step.recomputed_tokens
@@ -339,29 +340,6 @@ def _run_case(case: MeshCase) -> RankResult:
     optimizer.optimizer.prepare_grads()
     result.grad_norm = float(optimizer.optimizer.get_grad_norm())
     return result
-
-
-@contextlib.contextmanager
-def _noting_pools(engine: Any, batch: Any, found: list[tuple[float, int]]) -> Any:
-    """Note the pools of each model chunk in a step of limited memory: counted bytes, and those of their tensors."""
-    from megatron_dta.engine.stage_run import StageRun
-    from megatron_dta.planning.step.passes import stage_chunks
-
-    walk = StageRun.walk
-
-    def noted(run: StageRun) -> None:
-        shape, stage = engine.pipeline(None), engine.mesh.pipeline_rank
-        chunks = stage_chunks(batch.plan.segments, run.pass_plan, shape, stage)
-        for number, (chunk, keys) in enumerate(zip(chunks, run.pools, strict=True)):
-            tensors = [keys.keys_LSGD, keys.values_LSGD, keys.grad_keys_LSGD, keys.grad_values_LSGD]
-            if run.states:
-                pool = run.states[number].pool
-                tensors += [pool.states, pool.rows, pool.grad_states, pool.grad_rows]
-            found.append((chunk.pool_bytes, sum(tensor.nbytes for tensor in tensors)))
-        walk(run)
-
-    with mock.patch.object(StageRun, "walk", noted) if engine.memory is not None else contextlib.nullcontext():
-        yield
 
 
 def count_collectives(rank: int, case: MeshCase) -> tuple[int, int, dict[str, int]]:

@@ -136,9 +136,8 @@ class SegmentBytes:
             rank: how a rank holds its tensors; None for the defaults.
             layers: the layers that it has, from 0; None for all. Coefficients per layer are means over them.
         """
-        rank = rank or RankTensors()
+        rank, attention_share = rank or RankTensors(), shape.attention_share(layers)
         moe_layers = [shape.moe_layers[layer] for layer in layers] if layers else shape.moe_layers
-        attention_share = shape.attention_share(layers)
         element_bytes, tensor_size = rank.element_bytes, rank.tensor_size
         hidden_size, fused, fused_attention = shape.hidden_size, rank.fused, rank.fused_attention
         heads = shape.num_attention_heads / tensor_size
@@ -146,30 +145,26 @@ class SegmentBytes:
         hidden = hidden_size / (tensor_size if rank.sequence_parallel else 1)
         width = shape.ffn_hidden_size / tensor_size
         ffn = (2 if shape.swiglu else 1) * width
-        mixed = query + 2 * groups
-        accumulator = max(4, element_bytes)
+        mixed, accumulator = query + 2 * groups, max(4, element_bytes)
         statistics = 4 * heads + 8 * hidden / hidden_size
         kept = fused_kept = element_bytes * (2 * hidden + mixed + query + ffn) + statistics
         wide = ffn if fused else 5 * ffn / 2 if shape.swiglu else 2 * ffn
         if not fused:
-            norms = 2 * element_bytes + 4 * accumulator
             # Queries and keys are mixed, normed and rotated one by one, each read by what follows.
-            kept = norms * hidden + element_bytes * (7 * query + 5 * groups + wide) + 2 * statistics
+            kept = (
+                (2 * element_bytes + 4 * accumulator) * hidden
+                + element_bytes * (7 * query + 5 * groups + wide)
+                + 2 * statistics
+            )
         kv, spread = 2 * groups * (element_bytes + accumulator), 0.0
-        table = hidden_size * shape.vocab_size / tensor_size
-        has_experts = any(moe_layers)
+        table, has_experts = hidden_size * shape.vocab_size / tensor_size, any(moe_layers)
         is_direct = fused and fused_attention and rank.in_buffers and tensor_size == 1 and not has_experts
-        # Logits, their gradient and room for a chunk's softmax; plain operations make copies in float32.
-        row = 3 * element_bytes if fused else 2 * element_bytes + 3 * accumulator
         largest_gradient = 0 if rank.in_buffers else table * (element_bytes if fused else element_bytes + accumulator)
         # Gradients of what is kept, outputs of norms and of the activation function, whole hidden states of the group.
         work = fused_kept + element_bytes * (4 * hidden_size + ffn + width)
         if is_direct:
-            row = element_bytes
             # The gradient by the layer's output; the activation function's output, the gradient by it and by its input.
             work = element_bytes * (hidden + ffn + 2 * width)
-        if rank.float32_logits and element_bytes < 4:
-            row += 4
         whole_rows = 4 * element_bytes * hidden_size
         of_ffn = element_bytes * wide, element_bytes * (ffn + 3 * width)
         if has_experts:
@@ -184,7 +179,6 @@ class SegmentBytes:
             of_ffn = of_ffn[0], of_ffn[1] + whole_rows
             sizes = LayerSizes(element_bytes, tensor_size, hidden, of_ffn)
             kept, work = mixed_layer_bytes(shape, sizes, fused, attention_share)
-            row = max(row, 3 * element_bytes + (4 if rank.float32_logits and element_bytes < 4 else 0))
             is_direct = False
         # Input and output of the last norm, rows of logits' hidden states. A fused norm's output is recomputed.
         last = 3 if is_direct else 2 if fused and has_experts else 4
@@ -197,7 +191,7 @@ class SegmentBytes:
             input_per_token=element_bytes * hidden,
             work_per_token=work,
             work_per_path_token=_INDEX_BYTES if fused_attention else kv * (attention_share > 0),
-            work_fixed=rank.logit_rows * shape.vocab_size / tensor_size * row + largest_gradient,
+            work_fixed=rank.logit_rows * shape.vocab_size / tensor_size * _of_logit(rank, is_direct) + largest_gradient,
             kv_offload_fraction=rank.kv_offload_fraction,
             attention_share=attention_share,
         )
@@ -281,6 +275,13 @@ class SegmentBytes:
         with_attention = layers * self.attention_share
         count = round(self.kv_offload_fraction * with_attention)
         return count / with_attention * layers * self.kv_per_token_and_layer if count else 0.0
+
+
+def _of_logit(rank: RankTensors, is_direct: bool) -> float:
+    """Bytes of a logit with its gradient and room for a chunk's softmax; plain operations make copies in float32."""
+    size = rank.element_bytes
+    found = size if is_direct else 3 * size if rank.fused else 2 * size + 3 * max(4, size)
+    return found + (4 if rank.float32_logits and size < 4 else 0)
 
 
 def _expert_bytes(shape: DecoderShape, rank: RankTensors) -> tuple[tuple[float, float], float]:
