@@ -205,8 +205,9 @@ def test_stages_change_the_states_of_their_layers_in_place(tmp_path):
             replace(apart, pipeline_model_parallel_layout="Ettt|tL"),
             settings=dict(block_size=3, max_requests=3, burst=3),
         ),
-        "virtual stages": Job(ParallelConfig(**STAGES, num_virtual_stages_per_pipeline_rank=2)),
-        "modules": Job(apart, dict(fused_layer_impl="reference")),
+        "virtual stages of modules": Job(
+            ParallelConfig(**STAGES, num_virtual_stages_per_pipeline_rank=2), dict(fused_layer_impl="reference")
+        ),
     }
     expected = run_forest(started(whole, DRAWN_BY_KERNELS), drive)
     case = sampling_config(torch.float32, **STATES), weights
