@@ -11,6 +11,7 @@ import base64
 import io
 import json
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,11 @@ class SglangServer(RolloutServer):
 
     async def answer(self, path: str, request: web.Request, body: Any) -> web.Response:
         if path in ("/health", "/health_generate") and request.method == "GET":
-            return web.Response()
+            # It samples a token, and gives up after 20 s.
+            end = time.monotonic() + 20
+            while self.paused and time.monotonic() < end:
+                await asyncio.sleep(0.01)
+            return web.Response(status=503 if self.paused else 200)
         if path == "/model_info" and request.method == "GET":
             return web.json_response({"model_path": "m", "is_generation": True, "weight_version": self.label})
         if path == "/server_info" and request.method == "GET":

@@ -20,7 +20,7 @@ from rollout_server_forms import log_softmax
 UPDATE_CALLS = {
     "vllm": ["/health", "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"],
     "sglang": [
-        "/health_generate",
+        "/server_info",
         "/pause_generation",
         "/update_weights_from_disk",
         "/flush_cache",
@@ -149,7 +149,7 @@ def test_a_server_with_other_weights_is_left_out(setup: Setup, tmp_path: Path) -
     assert "samples with the weights default" in setup.lines[0]
     # The last one may come back from a fault of its health, since it can show what it has.
     setup.fault(1, "drop", None)
-    setup.fault(1, 503, None, path="/health" if setup.kind == "vllm" else "/health_generate")
+    setup.fault(1, 503, None, path="/health" if setup.kind == "vllm" else "/server_info")
     assert len(generate(engine, requests)) == 20
     assert engine.statistics()["servers"] == 1
 

@@ -58,8 +58,8 @@ class SglangProtocol(ServerProtocol):
 
     name = "SGLang"
     generate_path = "/generate"
-    # /health may reply before the model has run.
-    health_path = "/health_generate"
+    # The scheduler answers it. /health and /health_generate send a request, which waits while the server is paused.
+    health_path = "/server_info"
     label_path = "/model_info"
     takes_corpora = True
 
