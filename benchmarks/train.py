@@ -9,7 +9,7 @@ ones, of which the median counts. Operations are counted once for every token of
 (megatron_dta/planning/step/flops.py); the share of the peak is against a measured product of 8192 x 8192 matrices. The
 speed-up of a mode over dense cannot be more than the ratio of their operations, the bound. On several pipeline stages
 the ops of the last timed step are timed too: the share of the stages' time that they compute stands beside the planned
-one and that of a replay, the plan in the measured times of its ops (megatron_dta/planning/pipeline/timeline_replay.py).
+one and that of a replay, the plan in the measured times of its ops (common/plan_accuracy.py).
 Several files are measured one after another on the same model; each row names its file.
 """
 
@@ -31,6 +31,7 @@ from megatron_dta.train import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which tells what is not installed
 
+from common.plan_accuracy import replay, stage_seconds
 from common.profile import profile_step
 from common.training_step import EngineOptions, StepTimer, compared
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_output, print_json
@@ -41,7 +42,6 @@ from megatron_dta.config.derived.benchmark_model import MODELS, TINY, benchmark_
 from megatron_dta.config.derived.device_queues import set_device_queues
 from megatron_dta.engine import StepResult
 from megatron_dta.planning.pipeline.timeline import timeline_span, timeline_utilisation
-from megatron_dta.planning.pipeline.timeline_replay import replay, stage_seconds
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.training.autotune import Autotuner, measure_gpu

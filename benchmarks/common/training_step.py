@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 
+from common.plan_accuracy import predicted_seconds
 from common.profile import gemm_peak, now
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks.experts import check_experts
@@ -27,9 +28,9 @@ from megatron_dta.objectives.weights import count_trained
 from megatron_dta.planning.costs.file import load_cost_file
 from megatron_dta.planning.costs.memory_budget import GIB, MemoryBudget
 from megatron_dta.planning.step.passes import stage_peak_bytes
-from megatron_dta.planning.step.prediction import predicted_seconds
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.training.constant_memory import constant_bytes
+from megatron_dta.training.data.division import partition_samples
 from megatron_dta.training.optimizer import data_parallel_chunks
 
 
@@ -109,7 +110,7 @@ class StepTimer:
         """The step over this rank's part of the samples."""
         own = list(range(len(samples)))
         if self.mesh.data_size > 1:
-            own = self.engine.partition(samples, tree).sequences_of(self.mesh.data_rank).tolist()
+            own = partition_samples(samples, self.engine, tree).sequences_of(self.mesh.data_rank).tolist()
         counts = count_trained([sample.num_trained for sample in samples])
         pipeline = self.engine.pipeline(tree.tree_segment_tokens)
         return prepare_batch([samples[i] for i in own], tree, pipeline=pipeline, part=StepPart(counts))

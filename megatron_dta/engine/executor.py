@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,16 +33,10 @@ from megatron_dta.planning.costs.memory_budget import MemoryBudget, StageBytes
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.planning.costs.state_bytes import StateBytes
-from megatron_dta.planning.expert_parallel.group_step import GroupStep
-from megatron_dta.planning.partition.divide import Partition, partition_sequences, trained_parts
-from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, PIPELINE_SIZES, SIZES
+from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, SIZES
 from megatron_dta.planning.step.flops import StepCounts
-from megatron_dta.planning.step.passes import PipelineShape, RankGroup, StepBudget
+from megatron_dta.planning.step.passes import PipelineShape, RankGroup
 from megatron_dta.planning.step.plan import StepPlan
-from megatron_dta.planning.step.sample import TrainingSample
-
-if TYPE_CHECKING:
-    from megatron_dta.config import TreeConfig
 
 
 class TreeEngine(RankModel):
@@ -193,30 +186,6 @@ class TreeEngine(RankModel):
             group=group,
             context_size=self.mesh.context_size,
         )
-
-    def partition(self, samples: Sequence[TrainingSample], tree: TreeConfig) -> Partition:
-        """Divide the samples of a step over the data-parallel ranks. All processes call this together."""
-        model, ranks = self.cost_model(tree.tree_segment_tokens), len(self.mesh.expert_data_ranks)
-        sequences, masks = trained_parts(samples)
-        if ranks == 1:
-            return partition_sequences(sequences, self.mesh.data_size, masks, model)
-        stages, size = self.mesh.pipeline_size, tree.tree_segment_tokens
-        if size is None:
-            # Where the planner chooses the size, it is mostly the largest.
-            sizes = PIPELINE_SIZES if stages > 1 else SIZES
-            is_free = tree.tree_mode != "packed" and (self.memory is not None or self.has_device_costs)
-            size = (sizes[0] if is_free else DEFAULT_SEGMENT_TOKENS) * self.mesh.context_size
-        budget = StepBudget(size, tree.tree_memory_tokens, tree.tree_activation_tokens)
-        shape = replace(self.pipeline(tree.tree_segment_tokens), group=None, memory=None)
-        step = GroupStep(sequences, masks, ranks, budget, shape, tree.tree_mode)
-
-        def seconds(divisions: list[np.ndarray]) -> list[float]:
-            # Each process predicts some of them, and all get the same figures.
-            rank, count = self.mesh.rank, self.mesh.world_size
-            found = self.mesh.gather_from_all([step.slowest(each) for each in divisions[rank::count]])
-            return [found[i % count][i // count] for i in range(len(divisions))]
-
-        return partition_sequences(sequences, self.mesh.data_size, masks, model, step_seconds=seconds)
 
     def operations(self, plan: StepPlan) -> tuple[float, float]:
         """Floating-point operations of forward and backward of the whole model: over the plan's forest, and over its

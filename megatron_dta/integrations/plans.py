@@ -16,6 +16,7 @@ from megatron_dta.integrations.rows import Row
 from megatron_dta.objectives import count_trained
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.training.autotune import Autotuner
+from megatron_dta.training.data.division import partition_samples
 
 # Trainers compute old logprobs of a batch and then train on it: the plan of one serves the other.
 KEPT_PLANS = 4
@@ -93,7 +94,7 @@ class Planner:
         samples = [TrainingSample(row.token_ids, row.loss_mask) for row in rows]
         own = list(range(len(samples)))
         if mesh.data_size > 1 and samples:
-            own = engine.partition(samples, self._tree).sequences_of(mesh.data_rank).tolist()
+            own = partition_samples(samples, engine, self._tree).sequences_of(mesh.data_rank).tolist()
         counts = count_trained(np.array([sample.num_counted for sample in samples], np.int64))
         batch = prepare_batch(
             [samples[i] for i in own],

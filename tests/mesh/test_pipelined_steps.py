@@ -3,7 +3,6 @@ any sizes, ends of sequences inside bursts, drafts, stages of any layers, tensor
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from conftest import REPOSITORY
 from decode_layer_cases import GROUPED, few_parts, fused_model, small_parts  # noqa: F401 (a fixture)
 from decode_mesh_cases import build_on
 from hybrid_cases import HYBRID, spread
@@ -26,12 +24,10 @@ from megatron_dta.model.recurrent.decode_states import DecodeStates
 from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
 from mesh_worker import named_parameters, run_on_ranks
 from rollout_forest import PARAMS, Drive, assert_same, run_forest, started
+from rollout_parts.stage_times import longest_stage_seconds
 from sampling_cases import make_model, random_prompts, sampling_config
 from speculation_exact_cases import Adversary
 from triton_device import interpreter
-
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-from rollout_parts.stage_times import longest_stage_seconds
 
 FUSED = GROUPED | dict(fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16)
 TIED = dict(untie_embeddings_and_output_weights=False)

@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TreeConfig
 from megatron_dta.engine import TreeBatch, TreeEngine
+from megatron_dta.planning.expert_parallel.group_step import GroupStep
+from megatron_dta.planning.partition.divide import Partition, partition_sequences, trained_parts
+from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, PIPELINE_SIZES, SIZES
+from megatron_dta.planning.step.passes import StepBudget
 from megatron_dta.planning.step.sample import TrainingSample
 
 
@@ -65,7 +71,36 @@ def _divided(
     mesh = engine.mesh
     if mesh.data_size == 1 and len(engine.possible_context_sizes) == 1:
         return 0.0, context_size, list(range(len(samples)))
-    partition = engine.partition(samples, tree)
+    partition = partition_samples(samples, engine, tree)
     # Operations, unlike seconds, are those of all ranks of a group.
     slowest = float(partition.cost_per_rank.max()) / (1 if engine.has_device_costs else context_size)
     return slowest, context_size, partition.sequences_of(mesh.data_rank).tolist()
+
+
+def partition_samples(samples: Sequence[TrainingSample], engine: TreeEngine, tree: TreeConfig) -> Partition:
+    """Divide the samples of a step over the data-parallel ranks. All processes call this together.
+
+    Ranks that share experts wait for each other in every layer. Among several divisions for them, the one with the
+    shortest predicted step is taken.
+    """
+    model, mesh = engine.cost_model(tree.tree_segment_tokens), engine.mesh
+    sequences, masks = trained_parts(samples)
+    ranks = len(mesh.expert_data_ranks)
+    if ranks == 1:
+        return partition_sequences(sequences, mesh.data_size, masks, model)
+    size = tree.tree_segment_tokens
+    if size is None:
+        # Where the planner chooses the size, it is mostly the largest.
+        sizes = PIPELINE_SIZES if mesh.pipeline_size > 1 else SIZES
+        is_free = tree.tree_mode != "packed" and (engine.memory is not None or engine.has_device_costs)
+        size = (sizes[0] if is_free else DEFAULT_SEGMENT_TOKENS) * mesh.context_size
+    budget = StepBudget(size, tree.tree_memory_tokens, tree.tree_activation_tokens)
+    shape = replace(engine.pipeline(tree.tree_segment_tokens), group=None, memory=None)
+    step = GroupStep(sequences, masks, ranks, budget, shape, tree.tree_mode)
+
+    def seconds(divisions: list[np.ndarray]) -> list[float]:
+        # Each process predicts some of them, and all get the same figures.
+        found = mesh.gather_from_all([step.slowest(each) for each in divisions[mesh.rank :: mesh.world_size]])
+        return [found[i % mesh.world_size][i // mesh.world_size] for i in range(len(divisions))]
+
+    return partition_sequences(sequences, mesh.data_size, masks, model, step_seconds=seconds)

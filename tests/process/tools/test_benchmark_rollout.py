@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -12,23 +11,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from conftest import REPOSITORY, seed_all
+from common import forced_engine
+from common.forced_engine import ForcedEngine, KnownDrafting, WaveTime
+from common.simulated_lengths import LengthDistribution
+from conftest import seed_all
 from forked import run_python, run_ranks
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import Rollout, write_rollouts
 from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
-from rollout_forest import NEVER
-from sampling_cases import VOCAB, make_model, random_prompts
-from speculation_exact_cases import suffix_drafting
-
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-from common import forced_engine
-from common.forced_engine import ForcedEngine, KnownDrafting, WaveTime
-from common.simulated_lengths import LengthDistribution
 from rollout import first_timed_token
+from rollout_forest import NEVER
 from rollout_parts.drafting import doubts
 from rollout_parts.rounding import distance, run_noise
+from sampling_cases import VOCAB, make_model, random_prompts
+from speculation_exact_cases import suffix_drafting
 
 
 def run(*arguments: str) -> CompletedProcess:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -15,8 +14,6 @@ import pytest
 from conftest import REPOSITORY
 from forked import run_python
 from megatron_dta.common.errors import InputError
-
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 from papers.processes import Job, Processes
 from papers.training import make_data
 from papers.treepo_parts.curves import AXES, Curve, comparison

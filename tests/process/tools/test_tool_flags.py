@@ -18,8 +18,6 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.options import flag_of
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-
 TOOLS = ("evaluate_sampling", "sample_rollouts", "rollout_server_command")
 MODEL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 64"
 

@@ -11,7 +11,6 @@ import pytest
 
 from conftest import rollout_file, seed_all
 from megatron_dta.config import TreeConfig
-from megatron_dta.engine import TreeEngine
 from megatron_dta.planning import CostModel, partition_sequences
 from megatron_dta.planning.expert_parallel.group_step import GroupPlan, GroupStep
 from megatron_dta.planning.expert_parallel.merged_op_list import cheaper_op_list
@@ -25,6 +24,7 @@ from megatron_dta.planning.segments.schedule import OpKind
 from megatron_dta.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
+from megatron_dta.training.data.division import partition_samples
 from megatron_dta.tree import build_prefix_tree
 from partition_cases import turns_forest
 from segment_planner_cases import ROLLOUTS
@@ -130,7 +130,7 @@ def test_the_ranks_predict_a_share_each_and_agree() -> None:
         engine = SimpleNamespace(
             mesh=mesh, memory=None, has_device_costs=False, cost_model=lambda _: TOKENS_ONLY, pipeline=lambda _: shape
         )
-        found[rank] = TreeEngine.partition(engine, samples, TreeConfig(tree_segment_tokens=64))
+        found[rank] = partition_samples(samples, engine, TreeConfig(tree_segment_tokens=64))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:

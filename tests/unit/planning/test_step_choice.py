@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from common.plan_accuracy import predicted_seconds
 from conftest import rollout_file, seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.memory_budget import GIB, ChunkTensors, MemoryBudget, StageBytes, peak_bytes
@@ -27,7 +28,6 @@ from megatron_dta.planning.step import choice as step_choice
 from megatron_dta.planning.step.choice import choose_step
 from megatron_dta.planning.step.evaluate import evaluate_plan
 from megatron_dta.planning.step.passes import PipelineShape, StepBudget, stage_peak_bytes
-from megatron_dta.planning.step.prediction import predicted_seconds
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_prefix_tree

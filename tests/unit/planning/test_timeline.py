@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.plan_accuracy import replay, stage_seconds
 from conftest import seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning import CostModel, PipelineCosts, plan_pipeline, simulate
@@ -23,7 +24,6 @@ from megatron_dta.planning.pipeline.timeline import (
     write_chrome_trace,
     write_timeline,
 )
-from megatron_dta.planning.pipeline.timeline_replay import replay, stage_seconds
 from megatron_dta.plots import plot_timelines
 
 GOOD = {"stage": 0, "kind": "F", "segment": 1, "chunk": 0, "start": 0.0, "end": 1.0}

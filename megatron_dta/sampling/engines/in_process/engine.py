@@ -324,7 +324,7 @@ class InProcessEngine(RolloutEngine):
             if is_end:
                 self._scheduler.finish(sequence)
                 finished.append(sequence)
-        self._states.settle()
+        self._states.commit()
         self._counts["stopped_degenerate"] = float(self._endings.stopped)
         self._counts["decoded_tokens"] += sum(map(len, appended))
         if drafts is not None:

@@ -5,7 +5,7 @@ A request continues its finished parent, or begins with the context that another
 that context. It gets a copy of the state, beside the pages. Other prefixes are computed again.
 
 A pass does not write the states of rows with drafts. Once it is known how many drafted tokens are kept, their states
-are continued by that many tokens (``settle``). A captured burst (``cuda_graphs``) changes the states in place.
+are continued by that many tokens (``commit``). A captured burst (``cuda_graphs``) changes the states in place.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class RowStates:
     def _drop(self, rows: Sequence[Request]) -> None:
         self._free += [self._places.pop(row).slot for row in rows]
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Continue the states of the last pass's rows with drafts to the tokens that the scheduler has kept.
 
         A row that has ended before its burst did has a state behind its end, which nothing can continue.

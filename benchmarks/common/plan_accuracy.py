@@ -1,4 +1,6 @@
-"""Explains the utilisation of a measured pipeline: simulates the planned schedule with the measured times of its ops.
+"""Compares planned steps with measured ones: predicted seconds, and where a pipeline's utilisation is lost.
+
+``replay`` simulates the planned schedule with the measured times of its ops, which gives three utilisations:
 
 planned    the schedule with the times of the cost model
 replayed   the same schedule with the measured times; differs from the plan by the error of the cost model
@@ -16,6 +18,27 @@ from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.schedule import PipelineSchedule
 from megatron_dta.planning.pipeline.simulation import Timeline, simulate
 from megatron_dta.planning.pipeline.timeline import WORK_KINDS, TimelineEvent, busy_seconds
+from megatron_dta.planning.step.passes import PipelineShape, attention_pairs
+from megatron_dta.planning.step.plan import StepPlan
+
+
+def predicted_seconds(step: StepPlan, shape: PipelineShape) -> float:
+    """Predicted seconds of forward and backward on one replica, recomputation included.
+
+    Work after the last backward (gradient reduction, optimizer) is not included.
+    """
+    segments = step.segments
+    costs = PipelineCosts.of_segments(
+        shape.cost_model,
+        segments.lengths,
+        attention_pairs(segments),
+        np.diff(step.segment_edges),
+        shape.layers,
+        ~step.training.kept,
+    )
+    if shape.num_stages == 1:
+        return float(costs.work.sum())
+    return float(simulate(step.training.schedule, segments.segment_parent, costs).makespan)
 
 
 def replay(
@@ -23,7 +46,7 @@ def replay(
 ) -> Timeline:
     """Simulate ``schedule`` with the measured times of its ops and instantaneous messages.
 
-    Of ops in turns each gets half of their time.
+    Two ops that run in turns each get half of their common time.
 
     Raises:
         ValueError: an op of the schedule was not measured.
