@@ -24,7 +24,8 @@ from common.engine import Setup, build_engine, check_arguments, counts_since, sy
 from common.forced_engine import FixedDrafting, ForcedEngine, WaveTime
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import load_rollouts
-from megatron_dta.sampling.engines.in_process.drafting import Drafting, SuffixDrafting
+from megatron_dta.sampling.engines.in_process.drafting import Drafting
+from megatron_dta.sampling.engines.in_process.suffix_drafting import SuffixDrafting
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.speculation.budgets import BUDGETS

@@ -166,8 +166,8 @@ class SpeculationGate:
         return float(np.sum(tokens * (base / sharers + per_token)))
 
     @property
-    def drafts_next(self) -> bool:
-        """Whether the next round will ask for drafts."""
+    def asks_next(self) -> bool:
+        """Whether the next round asks for drafts if no sample ends before it."""
         return not self._rounds_to_skip
 
     def wants(self, live: int) -> bool:

@@ -132,6 +132,11 @@ class Speculator:
         return self.budget == "always" or self.gate.wants(live)
 
     @property
+    def asks_next(self) -> bool:
+        """Whether ``wants`` may be true for the next forward or burst."""
+        return self.budget == "always" or self.gate.asks_next
+
+    @property
     def is_hopeful(self) -> bool:
         """Whether a draft is likely to pay in one of the next rounds."""
         return self.budget == "always" or self.gate.is_hopeful

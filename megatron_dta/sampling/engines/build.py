@@ -9,8 +9,9 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config import SamplingConfig, TrainConfig
 from megatron_dta.model import Model
 from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
-from megatron_dta.sampling.engines.in_process.drafting import Drafting, SuffixDrafting
+from megatron_dta.sampling.engines.in_process.drafting import Drafting
 from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
+from megatron_dta.sampling.engines.in_process.suffix_drafting import SuffixDrafting
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.engines.servers.http_client import HttpSettings

@@ -18,7 +18,7 @@ import torch
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts.batch_source import RolloutSource, WrappedSource
 from megatron_dta.rollouts.record import Rollout
-from megatron_dta.sampling.engines.in_process.drafting import SuffixDrafting
+from megatron_dta.sampling.engines.in_process.suffix_drafting import SuffixDrafting
 
 _STATE = "speculation"
 

@@ -26,6 +26,8 @@ from megatron_dta.sampling.engines.in_process.cuda_graphs import (
     bucket,
     why_not_captured,
 )
+from megatron_dta.sampling.engines.in_process.drafting import Round
+from megatron_dta.sampling.engines.in_process.scheduler import Request
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from rollout_forest import NEVER, PARAMS, Drive, assert_same, run_forest, started
@@ -167,6 +169,58 @@ def test_rows_that_end_while_the_next_burst_runs(max_requests: int, monkeypatch:
     assert engine._flight is None
     engine.release([0, 2, 4])
     assert engine.pages_in_use == 0
+
+
+class EveryThird(Adversary):
+    """Asks for drafts, all right, in every third round."""
+
+    def __init__(self, answers: dict) -> None:
+        super().__init__("right", answers)
+        self.wanted = self.rounds = 0
+
+    @property
+    def asks_next(self) -> bool:
+        return self.wanted % 3 == 2
+
+    def wants(self, live: int) -> bool:
+        asks, self.wanted = self.asks_next, self.wanted + 1
+        return asks
+
+    def propose(self, rows: list[Request], most: np.ndarray) -> list[np.ndarray]:
+        return [draft[:4] for draft in super().propose(rows, most)]
+
+    def verified(self, done: Round) -> None:
+        super().verified(done)
+        assert done.drafted is None or self.wanted % 3 == 0
+        self.rounds += 1
+
+
+@interpreter
+def test_rounds_that_ask_for_no_drafts_are_launched_ahead(monkeypatch: pytest.MonkeyPatch):
+    """The rounds after them get their drafts from the tokens of both."""
+    seed_all(7)
+    model = make_model(3, torch.float32, **GROUPED | dict(num_layers=1))
+    prompts = random_prompts(np.random.default_rng(5), [3, 7, 6])
+    requests = [GenerationRequest(i, prompt, 40 + i, 11 * i) for i, prompt in enumerate(prompts)]
+    expected = generate(started_plain(model), requests)
+    pairs = zip(requests, expected, strict=True)
+    drafting = EveryThird({(one.token_ids.tobytes(), one.key): found.token_ids for one, found in pairs})
+    engine, ahead = started(model, **STATIC, block_size=3, burst=3, drafting=drafting), []
+    launch = engine._steps.launch
+
+    def recorded(cache: PagedCache, burst: Burst, params: SamplingParams) -> RunningBurst:
+        if burst.follows is not None:
+            ahead.append(drafting.wanted % 3)
+        return launch(cache, burst, params)
+
+    monkeypatch.setattr(engine._steps, "launch", recorded)
+    for one, other in zip(expected, generate(engine, requests), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert np.abs(one.logprobs - other.logprobs).max() <= 2e-5
+    assert drafting.accepted > 0
+    assert drafting.wanted == drafting.rounds  # asked once for each round
+    assert set(ahead) == {1}
+    assert engine._flight is None
 
 
 @interpreter

@@ -10,8 +10,9 @@ import pytest
 from conftest import seed_all
 from megatron_dta.config import ParallelConfig
 from megatron_dta.model import initialize_parallel
-from megatron_dta.sampling.engines.in_process.drafting import NO_DRAFT, Round, SuffixDrafting
+from megatron_dta.sampling.engines.in_process.drafting import NO_DRAFT, Round
 from megatron_dta.sampling.engines.in_process.scheduler import Request
+from megatron_dta.sampling.engines.in_process.suffix_drafting import SuffixDrafting
 from megatron_dta.sampling.engines.interface import GenerationRequest
 from megatron_dta.speculation import drafter
 from megatron_dta.speculation.drafter import Drafter, DrafterParams

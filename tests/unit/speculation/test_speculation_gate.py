@@ -152,9 +152,9 @@ def test_fewer_samples_are_looked_at_again():
     assert waited > 8
     for _ in range(2):
         gate.record_rejected(400)
-    assert not gate.drafts_next
+    assert not gate.asks_next
     assert [gate.wants(live) for live in (300, 201, 200)] == [False, False, False]
-    assert gate.drafts_next
+    assert gate.asks_next
     assert gate.wants(199)
 
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from conftest import seed_all
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.rollouts import Rollout
-from megatron_dta.sampling.engines.in_process.drafting import SuffixDrafting
 from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
+from megatron_dta.sampling.engines.in_process.suffix_drafting import SuffixDrafting
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.tokenizer import NullTokenizer

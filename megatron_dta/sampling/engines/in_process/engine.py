@@ -176,10 +176,9 @@ class InProcessEngine(RolloutEngine):
         self._free_when_unused()
 
     def statistics(self) -> dict[str, float]:
-        """The statistics of all engines, and ``forwards`` (passes), ``static_forwards`` (in graphs), ``captures``
-        (of graphs), ``preemptions``, ``recomputed_tokens`` (after preemptions), ``evictions`` (held requests that lost
-        their K/V), ``peak_pages``, ``drafted_tokens``, ``accepted_drafts`` (accepted drafted tokens) and
-        ``stopped_degenerate`` (requests)."""
+        """The statistics of all engines, and ``forwards`` (passes), ``static_forwards`` and ``captures`` (of graphs),
+        ``preemptions``, ``recomputed_tokens`` (after preemptions), ``evictions`` (held requests that lost their K/V),
+        ``peak_pages``, ``drafted_tokens``, ``accepted_drafts`` (tokens) and ``stopped_degenerate`` (requests)."""
         counts = self._counts | {name: float(count) for name, count in self._scheduler.counts.items()}
         return counts | {"peak_pages": float(max(counts["peak_pages"], self._scheduler.pool.peak_pages))}
 
@@ -213,6 +212,7 @@ class InProcessEngine(RolloutEngine):
         """Run a forward pass, or a burst of them, and take its tokens. Returns the requests that it finished."""
         began = time.perf_counter()
         if self._flight is not None:
+            self.drafting.wants(len(self._flight.live()))  # a round without drafts, whatever the answer
             rows, sampled = self._land(self._flight)
             return self._take(rows, sampled, None, began, len(rows))
         plan = self._scheduler.next_pass()
@@ -278,7 +278,7 @@ class InProcessEngine(RolloutEngine):
         """Launch the next burst if possible, and wait for ``flight``. Returns its rows that had not ended before, and
         what was drawn for them."""
         self._flight = None
-        if self._settings.burst > 1 and isinstance(self.drafting, NoDrafting):
+        if self._settings.burst > 1 and not self.drafting.asks_next:
             self._flight = self._launcher(Pass()).ahead(flight, self._settings.burst)
         self.drafting.catch_up()
         self._count_static(flight.num_passes)
