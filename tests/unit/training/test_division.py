@@ -12,7 +12,6 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config import TreeConfig
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
-from megatron_dta.planning.partition.divide import Partition, partition_sequences, trained_parts
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.training.data.division import divide_and_plan
 
@@ -34,16 +33,13 @@ class Engine:
             context_size=size,
             data_rank=self.rank // size,
             data_size=RANKS // size,
+            expert_data_ranks=[self.rank // size],
             gather_from_all=lambda own: [own],
         )
 
     def cost_model(self, segment_tokens: int | None) -> object:
         split = LayerSplit(context_size=self.mesh.context_size)
         return gpu_cost_model(SHAPE, gpu_named("H200")[0], split, segment_tokens or 8192)
-
-    def partition(self, samples: list[TrainingSample], tree: TreeConfig) -> Partition:
-        sequences, masks = trained_parts(samples)
-        return partition_sequences(sequences, self.mesh.data_size, masks, self.cost_model(tree.tree_segment_tokens))
 
 
 def _samples(lengths: list[int]) -> list[TrainingSample]:
