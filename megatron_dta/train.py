@@ -85,7 +85,7 @@ def quieten_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     if os.environ.get("RANK", "0") != "0":
-        # Megatron's optimizer reads .grad of tensors that are no leaves; once is enough.
+        # Megatron's optimizer reads .grad of tensors that are not leaves; one warning is enough.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 
 

@@ -271,7 +271,7 @@ def main() -> int:
         table.add_row(each.name, f"{took:.3f}", *(f"{figure:.2e}" for figure in figures), *angles)
     Console(width=200).print(table)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    summary = measured_on("steps beside a reference of another precision", settings, step.device)
+    summary = measured_on("steps compared with a reference of another precision", settings, step.device)
     summary |= {"reference": found[0].name, "reference_seconds": seconds}
     if arguments.output is not None:
         results = summary | {"candidates": [as_json(*row, with_parameters=True) for row in rows]}

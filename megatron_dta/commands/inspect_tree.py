@@ -6,7 +6,7 @@ FILE is a rollout file (.jsonl, .parquet or .npz). Token reuse is the number of 
 unique tokens; attention reuse is the same ratio of (query, key) pairs of causal attention. Fill is the mean length of a
 segment over the maximum. In-flight tokens are those of a segment and all its ancestors, which a training step holds in
 memory together. Open forks are ends of runs in them that later segments continue: each is a state of every layer with
-gated delta net, with its gradient (--model or --hf-config tells how many GiB they are).
+gated delta net, with its gradient (--model or --hf-config adds their size in GiB).
 """
 
 from __future__ import annotations

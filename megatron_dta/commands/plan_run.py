@@ -154,7 +154,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in STEP_FLAGS if arguments.file else ("max_sequences", "max_length"):
         if getattr(arguments, name) is not None:
             raise InputError(
-                f"{_flag(name)} has no effect {'beside' if arguments.file else 'without'} FILE; leave it out"
+                f"{_flag(name)} has no effect {'with' if arguments.file else 'without'} FILE; leave it out"
             )
     needed = [_flag(name) for name in STEP_FLAGS[:3] if getattr(arguments, name) is None]
     if not arguments.file and needed:
@@ -176,7 +176,7 @@ def read_shape(arguments: argparse.Namespace) -> DecoderShape:
         return replace(shape, **given | ({"moe_layers": ()} if given else {}))
     if arguments.hf_config is not None:
         if given:
-            raise InputError(f"{_flag(next(iter(given)))} has no effect beside --hf-config; leave it out")
+            raise InputError(f"{_flag(next(iter(given)))} has no effect with --hf-config; leave it out")
         return read_hf_config(arguments.hf_config)
     needed = [name for name in SHAPE_FLAGS[:7] if name not in given]
     if needed:
@@ -253,7 +253,7 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     cluster = read_cluster(arguments)
     if arguments.args_file is not None:
         if arguments.moe_grouped_gemm:
-            raise InputError("--moe-grouped-gemm has no effect beside --args-file; write it there")
+            raise InputError("--moe-grouped-gemm has no effect with --args-file; write it there")
         shape, looked_at, states, arguments.args_file_gives = read_args_file(arguments.args_file, cluster.num_gpus)
     else:
         shape = replace(read_shape(arguments), moe_grouped_gemm=arguments.moe_grouped_gemm)

@@ -41,5 +41,5 @@ def unpack(message: bytes) -> dict[str, np.ndarray]:
         found[name] = np.frombuffer(message, dtype, math.prod(shape), at).reshape(shape)
         at += size
     if at != len(message):
-        raise ValueError("the message goes on behind its arrays")
+        raise ValueError("the message continues after its arrays")
     return found

@@ -1,7 +1,7 @@
 """Reports calls of users' functions that take long: one line on the log after a minute, then at doubling intervals.
 
-Such a function may take any time, and a run that waits for one must not look dead. ``is_waiting`` tells the handler of
-stop signals that the step may never end.
+Such a function may take any time, and a run that waits for one must not look dead. ``is_waiting`` lets the handler of
+stop signals know that the step may never end.
 """
 
 from __future__ import annotations

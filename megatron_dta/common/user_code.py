@@ -18,7 +18,7 @@ def load_from_file(where: str, path: str, name: str) -> Callable[..., Any]:
         where: the flag and its value, with which messages begin.
 
     Raises:
-        InputError: it is no such file, it does not run, or it has nothing callable of that name.
+        InputError: the file does not exist or does not run, or it has no callable of that name.
     """
     file = Path(path)
     if file.suffix != ".py" or not file.is_file():

@@ -215,7 +215,7 @@ class ModelConfig:
     moe_routing_conflicts: str = option(
         "first",
         "Where rollouts that share a token were routed differently, with --moe-routing-replay: first lets the choice "
-        "of the first rollout hold for all; fork shares the token only among rollouts that were routed alike.",
+        "of the first rollout hold for all; fork shares the token only among rollouts that were routed the same way.",
         choices=("first", "fork"),
     )
     moe_grouped_gemm: bool = option(

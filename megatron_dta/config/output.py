@@ -35,7 +35,7 @@ class CheckpointConfig:
         "Whether larger or smaller values are better (default: min for metrics whose name ends in loss, else max).",
         choices=("max", "min"),
     )
-    finetune: bool = option(False, "Load only the weights from --load; optimizer, step and random state start anew.")
+    finetune: bool = option(False, "Load only the weights from --load; optimizer, step and random state start afresh.")
     skip_checkpoint_checks: bool = option(
         False,
         "Load checkpoints without comparing their files with the saved checksums, also from folders that every user "

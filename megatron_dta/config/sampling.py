@@ -50,7 +50,7 @@ class SamplingConfig:
     tokenizer_model: str | None = option(None, "File of the tokenizer.")
     apply_chat_template: bool = option(
         False,
-        "Format prompts with the chat template stored beside the tokenizer, up to the start of the model's turn. "
+        "Format prompts with the chat template stored with the tokenizer, up to the start of the model's turn. "
         "Prompts are messages, or text that becomes one user message. Needs the package transformers.",
     )
     apply_chat_template_kwargs: str | None = option(

@@ -118,7 +118,7 @@ class Place(Enum):
     DENSE = "layers without experts"
     MIXTURE = "layers with experts"
     EXPERT = "every expert of a layer"
-    END = "behind the layers"
+    END = "after the layers"
     OUTPUT = "after the layers, if the output weight is not the embedding"
 
 
@@ -219,7 +219,7 @@ def _gated_query_key_value(shape: ModelShape, names: tuple[str, ...]) -> tuple[B
 
 
 def _by_head(shape: ModelShape, names: tuple[str, ...]) -> tuple[Block, ...]:
-    """Qwen3-Next's input projection of gated delta net: the parts of a key head lie together."""
+    """Qwen3-Next's input projection of gated delta net: the parts of a key head are adjacent."""
     rows = tuple(shape.recurrent_sections.values())
     return interleaved_blocks(names, (rows[:4], rows[4:]), shape.linear_num_key_heads)
 

@@ -138,12 +138,12 @@ class MegatronCheckpoint:
         try:
             content = json.loads((path / "metadata.json").read_text())
             if not isinstance(content, dict) or content.get("sharded_backend") != "torch_dist":
-                raise InputError(f"{path}: is no checkpoint of the format torch_dist")
+                raise InputError(f"{path}: is not a checkpoint in the format torch_dist")
             self._metadata = read_metadata_of(path)
         except (OSError, ValueError, RecursionError, pickle.UnpicklingError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"{path}: is no readable distributed checkpoint ({error})") from error
+            raise InputError(f"{path}: is not a readable distributed checkpoint ({error})") from error
 
     def settings(self) -> dict[str, Any] | None:
         """All settings of the run that wrote the checkpoint, by flag; None if another project wrote it."""

@@ -69,7 +69,7 @@ class StoredTensor(NamedTuple):
     """A part of a parameter's rows that distributed checkpoints store as a tensor.
 
     Attributes:
-        suffix: of its key, behind that of the parameter.
+        suffix: of its key, appended to that of the parameter.
         row, rows: first row in the parameter, and number of rows.
     """
 

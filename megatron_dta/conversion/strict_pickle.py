@@ -285,7 +285,7 @@ def load_values(file: Any, size: int) -> Any:
         size: bytes of ``file``; its unpacked size may not be larger.
 
     Raises:
-        pickle.UnpicklingError: the file holds objects that could run code, or is no such archive.
+        pickle.UnpicklingError: the file holds objects that could run code, or is not such an archive.
     """
     try:
         with zipfile.ZipFile(file) as archive:

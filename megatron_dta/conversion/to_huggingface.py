@@ -1,7 +1,7 @@
 """Converts a Megatron distributed checkpoint to a Hugging Face checkpoint, one piece at a time.
 
 Every file of the target is written independently from the pieces that it needs. The configuration, the tokenizer and
-all other files beside the weights are copied unchanged from a template, a Hugging Face checkpoint of the same model. If
+all other files are copied unchanged from a template, a Hugging Face checkpoint of the same model. If
 the template has the same tensors, it also determines their division into files.
 """
 
@@ -160,7 +160,7 @@ def model_of_checkpoint(path: Path, template: Path) -> ModelConfig:
     saved = MegatronCheckpoint(path).settings() or {}
     length = saved.get("--max-position-embeddings")
     if length is not None and type(length) is not int:
-        raise InputError(f"{path}: its setting --max-position-embeddings is {str(length)[:40]!r}, which is no number")
+        raise InputError(f"{path}: its setting --max-position-embeddings is {str(length)[:40]!r}, not a number")
     settings = settings_from_hf(template, {} if length is None else {"max_position_embeddings": length})
     model = ModelConfig(**settings)
     for setting in fields(ModelConfig):
@@ -178,7 +178,7 @@ def lay_out_like(template: Path, tensors: Shapes, max_shard_bytes: int | None) -
 
 
 def carried_files(template: Path) -> list[Path]:
-    """The files beside the weights of a checkpoint, such as configuration, tokenizer and license."""
+    """The files of a checkpoint other than the weights, such as configuration, tokenizer and license."""
     return sorted(
         path
         for path in template.iterdir()

@@ -6,7 +6,7 @@ For one sequence of T tokens in one layer, Megatron's sequence-level loss (``seq
 
 with E experts, of which K are chosen for each token. The loss of a step is the mean over its sequences, summed over
 layers; a sequence counts up to its last trained token. The routed fraction is a constant for the gradient, so the
-gradient by a token's score of expert e is
+gradient of a token's score of expert e is
 
     sum over the sequences through the token of  coefficient E / (K T^2 Q) x tokens of the sequence routed to e
 

@@ -108,7 +108,7 @@ def check_copies(
     Args:
         segment_tokens: most tokens of a segment.
         measure: measures the rate; None to take the data sheet's.
-        continues: whether the run has begun before; it is then not stopped by a GPU whose copies are slower.
+        continues: whether the run is resumed; it is then not stopped by a GPU whose copies are slower.
 
     Raises:
         InputError: the segments are too short.

@@ -67,8 +67,8 @@ def cost_shape(config: TransformerConfig, shape: DecoderShape, dtype: torch.dtyp
 def why_not_predicted(model: TreeGPTModel) -> str | None:
     """Why time and memory of a segment cannot be predicted for the model's layers; None if they can.
 
-    On all ranks together, every token has as many rows as experts, whichever these are; each rank is expected to get
-    about its share.
+    Summed over all ranks, a token has one row for each of its experts, whichever they are; each rank is expected to
+    get about an equal share.
     """
     if model.config.num_moe_experts is not None and model.counts_on_host:
         return "experts are counted as grouped products on the kernels only (--moe-grouped-gemm)"

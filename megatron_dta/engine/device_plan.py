@@ -101,7 +101,7 @@ class DevicePlan:
         self.local_edge_row = upload(plan.edge_row - first_row[segment_of_edge])
         self.edge_target = upload(plan.edge_target)
         self.pairs_per_edge, self.pairs_per_row = upload(plan.pairs_per_edge), upload(plan.pairs_per_row)
-        # The additional entry is for the pad index: it reads edge 0 and writes behind the last pair.
+        # The additional entry is for the pad index: it reads edge 0 and writes past the last pair.
         self.pair_edge = upload(np.append(plan.pair_edge, 0))
         self.pair_rank = upload(np.append(plan.pair_rank, plan.num_pairs))
         self.logit_chunks = [

@@ -105,7 +105,7 @@ class LossPass:
                 loss = self._token_losses(logprobs_BT, entropy_BT, loss_batch)
             grad_logprobs_BT, grad_entropy_BT = torch.autograd.grad(loss, (logprobs_BT, entropy_BT), allow_unused=True)
         self.loss += loss.detach()
-        # Pad positions write behind the last pair; these values are never read.
+        # Pad positions write past the last pair; these values are never read.
         rank_BT = self.plan.pair_rank[index_BT]
         self.grad_logprobs_P[rank_BT] = torch.zeros_like(logprobs_BT) if grad_logprobs_BT is None else grad_logprobs_BT
         if grad_entropy_BT is not None:

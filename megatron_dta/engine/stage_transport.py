@@ -75,7 +75,7 @@ class StageTransport:
         """Send the output of this rank's ``virtual_stage`` in its op of ``kind``; returns at once.
 
         Args:
-            in_turns: whether another op runs beside this one; of the two, the messages are sent in the common order.
+            in_turns: whether another op runs at the same time; the messages of both are sent in one common order.
         """
         if tuple(tensor.shape) != self._shapes[segment]:
             raise ValueError(f"the message has shape {list(tensor.shape)}, not {list(self._shapes[segment])}")

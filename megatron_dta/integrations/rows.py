@@ -32,7 +32,7 @@ class Row:
 
 
 class Placement:
-    """Where the trained tokens of a group's rows lie in a rectangle [B, T] and in outputs of whole rows, joined [N].
+    """Where the trained tokens of a group's rows are in a rectangle [B, T] and in outputs of whole rows, joined [N].
 
     Attributes:
         offsets: int64 [B + 1], where each row begins in the joined outputs, on the device of ``like_BT``.

@@ -46,7 +46,7 @@ def added_to_main_grad(weight: Parameter) -> Tensor:
     """
     if weight.grad is not None:
         raise RuntimeError(
-            "a weight with a gradient buffer has a gradient beside it: keep its DistributedDataParallel, whose hooks "
+            "a weight with a gradient buffer has a separate gradient: keep its DistributedDataParallel, whose hooks "
             "clear it after each backward"
         )
     weight.grad_added_to_main_grad = True

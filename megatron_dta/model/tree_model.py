@@ -261,7 +261,7 @@ class TreeGPTModel(GPTModel):
     def row_reverse_kl(self, hidden: Tensor, teacher: TeacherRows, rows_per_chunk: int, temperature: float) -> Tensor:
         """KL(this model || teacher) over the vocabulary at every row of ``hidden``; see ``linear_reverse_kl``.
 
-        Call ``edge_logprobs`` for the same pass, too: it tells autograd that the output weight has a gradient.
+        Call ``edge_logprobs`` for the same pass, too: it informs autograd that the output weight has a gradient.
         """
         padded = self._padded_output_weight()
         buffer = main_grad_of(padded) if self.adds_to_main_grad else None

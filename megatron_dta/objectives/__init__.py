@@ -5,9 +5,8 @@
 ``fields`` defines the inputs of an objective; ``make_objective`` builds one from the settings of a run.
 """
 
-from megatron_dta.objectives.advantages import group_advantages
+from megatron_dta.objectives.advantages import estimate_advantages, group_advantages, sequence_weights
 from megatron_dta.objectives.dpo import preference_pairs
-from megatron_dta.objectives.estimators import estimate_advantages, sequence_weights
 from megatron_dta.objectives.fields import LossFields, Objective, PairTerms, SequenceLoss, TokenLosses
 from megatron_dta.objectives.policy import policy_loss
 from megatron_dta.objectives.registry import make_objective, make_value_objective

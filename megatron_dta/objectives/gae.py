@@ -3,7 +3,7 @@
     delta_t = r_t + gamma V_(t+1) - V_t          A_t = delta_t + gamma lambda A_(t+1)          R_t = A_t + V_t
 
 t runs over the trained tokens only: tokens of a tool or a user in between are part of the next state, not an action.
-V_t is the value of the state before token t; behind the last trained token, value and advantage are 0. Sequences that
+V_t is the value of the state before token t; after the last trained token, value and advantage are 0. Sequences that
 share tokens share their values there, but have their own rewards and therefore their own advantages.
 """
 
@@ -22,7 +22,7 @@ def token_rewards(rollout: Rollout) -> np.ndarray:
     """Reward received with each token, float64 [T], 0 where a token is not trained.
 
     The reward of a segment belongs to the last trained token before the segment's end (or, if there is none, to the
-    first one behind it). A plain reward belongs to the last trained token. The sum over the sequence is the total
+    first one after it). A plain reward belongs to the last trained token. The sum over the sequence is the total
     reward received.
     """
     trained = np.flatnonzero(rollout.loss_mask)
@@ -49,7 +49,7 @@ def generalized_advantages(
     """
     trained = [np.flatnonzero(mask) for mask in loss_masks]
     longest = max((len(where) for where in trained), default=0)
-    # Sequences are aligned at their ends, so one loop over time serves all; the column behind the end stays 0.
+    # Sequences are aligned at their ends, so one loop over time serves all; the column after the end stays 0.
     shape = len(trained), longest + 1
     reward_QT, value_QT, advantage_QT = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     for q, where in enumerate(trained):

@@ -28,7 +28,7 @@ KL_TYPES = ("k1", "k2", "k3")
 
 @dataclass(frozen=True)
 class Regularization:
-    """The terms of the loss beside the surrogate; fields are named as their flags."""
+    """The terms of the loss besides the surrogate; fields are named as their flags."""
 
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k3"

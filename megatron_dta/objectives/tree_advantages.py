@@ -50,7 +50,7 @@ def tree_advantages(
     """Advantage of each token of Q rollouts, float64 [T].
 
     Args:
-        rewards: float [Q]; weights: float [Q], weight of each leaf in the means, equal where leaves count alike.
+        rewards: float [Q]; weights: float [Q], weight of each leaf in the means, equal where leaves count equally.
         counted: bool [Q], False for samples whose trajectory is represented by another sample.
     """
     found = tree_paths(rollouts)

@@ -47,7 +47,7 @@ def value_loss(values: Tensor, unused: Tensor, fields: LossFields, *, value_clip
 def explained_variance(means: dict[str, float]) -> float:
     """1 - var(R - V) / var(R) from the metrics of ``value_loss``; 0 if all returns are equal."""
     variance = means["squared_return"] - means["return"] ** 2
-    # A difference of equal numbers below rounding is no variance.
+    # A difference of equal numbers below rounding is not variance.
     if variance <= 1e-12 * max(1.0, means["squared_return"]):
         return 0.0
     return 1 - (means["squared_value_error"] - means["value_error"] ** 2) / variance

@@ -28,7 +28,7 @@ def plot_speculation(
 ) -> None:
     """Draw named reports into ``path`` (PNG, PDF or SVG), which appears once it is complete.
 
-    plain: seconds and live sequences of each forward of decoding without speculation, drawn beside them.
+    plain: seconds and live sequences of each forward of decoding without speculation, drawn next to them.
     Raises InputError where the file cannot be written or has another suffix.
     """
     figure = Figure(figsize=(13, 8.0), layout="constrained")

@@ -70,7 +70,7 @@ def _color_scale(colors: np.ndarray) -> ScalarMappable:
 
 
 def _draw_boxes(axes: Axes, plan: SegmentPlan, colors: np.ndarray) -> None:
-    """The tree: one box for each part of a node that lies in one segment."""
+    """The tree: one box for each part of a node that is in one segment."""
     tree = plan.tree
     left, right = leaf_spans(tree)
     node, segment, top, bottom = node_pieces(tree, plan.segment_start)
@@ -148,7 +148,7 @@ def leaf_spans(tree: PrefixTree) -> tuple[np.ndarray, np.ndarray]:
 
 
 def node_pieces(tree: PrefixTree, segment_start: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The largest runs of the stream that lie in one node and one segment.
+    """The largest runs of the stream that are in one node and one segment.
 
     Returns (node, segment, position of the first token, position after the last token), an int64 [pieces] each.
     """

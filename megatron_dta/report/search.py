@@ -78,5 +78,5 @@ def search_bar(count: int) -> Markup:
 
 
 def search_script() -> Markup:
-    """The script, to stand behind the transcripts."""
+    """The script, placed after the transcripts."""
     return Markup(f"<script>{SCRIPT}</script>")

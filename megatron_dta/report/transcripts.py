@@ -1,8 +1,8 @@
 """Shows rollouts as searchable transcripts with roles, turns, marked trained tokens and rewards.
 
 Roles come from the special tokens that chat templates write in front of them (``<|im_start|>user``); text that only
-looks like one does not count. Without them the parts that are trained are the model's turns, what stands before the
-first is the prompt, and what stands between them was added by the environment.
+looks like one does not count. Without them the parts that are trained are the model's turns, the text before the
+first is the prompt, and the text between them was added by the environment.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def turns_of(rollout: Rollout, runs: Sequence[TextRun]) -> list[Turn]:
 
 
 def _named_role(following: Sequence[TextRun]) -> str:
-    """The role that the text behind a special token names."""
+    """The role that the text after a special token names."""
     if not following or following[0][2]:
         return "unnamed"
     name = following[0][1].split("\n", 1)[0].strip()

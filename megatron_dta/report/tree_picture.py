@@ -2,7 +2,7 @@
 
 A bar is a run of tokens that the same rollouts share. Its colour is the mean advantage of its trained tokens, over all
 rollouts through it: blue above 0, red below, white at 0, grey where nothing is trained (the prompt). Under a branching
-point stands the mean reward of the rollouts below it, if the bar is long enough for it; at a leaf their reward and mean
+point is the mean reward of the rollouts below it, if the bar is long enough for it; at a leaf their reward and mean
 advantage. A bar is as long as the square root of its tokens, so that prompts do not push the branches off the page; its
 tooltip has the text.
 """

@@ -116,7 +116,7 @@ def _checked_tree_fields(rollout: Rollout, length: int) -> dict[str, Any]:
         values["fallback"] = bool(rollout.fallback)
     if (rollout.segment_ends is None) != (rollout.branches is None):
         present, absent = ("segment_ends", "branches")[:: 1 if rollout.branches is None else -1]
-        raise field_error(absent, f"missing beside {present}")
+        raise field_error(absent, f"missing, although {present} is given")
     if rollout.segment_ends is None:
         if rollout.segment_rewards is not None:
             raise field_error("segment_rewards", "given without segment_ends")
@@ -189,7 +189,7 @@ def check_required(rollout: Rollout, require: Collection[str]) -> None:
         names = need.split("|")
         unknown = set(names) - set(FIELD_NAMES)
         if unknown:
-            raise ValueError(f"require: {sorted(unknown)} is no field of a rollout")
+            raise ValueError(f"require: {sorted(unknown)} are not fields of a rollout")
         if all(getattr(rollout, name) is None for name in names):
             advice = "; --old-logprobs recompute does without it" if need == "logprobs" else ""
             raise field_error(" or ".join(names), "missing, and the objective needs it" + advice)

@@ -44,7 +44,7 @@ def cut_length(rollout: Rollout, max_length: int) -> Rollout | None:
 
 
 def _head(rollout: Rollout, end: int, loss_mask: np.ndarray) -> Rollout:
-    """The first ``end`` tokens with every per-token field cut alike."""
+    """The first ``end`` tokens with every per-token field cut to this length."""
     routing = rollout.routed_experts
     return replace(
         rollout,

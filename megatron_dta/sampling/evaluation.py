@@ -77,7 +77,7 @@ def majority_at_k(answers: Sequence[Hashable], is_right: Sequence[bool], k: int,
 
 
 def _majority(names: np.ndarray, right: np.ndarray, num_names: int) -> float:
-    """Share of the most frequent names that are right. Equal answers are judged alike, or by their mean."""
+    """Share of the most frequent names that are right. Equal answers are judged the same way, or by their mean."""
     votes = np.bincount(names, minlength=num_names)
     judged = np.bincount(names, right, num_names)
     winners = votes == votes.max()

@@ -31,7 +31,7 @@ This overhead budget bounds what speculation can cost for any samples. It also p
 drafts that are not expected to pay; without them a wrong estimate would never be corrected. After rejected drafts the
 gate asks for drafts less and less often, so that asking costs at most ``ASKING_SHARE`` of the time.
 
-The decision depends on a clock. The ranks of a replica must decide alike, so ``is_measured`` is set only where a
+The decision depends on a clock. The ranks of a replica must make the same one, so ``is_measured`` is set only where a
 replica is one rank. Elsewhere the calibrated seconds replace the measured ones.
 
 Example: a pass without drafts takes 2 ms + 0.01 ms x sequences, one with drafts 4 ms + 0.01 ms x tokens, and 40 samples
@@ -84,7 +84,7 @@ def token_gate(
         return lengths
     flat = np.flatnonzero(accept.reshape(-1) > 0)
     if len(flat) > free:
-        # The stable sort breaks ties by row and position: all ranks choose alike, and a draft has no gaps.
+        # The stable sort breaks ties by row and position: all ranks make the same choice, and a draft has no gaps.
         order = np.argsort(-accept.reshape(-1)[flat], kind="stable")
         flat = flat[order[:free]]
     within = np.bincount(flat // accept.shape[1], minlength=len(accept))

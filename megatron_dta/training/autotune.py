@@ -7,7 +7,8 @@ costs       the data sheet of the GPU (``planning.costs.gpus``), corrected by th
 failures    a step that runs out of memory nevertheless is planned again with less, once. If other ranks may be waiting
             for the one that failed, the run ends instead, and leaves a lower limit in its folder for the next attempt
 
-All ranks decide alike. A checkpoint keeps both decisions, so that a continued run plans as the whole one would have.
+All ranks make the same decisions. A checkpoint keeps both decisions, so that a continued run plans as the whole one
+would have.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Autotuner:
 
     Attributes:
         limit: GiB that the step and its models may take; None if that is not decided here.
-        follows: raise the limit again when others free memory, rather than keep the plans of a run alike.
+        follows: raise the limit again when others free memory, rather than keep one plan for the whole run.
     """
 
     def __init__(

@@ -168,7 +168,7 @@ class TrainingOptimizer:
             steps = _steps_in(state["optimizer"])
             for index, optimizer in enumerate(parts):
                 loaded = state["optimizer"][index] if len(parts) > 1 else state["optimizer"]
-                # If the checkpoint's mesh had several optimizers, their states are stored beside this one by number.
+                # If the checkpoint's mesh had several optimizers, their states are stored next to this one by number.
                 own = {name: value for name, value in loaded.items() if not isinstance(name, int)}
                 (_load_distributed if self._is_distributed else _load)(optimizer, own, steps)
         # Megatron's schedule adds the loaded steps to its own.
@@ -227,7 +227,7 @@ def _counts_in_groups(adam: Any) -> bool:
 
 def _load(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) -> None:
     """Load moments and master weights; the parameter groups keep their current hyperparameters."""
-    # The bfloat16 optimizer nests Adam's state one level deeper, beside the master weights.
+    # The bfloat16 optimizer nests Adam's state one level deeper, next to the master weights.
     adam = loaded.get("optimizer", loaded)
     adam["param_groups"] = copy.deepcopy(optimizer.optimizer.state_dict()["param_groups"])
     adam["state"].pop("common_step", None)

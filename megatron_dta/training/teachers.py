@@ -5,7 +5,7 @@ mesh, or served by ``megatron-dta teacher`` from other processes with a mesh of 
 computes the prefix tree of its samples in one forward-only pass, planned for its own shape.
 
     full-vocabulary   hidden states of the teacher at every row go to the host; in the training pass its logits are
-                      computed from them beside the policy's, chunk by chunk (``engine.teacher_pass``). This happens
+                      computed from them along with the policy's, chunk by chunk (``engine.teacher_pass``). This happens
                       right before a step is trained, so checkpoints hold nothing of it.
     sampled-tokens    logprobs of the sampled tokens; coef * (log q - log p) is added to the advantage of each token.
                       This is the gradient of the reverse KL divergence on samples of the policy.

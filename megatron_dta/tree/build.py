@@ -2,8 +2,8 @@
 
 1. Sort the sequences and find the prefix that each shares with the one before it (``sort_sequences``). Groups of
    sequences are split by blocks of growing length. So a shared token is read once, however many sequences share it, and
-   no token behind the first difference is read.
-2. In sorted order, sequence k adds the tokens behind that shared prefix to the stream: a *run*. A node begins at every
+   no token after the first difference is read.
+2. In sorted order, sequence k adds the tokens after that shared prefix to the stream: a *run*. A node begins at every
    run and wherever a later sequence leaves a run.
 3. Parents and subtree ends of the nodes follow from "the last smaller value before" in the arrays of shared lengths,
    which ``_previous_below`` answers for all nodes at once. Nothing recurses, so only memory limits depth and width.

@@ -11,7 +11,7 @@ def token_weights(tree: PrefixTree, sequence_weights: np.ndarray) -> np.ndarray:
     """For each stream token, the sum of ``sequence_weights`` [Q] over the sequences through it: float64 [N].
 
     With weights of 1 this is the number of sequences through the token. The sums run from the leaves up, so a small
-    weight is not lost to rounding beside a large one in another subtree.
+    weight is not lost to rounding next to a large one in another subtree.
     """
     weights = np.zeros(tree.num_nodes, dtype=np.float64)
     np.add.at(weights, tree.sequence_node, sequence_weights)

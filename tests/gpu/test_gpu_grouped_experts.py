@@ -143,7 +143,7 @@ def test_the_dispatcher_waits_for_nothing(is_grouped):
 
 
 def run_alone(model: ModelConfig, weights: dict, counts: Tensor, rows: Tensor, given: Tensor, grad: Tensor) -> list:
-    """Output of a layer's experts, gradients by rows and their weights, and those of all parameters, in buffers."""
+    """Output of a layer's experts, gradients of rows and their weights, and those of all parameters, in buffers."""
     dtype = model.params_dtype
     built = build_model(model, initialize_parallel(0))
     built.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, strict=False)
@@ -188,7 +188,7 @@ def test_a_layers_experts_are_as_near_to_float64():
     """
     errors = errors_alone(draws=4, rows_each=600)
     print(
-        f"errors of output, gradients by rows, weights, parameters: grouped {errors[True]}, one by one {errors[False]}"
+        f"errors of output, gradients of rows, weights, parameters: grouped {errors[True]}, one by one {errors[False]}"
     )
     assert all(own < 1.05 * other for own, other in zip(errors[True], errors[False], strict=True))
 

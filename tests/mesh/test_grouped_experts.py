@@ -121,7 +121,7 @@ class Alone:
         self.weights = torch.rand(num_rows, dtype=torch.float64)
 
     def run(self, experts: SequentialMLP) -> list[torch.Tensor]:
-        """Output, gradients by rows and weights, gradients by all parameters."""
+        """Output, gradients of rows and weights, gradients of all parameters."""
         inputs = self.rows.clone().requires_grad_(), self.weights.clone().requires_grad_()
         with poisoned_memory():
             if isinstance(experts, GroupedExperts):

@@ -57,7 +57,7 @@ def factors(dtype: torch.dtype) -> Tensor:
 
 
 def plain(given: Given) -> list[Tensor]:
-    """Output, and gradients by tokens and weights, without any exchange."""
+    """Output, and gradients of tokens and weights, without any exchange."""
     x, chosen, weights, grad = given
     inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
     output = (inputs[0] * factors(x.dtype)[chosen] * inputs[1].unsqueeze(-1)).sum(1, keepdim=True)

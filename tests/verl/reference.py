@@ -74,7 +74,7 @@ class HuggingFaceModel:
         return self.module(input_ids=token_ids[None], use_cache=False).logits[0]
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients by parameter name."""
+        """Gradients of parameter name."""
         return {name: parameter.grad.clone() for name, parameter in self.module.named_parameters()}
 
     def clear(self) -> None:

@@ -1,7 +1,7 @@
 """Triton kernels of SwiGLU on experts' first products, with each row multiplied by its router weight.
 
 They take one pass over memory forward and one backward, instead of about ten with plain operations, and only the first
-product must be kept. Arithmetic is in float32, and results are rounded once. The gradient by a row's weight is summed
+product must be kept. Arithmetic is in float32, and results are rounded once. The gradient of a row's weight is summed
 by the row's program, so it is reproducible.
 
 Legend: R rows, F width of an expert.
@@ -74,7 +74,7 @@ def weighted_swiglu(x_RF: Tensor, weight_R: Tensor) -> Tensor:
 
 
 def weighted_swiglu_backward(grad_RF: Tensor, x_RF: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients by ``x`` and ``weight``."""
+    """Gradients of ``x`` and ``weight``."""
     x, weight = x_RF.contiguous(), weight_R.contiguous()
     grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
     if x.numel():

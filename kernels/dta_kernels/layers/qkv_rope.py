@@ -101,7 +101,7 @@ def _turn_head_back(
     grad_source, source, target, weight_in, cos, sin, half_exists, rest_exists, eps, D: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient by a head of the mixed rows; returns each token's share of the weight's, in three parts."""
+    """Write the gradient of a head of the mixed rows; returns each token's share of the weight's, in three parts."""
     h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
     grad_first = tl.load(grad_source + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
     grad_second = tl.load(grad_source + HALF + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
@@ -274,7 +274,7 @@ class MixedQKV(NamedTuple):
     def partial_gradients(
         self, grad_q_NHD: Tensor, grad_k_NGD: Tensor, grad_v_NGD: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Gradient by the mixed rows, and those by the two weights as one partial sum of each program, float32
+        """Gradient of the mixed rows, and those of the two weights as one partial sum of each program, float32
         [programs, D]. Without norms, the partial sums are undefined.
         """
         N, norm, pairs, groups = self.mixed.shape[0], self.q_weight is not None, *self._sizes()

@@ -1,7 +1,7 @@
 """Writes rotated queries of mixed rows, and their keys and values directly to pages, for decoding.
 
 A program has one head of some tokens: a query as ``qkv_rope`` writes it, or a key or value, which goes to the slots of
-its tokens. Nothing lies between the mixed rows and the pages, and all heads are read at once.
+its tokens. There is nothing between the mixed rows and the pages, and all heads are read at once.
 
 Legend: see ``qkv_rope``; S terms of a product of few rows.
 """

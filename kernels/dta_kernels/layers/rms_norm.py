@@ -1,7 +1,7 @@
 """Triton kernels of RMSNorm on a residual stream, fused with the addition of a branch, forward and backward.
 
 Between two blocks, a layer adds the output of the first one to the stream and normalizes the sum for the next one. Here
-that is one pass over memory, and so is its backward: its inputs are the gradients by the normed rows and by the stream,
+that is one pass over memory, and so is its backward: its inputs are the gradients of the normed rows and of the stream,
 its outputs their common gradient and that of the weight. Arithmetic is in float32, and results are rounded once.
 
 Liger-Kernel 0.8.5 has such kernels, too. They are not used for three reasons. They divide the rows of the weight
@@ -166,7 +166,7 @@ def rms_norm_forward(
 def rms_norm_partial_gradients(
     grad_normed: Tensor, grad_residual: Tensor | None, x: Tensor, rstd_N: Tensor, weight_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradient by ``x``, the input of the norm, and that by the weight as one partial sum of each program, float32
+    """Gradient of ``x``, the input of the norm, and that of the weight as one partial sum of each program, float32
     [P, C].
     """
     C, N = weight_C.shape[0], rstd_N.shape[0]

@@ -82,7 +82,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient by ``x``, which must be contiguous."""
+    """Gradient of ``x``, which must be contiguous."""
     width = x.shape[-1] // 2
     grad_x = torch.empty_like(x)
     if x.numel():

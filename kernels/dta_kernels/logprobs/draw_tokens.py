@@ -125,7 +125,7 @@ def draw_from_shards(
 
     Args:
         logits_BV: of this rank, of the same shape on all ranks.
-        size: number of its columns that are tokens; those behind are padding.
+        size: number of its columns that are tokens; the rest are padding.
     """
     logits_BV = logits_BV.contiguous()
     largest_BK, sum_BK = _block_sums(logits_BV, size, temperature)

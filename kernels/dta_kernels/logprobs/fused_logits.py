@@ -90,7 +90,7 @@ def logit_gradient(
     edge_factor_B: Tensor,
     grad_entropy_B: Tensor | None,
 ) -> None:
-    """Write the gradient by the logits, without the one-hot terms of the targets, to ``out``, which may be ``logits``.
+    """Write the gradient of the logits, without the one-hot terms of the targets, to ``out``, which may be ``logits``.
 
     That is ``-p (edge_factor + grad_entropy (logp + entropy)) / temperature``, where ``edge_factor`` is the sum of the
     gradients of the row's edges.

@@ -8,7 +8,7 @@ recomputes the logits.
 With the vocabulary divided among the ranks of a process group, every rank has all hidden states and its own rows of the
 output weight. Two all-reduces a call, for any number of chunks, combine the ranks' statistics: one for the maxima, and
 one for the sums after rescaling to the common maximum. All ranks get the same result, bit for bit. The backward pass
-has no communication: a rank returns its summand of the gradient by the hidden states. The caller's mapping adds them,
+has no communication: a rank returns its summand of the gradient of the hidden states. The caller's mapping adds them,
 for all rows of a pass at once.
 
 Legend: R rows, E edges, V vocabulary (of the rank, if it is divided), C hidden size.
@@ -95,7 +95,7 @@ class _LinearLogprobs(torch.autograd.Function):
             mass_R.mul_(below_R.exp())
             distributed.all_reduce(sums, distributed.ReduceOp.SUM, shard.group)
         # The maximum logit is subtracted first, here and in the backward pass: the difference is exact, and small terms
-        # keep their digits beside large logits.
+        # keep their digits next to large logits.
         log_mass_R = mass_R.log()
         logprobs_E = target_logit_E - largest_R.index_select(0, edge_row_E) - log_mass_R.index_select(0, edge_row_E)
         statistics = RowStatistics(largest_R, log_mass_R, log_mass_R - moment_R / mass_R)
@@ -163,7 +163,7 @@ def linear_logprobs(
         weight_grad_VC: buffer to which the backward pass adds the weight's gradient, chunk by chunk. If the weight
             needs a gradient, autograd then gets a ``gradient_placeholder`` for it. Without a buffer the pass allocates
             one in the accumulation precision.
-        shard: the vocabulary is divided among ranks; the gradient by ``hidden`` is then the rank's summand.
+        shard: the vocabulary is divided among ranks; the gradient of ``hidden`` is then the rank's summand.
         in_float32: logits of 16-bit inputs are float32 instead of being rounded to 16 bits.
 
     Returns:

@@ -107,7 +107,7 @@ def plain_gradient(
     statistics: RowStatistics,
     temperature: float,
 ) -> Tensor:
-    """Gradient by the untempered logits, [B, V] in the inputs' dtype, rounded once.
+    """Gradient of the untempered logits, [B, V] in the inputs' dtype, rounded once.
 
     d logprob(target) / d logits = onehot(target) - p and d entropy / d logits = -p (logprob + entropy).
     """

@@ -121,7 +121,7 @@ def linear_reverse_kl(
 ) -> Tensor:
     """KL(student || teacher) of every row, [R] in float32 (float64 for float64 inputs).
 
-    Differentiable in ``hidden_RC`` and ``weight_VC``; with a divided vocabulary the gradient by ``hidden_RC`` is the
+    Differentiable in ``hidden_RC`` and ``weight_VC``; with a divided vocabulary the gradient of ``hidden_RC`` is the
     rank's summand.
     """
     return _ReverseKL.apply(hidden_RC, weight_VC, teacher, settings)

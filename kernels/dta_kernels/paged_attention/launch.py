@@ -88,7 +88,7 @@ def _power_of_two(number: int) -> int:
 def tiles_of(
     starts: np.ndarray, counts: np.ndarray, table_begins: np.ndarray, first_token: int, tokens: int
 ) -> np.ndarray:
-    """Tiles of at most ``tokens`` tokens for rows that append ``counts[i]`` tokens behind ``starts[i]`` positions.
+    """Tiles of at most ``tokens`` tokens for rows that append ``counts[i]`` tokens after ``starts[i]`` positions.
 
     Args:
         table_begins: where each row's page table begins.

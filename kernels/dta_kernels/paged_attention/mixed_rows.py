@@ -1,8 +1,8 @@
 """Attention over pages of one new token a sequence, directly from the rows of the QKV product, for decoding.
 
-A program normalizes and rotates the queries of its tile in registers, and the new key in a row behind them. The program
+A program normalizes and rotates the queries of its tile in registers, and the new key in a row after them. The program
 that has the last part of a tile's keys writes the key and the value to their page, and reads them with the others. So
-no kernel and no tensor lies between the product and the attention. Bits are those of ``qkv_rope_pages`` and the
+no kernel and no tensor is between the product and the attention. Bits are those of ``qkv_rope_pages`` and the
 attention after it, as far as the compiler sums a head's channels in the same order.
 
 No sequence may read what another one writes in the same pass.
@@ -100,7 +100,7 @@ def _kernel(
         source, cos_in + token * HALF, sin_in + token * HALF, q_weight_in, k_weight_in, eps, size, element, TERMS,
         BLOCK_M, J, D, BLOCK_D, HALF, NORM,
     )  # fmt: skip
-    # The row behind the queries is the key; as a query it is computed, too, but not stored.
+    # The row after the queries is the key; as a query it is computed, too, but not stored.
     tl.store(keys_of + slot * (G * D) + row * 0 + channel, q, mask=has_value & (row == J))
     tl.store(values_of + slot * (G * D) + channel, value.to(element), mask=has_value)
     # Other threads of the program read them.

@@ -2,7 +2,7 @@
 
 A recurrence reads tokens in order and carries a state of fixed size. A *run* is a piece of a path without a branch. The
 state before its first token is the run's *entry*, the state after its last token its *exit*. A tree needs nothing else:
-the exit of a run is the entry of each of its children, and the gradient by an exit is the sum of the gradients by its
+the exit of a run is the entry of each of its children, and the gradient of an exit is the sum of the gradients of its
 children's entries. Gated delta net is one such recurrence; KDA and Mamba-2 have the same form.
 
 Legend: T tokens of all runs, R runs.
@@ -22,7 +22,7 @@ CHUNK = 64
 
 
 class Runs(NamedTuple):
-    """Runs that lie one behind the other in their inputs.
+    """Runs that follow one another in their inputs.
 
     Attributes:
         offsets: R + 1 offsets of the runs, from 0 to T, on the host; no run is empty.
@@ -50,7 +50,7 @@ class Runs(NamedTuple):
 
 
 class Recurrence(Protocol):
-    """A recurrence whose operations autograd can differentiate by the inputs and by the entries."""
+    """A recurrence whose operations autograd can differentiate with respect to the inputs and the entries."""
 
     def __call__(self, inputs: tuple[Tensor, ...], entry: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
         """``(output [T, ...], exits [R, *state])``.

@@ -10,7 +10,7 @@ sum of g up to a token of the chunk, and E_ij = exp(G_i - G_j) for j <= i:
     O = exp(G) q S + (E_ij q_i k_j) (U - D S) outputs
     S' = exp(G_C) S + (exp(G_C - G) k)^T (U - D S)
 
-``library.py`` beside this file runs the same on a GPU. ``reference.gated_delta_rule_by_token`` is the definition.
+``library.py`` in this folder runs the same on a GPU. ``reference.gated_delta_rule_by_token`` is the definition.
 
 Legend: T tokens, R runs, B chunks of all runs, C tokens of a chunk, H key heads, J value heads, K and V sizes of heads.
 """
@@ -37,7 +37,7 @@ def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs)
     dtype, device = accumulation_dtype(q_THK.dtype), q_THK.device
     order, active, token = (torch.from_numpy(x) if x.ndim else x for x in _chunks(runs.lengths))
     per_key_head = v_TJV.shape[1] // k_THK.shape[1]
-    # [B, J, C, ...]; rows behind the end of a run are zeros and change nothing.
+    # [B, J, C, ...]; rows past the end of a run are zeros and change nothing.
     q, k, v, g, beta = (_by_chunk(x, token.to(device)).to(dtype) for x in (q_THK, k_THK, v_TJV, g_TJ, beta_TJ))
     q, k = (unit_heads(x).repeat_interleave(per_key_head, dim=1) for x in (q, k))
     q = q * q.shape[-1] ** -0.5

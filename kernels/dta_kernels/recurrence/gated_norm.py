@@ -1,4 +1,4 @@
-"""Triton kernels of the norm behind gated delta net: RMSNorm of each head, times a weight and ``silu`` of a gate.
+"""Triton kernels of the norm after gated delta net: RMSNorm of each head, times a weight and ``silu`` of a gate.
 
 The gate is read in place, also where it is a part of a wider row. Only the inputs are kept for the backward. Arithmetic
 is in float32, results are rounded once, and weight gradients are summed in a fixed order.

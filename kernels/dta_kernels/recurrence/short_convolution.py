@@ -67,7 +67,7 @@ def short_convolution(rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout
 def short_convolution_gradients(
     grad_out_NC: Tensor, rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout: PathLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by the tokens' rows [N, C] and the rows from outside [S - N, C], in at least float32, and by the weight
+    """Gradients of the tokens' rows [N, C] and the rows from outside [S - N, C], in at least float32, and of the weight
     [C, W].
     """
     W, num_tokens = weight_CW.shape[1], rows_NC.shape[0]
@@ -96,7 +96,7 @@ def sum_rows_by_source(rows: Tensor, source: Tensor, num_sources: int, onto: Ten
 def _gradients(
     grad_out_NC: Tensor, rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout: PathLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by the tokens' rows from their own runs, by the rows before each run [R (W - 1), C], by the weight."""
+    """Gradients of the tokens' rows from their own runs, of the rows before each run [R (W - 1), C], of the weight."""
     dtype, width = accumulation_dtype(rows_NC.dtype), weight_CW.shape[1]
     weight, laid = weight_CW.to(dtype), _laid_out(rows_NC, before, layout)
     mixed = _convolved(laid, weight).index_select(0, layout.place)

@@ -1,7 +1,7 @@
 """Triton kernels that bring the heads of keys and queries to unit length.
 
 Heads are read in place, also where they are columns of a wider product. Arithmetic is in float32, and nothing is tuned:
-flash-linear-attention's own kernels are tuned anew for every 65,536 rows that a call has more.
+flash-linear-attention's own kernels are tuned again for every 65,536 rows that a call has more.
 
 Legend: N tokens, H heads, K size of a head.
 """

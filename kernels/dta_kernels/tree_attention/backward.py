@@ -141,7 +141,7 @@ def _collect(
         first = block * BLOCK_Q
         tile_row = first * PACK + row
         if PARTIAL:
-            # Rows behind the last query have log-sum-exp infinity, so their probability is zero for any loaded values.
+            # Rows past the last query have log-sum-exp infinity, so their probability is zero for any loaded values.
             exists = row < (num_queries - first) * PACK
             lse = tl.load(lse_2 + statistics + tile_row, mask=exists, other=float("inf"))
             delta_row = tl.load(delta + statistics + tile_row, mask=exists, other=0.0)

@@ -3,7 +3,7 @@
 Legend (also of the kernels): H query heads, G key/value heads, D head size, N queries, M keys. A tile of queries has
 ``BLOCK_Q`` tokens times ``PACK`` heads of one key/value group as its rows, token-major, so that the heads of a group
 share every load of keys and a short run of tokens still fills a matrix product. ``BLOCK_D`` is D rounded up to a
-power of two; the columns behind D are zero.
+power of two; the columns past D are zero.
 """
 
 from __future__ import annotations

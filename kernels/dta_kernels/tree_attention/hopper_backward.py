@@ -4,7 +4,7 @@ One producer warp copies tiles of 64 rows of Q and dO (in the order of tiles, as
 their log-sum-exp and delta, by TMA into two stages. Two groups of four warps each own 64 keys of a block of 128, with
 dK and dV in registers; each group runs its products while the other computes exponentials. dS is written through shared
 memory and TMA, too: the addresses of ordinary stores, and statistics held longer than needed, would not fit into the
-registers beside the sums.
+registers along with the sums.
 
 The tables and the contract are those of ``key_gradients_kernel`` with TMA; head sizes 64 and 128, 16-bit
 inputs.
@@ -81,7 +81,7 @@ def _consumer(WG: gl.constexpr, k_smem, v_smem, q_smem, do_smem, lse_smem, delta
                 row = gl.arange(0, 64, layout=ROWS)
                 first_query = _block_of(index, run_begin, run_length, list_begin, blocks) * (64 // PACK)
                 position = num_ancestors + first_query + row // PACK
-                # Rows behind the last query belong to another head or are zeros; they must not contribute.
+                # Rows past the last query belong to another head or are zeros; they must not contribute.
                 exists = row < (num_queries - first_query) * PACK
                 visible = (key[:, None] <= position[None, :]) & (position[None, :] < end[:, None]) & exists[None, :]
                 probability = gl.where(visible, probability, 0.0)

@@ -6,7 +6,7 @@
 
 The samples of a request are one prefix forest, computed in one forward-only pass. The server listens on loopback unless
 --host says otherwise. Its key comes from MEGATRON_DTA_TEACHER_KEY, which the run needs, too; without the variable there
-is no key, which only an address of this machine may do.
+is no key, which is allowed only on an address of this machine.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def check_agents(config: TrainConfig) -> Iterator[str]:
     if config.logging.eval_interval and not sampling.eval_prompt_data:
         yield f"--eval-interval needs --eval-prompt-data with {flag}"
     if sampling.task is not None:
-        yield f"--task {sampling.task} has its own prompts, which are no work for {flag}; give --prompt-data"
+        yield f"--task {sampling.task} has its own prompts, which {flag} cannot use; give --prompt-data"
 
 
 def agent_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:

@@ -134,7 +134,7 @@ def _check_staleness(config: TrainConfig) -> Iterator[str]:
     if config.objective.old_logprobs != "rollout" and not config.objective.use_tis:
         yield (
             f"--rollout-max-staleness {bound} with --old-logprobs {config.objective.old_logprobs} takes old logprobs "
-            "from newer weights than those that sampled; add --use-tis, which weights tokens by what lies between "
+            "from newer weights than those that sampled; add --use-tis, which weights tokens by the difference between "
             "(decoupled PPO), or leave --old-logprobs out"
         )
     if bound < sampling.num_steps_per_rollout:

@@ -136,7 +136,7 @@ def write_template(folder: Path, config: dict[str, Any], tokenizer: str | None) 
     if tokenizer is not None:
         given = Path(tokenizer)
         beside = given if given.is_dir() else given.parent
-        # Another file of that name may lie beside a tokenizer that is a single file.
+        # Another file of that name may exist next to a tokenizer that is a single file.
         names = _TOKENIZER_FILES if given.is_dir() or given.name in _TOKENIZER_FILES else ()
         for name in names:
             if (beside / name).is_file():

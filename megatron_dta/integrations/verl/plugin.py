@@ -21,7 +21,7 @@ except Exception as error:
 
 
 class MegatronDtaSearchPath(SearchPathPlugin):
-    """Adds ``hydra/`` to the places where Hydra looks for ``actor/megatron_dta_actor.yaml`` and the like."""
+    """Adds ``hydra/`` to the places where Hydra looks for ``actor/megatron_dta_actor.yaml`` and its siblings."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """See ``SearchPathPlugin``."""

@@ -1,4 +1,4 @@
-"""A K/V pool whose keys, values and gradient accumulators lie on the host for a part of the layers.
+"""A K/V pool whose keys, values and gradient accumulators are on the host for some of the layers.
 
 A layer needs its K and V only while it computes, and one segment needs those of its path only. Layers on the host share
 two buffers on the device, with the slots of a whole layer each. While a layer computes in one buffer, the path of the
@@ -31,7 +31,7 @@ FLAG = "--kv-offload-fraction"
 
 
 class PinnedMemory:
-    """Host memory that CUDA has registered, until the object goes.
+    """Host memory that CUDA has registered, until the object is deleted.
 
     CUDA registers whole pages, and none twice. Other memory may share the first and the last page of a tensor, and
     freed memory may be given out again, so the memory has pages of its own and is unregistered before it is freed.
@@ -146,7 +146,7 @@ class OffloadedKVPool(KVPool):
         self._buffers = [_Buffer(slots) for slots in self.layers[len(resident) :]]
         self._host = host
         self._on_host = dict(zip(self._offloaded, self._host_layers(chunk), strict=True))
-        # Of each slot, whether a descendant has left gradients; the same in all layers between two ops.
+        # For each slot, whether a descendant has added gradients. Between two ops, this is the same in all layers.
         self._has_gradients = np.zeros(sizes["num_slots"], dtype=bool)
         self._written: dict[int, torch.cuda.Event] = {}
         self._now: _Traversal | None = None

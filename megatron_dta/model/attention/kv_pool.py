@@ -1,4 +1,4 @@
-"""Stores keys and values of the segments in flight, and the gradients by them that their descendants add.
+"""Stores keys and values of the segments in flight, and the gradients of them that their descendants add.
 
 A segment passes only K and V to its descendants, and they return only dK and dV. Both live in slots: a plan assigns a
 run of slots to every segment from its forward to its backward. Nothing is therefore allocated within a step, and a

@@ -127,7 +127,7 @@ class PagedContext(AttentionContext):
 
 @dataclass(frozen=True)
 class PassRows:
-    """The rows of a pass on the host: row i appends ``counts[i]`` tokens behind ``starts[i]`` positions.
+    """The rows of a pass on the host: row i appends ``counts[i]`` tokens after ``starts[i]`` positions.
 
     Attributes:
         positions, slots: int64 [n].

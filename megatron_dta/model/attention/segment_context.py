@@ -40,7 +40,7 @@ class SegmentContext(AttentionContext):
         layer_rows: index in the pool of each of the model chunk's layers with attention, by its 1-based number.
         slots: the segment's own slots.
         slot_runs: the slots of path and segment on the host; None if all layers' K and V are on the device.
-        ancestor_slots: int64 [A], slots of the tokens on the root path that lie in earlier segments, in stream order.
+        ancestor_slots: int64 [A], slots of the tokens on the root path that are in earlier segments, in stream order.
         query_index: int64 [N], stream indices of the segment's tokens.
         key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first.
         attention_plan: for the Triton kernels or FlashAttention 4; None if the reference computes the attention.
@@ -101,7 +101,7 @@ class SegmentContext(AttentionContext):
     def attention_gradients(
         self, layer: int, grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients by queries, own keys and own values of ``attend_by_kernels``; adds the ancestors' to the pool."""
+        """Gradients of queries, own keys and own values of ``attend_by_kernels``; adds the ancestors' to the pool."""
         from dta_kernels.tree_attention.gather_keys import gather_keys
 
         pool = self.pool.layer(layer)

@@ -70,7 +70,7 @@ class ExpertMap:
     def input_gradient(
         self, groups: Any, tables: Tables, grad: Tensor, indexed: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The gradient by ``x`` [Q, I], and by ``A x`` [Q, R] if there are adapters."""
+        """The gradient of ``x`` [Q, I], and of ``A x`` [Q, R] if there are adapters."""
         grad_x = groups.input_gradient(grad, tables(self.name, self.weights), indexed)
         if not self.a:
             return grad_x, None
@@ -81,12 +81,12 @@ class ExpertMap:
         self, groups: Any, tables: Tables, grads: tuple[Tensor, Tensor | None], rows: tuple[Tensor, Tensor | None],
         indexed: str,
     ) -> list[Tensor]:  # fmt: skip
-        """The gradients by ``a`` and ``b``; none without adapters.
+        """The gradients of ``a`` and ``b``; none without adapters.
 
         Args:
             grads: by ``y`` and by ``A x``.
             rows: ``x`` and ``inner``.
-            indexed: "grad" or "x" if the gradient by ``y`` or ``x`` is read by index.
+            indexed: "grad" or "x" if the gradient of ``y`` or ``x`` is read by index.
         """
         if not self.a:
             return []
@@ -97,7 +97,7 @@ class ExpertMap:
 def summed(
     groups: Any, tables: Tables, matrices: Sequence[Parameter], of: tuple[Tensor, Tensor], indexed: str | None
 ) -> Sequence[Tensor]:
-    """The gradient by each of ``matrices``, of the rows' gradients and inputs ``of``."""
+    """The gradient of each of ``matrices``, of the rows' gradients and inputs ``of``."""
     first = matrices[0]
     sums = torch.zeros(len(matrices), *first.shape, dtype=first.dtype, device=first.device).unbind()
     groups.add_weight_gradients(tables("", sums), *of, indexed)

@@ -116,7 +116,7 @@ class GroupedExperts(SameOnEveryMesh):
         return weighted_activation(first_QF, weights_Q, self.config)
 
     def activation_gradients(self, grad_QF: Tensor, first_QF: Tensor, weights_Q: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients by the two arguments of ``activate``."""
+        """Gradients of the two arguments of ``activate``."""
         inputs = first_QF.detach().requires_grad_(), weights_Q.detach().requires_grad_()
         with torch.enable_grad():
             active = weighted_activation(*inputs, self.config)
@@ -124,7 +124,7 @@ class GroupedExperts(SameOnEveryMesh):
 
 
 class _Settings(NamedTuple):
-    """What a pass knows beside its tensors.
+    """What a pass knows besides its tensors.
 
     Attributes:
         in_buffers: whether gradients of weights are written directly to buffers.

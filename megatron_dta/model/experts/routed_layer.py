@@ -59,7 +59,7 @@ class TreeMoELayer(MoELayer):
         return output if shared is None else output + shared, None
 
     def _exchange(self, num_rows: int, context: AttentionContext | None) -> RowExchange | None:
-        # Megatron's dispatcher only tells the groups.
+        # Megatron's dispatcher only provides the groups.
         group = self.token_dispatcher.tp_ep_group
         if group.size() == 1:
             return None

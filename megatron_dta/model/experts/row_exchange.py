@@ -11,8 +11,8 @@ among those of 4 ranks, a rank has none of them with probability 0.1. Sending a 
 times the traffic (K experts of a token, T ranks); with more ranks than K, this exchange is the larger one.
 
 A movement starts in one autograd function and ends in another, in both directions, so what is computed between them
-overlaps with it: the arrangement of rows, shared experts, and weight gradients (``later``). In a pass that runs beside
-another one (``turns``), the other one computes meanwhile.
+overlaps with it: the arrangement of rows, shared experts, and weight gradients (``later``). In a pass that runs at the
+same time as another one (``turns``), the other one computes meanwhile.
 
 Legend: N rows of this rank, T ranks, M ``rows_per_rank``, R = T M rows of all ranks, C hidden size, K experts.
 """

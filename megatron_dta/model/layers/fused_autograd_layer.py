@@ -111,10 +111,10 @@ class FusedAutogradLayer:
         return output, _Kept(x, rstd, mixed, out, lse, stream, stream_rstd, gated)
 
     def backward(self, grad: Tensor, kept: _Kept, context: SegmentContext) -> Tensor:
-        """The gradient by the layer's input; gradients by the parameters are added to their buffers.
+        """The gradient of the layer's input; gradients of the parameters are added to their buffers.
 
         Tensors are freed as soon as they are no longer needed. Before the attention, whose tiles of scores are the
-        largest tensors of the pass, only the gradients by the residual stream and by the attention's output remain
+        largest tensors of the pass, only the gradients of the residual stream and of the attention's output remain
         (``planning.costs.segment_bytes`` counts them).
         """
         x, stream, gated, out = kept.x, kept.stream, kept.gated, kept.out
@@ -198,7 +198,7 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _backward(grad_rows: Tensor, rows: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
-    """The gradient by the input of a product with ``weight``; adds those by weight and bias to their buffers."""
+    """The gradient of the input of a product with ``weight``; adds those of weight and bias to their buffers."""
     grad = torch.mm(grad_rows, weight)
     add_weight_gradient(weight.main_grad, grad_rows, rows)
     if bias is not None:

@@ -1,8 +1,8 @@
 """Frees the outputs of cheap ops after the forward and recomputes them when the backward needs them.
 
-A linear layer keeps its input for the gradient by its weight. If that input is the output of a norm or of SwiGLU, or
+A linear layer keeps its input for the gradient of its weight. If that input is the output of a norm or of SwiGLU, or
 rotated queries, one pass over memory can recompute it from tensors that are kept anyway. The storage of the tensor is
-therefore emptied after the layer's forward. A hook on the gradient by the layer's output runs right before the layer's
+therefore emptied after the layer's forward. A hook on the gradient of the layer's output runs right before the layer's
 own backward and writes the same bits into the storage again. Every reference to the tensor or to a view of it shares
 this storage, so the implementation of the layer does not matter (tensor parallelism, weight gradients written directly
 to a buffer, adapters). PyTorch's ``saved_tensors_hooks`` would suffice for PyTorch's own ops, but a layer that saves
@@ -43,7 +43,7 @@ def call_without_keeping_input(layer: Callable[[Tensor], Any], tensor: Tensor) -
 
 
 def empty_until_backward(tensor: Tensor, output: Tensor, refill: Refill) -> None:
-    """Free ``tensor``'s storage until the gradient by ``output`` arrives.
+    """Free ``tensor``'s storage until the gradient of ``output`` arrives.
 
     Args:
         tensor: a tensor that shares its storage with no other one.

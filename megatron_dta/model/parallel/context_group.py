@@ -3,11 +3,11 @@
 Outside the attention, a rank computes a contiguous share of a segment's tokens with all the heads of its tensor rank.
 Inside the attention it computes all tokens with its share of the heads, so K and V of these heads are all that it
 stores. Two exchanges in each layer change from one division to the other and back: queries, keys and values before the
-attention, its output after it (DeepSpeed-Ulysses, arXiv:2309.14509). Nothing is summed in them. The gradients by the
+attention, its output after it (DeepSpeed-Ulysses, arXiv:2309.14509). Nothing is summed in them. The gradients of the
 weights are sums over tokens; Megatron adds them over the data-parallel and the context ranks.
 
 If there are fewer key/value heads than ranks, each is repeated for the ranks that share its query heads. Each of them
-stores its K and V, and the gradients that they compute are added up behind the exchange.
+stores its K and V, and the gradients that they compute are added up after the exchange.
 
 Every share has the same number of rows, so the last ones may end in padding, or consist of padding alone.
 

@@ -1,7 +1,7 @@
 """Runs two pieces of work in turns, so that one computes while the other one's communication travels.
 
 Each piece runs in a thread of its own, but only one of them at a time: it passes its turn on where it would wait for
-communication, and goes on when the other one has done the same or has ended. The order of all operations thus depends
+communication, and continues when the other one has done the same or has ended. The order of all operations thus depends
 on the two pieces alone. It is the same on all ranks whose pieces communicate at the same points, and both pieces launch
 on one stream, so neither results nor the lifetime of memory depend on timing.
 """

@@ -1,1 +1,1 @@
-"""Layers that carry a state along each path: gated delta net, its states at forks, and gated attention beside it."""
+"""Layers that carry a state along each path: gated delta net, its states at forks, and gated attention."""

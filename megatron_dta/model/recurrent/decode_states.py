@@ -104,7 +104,7 @@ class PassStates:
         self._owner, self._uses_kernels = owner, uses_kernels
         self._runs = Runs.of_lengths([int(count) for count in counts], owner.device)
         self._slots = self._upload(np.asarray(slots))
-        # A sequence without computed tokens begins with zeros, whatever the slot held before.
+        # A sequence without computed tokens begins with zeros; the slot may hold other values.
         self._begun = self._upload((np.asarray(starts) > 0).astype(np.int64)).bool()
         self._layouts: dict[int, PathLayout] = {}
         self._tentative, ends = list(tentative), np.cumsum(counts)

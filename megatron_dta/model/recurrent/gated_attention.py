@@ -1,6 +1,6 @@
 """Attention whose output is gated, and norms whose weights are deviations from one, as in Qwen3-Next and Qwen3.5.
 
-The gate of each query head comes from the query projection; Megatron lays its rows behind the queries of a group
+The gate of each query head comes from the query projection; Megatron puts its rows after the queries of a group
 (``attention_output_gate``). Megatron computes the gate in float32 for models of every precision, and PyTorch's norms
 refuse weights around zero (``layernorm_zero_centered_gamma``), so both are here.
 """

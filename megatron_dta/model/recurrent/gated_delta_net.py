@@ -187,7 +187,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         """Gated output [n, J V] of the rows of ``in_proj``, [n, ...].
 
         Args:
-            num_tokens: tokens of the pass; rows behind them are padding, which is in no path.
+            num_tokens: tokens of the pass; the rows after them are padding.
             group: the ranks that divide the rows; inside the recurrence they divide the heads.
         """
         qkv_width, values = self.conv_dim_local_tp, self.num_v_heads_local_tp

@@ -1,7 +1,7 @@
 """How a layer with a recurrence reaches the states of its tokens' paths, whichever pass it runs in.
 
 A layer calls two operations of its pass: the short convolution of its rows and the recurrence of its inputs. Both see
-each token behind the tokens of its path, also those of earlier passes. Training on a tree segment (``segment_states``)
+each token after the tokens of its path, also those of earlier passes. Training on a tree segment (``segment_states``)
 is such a pass.
 
 Legend: N tokens of the pass, C channels, W width of the convolution.
@@ -48,7 +48,7 @@ class PathStates(Protocol):
     def recur(
         self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
     ) -> Tensor:
-        """Output [N, ...] of ``recurrence`` for ``inputs`` [N, ...], each token behind its path.
+        """Output [N, ...] of ``recurrence`` for ``inputs`` [N, ...], each token after its path.
 
         Args:
             state: shape of a state.

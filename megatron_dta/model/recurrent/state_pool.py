@@ -1,4 +1,4 @@
-"""Keeps states and convolution rows at open forks, and the gradients by them that later segments add.
+"""Keeps states and convolution rows at open forks, and the gradients of them that later segments add.
 
 It is to layers with a recurrence what ``attention.kv_pool`` is to attention. A fork has a slot from the forward of its
 segment to the backward. States and all gradients are in float32 (float64 for a float64 model), because a state is read

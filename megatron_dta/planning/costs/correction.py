@@ -1,6 +1,6 @@
 """Corrects a cost model by the measured ops of a step.
 
-Measured ops of a step are too alike to fit every coefficient. Two factors for the forward and two for the backward
+Measured ops of a step are too similar to fit every coefficient. Two factors for the forward and two for the backward
 are fitted instead: one for the work (tokens, pairs and edges) and one for the floor, the time of the launches.
 
 Example: a forward of work 4 ms and floor 1 ms took 5 ms, one of work 0.2 ms took 1.5 ms. The first is far above its

@@ -167,7 +167,7 @@ class DecoderShape:
     def linear_token_operations(self) -> int:
         """Operations of the forward for a token in the gated delta net of all layers, without products with weights.
 
-        A token reads its state twice and changes it once, each a product of a key or query with it; and it is filtered.
+        A token reads the state twice and updates it once, each a product with a key or query. The convolution is added.
         """
         of_layer = 6 * self.linear_state + 2 * self.linear_conv_kernel_dim * self.linear_channels
         return sum(self.linear_attention_layers) * of_layer

@@ -1,6 +1,6 @@
 """Reads and writes a measured cost model: the file that ``tools/fit_cost_model.py`` writes and ``--cost-model`` reads.
 
-The forward of a segment takes, as does its backward with other coefficients,
+The forward of a segment takes (and its backward, with other coefficients)
 
     seconds = max(layers * d + d', layers * (a tokens + b pairs) + a' tokens + c edges)
 
@@ -60,7 +60,7 @@ _OF_HYBRIDS = (
     "linear_num_value_heads",
     "attention_output_gate",
 )
-# What a run sets and no file holds.
+# Set by a run; not in any file.
 RUN_SETTINGS = frozenset({"kv_offload_fraction", "attention_share"})
 
 
@@ -123,7 +123,7 @@ class CostShape:
         if shape.num_experts is not None:
             names = ("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size")
             sizes |= {name: getattr(shape, name) or 0 for name in names} | {"moe_ffn_hidden_size": shape.expert_width}
-            # All layers have experts, so the width of the others is of no account.
+            # All layers have experts, so the width of plain feed-forward layers does not matter.
             sizes["ffn_hidden_size"] = 1
             names = ("expert_model_parallel_size", "expert_tensor_parallel_size")
             sizes |= dict(zip(names, expert_ranks, strict=True))
@@ -148,7 +148,7 @@ class CostShape:
 
 
 def period_of(shape: DecoderShape) -> int:
-    """The N of a decoder with attention in every N-th layer only; InputError if it is no such decoder."""
+    """The N of a decoder with attention in every N-th layer only; raises InputError for any other decoder."""
     layers = shape.linear_attention_layers
     period = layers.index(False) + 1 if False in layers else 0
     if not period or layers != tuple((layer + 1) % period != 0 for layer in range(len(layers))) or len(layers) % period:

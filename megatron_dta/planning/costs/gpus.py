@@ -118,8 +118,8 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     summed = 4 * (size - 1) / size * shape.hidden_size
     layer = 2 * shape.layer_weights / shape.num_layers / size / (GEMM_SHARE * peak)
     layer += width * (whole + divided) / (MEMORY_SHARE * gpu.memory)
-    # Two sums over the tensor group in the forward, and two in the backward, whose other work is twice as much; so for
-    # the exchange of tokens.
+    # Two sums over the tensor group in the forward and two in the backward, whose other work takes twice as long. The
+    # same holds for the exchange of tokens.
     if any(shape.moe_layers):
         # A token goes to all other ranks of its experts, and a sum comes back from each; a tensor rank sends its part.
         others = split.expert_ranks * split.expert_tensor_size - 1

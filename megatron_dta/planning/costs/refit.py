@@ -66,7 +66,7 @@ def _measurements(path: str | Path, values: Mapping[str, Any]) -> list[MeasuredO
         except InputError as error:
             raise InputError(f"{error} (measurement {number})") from None
         if op.kind not in KINDS or not op.seconds or not op.tokens or not op.layers:
-            raise InputError(f"{path}: measurement {number} is no forward, backward or recompute that took some time")
+            raise InputError(f"{path}: measurement {number} is not a forward, backward or recompute that took time")
         ops.append(MeasuredOp(**asdict(op) | dict.fromkeys(missing)))
     for kind in KINDS[:2]:
         if len({op.layers for op in ops if op.kind == kind}) < 2:

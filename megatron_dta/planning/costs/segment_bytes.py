@@ -6,9 +6,9 @@
     inputs         of each segment in flight that recomputes its forward: the hidden states from the stage before
     one segment    the segment that runs backward has its activations, kept or recomputed, and needs working memory,
                    which is the maximum over three times: a chunk of logits with its gradients; the gradients inside a
-                   feed-forward layer; and the gradients around an attention beside the tiles of dS, which all layers of
+                   feed-forward layer; and the gradients around an attention with the tiles of dS, which all layers of
                    a segment share and which exist from the first layer's attention to the end of its backward
-                   (FlashAttention 4 has no tiles of dS, but sums of dQ, dK and dV in float32 for as long)
+                   (FlashAttention 4 has no tiles of dS, but sums of dQ, dK and dV in float32 for the same time)
     fixed          workspaces of libraries on both launching threads, tables of positions, plan and indices
 
 ``memory_budget`` adds them up over the ops of a step.
@@ -58,7 +58,7 @@ class RankTensors:
         fused_attention: whether attention runs on its kernels, which accumulate ancestors' gradients in place.
         in_buffers: whether gradients of weights are accumulated in buffers, without a tensor of their own first.
         flash_attention: with ``fused_attention``, whether these kernels are those of FlashAttention 4.
-        float32_logits: whether logits are float32 beside a gradient in the weights' dtype.
+        float32_logits: whether logits are float32 while their gradient is in the weights' dtype.
         expert_ranks: number of ranks over which experts are divided.
         expert_tensor_size: tensor parallelism of each expert.
         kv_offload_fraction: share of the layers whose K/V slots are on the host.
@@ -85,9 +85,9 @@ class SegmentBytes:
 
     Attributes:
         kept_per_token_and_layer: activations that a segment's backward needs, for each token and layer.
-        kept_per_token: the same for each token, once for all layers of a rank.
-        spread_per_token: the same for each token of a rank with a single layer, whose experts may get more rows than
-            their share; in proportion to the square root of the number of layers.
+        kept_per_token: activations for each token that do not depend on the number of layers.
+        spread_per_token: additional activations for each token of a rank with a single layer, whose experts may get
+            more rows than their share; in proportion to the square root of the number of layers.
         kv_per_token_and_layer: K, V, dK and dV of a token in flight in a layer.
         input_per_token: hidden states received from the stage before.
         work_per_token, work_per_path_token, work_fixed: working memory of a running segment beyond its activations. It
@@ -163,7 +163,7 @@ class SegmentBytes:
         # Gradients of what is kept, outputs of norms and of the activation function, whole hidden states of the group.
         work = fused_kept + element_bytes * (4 * hidden_size + ffn + width)
         if is_direct:
-            # The gradient by the layer's output; the activation function's output, the gradient by it and by its input.
+            # The gradient of the layer's output; the activation function's output, its gradient and that of its input.
             work = element_bytes * (hidden + ffn + 2 * width)
         whole_rows = 4 * element_bytes * hidden_size
         of_ffn = element_bytes * wide, element_bytes * (ffn + 3 * width)
@@ -185,7 +185,7 @@ class SegmentBytes:
         found = cls(
             kept_per_token_and_layer=kept,
             spread_per_token=spread,
-            # And tables of positions.
+            # Includes tables of positions.
             kept_per_token=element_bytes * last * hidden_size + (4 * shape.kv_channels if fused else 0),
             kv_per_token_and_layer=kv * attention_share,
             input_per_token=element_bytes * hidden,
@@ -200,7 +200,7 @@ class SegmentBytes:
         return found._over_context(rank, shape, is_direct) if rank.context_size > 1 else found
 
     def _over_context(self, rank: RankTensors, shape: DecoderShape, is_direct: bool) -> SegmentBytes:
-        """These bytes where context ranks divide the tokens, and inside the attention the heads."""
+        """The same bytes if context ranks divide the tokens, and the heads inside attention."""
         size, row = rank.context_size, rank.element_bytes * shape.query_width // rank.tensor_size
         kv_ranks = min(size, shape.num_query_groups // rank.tensor_size)
         # Queries, the output and its gradient, before and after their exchange; repeated keys and values, too.
@@ -230,19 +230,19 @@ class SegmentBytes:
         )
 
     def _with_scores(self, query: float, groups: float, heads: float, element_bytes: int, flash: bool) -> SegmentBytes:
-        """These bytes where attention runs on its kernels: of a rank's channels of queries, and of keys, and heads."""
+        """The same bytes if attention runs on its kernels, for a rank's query channels, key channels and heads."""
         if not self.attention_share:
             return replace(self, fixed=FIXED_BYTES)
         mixed = query + 2 * groups
-        # Tiles of dO and Q, or sums of dQ, and two rows of statistics: like dS they stay to the end of the segment's
-        # backward.
+        # Tiles of dO and Q, or sums of dQ, and two rows of statistics: like dS, they exist until the end of the
+        # segment's backward.
         stays = (4 if flash else 2 * element_bytes) * query + 8 * heads
         sums = 8 * groups if flash else 0
-        # The gradients by the layer's output and by the stream, by Q, K and V; queries and dO, or the mixed gradient.
+        # The gradients of the layer's output, of the stream, and of Q, K and V; queries and dO, or the mixed gradient.
         around = 2 * self.input_per_token + element_bytes * (mixed + max(2 * query, mixed)) + stays
         return replace(
             self,
-            # From the second layer on dS is there too, but the activations of the layer before are free.
+            # From the second layer on, dS exists too, but the activations of the previous layer are free.
             scores_per_token=max(around, self.work_per_token + stays - self.kept_per_token_and_layer),
             scores_per_pair=0.0 if flash else element_bytes * heads,
             most_scores=0.0 if flash else MOST_SCORES,
@@ -306,7 +306,7 @@ def _expert_bytes(shape: DecoderShape, rank: RankTensors) -> tuple[tuple[float, 
     kept = size * hidden + of_rows + travelling + indices + 8 * shape.num_experts / tensor
     kept += size * (hidden + (2 * gates + 1) * shared) if shared else 0
     more = EXPERT_SHARE if rank.expert_ranks > 1 else 1.0
-    # The gradient by the first product, and that by the rows' input, or by the activation before; tokens or sums of all
+    # The gradient of the first product, and that of the rows' input or of the activation before; tokens or sums of all
     # ranks on their way there, here and back; indices while they are sorted.
     work = size * more * rows * (gates * width + max(shape.hidden_size, width))
     work += size * (3 * hidden + 3 * gates * shared) + 2 * indices + 3 * travelling

@@ -1,7 +1,7 @@
-"""Predicts the memory that the states of gated delta net take in a step, beside what ``segment_bytes`` counts.
+"""Predicts the memory that the states of gated delta net take in a step, in addition to what ``segment_bytes`` counts.
 
     open forks    the state and the last rows before the convolution at each run's end that later segments continue, and
-                  the gradients by both, in all layers, from the segment's forward to its backward
+                  the gradients of both, in all layers, from the segment's forward to its backward
     exits         the states at the ends of a segment's runs that have children anywhere, in all layers, as long as the
                   segment's activations exist
     working       while a segment runs: the states that its runs begin and end with in one layer, and their gradients
@@ -32,7 +32,7 @@ class LayerBytes(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """What the bytes of a layer depend on, beside the shape: on a rank, of one token.
+    """What the bytes of a layer depend on besides the shape, for one token on one rank.
 
     Attributes:
         element_bytes, tensor_size: as in ``RankTensors``.

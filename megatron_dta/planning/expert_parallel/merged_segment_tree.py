@@ -6,7 +6,7 @@ each rank, or for an empty segment on a rank that has none there. If segment a i
 then the node of a is an ancestor of the node of b. Hence every schedule of the merged tree, without its empty segments,
 is a valid schedule of each rank's own tree.
 
-Siblings may run in another order than in the stream, and a segment may lie below a node whose segment is not its
+Siblings may run in another order than in the stream, and a segment may be below a node whose segment is not its
 ancestor; both segments are then in flight. At no node does a rank have more tokens in flight than the budget: the
 larger of ``memory_tokens`` and the longest root path of any rank.
 

@@ -1,6 +1,6 @@
 """Forms pairs of ops that run in turns, so that one computes while the tokens of the other one travel to experts.
 
-Two ops may share their time if neither needs the other: the forward of a segment beside the backward of another one, or
+Two ops may share their time if neither needs the other: the forward of a segment and the backward of another one, or
 two forwards of segments that are not parent and child. Two backwards are not paired: both would add to the same
 gradients.
 
@@ -115,7 +115,7 @@ class _Walk:
         return found
 
     def _is_pair(self, at: int) -> bool:
-        """Whether a forward at this place and a backward behind it may run in turns where they are."""
+        """Whether a forward at this place and a later backward may run in turns where they are."""
         if at + 1 == len(self.order):
             return False
         first, then = self.order[at], self.order[at + 1]

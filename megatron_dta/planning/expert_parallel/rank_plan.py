@@ -1,4 +1,4 @@
-"""What the ranks that share experts tell each other of their steps, and the largest counts of any of them."""
+"""What the ranks that share experts exchange about their steps, and the largest counts of any of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Keeps the plan of ranks that share experts within a limit of bytes.
 
 Each rank has planned its own segments within its limit. Together they run a merged segment tree, or a list of ops, with
-more segments in flight or longer ones beside each other. A node or op counts with the tokens of its longest segment,
+more segments in flight or longer ones at the same time. A node or op counts with the tokens of its longest segment,
 because a rank's experts get rows of all ranks, and with the most states of any rank. Slots, of keys and values and of
 open forks, are those of the rank with most. So no rank takes more than is counted here.
 """

@@ -5,7 +5,7 @@ first fit    takes the sequences one by one, longest first. Each goes to the fir
              prefixes are ignored.
 contiguous   AReaL-DTA (arXiv 2602.00482): cuts the leaves of the prefix tree, in depth-first order, into contiguous
              runs, each as long as its cost stays within a threshold. A binary search finds the smallest threshold that
-             needs no more runs than ranks. A sequence that ends inside the tree goes with the first leaf behind it.
+             needs no more runs than ranks. A sequence that ends inside the tree goes with the first leaf after it.
              Ranks may stay empty. The paper uses a predicted cost (``contiguous_by_cost``, here with this package's
              cost model). ``contiguous`` uses unique tokens alone and ignores attention.
 """

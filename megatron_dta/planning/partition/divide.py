@@ -129,7 +129,7 @@ def partition_sequences(
 
     Returns:
         The partition. A rank stays idle if work for it would only repeat prefixes and not make the slowest rank faster,
-        for example beside one long sequence that takes longer than all others together on fewer ranks. It
+        for example next to one long sequence that takes longer than all others together on fewer ranks. It
         does not depend on the order of the sequences: each rank gets the same distinct sequences, and the same number
         of copies of equal ones.
 

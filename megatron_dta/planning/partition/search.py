@@ -153,7 +153,7 @@ def _place(runs: SequenceRuns, num_ranks: int) -> np.ndarray:
 def refine(atoms: SequenceRuns, rank: np.ndarray, num_ranks: int, share: float) -> Assignment:
     """Even out the ranks of the atoms."""
     for fineness in FINENESS:
-        # Runs of a part of the share that lie on one rank each.
+        # Runs of a part of the share that are each on one rank.
         apart = np.append(True, rank[1:] != rank[:-1])
         begin = atoms.cut(share / fineness, apart) if fineness else np.arange(len(atoms))
         found = Assignment(atoms.joined(begin), rank[begin], num_ranks)

@@ -227,7 +227,7 @@ def _check_orders(schedule: PipelineSchedule, num_segments: int) -> None:
                     if segment != other:
                         op = PipelineOp(kind, segment, chunk)
                         raise ValueError(
-                            f"{_name(op, stage, schedule)} stands where segment {other} is due: forwards run in "
+                            f"{_name(op, stage, schedule)} is where segment {other} is due: forwards run in "
                             "preorder, and backwards in one order on all stages"
                         )
 

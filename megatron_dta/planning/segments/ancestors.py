@@ -1,6 +1,6 @@
 """Computes the root path of each segment: the tokens outside the segment whose keys its queries see.
 
-A segment is a run of a preorder, so all of its tokens' ancestors in earlier segments lie on the root path of its first
+A segment is a run of a preorder, so all of its tokens' ancestors in earlier segments are on the root path of its first
 token; their number is that token's position. A path of ten thousand tokens is a few contiguous runs of the stream, so
 paths are stored and uploaded as runs. Written out for every segment, they would be the largest tensors of a plan.
 """

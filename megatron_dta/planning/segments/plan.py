@@ -5,7 +5,7 @@ of its own tokens and of the root path of its first token. The parent of a segme
 the parent of its first token. Three facts follow, and tests check them on random forests:
 
 - The segments in stream order are a depth-first preorder of the segment tree.
-- Every key that a query sees lies in the query's segment or in one of its ancestors.
+- Every key that a query sees is in the query's segment or in one of its ancestors.
 - If forwards run in stream order and each backward runs as soon as the backwards of all its children are done, the
   tokens in flight at a segment are its own and its ancestors'.
 """

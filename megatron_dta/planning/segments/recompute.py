@@ -5,10 +5,10 @@ segments in flight are one root path of the segment tree. So the choice maximize
 activations on every root path fitting into the budget. Of equally good choices, it keeps the segments near the leaves,
 whose activations live shortest.
 
-A segment in its backward holds its own activations, kept or recomputed, beside those that its ancestors keep. Keeping a
-leaf of the segment tree is therefore free if its backward is the next op after its forward. On a single stage that
-holds for all leaves, and they are always kept. In a pipeline it depends on the schedule and on the stage. This module
-charges leaves like other segments there, and ``plan_training_pass`` keeps the free ones once the ops are known.
+A segment in its backward holds its own activations, kept or recomputed, in addition to those that its ancestors keep.
+Keeping a leaf of the segment tree is therefore free if its backward is the next op after its forward. On a single stage
+that holds for all leaves, and they are always kept. In a pipeline it depends on the schedule and on the stage. This
+module charges leaves like other segments there, and ``plan_training_pass`` keeps the free ones once the ops are known.
 
 There are two kinds of budget. A budget of tokens (``--tree-activation-tokens``) counts the tokens of kept segments, and
 also measures the saved forwards in tokens; it keeps leaves that do not fit if they are free. A budget of memory counts

@@ -11,7 +11,7 @@ last rows before it for the short convolution.
 
 Example: a trunk of 3 tokens with the branches of 2 and of 4 tokens, cut into the segments [trunk, first branch] and
 [second branch]. The first segment has the runs (0-2) on level 0 and (3-4) on level 1, the second one has (5-8). The
-state behind token 2 is kept for the second segment, that behind token 4 is not.
+state after token 2 is kept for the second segment, that after token 4 is not.
 """
 
 from __future__ import annotations

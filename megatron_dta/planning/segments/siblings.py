@@ -120,7 +120,7 @@ class Siblings:
         return [size] * min(self._left_of_size[size], LOOK_AT)
 
     def _last_left(self, children: list[int]) -> int:
-        """The last remaining child of ``children``; taken children behind it are removed from the list."""
+        """The last remaining child of ``children``; taken children after it are removed from the list."""
         while children[-1] in self._taken:
             children.pop()
         return children[-1]

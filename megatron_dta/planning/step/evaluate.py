@@ -79,7 +79,7 @@ def evaluate_plan(
 
 
 class StageTensors(NamedTuple):
-    """What the only stage holds in a step, beside activations.
+    """What the only stage holds in a step besides activations.
 
     Attributes:
         each: bytes of the stage.

@@ -11,7 +11,7 @@ first fit decreasing   runs of leaves by their tokens, largest first, each into 
 Runs of neighbours share most but leave room at the ends of packs. First fit decreasing fills packs better, which
 matters if sequences are long for a pack, as agent trajectories are. On 14 sets of rollouts in packs of 16,384 tokens
 (or of the longest sequence), it needs 0.8 to 4.6% fewer tokens on the six sets of tau1 and tau2, and at most 0.5% fewer
-on the others. A sequence that ends inside the tree goes with the first leaf behind it.
+on the others. A sequence that ends inside the tree goes with the first leaf after it.
 
 Legend: L leaves, in depth-first order.
 """
@@ -169,7 +169,7 @@ def first_fit_decreasing(
     lengths = node_lengths.astype(np.int64)
     tokens = np.array([lengths[own].sum() for own in nodes], dtype=np.int64)
     pack = np.zeros(len(nodes), dtype=np.int64)
-    # One row for each pack, and an empty one behind them for a new pack.
+    # One row for each pack, and an empty one after them for a new pack.
     holds, used, count = np.zeros((8, len(lengths)), dtype=bool), np.zeros(8, dtype=np.int64), 0
     for run in np.argsort(-tokens, kind="stable").tolist():
         if count + 1 == len(used):

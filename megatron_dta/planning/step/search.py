@@ -10,7 +10,7 @@ the number of trials allows.
 2. Try budgets and sizes around the best pair.
 3. Plan the best pairs with all strategies.
 
-With limited memory, budgets lie between the longest sequence, which every plan needs, and the largest budget that
+With limited memory, budgets are between the longest sequence, which every plan needs, and the largest budget that
 leaves room for one full segment's activations. The best budget is usually the one with which all activations just fit:
 a smaller one makes less full segments, a larger one recomputes more forwards.
 """

@@ -45,7 +45,7 @@ class AgentAccess:
     Attributes:
         base_url: for OpenAI's clients, ends in /v1.
         anthropic_base_url: for Anthropic's clients.
-        session_url: ``/reward`` behind it takes rewards of the session and of its calls.
+        session_url: ``/reward`` appended to it takes rewards of the session and of its calls.
     """
 
     base_url: str

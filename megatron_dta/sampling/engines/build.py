@@ -118,7 +118,7 @@ def _urls(config: TrainConfig) -> Sequence[str] | Callable[[], Sequence[str]]:
 
 
 def _routing_shape(config: TrainConfig) -> RoutingShape | None:
-    """The layers of which servers must tell the experts of every token; None without routing replay."""
+    """The layers for which servers must return the experts of every token; None without routing replay."""
     model = config.model
     if not model.moe_routing_replay:
         return None

@@ -109,7 +109,7 @@ async def sample_answer(
 
 
 def _stopped(tokenizer: Tokenizer, output: np.ndarray, begin: int, stops: Sequence[str]) -> tuple[int, str, str] | None:
-    """(tokens, text, stop string) where one of ``stops`` has come with a token behind ``begin``; else None."""
+    """(tokens, text, stop string) where one of ``stops`` has come with a token after ``begin``; else None."""
     if not stops:
         return None
     whole = tokenizer.decode(output)

@@ -2,10 +2,10 @@
 
 The template writes the whole conversation as text. The longest known prefix of that text brings its ids with it; only
 the rest is tokenized. Known are: prompts, as a whole and up to each special token (no tokenizer merges across one), and
-prompts with their answers, in the form in which the template repeats the answer. The ids behind such a prefix are the
+prompts with their answers, in the form in which the template repeats the answer. The ids after such a prefix are the
 sampled ones, also where the template writes an answer a little differently (blanks in the JSON of a tool call).
 
-An answer is only known if the template, asked at once, repeats it behind the unchanged prompt with its reasoning. If a
+An answer is only known if the template, asked at once, repeats it after the unchanged prompt with its reasoning. If a
 later turn makes it drop the reasoning, the text differs there and the call is a branch.
 """
 
@@ -93,7 +93,7 @@ class PromptBuilder:
             session.ids.add(whole, [(len(whole), Base(call, call.length))])
             return
         if call.finish == "stop_sequence":
-            # The client's history ends before the stop string, the sampled ids behind it.
+            # The client's history ends before the stop string, the sampled ids after it.
             return
         repeated = self._repeated(prompt, call, text, answer)
         if repeated is not None:
@@ -159,8 +159,8 @@ class PromptBuilder:
     def _boundaries(self, prompt: GatewayPrompt) -> list[tuple[int, Base]]:
         """(bytes, base) of the prefixes of a prompt that end at its special tokens, and of the prompt itself.
 
-        Only the part behind the known prefix is new. Special tokens are found in the ids and then, in the same order,
-        in the text; if the text lacks one, the ones behind it are left out.
+        Only the part after the known prefix is new. Special tokens are found in the ids and then, in the same order,
+        in the text; if the text lacks one, the ones after it are left out.
         """
         found: list[tuple[int, Base]] = []
         known, at, node = prompt.known, prompt.known_bytes, prompt.node

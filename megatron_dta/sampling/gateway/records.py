@@ -113,7 +113,7 @@ class SessionSizes:
 
 
 def context_of(call: Call) -> np.ndarray:
-    """The tokens of a call's prompt behind the answer that it continues, int32."""
+    """The tokens of a call's prompt after the answer that it continues, int32."""
     return call.token_ids(call.prompt_length)[0 if call.parent is None else call.parent.length :]
 
 

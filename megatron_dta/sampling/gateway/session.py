@@ -1,7 +1,7 @@
 """The tree of a session: every call as (prompt ids, output ids, logprobs, version), each token stored once.
 
 A node holds the new part of a prompt, or an answer. It begins with a known prefix, the first ``base_length`` tokens up
-to the end of an earlier node. Only the text behind that prefix is tokenized. Where a prompt continues an earlier
+to the end of an earlier node. Only the text after that prefix is tokenized. Where a prompt continues an earlier
 answer, the prefix includes the answer's ids as they were sampled. Where the history was changed (stripped reasoning,
 compaction, another system prompt), the longest prefix that is unchanged ends earlier, and the call is a branch.
 
@@ -24,12 +24,12 @@ from megatron_dta.sampling.gateway.prefix_index import PrefixIndex
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """Tokens behind a known prefix: the new part of a prompt, or an answer (``Call``).
+    """Tokens after a known prefix: the new part of a prompt, or an answer (``Call``).
 
     Attributes:
         base: the node that it begins with; None: it begins with nothing known.
         base_length: number of tokens that it has from ``base`` and those before it.
-        own: int32 [C]: its tokens behind those.
+        own: int32 [C]: its tokens after those.
     """
 
     base: Node | None

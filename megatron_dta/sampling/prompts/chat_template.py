@@ -1,6 +1,6 @@
 """Renders messages with the chat template of their tokenizer (``--apply-chat-template``).
 
-The template is in tokenizer_config.json or chat_template.jinja beside ``tokenizer.json``, and the package transformers
+The template is in tokenizer_config.json or chat_template.jinja next to ``tokenizer.json``, and the package transformers
 renders it. The text ends where the model's turn begins and is encoded like any other text: special tokens are
 recognised, and no token is added in front.
 """

@@ -97,7 +97,7 @@ class ConversationEncoder:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"is no valid text: {error}") from None
+            raise InputError(f"is not valid text: {error}") from None
         whole = self._tokenizer.encode(text)
         if len(whole) >= len(ids) and np.array_equal(whole[: len(ids)], ids):
             return whole

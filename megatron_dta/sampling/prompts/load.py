@@ -151,7 +151,7 @@ class PromptReader:
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
         except UnicodeEncodeError as error:
-            raise InputError(f"{name}: is no valid text: {error}") from None
+            raise InputError(f"{name}: is not valid text: {error}") from None
 
     def _with_answer(self, record: dict[str, Any]) -> dict[str, Any]:
         """The record with the expected answer in ``answer``."""

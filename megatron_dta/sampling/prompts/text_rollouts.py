@@ -151,7 +151,7 @@ class TextReader:
             raise InputError(f"has no field '{name}', which --input-key names")
         if self._encoder is None:
             if prompt is None:
-                raise InputError("needs a prompt beside chosen and rejected (conversations need --apply-chat-template)")
+                raise InputError("needs a prompt, chosen and rejected (conversations need --apply-chat-template)")
             return [self._plain(name, prompt, answer, record[answer]) for answer in ("chosen", "rejected")]
         both = [
             _named(answer, lambda answer=answer: _as_messages(record[answer], "assistant"))
@@ -190,7 +190,7 @@ class TextReader:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"is no valid text: {error}") from None
+            raise InputError(f"is not valid text: {error}") from None
         return self.tokenizer.encode(text)
 
 

@@ -32,7 +32,7 @@ def answer_text(answer):
     """The expected answer as text that the package can parse; ``ValueError`` if it is neither text nor a number.
 
     Without a mark the package looks for a number first and takes ``2\\sqrt{3}`` for 2 and ``(1, 2)`` for 2, so a bare
-    answer is marked as mathematics. Words with a number (``3/4 cups``) are no mathematics: there it is the number.
+    answer is marked as mathematics. Words with a number (``3/4 cups``) stand for the number.
     """
     if isinstance(answer, float) and math.isfinite(answer):
         # Without an exponent, whose e would be parsed as Euler's number.

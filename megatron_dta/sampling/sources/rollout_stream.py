@@ -17,7 +17,7 @@ find a place before they are too old, so none is lost; otherwise those that were
 are too old are dropped and counted, and other groups are admitted.
 
 **Checkpoints** hold the finished groups and, of the others, the finished requests and the tokens so far, with which a
-resumed run goes on. So every group is taken once, or dropped and counted.
+resumed run continues. So every group is taken once, or dropped and counted.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Group(BegunGroup):
 
 
 class RolloutStream(SamplingThread):
-    """See the module's docstring; used by one thread beside its own.
+    """See the module's docstring; used by one thread besides its own.
 
     Args:
         sampler: samples and scores groups; only the stream's thread uses it.

@@ -17,7 +17,7 @@ Job = tuple[Callable[[], Any], Future[Any]]
 
 
 class SamplingThread(ABC):
-    """Calls ``_work`` in a thread until it returns False; used by one thread beside its own.
+    """Calls ``_work`` in a thread until it returns False; used by one thread besides its own.
 
     Subclasses read ``_offered`` and take from ``_jobs`` while they hold ``_changed``.
 

@@ -3,7 +3,7 @@
 SGLang discards what it has sampled whenever its weights are updated (``engines.servers.speculation``). So the window of
 recent rollouts (``--das-window`` rollout batches, ``--das-max-tokens`` tokens) is kept here and sent before every
 rollout batch, as a file of JSON strings with one rollout per line, the format of SGLang's
---speculative-ngram-external-corpus-path. The server reads the file itself, so it is written beside the weights.
+--speculative-ngram-external-corpus-path. The server reads the file itself, so it is written next to the weights.
 Siblings within the current batch are in the server's own trie.
 
 The file contains text instead of token ids, because that is what the server accepts. The server tokenizes the text

@@ -1,4 +1,4 @@
-"""Runs multi-turn environments beside an engine, and defines the interface of a user's environment class.
+"""Runs multi-turn environments with an engine, and defines the interface of a user's environment class.
 
     class Environment:
         def reset(self, record: dict) -> str | list[int] | None

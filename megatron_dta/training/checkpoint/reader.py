@@ -42,7 +42,7 @@ def check_files(path: Path, wanted: bool = True) -> None:
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """The checkpoint's common state, which is stored beside the shards."""
+    """The checkpoint's common state, which is stored next to the shards."""
     cpu_compat.read_checkpoints_without_running_them()
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))

@@ -120,7 +120,7 @@ class RunLock:
         return False
 
     def _stamp(self) -> tuple[int, bytes]:
-        """Modification time and content of the file, read anew from the file server."""
+        """Modification time and content of the file, read again from the file server."""
         with open(self._path, "rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns, file.read(_MAX_BYTES)
 

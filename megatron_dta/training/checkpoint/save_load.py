@@ -69,7 +69,7 @@ _FREE_MODEL_SETTINGS = {
 
 
 class SavedPart(Protocol):
-    """A component that is saved beside the policy and its optimizer, such as the critic."""
+    """A component that is saved with the policy and its optimizer, such as the critic."""
 
     def sharded_state_dict(self, is_loading: bool = False, *, fully_parallel: bool = False) -> dict[str, Any]:
         """The component's part of Megatron's distributed checkpoint."""

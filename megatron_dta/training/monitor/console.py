@@ -91,7 +91,7 @@ class RunConsole:
         self.warn(f"{where}: nothing to learn, all advantages are 0{why}")
         if why and not self._advised:
             self._advised = True
-            self.warn("  if this goes on: other prompts, a larger --n-samples-per-prompt, or --dynamic-sampling")
+            self.warn("  if this continues: other prompts, a larger --n-samples-per-prompt, or --dynamic-sampling")
 
 
 class StepClock:

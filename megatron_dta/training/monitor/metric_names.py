@@ -125,7 +125,7 @@ METRICS: dict[str, dict[str, str]] = {
         "peak_in_flight_tokens": "largest number of tokens in flight",
         "recomputed_tokens": "tokens of segments whose forward ran twice, on the pipeline stage with the most",
     },
-    "Evaluation (behind eval_)": {
+    "Evaluation (prefix eval_)": {
         "reward": "mean reward on held-out prompts",
         "response_tokens": "mean number of sampled tokens",
         "ended": "fraction of responses that ended by themselves",
@@ -192,7 +192,7 @@ def is_known(name: str) -> bool:
     topics = [topic for topic in METRICS if topic not in topics and not topic.startswith("Evaluation")]
     if name.startswith("eval_"):
         # Evaluations count reward failures, too.
-        return _matches(name.removeprefix("eval_"), ["Evaluation (behind eval_)", "Rewards and environments", "Agents"])
+        return _matches(name.removeprefix("eval_"), ["Evaluation (prefix eval_)", "Rewards and environments", "Agents"])
     return _matches(name, topics)
 
 

@@ -3,7 +3,7 @@
 The JSONL file holds one object per optimizer step, in order. Values that depend on the clock are under the key
 ``timing``, so the rest of two runs can be compared bit for bit. A run that continues from a checkpoint truncates the
 file to that step, so the file looks as if the run had never stopped. In TensorBoard, repeated steps hide the old ones.
-Weights & Biases continues the same run, which ``wandb_run.json`` beside the file names. It keeps its existing values
+Weights & Biases continues the same run, which ``wandb_run.json`` in the same folder names. It keeps its existing values
 of repeated steps, which are the same.
 """
 
@@ -109,7 +109,7 @@ def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
         except ValueError as error:
             if number == len(lines):
                 break
-            raise InputError(f"{path}: row {number} is no record of metrics ({error}); move the file away") from None
+            raise InputError(f"{path}: row {number} is not a record of metrics ({error}); move the file away") from None
         records.append((line, record))
     return records
 

@@ -59,7 +59,7 @@ def swiglu_case(rows: int, width: int) -> tuple[Run, Run, list[Tensor]]:
 
 
 def outputs_and_gradients(run: Run, inputs: list[Tensor], grads: list[Tensor] | None) -> list[Tensor]:
-    """Outputs, and gradients by all inputs given those by the outputs (random for None, from a fixed seed)."""
+    """Outputs, and gradients of all inputs given those by the outputs (random for None, from a fixed seed)."""
     inputs = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     outputs = run(*inputs)
     if grads is None:

@@ -180,7 +180,7 @@ def test_responses_and_other_names(tmp_path: Path) -> None:
         ({"messages": 3}, False, "row 2: messages: must be text or a list of messages, got int"),
         ({"prompt": "a"}, False, "row 2: prompt: is text and needs a response"),
         ({"text": "a"}, False, "row 2: needs messages, or prompt and response"),
-        ({"messages": [user("a"), assistant("\ud800")]}, False, "is no valid text"),
+        ({"messages": [user("a"), assistant("\ud800")]}, False, "is not valid text"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, False, "only --objective dpo trains"),
         ({"messages": [user("a"), assistant("b")]}, True, "--objective dpo needs the fields chosen and rejected"),
         ({"prompt": "a", "chosen": "b"}, True, "row 2: has no field 'rejected'"),

@@ -198,8 +198,8 @@ def truncate(path: Path) -> None:
 BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda path: truncate(next(path.glob("*.distcp"))), r"distcp: is missing or truncated"),
     "missing file": (lambda path: next(path.glob("*.distcp")).unlink(), r"distcp: is missing or truncated"),
-    "damaged metadata": (lambda path: truncate(path / ".metadata"), "is no readable distributed checkpoint"),
-    "no metadata": (lambda path: (path / ".metadata").unlink(), "is no readable distributed checkpoint"),
+    "damaged metadata": (lambda path: truncate(path / ".metadata"), "is not a readable distributed checkpoint"),
+    "no metadata": (lambda path: (path / ".metadata").unlink(), "is not a readable distributed checkpoint"),
     "pickle": (
         lambda path: (path / ".metadata").write_bytes(pickle.dumps(Bomb())),
         "system does not belong into a checkpoint's metadata",

@@ -165,7 +165,7 @@ def test_a_rollout_file_and_a_configuration() -> None:
         ([*NUMBERS, "--num-gpus", "8", "--model", "gpt5"], "--model"),
         (
             [*NUMBERS, "--num-gpus", "128", "--args-file", "examples/qwen3_235b_a22b.args", "--moe-grouped-gemm"],
-            "--moe-grouped-gemm has no effect beside --args-file",
+            "--moe-grouped-gemm has no effect with --args-file",
         ),
         ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--moe-grouped-gemm"], "without --num-experts"),
         ([*NUMBERS, "--num-gpus", "16", "--args-file", "examples/qwen3_235b_a22b.args"], "does not divide the 16"),

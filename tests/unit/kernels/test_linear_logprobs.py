@@ -72,6 +72,6 @@ def test_float32_logits_are_not_rounded(fused):
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=2e-6)
         assert (coarse - exact).abs().max() > 1e-3
     for found, exact in zip(gradients, wanted, strict=True):
-        # The gradient by the logits, and what follows, is rounded to bfloat16 as before.
+        # The gradient of the logits, and what follows, is rounded to bfloat16 as before.
         assert found.dtype == torch.bfloat16
         assert (found.float() - exact).norm() < 4e-3 * exact.norm()

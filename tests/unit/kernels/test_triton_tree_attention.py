@@ -148,7 +148,7 @@ def test_edges_of_the_sizes_and_dtypes(dtype, bound, ancestors, queries):
     case = Case.random(segment_of(chain, ancestors, len(chain)), AttentionShape(4, 2, 16, dtype), DEVICE)
     actual = case.run(tiny_config())
     assert [tensor.dtype for tensor in actual] == [dtype, torch.float32, dtype, torch.float32, torch.float32]
-    # A single visible key has probability 1 and no gradient by query and key: absolute there.
+    # A single visible key has probability 1 and no gradient of query and key: absolute there.
     for got, wanted in zip(actual, case.expected(), strict=True):
         assert float((got.double() - wanted).norm()) <= bound * max(1.0, float(wanted.norm()))
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ObjectiveConfig
 from megatron_dta.objectives import count_trained, estimate_advantages, loss_weights, sequence_weights
-from megatron_dta.objectives.estimators import ESTIMATORS
+from megatron_dta.objectives.advantages import ESTIMATORS
 from megatron_dta.rollouts import Rollout, cut_length, load_rollouts, write_rollouts
 from megatron_dta.rollouts.paths import decoded_tokens, tree_paths
 from megatron_dta.sampling.params import SamplingParams
@@ -276,7 +276,7 @@ def test_files_keep_the_tree(tmp_path, suffix: str):
     [
         ({"leaf_weight": 1.5}, "leaf_weight.*not between"),
         ({"fallback": 1}, "fallback.*not true or false"),
-        ({"branches": None}, "branches.*missing beside segment_ends"),
+        ({"branches": None}, "branches.*missing, although segment_ends"),
         ({"segment_ends": [1, 1, 3]}, "segment_ends.*must rise"),
         ({"segment_ends": [1, 2]}, "segment_ends.*number of tokens, 3"),
         ({"branches": [0, 1]}, "branches.*2 entries but segment_ends has 3"),

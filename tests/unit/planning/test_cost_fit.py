@@ -280,8 +280,8 @@ def test_a_file_is_fitted_again_from_its_measurements(tmp_path: Path) -> None:
     assert "'measurements' must be an object (measurement 0)" in message([3])
     assert "measurements.tokens must be a whole number" in message([first | {"tokens": 0.5}])
     assert "measurements.pairs is missing" in message([{k: v for k, v in first.items() if k != "pairs"}])
-    assert "measurement 1 is no forward" in message([first, first | {"kind": "sideways"}])
-    assert "took some time" in message([first | {"seconds": 0}])
+    assert "measurement 1 is not a forward" in message([first, first | {"kind": "sideways"}])
+    assert "that took time" in message([first | {"seconds": 0}])
     assert "no forwards of two depths" in message([first])
 
 

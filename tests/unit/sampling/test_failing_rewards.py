@@ -167,7 +167,7 @@ def test_trouble_is_tried_again(trouble: object) -> None:
         ({"reward": True}, "must be like"),
         ({"reward": "1"}, "must be like"),
         ([1], "must be like"),
-        (b'{"reward": NaN}', "NaN, which is no number of JSON"),
+        (b'{"reward": NaN}', "NaN, which is not a number in JSON"),
         (b'{"reward": 1e999}', "must be finite"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"reward": -1%s}' % (b"0" * 400), "must be finite"),

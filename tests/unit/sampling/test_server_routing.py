@@ -71,7 +71,7 @@ def test_nobody_asks_without_replay(setup: Setup) -> None:
     [
         ("?", array_of, "not in base64"),
         ("AAAA", array_of, "no NumPy array"),
-        ("AAAA", integers_of, "no list of 32-bit integers"),
+        ("AAAA", integers_of, "not a list of 32-bit integers"),
         ("\u00e9", integers_of, "not in base64"),
     ],
 )

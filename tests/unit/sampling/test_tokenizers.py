@@ -158,7 +158,7 @@ def test_prompt_file(tmp_path: Path):
         ('{"answer": 3}', "row 2: needs exactly one of the fields .*got none"),
         ('{"question": "1", "prompt": "2"}', "row 2: needs exactly one of the fields .*got prompt, question"),
         ("[" * 100_000, "row 2: not valid JSON: maximum recursion depth"),
-        ('{"question": "1\\ud800"}', "row 2: question: is no valid text"),
+        ('{"question": "1\\ud800"}', "row 2: question: is not valid text"),
         ('{"question": [{"role": "user"}]}', "row 2: question: .* messages need --apply-chat-template"),
         ('{"question": 12}', "row 2: question: must be a string, got int"),
         ('{"question": ""}', "row 2: question: is empty"),

@@ -48,7 +48,7 @@ def test_a_continued_file_reads_as_if_never_stopped(tmp_path: Path) -> None:
 def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("first\nsecond\n")
-    with pytest.raises(InputError, match=r"notes.txt: row 1 is no record of metrics .*; move the file away"):
+    with pytest.raises(InputError, match=r"notes.txt: row 1 is not a record of metrics .*; move the file away"):
         cut_back(path, 3)
     assert path.read_text() == "first\nsecond\n"
     path.write_text('{"iteration": 1}\n[2]\n{"iteration": 3}\n')

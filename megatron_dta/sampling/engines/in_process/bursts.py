@@ -5,12 +5,12 @@ device would wait. Everything but the first tokens of the next burst is known be
 already: the next burst is therefore launched before the host reads the tokens of the last one.
 
 The rows of a burst that is launched ahead are those whose length does not end before it. Another row may turn out to
-have ended with an end of sequence; what it draws afterwards is dropped, and what it writes lies behind its end, in
+have ended with an end of sequence; what it draws afterwards is dropped, and what it writes is past its end, in
 pages that no later pass reads there before it has written them itself. Nothing is launched ahead if the next pass could
 take other rows, if a page is missing, for drafts, which depend on the tokens, for models with states, which a row must
 not continue beyond its end, and if a burst is one pass, so that its caller can rely on passes one at a time.
 
-The decisions depend only on the scheduler, so all ranks of a tensor group decide alike.
+The decisions depend only on the scheduler, so all ranks of a tensor group make the same ones.
 """
 
 from __future__ import annotations

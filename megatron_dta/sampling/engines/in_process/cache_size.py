@@ -43,9 +43,9 @@ class DeviceMemory:
         return DeviceMemory(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total)
 
     def cache_bytes(self, pass_bytes: int, num_layers: int) -> int:
-        """What the cache of ``num_layers`` layers may use beside passes that need ``pass_bytes``."""
+        """What the cache of ``num_layers`` layers may use in addition to passes that need ``pass_bytes``."""
         margin = max(_MARGIN_BYTES, int(_MARGIN_SHARE * self.total))
-        # While the cache grows, the old keys or values of one layer exist beside the new ones.
+        # While the cache grows, the old keys or values of one layer exist along with the new ones.
         return max(0, int((self.free - pass_bytes - margin) / (1 + 1 / max(1, 2 * num_layers))))
 
 
@@ -98,7 +98,7 @@ def max_pages(
 ) -> int | None:
     """The maximum number of pages of ``block_size`` positions; None: no limit.
 
-    It is the minimum over the ranks of a replica, which must schedule alike.
+    It is the minimum over the ranks of a replica, which must schedule the same passes.
 
     Args:
         num_tokens, static: see ``pass_bytes``.

@@ -228,7 +228,7 @@ class InProcessEngine(RolloutEngine):
         return self._take(rows, sampled, own_drafts, began, sum(plan.counts) + num_drafted)
 
     def _run_eager(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
-        """Run one pass of prompts and decoding rows. Returns the rows that get tokens, and what was drawn behind their
+        """Run one pass of prompts and decoding rows. Returns the rows that get tokens, and what was drawn after their
         last tokens and each drafted one."""
         cache = self._cache_for(plan)
         starts = np.array([sequence.num_computed_tokens for sequence in plan.rows])

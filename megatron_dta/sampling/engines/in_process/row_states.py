@@ -2,7 +2,7 @@
 
 A state belongs to exactly the tokens that were computed, so a prefix can be reused only where a request has stopped.
 A request continues its finished parent, or begins with the context that another one has computed for all requests with
-that context. It gets a copy of the state, beside the pages. Other prefixes are computed again.
+that context. It gets a copy of the state as well as of the pages. Other prefixes are computed again.
 
 A pass does not write the states of rows with drafts. Once it is known how many drafted tokens are kept, their states
 are continued by that many tokens (``commit``). A captured burst (``cuda_graphs``) changes the states in place.
@@ -32,7 +32,7 @@ class StatePrefix(Prefix):
 
 
 class StateScheduler(Scheduler):
-    """A scheduler whose requests reuse prefixes after which another request's state stands.
+    """A scheduler whose requests reuse prefixes after which another request has a state.
 
     That is the whole computed part of a finished parent, or the context of a running request, all but its last token: a
     request that computes a context for which others wait stops there once.
@@ -139,7 +139,7 @@ class RowStates:
         return self._states, slots
 
     def _slots(self, rows: Sequence[Request], starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Slots of ``rows``, whose states stand behind ``starts[i]`` tokens and then see ``counts[i]`` more."""
+        """Slots of ``rows``, whose states have seen ``starts[i]`` tokens and then see ``counts[i]`` more."""
         if self._states is None:
             parameter = next(self._model.parameters())
             self._states = DecodeStates(self._layers, parameter.dtype, parameter.device)
@@ -159,7 +159,7 @@ class RowStates:
     def commit(self) -> None:
         """Continue the states of the last pass's rows with drafts to the tokens that the scheduler has kept.
 
-        A row that has ended before its burst did has a state behind its end, which nothing can continue.
+        A row that has ended before its burst did has a state past its end, which nothing can continue.
         """
         lost = [row for row in self._advanced if row.num_computed_tokens != self._places[row].num_tokens]
         self._advanced = []
@@ -181,7 +181,7 @@ class RowStates:
             self._states.grow(total)
 
     def _place(self, row: Request, start: int) -> _Place:
-        """The place of a request that continues behind ``start`` tokens; its source's state is copied if it is new."""
+        """The place of a request that continues after ``start`` tokens; its source's state is copied if it is new."""
         place, (source, row.state_source) = self._places.get(row), (row.state_source, None)
         if place is not None and place.num_tokens == start:
             return place
@@ -189,6 +189,6 @@ class RowStates:
         if start:
             origin = self._places[source]
             if origin.num_tokens != start:
-                raise AssertionError(f"a state of {origin.num_tokens} tokens cannot be continued behind {start}")
+                raise AssertionError(f"a state of {origin.num_tokens} tokens cannot be continued after {start}")
             self._states.copy(origin.slot, place.slot)
         return place

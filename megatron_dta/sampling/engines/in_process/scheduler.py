@@ -18,7 +18,7 @@ Example: pages have 4 tokens. A request with a context of 6 tokens computes them
 ``num_tokens`` is 7 and ``num_computed_tokens`` 6. A second request with the same context can reuse 5 tokens, since its
 last one must run: it shares the first page, copies the second one for 1 more token, and computes one token.
 
-The decisions depend only on the calls, so all ranks of a replica decide alike. This module uses no tensors.
+The decisions depend only on the calls, so all ranks of a replica make the same ones. This module uses no tensors.
 """
 
 from __future__ import annotations

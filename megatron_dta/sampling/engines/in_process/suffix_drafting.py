@@ -240,7 +240,7 @@ class SuffixDrafting(Drafting):
         speculator.end_step(policy_version - 1)
         if not self.follows_clock:
             return
-        # The ranks of a replica must draft alike, so they use the first rank's measurements.
+        # The ranks of a replica must make the same drafts, so they use the first rank's measurements.
         mesh, gate = current_mesh(), speculator.gate
         costs = self.measured_cost(), self.measured_cost(False), self.measured_cost(True)
         both, plain, drafted = mesh.gather_over_replica(costs)[0]

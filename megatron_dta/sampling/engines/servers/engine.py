@@ -8,7 +8,7 @@ Requests of one prompt, and a request and its ``parent``, go to the same server,
 ``hold`` and ``release`` have no other effect, since servers evict on their own. Servers that draft: ``drafts.py``.
 
 With ``HttpSettings.continues`` weights may change while requests run. The servers then end all requests and reply with
-the tokens so far, and each request is sent again with these behind its context. Every reply has one version, and so has
+the tokens so far, and each request is sent again with these after its context. Every reply has one version, and so has
 every token. A prefix is then forgotten with the last of its requests.
 """
 
@@ -305,7 +305,7 @@ class HttpEngine(RolloutEngine):
             response.logprobs,
             FinishReason.LENGTH if end is None else FinishReason.STOP,
             int(response.versions.min()),
-            # The last reply tells the experts of all tokens before it, too.
+            # The last reply has the experts of all earlier tokens, too.
             piece.routed_experts,
             response.versions if self._continues else None,
         )
@@ -335,7 +335,7 @@ class HttpEngine(RolloutEngine):
         labels = piece.weight_versions
         if not labels and len(piece.token_ids):
             raise ServerError(
-                "replies do not tell the version of the weights; --partial-rollout needs vLLM 0.33 or SGLang"
+                "replies do not contain the version of the weights; --partial-rollout needs vLLM 0.33 or SGLang"
             )
         unknown = sorted(label for label in labels if self._weights.version_of(label) is None)
         if unknown:

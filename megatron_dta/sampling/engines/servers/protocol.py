@@ -49,7 +49,7 @@ class Asked:
         token_ids: int32 [C], the context to continue.
         max_tokens: maximum number of tokens to sample.
         vocab_size: ids must be below it; None: below 2^31.
-        routing: the layers of which the reply must tell the experts; None if it need not.
+        routing: the layers whose experts the reply must contain; None for no layers.
         may_abort: the reply may end before its end, after any number of tokens, because new weights were loaded.
     """
 
@@ -96,7 +96,7 @@ class ServerProtocol(ABC):
     """The interface of one kind of server.
 
     Args:
-        routing: the layers of the model; replies then tell the experts of every token. None: they need not.
+        routing: the layers of the model if replies must contain the experts of every token, else None.
         open_group: opens process groups with such servers; None: over NCCL.
 
     Attributes:
@@ -262,8 +262,8 @@ def make_piece(
     if logprobs and not _SMALLEST_LOGPROB <= min(logprobs) <= max(logprobs) <= _LARGEST_LOGPROB:
         wrong = next(v for v in logprobs if not _SMALLEST_LOGPROB <= v <= _LARGEST_LOGPROB)
         raise TransientFailureError(
-            f"the reply's {names[1]} have {shown(wrong)}, which is no logprob: above 0, below {_SMALLEST_LOGPROB:g} or "
-            "not finite"
+            f"the reply's {names[1]} have {shown(wrong)}, which is not a logprob: above 0, "
+            f"below {_SMALLEST_LOGPROB:g} or not finite"
         )
     labels = list_of(weight_versions or [], (int, str), "weight_versions")
     return Piece(

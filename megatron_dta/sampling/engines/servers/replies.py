@@ -47,7 +47,7 @@ def parse_json(content: bytes) -> Any:
     """The value; ``ValueError`` if it is not JSON, ``TransientFailureError`` for NaN, infinities and deep nesting."""
 
     def refuse(name: str) -> None:
-        raise TransientFailureError(f"the reply has {name}, which is no number of JSON")
+        raise TransientFailureError(f"the reply has {name}, which is not a number in JSON")
 
     try:
         return json.loads(content, parse_constant=refuse)

@@ -1,7 +1,7 @@
 """Reads the experts that a server's routers chose for every token from its replies, for routing replay.
 
-vLLM sends a NumPy file and SGLang plain 32-bit integers, both in base64. Both tell the experts of prompt and response,
-but for the last token, which no pass has seen. They may tell those of layers without experts, too, which are left out.
+vLLM sends a NumPy file and SGLang plain 32-bit integers, both in base64. Both contain the experts of prompt and
+response except for the last token, which no pass has seen. Entries for layers without experts are left out.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def integers_of(text: str | None, name: str) -> np.ndarray | None:
         return None
     content = _bytes_of(text, name)
     if len(content) % 4:
-        raise TransientFailureError(f"the reply's {name} is no list of 32-bit integers")
+        raise TransientFailureError(f"the reply's {name} is not a list of 32-bit integers")
     return np.frombuffer(content, dtype="<i4")
 
 

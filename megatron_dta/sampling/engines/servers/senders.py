@@ -4,7 +4,7 @@
                 <-- number, piece or error ----------          <-- JSON --
 
 The first rank still decides which request goes where and when; a sender makes connections, JSON and checks. Messages
-are pickles behind their length. A number alone cancels a request. If a sender dies, its requests fail as if their
+are pickles after their length. A number alone cancels a request. If a sender dies, its requests fail as if their
 servers had, are sent again, and the next one that it would get starts another.
 """
 

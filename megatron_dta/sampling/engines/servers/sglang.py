@@ -126,7 +126,7 @@ class SglangProtocol(ServerProtocol):
         apart = [await self._distance(client, server, params, temperature) for temperature in (1.0, 2.0)]
         if apart[0] < 1e-3:
             raise LogprobsError(
-                f"{server}: gives all tokens the same logprob, so it cannot be told whether they are tempered; load a "
+                f"{server}: gives all tokens the same logprob, so nothing shows whether they are tempered; load a "
                 "trained model, or use --rollout-temperature 1"
             )
         if apart[1] > 0.75 * apart[0]:

@@ -128,7 +128,7 @@ async def stream(
 
 
 def _rest(choice: Choice, sent: int) -> list[bytes]:
-    """The events behind the first ``sent`` characters of an answer's text."""
+    """The events after the first ``sent`` characters of an answer's text."""
     found, index = [], 0
     content = choice.answer.content or ""
     if sent:

@@ -69,7 +69,7 @@ class OpenAIReplies:
         yield b"data: [DONE]\n\n"
 
     def _rest(self, choice: Choice, sent: int) -> list[dict[str, Any]]:
-        """The events behind the first ``sent`` characters of an answer's text."""
+        """The events after the first ``sent`` characters of an answer's text."""
         head = self._head(choice.call.call_id, ".chunk")
         finish, answer = _FINISH[choice.call.finish], choice.answer
         logprobs = self._logprobs(choice)

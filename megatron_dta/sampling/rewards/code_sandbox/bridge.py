@@ -172,7 +172,7 @@ class Peer:
                 raise ValueError(f"{rest[0]}: a function of the other side cannot be one of this side")
             return found
         if tag != "mine":
-            raise ValueError(f"{str(tag)[:40]} is no kind of value")
+            raise ValueError(f"{str(tag)[:40]} is not a kind of value")
         number, kind, name, parent = rest
         if kind == "exception":
             if number not in self._classes:

@@ -75,7 +75,7 @@ class SharedGroup(ABC):
         """Prepare for an update."""
 
     def stage(self, buffer: Tensor) -> None:  # noqa: B027
-        """Prepare a buffer before the others are told of it."""
+        """Prepare a buffer before the other members are informed."""
 
     @abstractmethod
     def join(self) -> None:

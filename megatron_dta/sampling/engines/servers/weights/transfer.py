@@ -2,8 +2,8 @@
 
 1. Without a group, or if its members are not these servers or one of them has lost its weights: form a new group.
 2. All servers pause and prepare for new weights.
-3. For each bucket: the servers are told its tensors, and receive it while the trainer broadcasts it, or read it from
-   the trainer's buffer (CUDA IPC).
+3. For each bucket: the servers get the list of its tensors, and receive it while the trainer broadcasts it, or read it
+   from the trainer's buffer (CUDA IPC).
 4. All servers finish, clear their prefix caches, take the label, and continue.
 
 Where the protocol sends changes only (``patches``), a bucket is the values that differ from the last ones, if all
@@ -192,7 +192,7 @@ class GroupTransfer:
         )
 
     async def _leave(self) -> None:
-        """Let the servers leave the last group, which would keep its memory beside that of the next one."""
+        """Let the servers leave the last group, which would keep its memory in addition to that of the next one."""
         (meeting, members), self._joined = self._joined, (None, ())
 
         async def leave(server: Server) -> None:
