@@ -9,19 +9,36 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import forked
 from roomy import call_with_room
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LONGEST_FIRST = Path(__file__).parent / "longest_first.txt"
 GPU_TESTS = Path(__file__).parent / "gpu"
 
+# Nearly all that imports make stays: looking through it again and again is a fifth of their time.
+gc.disable()
+
 # Triton decides when it is imported whether kernels run in its interpreter, and this file is imported before all tests.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """One server forks the processes of all workers. It starts beside their collection; few unit tests need it."""
+    if any("tests/unit" not in argument for argument in node.config.args):
+        node.workerinput["forkserver"] = forked.server_for_others()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if address := getattr(config, "workerinput", {}).get("forkserver"):
+        forked.use_server(address)
 
 
 def pytest_collection_finish() -> None:
@@ -33,6 +50,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

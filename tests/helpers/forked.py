@@ -7,6 +7,7 @@ output as a fresh interpreter would; what a program does while it imports the pr
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import resource
@@ -21,7 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
-from multiprocessing.forkserver import _forkserver, ensure_running
+from multiprocessing.forkserver import _forkserver
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 
@@ -38,12 +39,39 @@ def forkserver() -> ForkServerContext:
     given = os.environ.get("PYTHONPATH")
     # Python 3.11 does not tell the server where to find the modules, and says nothing where it does not find them.
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    ensure_running()
+    _forkserver.ensure_running()
     if given is None:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = given
     return context
+
+
+def server_for_others() -> str:
+    """Start the server; its address, for ``use_server`` in other processes. It says nothing and ends with this one."""
+    own, silent = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 2)
+    forkserver()
+    os.dup2(own, 2)
+    os.close(own)
+    os.close(silent)
+    return _forkserver._forkserver_address
+
+
+def use_server(address: str) -> None:
+    """Let another process's server fork what this process starts."""
+    _forkserver._forkserver_address, _forkserver.ensure_running = address, lambda: None
+    if _forkserver._forkserver_alive_fd is None:
+        # Each request names the pipe that says whether who asked still lives.
+        _forkserver._forkserver_alive_fd = os.pipe()[1]
+
+
+def use_errors_of_parent() -> None:
+    """Let this process write its errors where the one does that has asked for it, not where its server does."""
+    with contextlib.suppress(OSError):
+        errors = os.open(f"/proc/{multiprocessing.parent_process().pid}/fd/2", os.O_WRONLY | os.O_APPEND)
+        os.dup2(errors, 2)
+        os.close(errors)
 
 
 @dataclass(frozen=True)
@@ -146,7 +174,7 @@ def _run(command: list[str], place: Place) -> None:
     if place.largest_file is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (place.largest_file, resource.RLIM_INFINITY))
-    _forkserver._forkserver_address, _forkserver.ensure_running = place.server, lambda: None
+    use_server(place.server)
     status = call_with_room(_status_of, command)
     # What the interpreter does at its end; a forked process would leave it out.
     threading._shutdown()

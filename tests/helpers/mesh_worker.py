@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import torch
 
-from forked import forkserver
+from forked import forkserver, use_errors_of_parent
 from megatron_dta.config import ModelConfig, ParallelConfig, TreeConfig
 from megatron_dta.planning.step.sample import TrainingSample
 from roomy import call_with_room
@@ -184,6 +184,7 @@ def _process(
     backend: str,
     sockets: dict[int, socket.socket],
 ) -> None:
+    use_errors_of_parent()
     torch.set_num_threads(1)
     (rank, world_size), path = place, Path(folder)
     stack = (path / f"stack_{rank}.txt").open("w")

@@ -9,6 +9,8 @@ import gc
 import io
 import os
 
+gc.disable()
+
 import rich._emoji_codes  # noqa: F401
 from matplotlib.figure import Figure
 
@@ -36,3 +38,4 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 gc.collect()
 gc.freeze()
 gc.set_threshold(20_000, 20, 50)
+gc.enable()

@@ -10,12 +10,13 @@ import importlib.util
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.sampling.rewards.math_reward import MathVerify
+from megatron_dta.sampling.rewards.math_reward import WALL_SECONDS, MathVerify
 from megatron_dta.sampling.rewards.math_worker import answer_text
 from megatron_dta.sampling.rewards.registry import compute_reward, load_reward_function
 from megatron_dta.sampling.rewards.scoring import Response, Scorer
@@ -103,9 +104,10 @@ def test_replies(stand_in: None) -> None:
 @pytest.mark.parametrize("response", ["spin", "leave", "sleep"])
 def test_what_does_not_end_is_ended_and_counted(stand_in: None, response: str) -> None:
     """A computation in C, which hears no signal; a process that is gone; one that waits."""
-    function, began = MathVerify(cpu_seconds=1, wall_seconds=6), time.monotonic()
+    function, began = MathVerify(cpu_seconds=1), time.monotonic()
     assert compute_reward(function, "p", {"answer": "4"}, "4", []) == 1
-    assert compute_reward(function, "p", {"answer": "4"}, response, []) == 0
+    with mock.patch.object(function, "_wall_seconds", 0.5 if response == "sleep" else WALL_SECONDS):
+        assert compute_reward(function, "p", {"answer": "4"}, response, []) == 0
     assert function.counts == {"math_timeouts": 1, "math_errors": 0}
     assert compute_reward(function, "p", {"answer": "4"}, "4", []) == 1
     assert time.monotonic() - began < 30
