@@ -46,7 +46,7 @@ def replay(
 ) -> Timeline:
     """Simulate ``schedule`` with the measured times of its ops and instantaneous messages.
 
-    Two ops that run in turns each get half of their common time.
+    Two ops that take turns each get half of their common time.
 
     Raises:
         ValueError: an op of the schedule was not measured.

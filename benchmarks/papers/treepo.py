@@ -53,7 +53,7 @@ class Experiment:
         chosen: the sizes.
         methods: whose curves are compared.
         seeds: of the curves; everything else uses the first.
-        jobs: most runs beside each other.
+        jobs: maximum number of runs beside each other.
     """
 
     def __init__(self, folder: Path, chosen: Scale, methods: Sequence[str], seeds: Sequence[int], jobs: int) -> None:

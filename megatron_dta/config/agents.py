@@ -59,7 +59,7 @@ class AgentConfig:
     )
     reasoning_parser: str = option(
         "none",
-        "Where clients find the model's reasoning: in the content, or apart from it (think: up to </think>).",
+        "Where clients find the model's reasoning: in the content, or separate from it (think: up to </think>).",
         choices=("none", "think"),
     )
 

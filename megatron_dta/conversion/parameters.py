@@ -108,7 +108,7 @@ class Parameter:
         layer, expert: numbers of the layer and the expert; None if the parameter belongs to none.
         places: possible places in a distributed checkpoint; this project's models use the first one.
         sections: names and numbers of rows of sections; ranks divide each of them (``SECTION_ROWS``), and distributed
-            checkpoints store them apart.
+            checkpoints store them separately.
         is_filter: whether Hugging Face's tensor, like the module's, has an axis of size 1 between rows and columns.
     """
 

@@ -106,7 +106,7 @@ def check_copies(
     """Lines about the copies for the start of a run; none without keys and values on the host of a GPU.
 
     Args:
-        segment_tokens: most tokens of a segment.
+        segment_tokens: maximum number of tokens of a segment.
         measure: measures the rate; None to take the data sheet's.
         continues: whether the run is resumed; it is then not stopped by a GPU whose copies are slower.
 

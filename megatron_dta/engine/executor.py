@@ -44,7 +44,7 @@ class TreeEngine(RankModel):
 
     Args:
         model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay: see ``RankModel``.
-        pipeline_in_flight_tokens: most tokens that a pipeline stage holds; None for the planner's default.
+        pipeline_in_flight_tokens: maximum number of tokens that a pipeline stage holds; None for the planner's default.
         costs: measured costs of this model; costs of another model raise InputError. None for those of the GPU's data
             sheet or, on a CPU and with experts, for counts of operations.
 
@@ -75,8 +75,8 @@ class TreeEngine(RankModel):
         """Keep the K/V slots of this share of the layers on the host (``--kv-offload-fraction``)."""
         if fraction > 0 and self.tree_models[0].overlaps_experts:
             raise InputError(
-                f"--kv-offload-fraction {fraction:g} conflicts with --overlap-moe-expert-parallel-comm, which runs two "
-                "segments in turns; leave one of them out"
+                f"--kv-offload-fraction {fraction:g} conflicts with --overlap-moe-expert-parallel-comm, which lets two "
+                "segments take turns; leave one of them out"
             )
         self.kv_on_host = HostSlots(fraction, self.device) if fraction > 0 else None
 
@@ -148,8 +148,8 @@ class TreeEngine(RankModel):
         """Costs of tokens, attention pairs and logprobs for the whole model, up to a common factor.
 
         Args:
-            segment_tokens: most tokens of a segment. None if the planner chooses the segment size: the costs are then
-                for the usual size or, if they are in seconds, for the largest size that may be chosen.
+            segment_tokens: maximum number of tokens of a segment. None if the planner chooses the segment size: the
+                costs are then for the usual size or, if they are in seconds, for the largest size that may be chosen.
         """
         if self.costs is not None:
             return self.costs.model(self.shape.num_layers, segment_tokens or max(SIZES))

@@ -168,7 +168,7 @@ class StageRun:
             self.transport.finish()
 
     def _run(self, at: int, turn: Turn | None = None) -> None:
-        """Run op number ``at``, in turns with another one if ``turn`` is given."""
+        """Run op number ``at``; it takes turns with another one if ``turn`` is given."""
         op, rows_per_rank = self.program.ops[at], None
         if self.program.most_tokens is not None:
             part, contexts = self.model.tree_models[op.chunk], self.model.mesh.context_size
@@ -270,7 +270,7 @@ class StageRun:
         self.tokens -= self.lengths[segment]
 
     def _at_the_loss(self, segment: int, graph: list[Tensor], is_last: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs of the last stage's forward, and the gradient of the loss by each output.
+        """Outputs of the last stage's forward, and the gradient of the loss with respect to each output.
 
         The step's last backward reaches every parameter, including the output weight, because it may start the
         reduction of their gradients.

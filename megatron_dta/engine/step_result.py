@@ -35,8 +35,8 @@ class StepResult:
         metrics: scalar tensors: means over the step's tokens that count in the loss, and maxima.
         sequence_tokens, computed_tokens, segments: tokens of the sequences counted separately, tokens of the forests,
             and the segments that they were cut into.
-        peak_in_flight_tokens: most tokens of any rank whose K and V were alive at once, as executed; with several model
-            chunks on a rank, divided by their number.
+        peak_in_flight_tokens: maximum number of tokens of any rank whose K and V were alive at once, as executed; with
+            several model chunks on a rank, divided by their number.
         recomputed_tokens: tokens whose forward ran twice, on the pipeline stage with the most of them.
         timeline: the time of each op on each stage of this replica; empty unless it was requested.
         plan: with a timeline, the plan that was executed: that of the batch, with empty segments where other ranks

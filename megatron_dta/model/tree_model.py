@@ -7,9 +7,9 @@ states, and the logprob head turns the needed rows into logprobs, one logit chun
 
 Under tensor parallelism every rank returns all hidden states. The logprob head of a rank holds a part of the
 vocabulary, so the gradients of the ranks are parts of a sum, which Megatron's mappings here compute. Under sequence
-parallelism, a pass is padded to a multiple of the number of ranks; the core attention leaves out the padding. So it is
-under context parallelism, where a rank computes its share of the tokens (``context_group``). A pass over no tokens is
-padded, too, because Megatron's layers need one token.
+parallelism, a pass is padded to a multiple of the number of ranks; the core attention leaves out the padding. The
+same holds under context parallelism, where a rank computes its share of the tokens (``context_group``). A pass over no
+tokens is padded, too, because Megatron's layers need one token.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def preference_pairs(rewards: Sequence[float], group_ids: Sequence[str], choice:
 
 
 def pair_terms(sums: np.ndarray, pairs: np.ndarray, *, beta: float, label_smoothing: float = 0.0) -> PairTerms:
-    """Losses of the pairs [K, 2] from S [Q], as derivatives by each sequence's logprobs; see the module."""
+    """Losses of pairs [K, 2] from S [Q], as derivatives with respect to each sequence's logprobs; see the module."""
     chosen, rejected = pairs[:, 0], pairs[:, 1]
     z = beta * (sums[chosen] - sums[rejected])
     losses = (1 - label_smoothing) * np.logaddexp(0, -z) + label_smoothing * np.logaddexp(0, z)

@@ -44,7 +44,7 @@ def plan_step(
     choice = _choose(samples, tree_mode, budget, pipeline)
     agreed = budget.segment_tokens
     if pipeline.group is not None:
-        choice, agreed = _alike(choice, samples, tree_mode, budget, pipeline)
+        choice, agreed = _agreed(choice, samples, tree_mode, budget, pipeline)
     while True:
         if any(sample.tree_keys is not None for sample in samples):
             choice = _with_token_ids(choice, samples)
@@ -52,14 +52,14 @@ def plan_step(
         try:
             return step if pipeline.group is None else synchronize(step, pipeline)
         except InputError:
-            # The ranks' plans fit, but not the one of all: shorter segments need less memory. All ranks are here.
+            # Each rank's plan fits, but not the common one: shorter segments need less memory. All ranks get here.
             if budget.segment_tokens is not None or agreed < 2 * SIZES[-1]:
                 raise
         agreed //= 2
         choice = _choose(samples, tree_mode, replace(budget, segment_tokens=agreed), pipeline)
 
 
-def _alike(
+def _agreed(
     choice: StepChoice,
     samples: Sequence[TrainingSample],
     tree_mode: str,

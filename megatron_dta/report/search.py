@@ -12,7 +12,7 @@ import hashlib
 from megatron_dta.report.markup import Markup, tag
 
 SCRIPT = """
-const field = document.getElementById("search"), told = document.getElementById("told");
+const field = document.getElementById("search"), hits = document.getElementById("hits");
 const rollouts = [...document.querySelectorAll("details.rollout")];
 let texts = null, places = [], at = -1, waiting = 0;
 function placesOf(rollout, wanted) {
@@ -39,7 +39,7 @@ function search() {
     count += fits;
     if (fits && wanted && places.length < 5000) places.push(...placesOf(rollout, wanted));
   });
-  told.textContent = wanted ? `in ${count} of ${rollouts.length} rollouts` : `${rollouts.length} rollouts`;
+  hits.textContent = wanted ? `in ${count} of ${rollouts.length} rollouts` : `${rollouts.length} rollouts`;
   if (window.Highlight) CSS.highlights.set("found", new Highlight(...places));
 }
 function next() {
@@ -51,7 +51,7 @@ function next() {
   const box = place.getBoundingClientRect();
   window.scrollBy(0, box.top - window.innerHeight / 2);
   if (window.Highlight) CSS.highlights.set("here", new Highlight(place));
-  told.textContent = `place ${at + 1} of ${places.length}`;
+  hits.textContent = `place ${at + 1} of ${places.length}`;
 }
 field.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(search, 150); });
 field.addEventListener("keydown", event => { if (event.key === "Enter") next(); });
@@ -72,7 +72,7 @@ def search_bar(count: int) -> Markup:
         tag("input", id="search", type="search", placeholder="text, role, group, reward 1 ...", aria_label="search"),
         tag("button", "next", id="next", type="button"),
         tag("button", "open or close all", id="all", type="button"),
-        tag("span", f"{count} rollouts", id="told", class_="note"),
+        tag("span", f"{count} rollouts", id="hits", class_="note"),
         class_="search",
     )
 

@@ -248,9 +248,9 @@ def _to_array(value: Any, name: str, entries: _Entries) -> np.ndarray:
     return _list_to_array(value, name, entries)
 
 
-def _check_length(array: np.ndarray, name: str, length: int, beside: str = "token_ids") -> None:
+def _check_length(array: np.ndarray, name: str, length: int, reference: str = "token_ids") -> None:
     if len(array) != length:
-        raise field_error(name, f"has {len(array)} entries but {beside} has {length}")
+        raise field_error(name, f"has {len(array)} entries but {reference} has {length}")
 
 
 def _refuse(bad: np.ndarray, array: np.ndarray, name: str, reason: str) -> None:
@@ -282,9 +282,9 @@ def _checked_loss_mask(value: Any, length: int) -> np.ndarray:
     return array
 
 
-def _checked_floats(value: Any, name: str, length: int, beside: str = "token_ids") -> np.ndarray:
+def _checked_floats(value: Any, name: str, length: int, reference: str = "token_ids") -> np.ndarray:
     array = _to_array(value, name, _NUMBERS)
-    _check_length(array, name, length, beside)
+    _check_length(array, name, length, reference)
     with np.errstate(over="ignore"):
         result = array.astype(np.float32, copy=False)
     overflows = np.isfinite(array) & ~np.isfinite(result)

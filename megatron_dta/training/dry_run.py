@@ -62,7 +62,7 @@ def dry_run(config: TrainConfig, report: Report) -> None:
         InputError: the configuration cannot run; the message names the first problem.
     """
 
-    def tell(name: str, text: str) -> None:
+    def show(name: str, text: str) -> None:
         report(f"{name:<12} {text}")
 
     check_loggers(config.logging)
@@ -76,28 +76,28 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     mesh = run_mesh(config, int(world_size) if world_size.isdecimal() else 1)
     shape = DecoderShape.of(config.model)
     dtype = str(config.model.params_dtype).removeprefix("torch.")
-    tell("model", f"{shape.num_parameters:,} parameters, {dtype}, vocabulary of {config.model.padded_vocab_size:,}")
+    show("model", f"{shape.num_parameters:,} parameters, {dtype}, vocabulary of {config.model.padded_vocab_size:,}")
     if config.model.lora_rank is not None:
-        tell("adapters", f"{adapter_parameters(config.model):,} parameters, which alone are trained")
-    tell("mesh", mesh_text(mesh))
+        show("adapters", f"{adapter_parameters(config.model):,} parameters, which alone are trained")
+    show("mesh", mesh_text(mesh))
     flight = None
     if task is not None:
         for line in task.notes:
-            tell("left out", line)
-        longest = _tell_prompts(config, task, tell)
+            show("left out", line)
+        longest = _show_prompts(config, task, show)
         flight = _flight_of(config, [longest], [])
     elif stored is not None:
-        tell("held out", f"{len(held_out):,} rollouts") if held_out else None
-        flight = _tell_rollouts(config, stored, tell)
-    tell("steps", steps_text(config))
+        show("held out", f"{len(held_out):,} rollouts") if held_out else None
+        flight = _show_rollouts(config, stored, show)
+    show("steps", steps_text(config))
     for line in _starting_points(config, objective):
-        tell("start", line)
+        show("start", line)
     for name, own in _teacher_shapes(config).items():
-        tell("teacher", f"{name}: {DecoderShape.of(own).num_parameters:,} parameters")
+        show("teacher", f"{name}: {DecoderShape.of(own).num_parameters:,} parameters")
     memory = _memory(config, objective, shape, mesh, flight)
     if costs is not None:
-        tell("costs", f"measured, {config.tree.cost_model}")
-    _tell_memory(config, memory, tell)
+        show("costs", f"measured, {config.tree.cost_model}")
+    _show_memory(config, memory, show)
     report("dry run: nothing is wrong; nothing was trained or written")
 
 
@@ -123,7 +123,7 @@ def _check_folders(config: TrainConfig) -> None:
             raise InputError(f"{flag}: the folder {path} cannot be written ({there}: no permission)")
 
 
-def _tell_prompts(config: TrainConfig, task: SamplingTask, tell: Callable[[str, str], None]) -> int:
+def _show_prompts(config: TrainConfig, task: SamplingTask, show: Callable[[str, str], None]) -> int:
     """Report the prompts and the tokenizer, and return the largest possible number of tokens in a rollout."""
     sampling = config.sampling
     if config.agent.is_used:
@@ -132,18 +132,18 @@ def _tell_prompts(config: TrainConfig, task: SamplingTask, tell: Callable[[str, 
         load_environment(config.environment.environment)
     if sampling.rollout_replay:
         recorded = load_files(sampling.rollout_replay, config)
-        tell("replay", f"{len(recorded):,} recorded rollouts")
+        show("replay", f"{len(recorded):,} recorded rollouts")
     lengths = [len(prompt.token_ids) for prompt in task.prompts]
     if not lengths:
         raise InputError("there are no prompts to train on")
-    tell(
+    show(
         "prompts",
         f"{len(lengths):,} of {min(lengths)} to {max(lengths):,} tokens, {len(task.eval_prompts):,} held out; "
         f"a rollout batch has {sampling.rollout_batch_size} x {sampling.n_samples_per_prompt} rollouts",
     )
-    tell("epochs", _epochs_of_prompts(config, len(lengths)))
+    show("epochs", _epochs_of_prompts(config, len(lengths)))
     for name, text in tokenizer_lines(task.tokenizer):
-        tell(name, text)
+        show(name, text)
     return max(lengths) + sampling.rollout_max_response_len
 
 
@@ -172,25 +172,25 @@ def _epochs_of_rollouts(config: TrainConfig, stored: StoredRollouts) -> str:
     return text
 
 
-def _tell_rollouts(config: TrainConfig, stored: StoredRollouts, tell: Callable[[str, str], None]) -> InFlight:
+def _show_rollouts(config: TrainConfig, stored: StoredRollouts, show: Callable[[str, str], None]) -> InFlight:
     """Report the stored rollouts and the plan of the first step, and return the tokens in flight."""
     everything = stored.rollouts
     lengths = np.array([len(rollout) for rollout in everything])
     trained = sum(int(np.count_nonzero(rollout.loss_mask)) for rollout in everything)
-    tell(
+    show(
         "rollouts",
         f"{len(lengths):,} of {lengths.min()} to {lengths.max():,} tokens, {lengths.sum():,} in all, "
         f"{trained:,} trained",
     )
-    tell("epochs", _epochs_of_rollouts(config, stored))
-    return _flight_of(config, lengths.tolist(), stored.next_batch(0), tell)
+    show("epochs", _epochs_of_rollouts(config, stored))
+    return _flight_of(config, lengths.tolist(), stored.next_batch(0), show)
 
 
 def _flight_of(
     config: TrainConfig,
     lengths: Sequence[int],
     rollouts: Sequence[Rollout],
-    tell: Callable[[str, str], None] | None = None,
+    show: Callable[[str, str], None] | None = None,
 ) -> InFlight:
     """The largest number of tokens in flight: from the plan of ``rollouts``, or from the budget for ``lengths``."""
     tree = config.tree
@@ -208,8 +208,8 @@ def _flight_of(
         plan = plan_forest(sequences, tree.tree_mode, StepBudget(segment, tree.tree_memory_tokens))
         total = sum(map(len, sequences))
         tokens = float(plan.peak_in_flight_tokens)
-        if tell is not None:
-            tell(
+        if show is not None:
+            show(
                 "first step",
                 f"{len(sequences)} rollouts, {total:,} tokens, {plan.tree.num_tokens:,} unique "
                 f"(reuse {total / plan.tree.num_tokens:.2f}), {plan.num_segments} segments of at most "
@@ -301,18 +301,18 @@ def _teacher_shapes(config: TrainConfig) -> dict[str, ModelConfig]:
     return {name: teacher_shape(config, folder) for name, folder in folders.items() if not is_remote(folder)}
 
 
-def _tell_memory(config: TrainConfig, memory: tuple[int, RankMemory, float], tell: Callable[[str, str], None]) -> None:
+def _show_memory(config: TrainConfig, memory: tuple[int, RankMemory, float], show: Callable[[str, str], None]) -> None:
     stage, parts, more = memory
     needed = (parts.total + more) / GIB
     named = {**parts.parts(), "further models": more}
     text = ", ".join(f"{name.replace('_', ' ')} {value / GIB:.2f}" for name, value in named.items() if value)
-    tell("memory", f"about {needed:.2f} GiB on a rank of stage {stage} (estimate): {text}")
+    show("memory", f"about {needed:.2f} GiB on a rank of stage {stage} (estimate): {text}")
     if parts.host:
-        tell("", f"{parts.host / GIB:.2f} GiB of the rank's optimizer states, K and V are on the host")
+        show("", f"{parts.host / GIB:.2f} GiB of the rank's optimizer states, K and V are on the host")
     limit = config.tree.tree_memory_gib
     constant = (parts.weights + parts.gradients + parts.optimizer + more) / GIB
     if limit is not None:
-        tell("", f"--tree-memory-gib {limit:g}: the planner keeps the step within it")
+        show("", f"--tree-memory-gib {limit:g}: the planner keeps the step within it")
         if constant > limit:
             raise InputError(
                 f"--tree-memory-gib {limit:g}: weights, gradients and optimizer states take {constant:.2f} GiB of it; "
@@ -320,7 +320,7 @@ def _tell_memory(config: TrainConfig, memory: tuple[int, RankMemory, float], tel
             )
     elif torch.cuda.is_available():
         there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
-        tell("", f"the GPU has {there:.2f} GiB")
+        show("", f"the GPU has {there:.2f} GiB")
         how = "lower --tree-memory-tokens or --tree-activation-tokens, or take more processes"
         if config.leaves_memory_open:
             # Training recomputes what does not fit.

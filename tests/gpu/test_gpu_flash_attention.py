@@ -21,10 +21,9 @@ from megatron_dta.parity import compare_outcomes, random_training_samples, run_t
 from tree_attention_cases import (
     SCALE,
     FlashCase,
-    Segment,
+    big_segment,
     check_accumulation,
     poisoned_memory,
-    random_parents,
     random_segment,
     relative_errors,
     segment_of,
@@ -40,15 +39,6 @@ pytestmark = [
 ]
 # Those of the Triton kernels.
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-def big_segment(generator: np.random.Generator, size: int) -> Segment:
-    """A segment with ancestors in a random forest of long branches."""
-    parent = random_parents(generator, size, 0.01)
-    begin = size // 2
-    while parent[begin] < 0:
-        begin += 1
-    return segment_of(parent, begin, size - int(generator.integers(0, size // 10)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

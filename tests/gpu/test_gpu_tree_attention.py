@@ -17,10 +17,10 @@ from tree_attention_cases import (
     SCALE,
     AttentionShape,
     Case,
+    big_segment,
     check_accumulation,
     check_sibling_changes_no_bit,
     compiled_variants,
-    random_parents,
     random_segment,
     relative_errors,
     segment_of,
@@ -28,15 +28,6 @@ from tree_attention_cases import (
 from triton_device import DEVICE
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-6}
-
-
-def big_segment(generator: np.random.Generator, size: int) -> object:
-    """A segment with ancestors in a random forest of long branches."""
-    parent = random_parents(generator, size, 0.01)
-    begin = size // 2
-    while parent[begin] < 0:
-        begin += 1
-    return segment_of(parent, begin, size - int(generator.integers(0, size // 10)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

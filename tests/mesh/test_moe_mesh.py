@@ -66,7 +66,7 @@ MESHES = {
     "ep2-dp4": (4, EP, [1, 0, 6, 0]),
     "ep2-dp4-overlap": (4, replace(EP, **OVERLAP), [0, 0, 6, 0]),
 }
-# Cases whose ops run in turns, too: mesh, model, cut and forest.
+# Cases whose ops take turns, too: mesh, model, cut and forest.
 IN_TURNS = [
     *(("ep2", "qwen3", cut, "unlike") for cut in ("dta", "dta-mixed", "dta-recomputed")),
     ("ep2", "qwen3", "dense"),

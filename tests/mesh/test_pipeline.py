@@ -27,7 +27,7 @@ COMBINATIONS = [
     *((mesh, "tied", "dta", "wide") for mesh in ("pp2", "pp2-vpp2", "pp4")),
 ]  # fmt: skip
 
-# Ops of a pipeline in turns, in pairs on both stages; each also one op after the other.
+# Ops of a pipeline that take turns, in pairs on both stages; each also one op after the other.
 IN_TURNS = [
     *(("pp2-ep2-turns", "experts", cut, "wide") for cut in ("dta", "dense")),
     ("pp2-vpp2-ep2-idle-turns", "experts", "dta", "wide"),

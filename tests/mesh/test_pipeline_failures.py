@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -20,63 +21,56 @@ def case() -> MeshCase:
     return pipeline_case()
 
 
-def fail_in_the_model(rank: int, case: MeshCase) -> None:
-    """The last stage's model fails in its third forward of training."""
+def run_with(method: str, change: Callable[..., Any], rank: int, case: MeshCase) -> None:
+    """Run the case with ``change(method, run, op, *arguments)`` in place of a method of ``StageRun``."""
     from megatron_dta.engine.stage_run import StageRun
 
-    run_model = StageRun._run_model
-
-    def failing(self: Any, op: Any, *arguments: Any) -> Any:
-        if rank == 1 and self.training and op.segment == 3:
-            raise ArithmeticError("a broken kernel")
-        return run_model(self, op, *arguments)
-
-    with mock.patch.object(StageRun, "_run_model", failing):
+    original = getattr(StageRun, method)
+    with mock.patch.object(StageRun, method, lambda run, op, *arguments: change(original, run, op, *arguments)):
         run_cases(rank, {"": case})
+
+
+def fail_in_the_model(rank: int, case: MeshCase) -> None:
+    """The last stage's model fails in its third forward of training."""
+
+    def failing(run_model: Callable, run: Any, op: Any, *arguments: Any) -> Any:
+        if rank == 1 and run.training and op.segment == 3:
+            raise ArithmeticError("a broken kernel")
+        return run_model(run, op, *arguments)
+
+    run_with("_run_model", failing, rank, case)
 
 
 def send_a_wrong_shape(rank: int, case: MeshCase) -> None:
     """The first stage's model returns a token too few for segment 2."""
-    from megatron_dta.engine.stage_run import StageRun
 
-    run_model = StageRun._run_model
-
-    def shorter(self: Any, op: Any, *arguments: Any) -> list[torch.Tensor]:
-        outputs = run_model(self, op, *arguments)
+    def shorter(run_model: Callable, run: Any, op: Any, *arguments: Any) -> list[torch.Tensor]:
+        outputs = run_model(run, op, *arguments)
         return [outputs[0][1:]] if rank == 0 and op.segment == 2 else outputs
 
-    with mock.patch.object(StageRun, "_run_model", shorter):
-        run_cases(rank, {"": case})
+    run_with("_run_model", shorter, rank, case)
 
 
 def fail_in_a_backward(rank: int, case: MeshCase) -> None:
     """The first stage runs out of memory in a backward, while the last one is ahead."""
-    from megatron_dta.engine.stage_run import StageRun
 
-    backward = StageRun._backward
-
-    def failing(self: Any, op: Any, is_last: bool) -> None:
+    def failing(backward: Callable, run: Any, op: Any, *arguments: Any) -> None:
         if rank == 0 and op.segment == 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        backward(self, op, is_last)
+        backward(run, op, *arguments)
 
-    with mock.patch.object(StageRun, "_backward", failing):
-        run_cases(rank, {"": case})
+    run_with("_backward", failing, rank, case)
 
 
 def die_in_the_model(rank: int, case: MeshCase) -> None:
     """The last stage's process is killed in the middle of a step."""
-    from megatron_dta.engine.stage_run import StageRun
 
-    run_model = StageRun._run_model
-
-    def dying(self: Any, op: Any, *arguments: Any) -> Any:
-        if rank == 1 and self.training and op.segment == 3:
+    def dying(run_model: Callable, run: Any, op: Any, *arguments: Any) -> Any:
+        if rank == 1 and run.training and op.segment == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return run_model(self, op, *arguments)
+        return run_model(run, op, *arguments)
 
-    with mock.patch.object(StageRun, "_run_model", dying):
-        run_cases(rank, {"": case})
+    run_with("_run_model", dying, rank, case)
 
 
 def have_another_shape(rank: int, case: MeshCase) -> None:

@@ -21,7 +21,7 @@ class Scale:
 
     Attributes:
         data, model, warmup, training: flags of the task's files, of the model and of both kinds of training.
-        response: most tokens of a response; a right one has about as many.
+        response: maximum number of tokens of a response; a right one has about as many.
         width: rollouts of a prompt.
         segment: tokens of a segment.
         batch: prompts of a rollout batch.
@@ -29,7 +29,7 @@ class Scale:
         ablation_steps: the same for each ablation.
         eval_interval: steps between evaluations.
         methods: compared by their curves.
-        seeds: most seeds of the curves; each has its own order of prompts and sampling.
+        seeds: maximum number of seeds of the curves; each has its own order of prompts and sampling.
         shared_start: all seeds have the data and the warmed-up weights of the first one.
         efficiency: flags of ``benchmarks/rollout.py tree``.
         efficiency_segments: segment lengths of the trees there.

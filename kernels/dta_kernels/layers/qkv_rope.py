@@ -25,7 +25,7 @@ from torch import Tensor
 from dta_kernels.launch import Launcher, ceil_div
 from dta_kernels.layers.few_rows import sum_of_terms
 
-# Most programs of the backward pass, over tokens and groups.
+# Maximum number of programs of the backward pass, over tokens and groups.
 _MAX_PROGRAMS = 1024
 
 

@@ -28,7 +28,8 @@ from dta_kernels.launch import Launcher, ceil_div
 from dta_kernels.layers.few_rows import sum_of_terms
 from dta_kernels.overlap import overlap_settings, wait_for_previous
 
-# Most programs of the backward pass: enough to fill any GPU twice, few enough for a small tensor of partial sums.
+# Maximum number of programs of the backward pass: enough to fill any GPU twice, few enough for a small tensor of
+# partial sums.
 _MAX_PROGRAMS = 512
 
 

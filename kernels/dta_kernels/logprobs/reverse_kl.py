@@ -3,8 +3,8 @@
     KL(student || teacher) = sum over tokens v of p(v) (log p(v) - log q(v))
 
 p is the student's distribution of a row, q the teacher's at the same row; both are softmaxes of ``hidden @ weight.T /
-temperature`` with hidden states and output weights of their own. The teacher is a constant. The derivative by the
-student's logit of v, before the temperature, is p(v) (log p(v) - log q(v) - KL) / temperature.
+temperature`` with hidden states and output weights of their own. The teacher is a constant. The derivative with respect
+to the student's logit of v, before the temperature, is p(v) (log p(v) - log q(v) - KL) / temperature.
 
 As in ``linear``, the logits of all rows would be the largest tensors of a step, so both passes process chunks of rows
 and the backward computes the logits again. With a divided vocabulary every rank has all rows and its columns of both

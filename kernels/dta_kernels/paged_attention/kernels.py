@@ -153,8 +153,8 @@ def paged_attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles x G, programs of a tile), which share the tile's parts in turns; tiles without queries are skipped.
-    ``arrived``, int32 [tiles x G], is zero before and after."""
+    """Grid (tiles x G, programs of a tile), among which the tile's parts are dealt out; tiles without queries are
+    skipped. ``arrived``, int32 [tiles x G], is zero before and after."""
     wait_for_previous(OVERLAP)
     J: tl.constexpr = H // G
     group = tl.program_id(0) % G

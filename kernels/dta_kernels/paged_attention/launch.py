@@ -43,7 +43,7 @@ class PagedConfig:
     Attributes:
         rows: rows of a tile, tokens times heads of a group; a power of two, at least 16.
         keys: keys of a block; a power of two, at least 16.
-        parts: most programs among which a tile's keys are divided.
+        parts: maximum number of programs among which a tile's keys are divided.
         min_part: keys of a part are a multiple of this, itself a multiple of ``keys``.
         num_warps, num_stages: Triton's.
     """
@@ -56,7 +56,7 @@ class PagedConfig:
     num_stages: int
 
     def tokens_of(self, group_size: int) -> int:
-        """Most tokens of a tile, for this number of query heads of each key/value head."""
+        """Maximum number of tokens of a tile, for this number of query heads of each key/value head."""
         return self.rows // group_size
 
 

@@ -24,7 +24,7 @@ class KernelConfig:
         keys: keys of a block, a power of two, at least 16.
         num_warps, num_stages: Triton's.
         tma: read tiles through tensor descriptors (Hopper and later).
-        max_pack: most heads of a group in one tile.
+        max_pack: maximum number of heads of a group in one tile.
         hopper: use the kernel of ``hopper_forward`` or ``hopper_backward``, for compute capability 9, head sizes 64 and
             128, 16-bit inputs; num_warps and num_stages are its own.
     """
@@ -54,8 +54,8 @@ class TreeAttentionConfig:
     Attributes:
         key_gradients: also sets the size of the stored dS tiles.
         query_gradients: its tile sizes are those of ``key_gradients``.
-        stored_scores_bytes: most memory for dS tiles; a single row of blocks may exceed it. A segment that needs more
-            runs in several launches, each for some groups or some queries.
+        stored_scores_bytes: maximum memory for dS tiles; a single row of blocks may exceed it. A segment that needs
+            more runs in several launches, each for some groups or some queries.
     """
 
     forward: KernelConfig

@@ -31,7 +31,8 @@ class AttentionContext(PackedSeqParams):
             padding tokens; a model with fused layers sets them once for all layers.
         routing: per-token inputs of the routers in layers with experts; None if the routers need none.
         path_states: states of the tokens' paths, for layers with a recurrence; None in passes that keep none.
-        rows_per_rank: most rows of this pass on any rank that shares experts with this one; None if all have as many.
+        rows_per_rank: maximum number of rows of this pass on any rank that shares experts with this one; None if all
+            have as many.
         turn: of the pass, if it runs beside another one (``model.parallel.turns``).
         context_group: the ranks that divide the pass's tokens; None if each computes all of them. ``position_ids`` and
             ``routing`` are of all tokens, ``rotary_tables`` of the rank's rows.

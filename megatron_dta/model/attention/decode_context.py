@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dta.model.attention.context import AttentionContext
-from megatron_dta.model.attention.paged_cache import PagedCache
+from megatron_dta.model.attention.paged_cache import PagedCache, upload
 
 # Shorter rows join a group while at most this many (query, key) pairs of padding are computed: about the cost of the
 # calls for one more group.
@@ -122,7 +122,7 @@ def append_context(
     arrays: list[np.ndarray] = [positions, page * cache.page_size + positions % cache.page_size]
     for rows in grouped:
         arrays += _group_arrays(rows, starts, counts, tables, cache.page_size)
-    on_device = iter(_to_device(arrays, cache.device))
+    on_device = iter(upload(arrays, cache.device))
     position_ids, slots = next(on_device), next(on_device)
     groups, first = [], 0
     for rows in grouped:
@@ -170,11 +170,3 @@ def _group_arrays(
     query_positions = starts[rows, None] + columns
     place = np.flatnonzero((columns < counts[rows, None]).ravel())
     return [pages, query_positions, place]
-
-
-def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as flat int64 tensors, in one transfer."""
-    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int64, copy=False))
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    return list(packed.to(device, non_blocking=True).split([array.size for array in arrays]))

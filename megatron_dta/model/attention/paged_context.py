@@ -30,7 +30,7 @@ from dta_kernels.paged_attention.launch import (
     write_pages,
 )
 from megatron_dta.model.attention.context import AttentionContext
-from megatron_dta.model.attention.paged_cache import PagedCache
+from megatron_dta.model.attention.paged_cache import PagedCache, upload
 
 if TYPE_CHECKING:
     from dta_kernels.layers.qkv_rope import MixedQKV
@@ -50,7 +50,7 @@ class HeadShape:
         return paged_config(self.num_heads // self.num_groups, self.head_size, self.dtype, run)
 
     def tile_tokens(self, run: int) -> int:
-        """Most tokens of a tile for runs of up to ``run`` tokens."""
+        """Maximum number of tokens of a tile for runs of up to ``run`` tokens."""
         return self.config(run).tokens_of(self.num_heads // self.num_groups)
 
 
@@ -180,14 +180,6 @@ def paged_context(
 def static_tiles(starts: np.ndarray, counts: np.ndarray, rows: PassRows, tokens: int) -> np.ndarray:
     """Tiles of at most ``tokens`` tokens of all ``rows``, int64 [T, 4]."""
     return tiles_of(starts, counts, rows.table_begins, 0, tokens)
-
-
-def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as flat int64 tensors on the device, in one transfer that the host does not wait for."""
-    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int64, copy=False))
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    return list(packed.to(device, non_blocking=True).split([array.size for array in arrays]))
 
 
 class StaticPass:

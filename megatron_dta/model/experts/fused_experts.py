@@ -23,8 +23,8 @@ from megatron_dta.model.experts.expert_rows import ExpertRows
 from megatron_dta.model.experts.grouped_experts import GroupedExperts, Products
 from megatron_dta.planning.costs.segment_bytes import EXPERT_SHARE
 
-# Most bytes of a layer's rows for which the largest possible number of rows is allocated, in passes that keep these
-# rows for a backward, and in others.
+# Maximum number of bytes of a layer's rows for which the largest possible number of rows is allocated, in passes that
+# keep these rows for a backward, and in others.
 _MOST_BYTES_KEPT, _MOST_BYTES = 2**22, 2**28
 # Rows to make room for, over the most of this number of passes before.
 _MARGIN, _PASSES = 1 + 1 / 32, 4

@@ -39,7 +39,7 @@ class RowExchange:
     Args:
         group: the ranks that exchange rows.
         num_rows: rows of this rank.
-        rows_per_rank: most rows of any rank, the same number on all of them.
+        rows_per_rank: maximum number of rows of any rank, the same number on all of them.
         turn: of the pass, if it runs beside another one.
         sums: ``sum_rows`` of the kernels or of the reference.
 

@@ -46,14 +46,15 @@ class LoraAdapter(torch.nn.Module):
 
     Args:
         linear: the linear layer to adapt, Megatron's or Transformer Engine's.
-        is_gated: whether the outputs are two matrices one below the other (gate and up projection).
+        is_gated: whether the outputs are two stacked matrices (gate and up projection).
         seed: random seed of A.
 
     Attributes:
         lora_A, lora_B: the trained matrices [R, I] and [O, R].
         scale: factor of their product.
         enabled: False leaves the linear layer's output unchanged.
-        sections: names and numbers of this rank's rows of the parts that checkpoints store apart; empty for one part.
+        sections: names and numbers of this rank's rows of the parts that checkpoints store separately; empty for one
+            part.
     """
 
     def __init__(

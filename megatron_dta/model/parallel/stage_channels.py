@@ -21,7 +21,7 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
-# Most multiprocessors that a message uses.
+# Maximum number of multiprocessors that a message uses.
 MESSAGE_CTAS = 4
 
 

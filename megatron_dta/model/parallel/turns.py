@@ -1,4 +1,4 @@
-"""Runs two pieces of work in turns, so that one computes while the other one's communication travels.
+"""Lets two pieces of work take turns, so that one computes while the other one's communication travels.
 
 Each piece runs in a thread of its own, but only one of them at a time: it passes its turn on where it would wait for
 communication, and continues when the other one has done the same or has ended. The order of all operations thus depends
@@ -56,7 +56,7 @@ class _Shared:
         with self._changed:
             self._changed.wait_for(lambda: self._owner == number or self.has_failed)
         if self.has_failed:
-            raise _PartnerFailedError("the pass beside this one has failed")
+            raise _PartnerFailedError("the other pass has failed")
 
     def run(self, number: int, piece: Callable[[Turn], None]) -> None:
         turn = Turn(number, self)
@@ -90,14 +90,14 @@ class TurnRunner:
         shared = _Shared(last)
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
-        def beside() -> None:
+        def run_other() -> None:
             if stream is None:
                 shared.run(1, second)
                 return
             with torch.cuda.device(self._device), torch.cuda.stream(stream):
                 shared.run(1, second)
 
-        other = self._threads.submit(beside)
+        other = self._threads.submit(run_other)
         try:
             shared.run(0, first)
         except _PartnerFailedError:

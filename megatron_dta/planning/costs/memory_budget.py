@@ -105,7 +105,7 @@ def peak_bytes(
         ops: (kind, segment, model chunk) in order.
         lengths, path_tokens: for each segment, its number of tokens, and that of its root path including its own.
         chunks: the rank's model chunks.
-        pairs: numbers of the forwards that run in turns with the next op.
+        pairs: numbers of the forwards that take turns with the next op.
     """
     none = [0.0] * len(lengths)
     of_states = [

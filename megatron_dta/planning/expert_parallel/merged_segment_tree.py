@@ -41,6 +41,8 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_dta.planning.segments.plan import path_totals
+
 FACTORS = (0.7, 1.0, 1.5, 4.0, 1e9)
 
 
@@ -123,15 +125,6 @@ def largest_of_ranks(counts: Sequence[Sequence[int]], segments: Sequence[np.ndar
     """The largest of the ranks' ``counts`` at their ``segments``, 0 for an empty one (-1): int64 [len(segments[0])]."""
     pairs = zip(counts, segments, strict=True)
     return np.max([np.append(np.asarray(own, dtype=np.int64), 0)[places] for own, places in pairs], axis=0)
-
-
-def path_totals(parents: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
-    """Tokens of each segment's root path, its own included, int64."""
-    totals = list(lengths)
-    for segment, parent in enumerate(parents):
-        if parent >= 0:
-            totals[segment] += totals[parent]
-    return np.asarray(totals, dtype=np.int64)
 
 
 class SegmentTree:

@@ -1,4 +1,4 @@
-"""Forms pairs of ops that run in turns, so that one computes while the tokens of the other one travel to experts.
+"""Forms pairs of ops that take turns, so that one computes while the tokens of the other one travel to experts.
 
 Two ops may share their time if neither needs the other: the forward of a segment and the backward of another one, or
 two forwards of segments that are not parent and child. Two backwards are not paired: both would add to the same
@@ -42,8 +42,8 @@ def with_pairs(
         plan: a pass of a single stage with ``most_tokens``.
         segments: for each op the segments of all ranks; negative for an empty one.
         parents, lengths: for each rank the parent and the tokens of each segment.
-        limit: most tokens in flight on a rank; those of the plan if they are more. Not used in a pass without
-            backwards.
+        limit: maximum number of tokens in flight on a rank; those of the plan if they are more. Not used in a pass
+            without backwards.
     """
     ops, tokens = plan.schedule.ops[0], plan.most_tokens[0]
     kinds = [op.kind for op in ops]
@@ -115,7 +115,7 @@ class _Walk:
         return found
 
     def _is_pair(self, at: int) -> bool:
-        """Whether a forward at this place and a later backward may run in turns where they are."""
+        """Whether a forward at this place and a later backward may take turns where they are."""
         if at + 1 == len(self.order):
             return False
         first, then = self.order[at], self.order[at + 1]

@@ -9,7 +9,7 @@ A node or op stands for one of the rank's segments or for an *empty segment*. An
 trained edges, (edge, sequence) pairs or losses, and starts at the end of the stream. Its forward and backward take part
 in the collective communication of every layer and change nothing. No other part of a plan treats it specially.
 
-On a single stage, pairs of ops may run in turns (``overlap``).
+On a single stage, pairs of ops may take turns (``overlap``).
 
 The segments to recompute are chosen on the merged tree too, as all ranks must recompute together. A list of ops
 recomputes nearly all segments, so it is used only where it saves more empty segments than that costs.

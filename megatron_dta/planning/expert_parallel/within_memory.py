@@ -102,7 +102,9 @@ def stages_within_memory(
 
 
 def op_list_bytes(merged: MergedOpList, ranks: Sequence[RankPlan], shape: PipelineShape) -> float:
-    """Most bytes that a rank holds at once in a list of ops, of which none but the running one keeps activations."""
+    """Maximum number of bytes that a rank holds at once in a list of ops, in which only the running op keeps
+    activations.
+    """
     (each, of_states), layers = shape.memory.stages[0], shape.layers[0]
     num_slots = num_forks = 0
     counts, segments_of = [], []
@@ -128,8 +130,8 @@ def op_list_bytes(merged: MergedOpList, ranks: Sequence[RankPlan], shape: Pipeli
 def limit_of_pairs(
     plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan], shape: PipelineShape
 ) -> tuple[int, float]:
-    """Most tokens that may be in flight if ops run in pairs and keep their activations, and the bytes that are left for
-    states then; infinite for a model without them.
+    """Maximum number of tokens that may be in flight if ops run in pairs and keep their activations, and the bytes that
+    are left for states then; infinite for a model without them.
 
     Args:
         segments: for each op the segments of all ranks.
@@ -146,7 +148,7 @@ def limit_of_pairs(
 
 
 def most_in_flight(plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan]) -> int:
-    """Most tokens in flight on a rank; ``segments`` are those of all ranks for each op."""
+    """Maximum number of tokens in flight on a rank; ``segments`` are those of all ranks for each op."""
     most = 0
     signs = [1 if op.kind is OpKind.FORWARD else -1 for op in plan.schedule.ops[0]]
     for number, rank in enumerate(ranks):

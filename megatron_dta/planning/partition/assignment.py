@@ -14,7 +14,7 @@ from megatron_dta.planning.partition.sequence_runs import SequenceRuns
 LEAST_GAIN = 1e-9
 # Number of swaps with the best estimates whose gain is computed exactly.
 SWAPS_TRIED = 8
-# Most runs of one rank that are considered at once.
+# Maximum number of runs of one rank that are considered at once.
 MOST_CANDIDATES = 256
 # A run may move to the least loaded ranks, and to the ranks of its nearest neighbours on either side.
 IDLEST = 8

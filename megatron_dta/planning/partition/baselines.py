@@ -38,7 +38,7 @@ def contiguous_by_cost(costs: SequenceCosts, num_ranks: int) -> np.ndarray:
     """Rank of each sequence, int64 [Q], by predicted cost; ``costs`` must have no labels."""
     if not len(costs.stop_node):
         return np.zeros(0, dtype=np.int64)
-    leaves = SequenceRuns.atoms(costs)[0].joined(first_stops_of_leaves(costs))
+    leaves = SequenceRuns.indivisible(costs)[0].joined(first_stops_of_leaves(costs))
     run_of_leaf = np.searchsorted(leaves.even_runs(num_ranks), np.arange(len(leaves)), side="right") - 1
     return run_of_leaf[np.searchsorted(leaves.begin, costs.stop_of_sequence, side="right") - 1]
 

@@ -6,7 +6,7 @@ logprobs, update) uses it. It depends neither on the order of the sequences nor 
 makes the same plan.
 
 Ranks that share experts run the same ops, so they wait for each other wherever their trees differ. Their step is
-predicted for this division and for several that give the ranks similar trees (``search.dealt``), and the fastest is
+predicted for this division and for several that give the ranks similar trees (``greedy_divisions``), and the fastest is
 taken.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.partition.baselines import first_stops_of_leaves
-from megatron_dta.planning.partition.search import assign, dealt
+from megatron_dta.planning.partition.search import assign, greedy_divisions
 from megatron_dta.planning.partition.sequence_costs import RankCounts, SequenceCosts
 from megatron_dta.planning.partition.sequence_runs import SequenceRuns
 from megatron_dta.tree import build_prefix_tree
@@ -148,16 +148,16 @@ def partition_costs(costs: SequenceCosts, num_ranks: int, step_seconds: StepSeco
     """``partition_sequences`` for known costs; stops with the same label stay together.
 
     Args:
-        step_seconds: given if ranks share experts; the partition is then the one of which the step is fastest.
+        step_seconds: given if ranks share experts; the partition is then the one with the fastest step.
     """
-    atoms, atom_of_stop = SequenceRuns.atoms(costs)
-    if not len(atoms):
+    runs, run_of_stop = SequenceRuns.indivisible(costs)
+    if not len(runs):
         return Partition.of(costs, np.zeros(0, dtype=np.int64), num_ranks)
-    units = np.arange(len(atoms)) if costs.labelled else first_stops_of_leaves(costs)
-    found = [assign(atoms, num_ranks, units)]
+    units = np.arange(len(runs)) if costs.labelled else first_stops_of_leaves(costs)
+    found = [assign(runs, num_ranks, units)]
     if step_seconds is not None:
-        found += dealt(atoms, num_ranks, units)
-    found = [rank[atom_of_stop[costs.stop_of_sequence]] for rank in found]
+        found += greedy_divisions(runs, num_ranks, units)
+    found = [rank[run_of_stop[costs.stop_of_sequence]] for rank in found]
     best = 0 if len(found) == 1 else int(np.argmin(step_seconds(found)))
     return Partition.of(costs, found[best], num_ranks)
 

@@ -66,9 +66,9 @@ def cut_mini_batches(
     # Groups are numbered because NumPy treats names that differ only in trailing zero bytes as equal.
     names = [str(group) for group in by_appearance]
     costs = SequenceCosts.of(build_prefix_tree(sequences), cost_model or CostModel(), masks, names)
-    atoms, atom_of_stop = SequenceRuns.atoms(costs)
-    along_tree = atom_of_stop[costs.stop_of_sequence]
-    cuts = _even_cuts(atoms.shared[atoms.begin], num_mini_batches)
+    runs, run_of_stop = SequenceRuns.indivisible(costs)
+    along_tree = run_of_stop[costs.stop_of_sequence]
+    cuts = _even_cuts(runs.shared[runs.begin], num_mini_batches)
     even = np.array([part[0] for part in np.array_split(np.arange(len(number)), num_mini_batches)[1:]], dtype=np.int64)
     in_order, along = (
         Partition.of(costs, np.searchsorted(starts, group, side="right"), num_mini_batches)

@@ -6,7 +6,7 @@
    ones, down to single sequences.
 
 Ranks that share experts also wait for each other in every op. Even ranks are then not enough: their trees must also
-have similar shapes. ``dealt`` makes further divisions, without refinement, for the caller to compare.
+have similar shapes. ``greedy_divisions`` makes further divisions, without refinement, for the caller to compare.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ START_FINENESS = (1.0, 3.0, 6.0, 10.0)
 # The refinement down to single sequences is used if it makes the slowest rank 1% faster for at most this many percent
 # more cost in total.
 WEIGHT_OF_SLOWEST = 2.0
-# Runs per rank's share, and number of runs per rank, in divisions that only deal runs.
-DEALT_FINENESS = (16.0, 64.0)
-DEALT_NUMBERS = (8, 16, 32)
+# Runs per rank's share, and number of runs per rank, in divisions without refinement.
+GREEDY_FINENESS = (16.0, 64.0)
+GREEDY_NUMBERS = (8, 16, 32)
 # Weight of the cost that a run adds to a rank, relative to the rank's present cost.
 ADDED_WEIGHT = 4.0
 # Slowest rank over mean at which no further start is tried.
@@ -42,52 +42,52 @@ GOOD = 1.002
 CHANGES = 200
 
 
-def assign(atoms: SequenceRuns, num_ranks: int, units: np.ndarray) -> np.ndarray:
-    """Rank of every atom, int64 [K]. Ranks stay idle if using them would not make the slowest rank faster.
+def assign(runs: SequenceRuns, num_ranks: int, units: np.ndarray) -> np.ndarray:
+    """Rank of every run, int64 [K]. Ranks stay idle if using them would not make the slowest rank faster.
 
     Args:
-        atoms: the runs that are never cut.
+        runs: the runs that are never cut.
         num_ranks: data-parallel size.
-        units: atoms at which the runs of the coarse search begin.
+        units: runs at which the longer runs of the coarse search begin.
     """
-    if num_ranks == 1 or len(atoms) < 2:
-        return np.zeros(len(atoms), dtype=np.int64)
-    share = _share(atoms, num_ranks)
-    first, coarse = _coarse(atoms, num_ranks, units, share)
+    if num_ranks == 1 or len(runs) < 2:
+        return np.zeros(len(runs), dtype=np.int64)
+    share = _share(runs, num_ranks)
+    first, coarse = _coarse(runs, num_ranks, units, share)
     if len(coarse) <= num_ranks:
         best = Assignment(coarse, _contiguous(coarse, num_ranks), num_ranks)
     else:
         best = _search(coarse, num_ranks, share)
-    rank = _spread(best.rank, first, len(atoms))
-    if len(coarse) < len(atoms) <= MOST_REFINED and best.cost.max() > GOOD * best.cost.mean():
-        found = refine(atoms, rank, num_ranks, share)
+    rank = _spread(best.rank, first, len(runs))
+    if len(coarse) < len(runs) <= MOST_REFINED and best.cost.max() > GOOD * best.cost.mean():
+        found = refine(runs, rank, num_ranks, share)
         # A little less time on the slowest rank is not worth much more duplicated work on the others.
         if (found.cost.max() / best.cost.max()) ** WEIGHT_OF_SLOWEST * found.cost.sum() < best.cost.sum():
             rank = found.rank
     return rank
 
 
-def dealt(atoms: SequenceRuns, num_ranks: int, units: np.ndarray) -> list[np.ndarray]:
-    """Ranks of every atom in further divisions; arguments as in ``assign``.
+def greedy_divisions(runs: SequenceRuns, num_ranks: int, units: np.ndarray) -> list[np.ndarray]:
+    """Ranks of every run in further divisions; arguments as in ``assign``.
 
     Each rank gets one run; or runs of at most a given cost, or a given number of runs that share least with their
-    neighbours (such as the samples of a prompt), are dealt costliest first, each to the rank with the least cost.
+    neighbours (such as the samples of a prompt), are placed costliest first, each on the rank with the least cost.
     """
-    if num_ranks == 1 or len(atoms) < 2:
+    if num_ranks == 1 or len(runs) < 2:
         return []
-    share = _share(atoms, num_ranks)
-    first, coarse = _coarse(atoms, num_ranks, units, share)
+    share = _share(runs, num_ranks)
+    first, coarse = _coarse(runs, num_ranks, units, share)
     least_shared = 1 + np.argsort(coarse.shared[coarse.begin[1:]], kind="stable")
-    cuts = [coarse.cut(share / fineness) for fineness in DEALT_FINENESS]
-    cuts += [np.append(0, np.sort(least_shared[: number * num_ranks - 1])) for number in DEALT_NUMBERS]
+    cuts = [coarse.cut(share / fineness) for fineness in GREEDY_FINENESS]
+    cuts += [np.append(0, np.sort(least_shared[: number * num_ranks - 1])) for number in GREEDY_NUMBERS]
     found = [_contiguous(coarse, num_ranks)]
-    found += [_spread(_deal(coarse.joined(begin).cost, num_ranks), begin, len(coarse)) for begin in cuts]
+    found += [_spread(_greedy(coarse.joined(begin).cost, num_ranks), begin, len(coarse)) for begin in cuts]
     different = {rank.tobytes(): rank for rank in found}
-    return [_spread(rank, first, len(atoms)) for rank in different.values()]
+    return [_spread(rank, first, len(runs)) for rank in different.values()]
 
 
-def _deal(cost: np.ndarray, num_ranks: int) -> np.ndarray:
-    """The rank of each run, dealt costliest first to the rank with the least cost."""
+def _greedy(cost: np.ndarray, num_ranks: int) -> np.ndarray:
+    """The rank of each run, placed costliest first on the rank with the least cost."""
     of_rank, rank = [0.0] * num_ranks, np.zeros(len(cost), dtype=np.int64)
     for run in np.argsort(-cost, kind="stable").tolist():
         rank[run] = of_rank.index(min(of_rank))
@@ -95,40 +95,40 @@ def _deal(cost: np.ndarray, num_ranks: int) -> np.ndarray:
     return rank
 
 
-def _coarse(atoms: SequenceRuns, num_ranks: int, units: np.ndarray, share: float) -> tuple[np.ndarray, SequenceRuns]:
-    """First atoms of the runs that are searched, and these runs."""
-    first, coarse = units, atoms.joined(units)
+def _coarse(runs: SequenceRuns, num_ranks: int, units: np.ndarray, share: float) -> tuple[np.ndarray, SequenceRuns]:
+    """First of ``runs`` in each of the longer runs that are searched, and these."""
+    first, coarse = units, runs.joined(units)
     if len(first) > max(MOST_PLACES, MOST_PER_RANK * num_ranks):
         first = first[coarse.cut(share / MOST_PER_RANK)]
-        coarse = atoms.joined(first)
+        coarse = runs.joined(first)
     return first, coarse
 
 
-def _share(atoms: SequenceRuns, num_ranks: int) -> float:
-    """Lower bound on the slowest rank: the mean cost without duplicates, or the costliest atom."""
-    return max(float((atoms.cost - atoms.shared[atoms.begin]).sum()) / num_ranks, float(atoms.cost.max()))
+def _share(runs: SequenceRuns, num_ranks: int) -> float:
+    """Lower bound on the slowest rank: the mean cost without duplicates, or the costliest run."""
+    return max(float((runs.cost - runs.shared[runs.begin]).sum()) / num_ranks, float(runs.cost.max()))
 
 
 def _spread(value: np.ndarray, begin: np.ndarray, count: int) -> np.ndarray:
-    """The value of each run, repeated for every atom in it."""
+    """The value of each run, repeated for each of the ``count`` runs that it joins."""
     return np.repeat(value, np.diff(np.append(begin, count)))
 
 
-def _contiguous(atoms: SequenceRuns, num_ranks: int) -> np.ndarray:
+def _contiguous(runs: SequenceRuns, num_ranks: int) -> np.ndarray:
     """Ranks of contiguous runs with the smallest maximum cost."""
-    begin = atoms.even_runs(num_ranks)
-    return _spread(np.arange(len(begin)), begin, len(atoms))
+    begin = runs.even_runs(num_ranks)
+    return _spread(np.arange(len(begin)), begin, len(runs))
 
 
-def _search(atoms: SequenceRuns, num_ranks: int, share: float) -> Assignment:
+def _search(runs: SequenceRuns, num_ranks: int, share: float) -> Assignment:
     """The best partition found."""
-    found = [refine(atoms, _contiguous(atoms, num_ranks), num_ranks, share)]
+    found = [refine(runs, _contiguous(runs, num_ranks), num_ranks, share)]
     for fineness in START_FINENESS:
         if len(found) > 2 and min(a.cost.max() / a.cost.mean() for a in found) <= GOOD_START:
             break
-        begin = atoms.cut(share / fineness)
-        start = _spread(_place(atoms.joined(begin), num_ranks), begin, len(atoms))
-        found.append(refine(atoms, start, num_ranks, share))
+        begin = runs.cut(share / fineness)
+        start = _spread(_place(runs.joined(begin), num_ranks), begin, len(runs))
+        found.append(refine(runs, start, num_ranks, share))
     return min(found, key=Assignment.score)
 
 
@@ -150,15 +150,15 @@ def _place(runs: SequenceRuns, num_ranks: int) -> np.ndarray:
     return rank_of
 
 
-def refine(atoms: SequenceRuns, rank: np.ndarray, num_ranks: int, share: float) -> Assignment:
-    """Even out the ranks of the atoms."""
+def refine(runs: SequenceRuns, rank: np.ndarray, num_ranks: int, share: float) -> Assignment:
+    """Even out the costs of the ranks."""
     for fineness in FINENESS:
         # Runs of a part of the share that are each on one rank.
         apart = np.append(True, rank[1:] != rank[:-1])
-        begin = atoms.cut(share / fineness, apart) if fineness else np.arange(len(atoms))
-        found = Assignment(atoms.joined(begin), rank[begin], num_ranks)
+        begin = runs.cut(share / fineness, apart) if fineness else np.arange(len(runs))
+        found = Assignment(runs.joined(begin), rank[begin], num_ranks)
         found.relieve(CHANGES, GOOD)
-        rank = _spread(found.rank, begin, len(atoms))
+        rank = _spread(found.rank, begin, len(runs))
         if found.cost.max() <= GOOD * found.cost.mean():
             break
-    return Assignment(atoms, rank, num_ranks)
+    return Assignment(runs, rank, num_ranks)

@@ -29,7 +29,7 @@ from megatron_dta.tree.trained_edges import TrainedIntervals, count_edges, split
 
 @dataclass(frozen=True)
 class SequenceCosts:
-    """The K stops of a forest and their costs. Stops with one label must stay together and form an atom.
+    """The K stops of a forest and their costs. Stops with one label must stay together, as one indivisible run.
 
     Attributes:
         tree: the forest.

@@ -41,7 +41,7 @@ class SequenceRuns:
     cost: np.ndarray
 
     @classmethod
-    def atoms(cls, costs: SequenceCosts) -> tuple[SequenceRuns, np.ndarray]:
+    def indivisible(cls, costs: SequenceCosts) -> tuple[SequenceRuns, np.ndarray]:
         """The runs that are never cut, one for each label, and the run of each stop.
 
         A label whose stops are not neighbours takes one place, that of its first stop, with the cost of all its stops.
@@ -55,8 +55,8 @@ class SequenceRuns:
         first, last = order[begin], order[end - 1] if count else order
         scattered = np.flatnonzero(last - first != end - begin - 1)
         keep = np.ones(count, dtype=bool)
-        for atom in scattered:
-            stops = order[begin[atom] : end[atom]]
+        for run in scattered:
+            stops = order[begin[run] : end[run]]
             keep[stops[1:]] = False
             alone[stops[0]] = alone[stops].sum() - costs.between(stops[:-1], stops[1:]).sum()
         place = np.flatnonzero(keep)

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule, pair_seconds
+from megatron_dta.planning.segments.plan import path_totals
 from megatron_dta.planning.segments.schedule import OpKind
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
@@ -90,7 +91,7 @@ class Policy:
         patience: a forward waits for a backward that becomes ready within this share of the forward's time. With an
             ``Urgency``, any op waits for a more urgent one.
         urgency: decides between ops that are both ready; None for the rules above and the last model chunk first.
-        pairs: a forward and a backward that are both ready run in turns, and patience holds for both kinds.
+        pairs: a forward and a backward that are both ready take turns, and patience holds for both kinds.
     """
 
     alternate: bool = False
@@ -140,11 +141,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 def longest_path_tokens(parents: Sequence[int], lengths: Sequence[int]) -> int:
     """Tokens of the longest root path: the peak of a single stage that runs depth first."""
-    totals = list(lengths)
-    for segment, parent in enumerate(parents):
-        if parent >= 0:
-            totals[segment] += totals[parent]
-    return max(totals, default=0)
+    return int(path_totals(parents, lengths).max(initial=0))
 
 
 def list_schedule(pipeline: Pipeline, policy: Policy) -> Outcome:

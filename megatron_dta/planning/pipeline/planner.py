@@ -10,7 +10,7 @@ several schedules under one limit on the tokens in flight, by simulation with th
    Research 56, 1992): each pass builds the schedule in the other direction of time and gives priority to the ops that
    ended last in the previous pass.
 
-With experts on several ranks, forwards and backwards may run in turns (``overlaps``): list schedules of such pairs are
+With experts on several ranks, forwards and backwards may take turns (``overlaps``): list schedules of such pairs are
 compared as well. They need more tokens in flight, since an op in a pair takes longer.
 
 The search ends early at a schedule that reaches the lower bound (``makespan_bound``) within 0.1%.
@@ -40,7 +40,8 @@ from megatron_dta.planning.segments.schedule import OpKind
 # (mirrored, policy) of the list schedules that are improved, and the patiences tried in each pass of the improvement.
 STARTS = ((False, Policy(alternate=True, patience=0.1)), (True, Policy()))
 PATIENCES = (0.0, 0.3)
-# Most passes of each start, and ops placed in the whole search. Large pipelines get fewer passes, and gain less.
+# Maximum number of passes of each start, and ops placed in the whole search. Large pipelines get fewer passes, and gain
+# less.
 PASSES = 6
 MAX_OPS = 100_000
 # The search ends at a makespan of this many times the lower bound.
@@ -71,7 +72,7 @@ def plan_pipeline(
         max_in_flight_tokens: limit on the tokens in flight on a stage, counted as in ``peak_in_flight``; None for the
             larger of 1.5 times the longest root path (2 times with ``overlaps``) and the peak of the static schedule on
             that stage.
-        overlaps: whether a forward and a backward may run in turns.
+        overlaps: whether a forward and a backward may take turns.
 
     Raises:
         InputError: the limit is below the longest root path, all of which is in flight at its last segment.

@@ -28,8 +28,8 @@ import numpy as np
 from megatron_dta.planning.segments.schedule import OpKind
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
-# Share of the time of two ops in turns in which tokens travel to experts of other ranks, and which a pair saves. Of a
-# step on two GPUs 0.19 were such communication (docs/results.md).
+# Share of the time of two ops that take turns in which tokens travel to experts of other ranks, and which a pair saves.
+# Of a step on two GPUs 0.19 were such communication (docs/results.md).
 TRAVEL_SHARE = 0.2
 
 
@@ -49,7 +49,7 @@ class PipelineSchedule:
         num_stages: pipeline ranks.
         num_model_chunks: model chunks (virtual stages) of each rank.
         ops: one list for each rank.
-        pairs: for each rank, the numbers of the ops that run in turns with the next op (``expert_parallel.overlap``);
+        pairs: for each rank, the numbers of the ops that take turns with the next op (``expert_parallel.overlap``);
             empty if there are none on any rank. In a pipeline these are a forward and a backward.
     """
 
@@ -64,7 +64,7 @@ class PipelineSchedule:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether any ops run in turns."""
+        """Whether any ops take turns."""
         return any(self.pairs)
 
     @property
@@ -84,7 +84,7 @@ class PipelineSchedule:
 
 
 def pair_seconds(first: float, second: float) -> float:
-    """Time of two ops that run in turns: each computes while the tokens of the other one travel."""
+    """Time of two ops that take turns: each computes while the tokens of the other one travel."""
     return max(first, second, (1 - TRAVEL_SHARE) * (first + second))
 
 

@@ -45,7 +45,7 @@ class Timeline:
 
     @property
     def busy(self) -> list[float]:
-        """Computing time of each stage; ops that run in turns share theirs."""
+        """Computing time of each stage; ops that take turns share theirs."""
         found = []
         for start, end in zip(self.start, self.end, strict=True):
             found.append(float((end - np.maximum(start, np.append(0.0, end[:-1]))).sum()))
@@ -176,10 +176,20 @@ def op_times(costs: PipelineCosts) -> dict[OpKind, list[list[float]]]:
 def message_of(schedule: PipelineSchedule, stage: int, op: PipelineOp) -> Message | None:
     """The message that an op sends; None if its result stays on its rank."""
     v = schedule.virtual_stage(stage, op.chunk)
-    other = v + 1 if op.kind is F else v - 1
-    if not 0 <= other < schedule.num_virtual_stages or other % schedule.num_stages == stage:
+    return _message_between(schedule, op, v, v + 1 if op.kind is F else v - 1)
+
+
+def _needed_message(schedule: PipelineSchedule, stage: int, op: PipelineOp) -> Message | None:
+    v = schedule.virtual_stage(stage, op.chunk)
+    return _message_between(schedule, op, v - 1 if op.kind is F else v + 1, v)
+
+
+def _message_between(schedule: PipelineSchedule, op: PipelineOp, source: int, target: int) -> Message | None:
+    """The message from one virtual stage to another; None if one of them does not exist or both are on one rank."""
+    stages = source % schedule.num_stages, target % schedule.num_stages
+    if not (0 <= source < schedule.num_virtual_stages > target >= 0) or stages[0] == stages[1]:
         return None
-    return Message(stage, other % schedule.num_stages, op.kind, op.segment, v)
+    return Message(*stages, op.kind, op.segment, source)
 
 
 def rank_programs(schedule: PipelineSchedule, timeline: Timeline) -> list[list[PipelineOp | Message]]:
@@ -244,13 +254,5 @@ def _global_order(schedule: PipelineSchedule, timeline: Timeline) -> list[tuple[
         if message in waiting:
             offer(waiting.pop(message))
     if any(place < len(ops) for place, ops in zip(at, schedule.ops, strict=True)):
-        raise ValueError("the schedule comes to a halt; check_schedule says where")
+        raise ValueError("the schedule deadlocks; check_schedule says where")
     return order
-
-
-def _needed_message(schedule: PipelineSchedule, stage: int, op: PipelineOp) -> Message | None:
-    v = schedule.virtual_stage(stage, op.chunk)
-    source = v - 1 if op.kind is F else v + 1
-    if not 0 <= source < schedule.num_virtual_stages or source % schedule.num_stages == stage:
-        return None
-    return Message(source % schedule.num_stages, stage, op.kind, op.segment, source)

@@ -65,7 +65,7 @@ def timeline_utilisation(events: Sequence[TimelineEvent], num_stages: int) -> fl
 
 
 def busy_seconds(events: Sequence[TimelineEvent], num_stages: int) -> list[float]:
-    """Time in which each stage ran ops; ops in turns share theirs."""
+    """Time in which each stage ran ops; ops that take turns share theirs."""
     busy, until = [0.0] * num_stages, [-math.inf] * num_stages
     for event in sorted((each for each in events if each.kind in WORK_KINDS), key=lambda each: each.start):
         busy[event.stage] += max(0.0, event.end - max(event.start, until[event.stage]))

@@ -55,10 +55,10 @@ def plan_segments(
 
     Args:
         tree: the forest; its sibling order may change.
-        segment_tokens: most tokens of a segment.
-        memory_tokens: most tokens in flight (of a segment and its ancestors); None for the larger of 1.5 times the
-            longest sequence and 8 segments.
-        num_strategies: most strategies to try; fewer give a faster estimate.
+        segment_tokens: maximum number of tokens of a segment.
+        memory_tokens: maximum number of tokens in flight (of a segment and its ancestors); None for the larger of 1.5
+            times the longest sequence and 8 segments.
+        num_strategies: maximum number of strategies to try; fewer give a faster estimate.
 
     Returns:
         The plan, on the reordered forest. The same forest gives the same plan.

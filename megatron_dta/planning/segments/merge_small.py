@@ -13,7 +13,7 @@ from megatron_dta.planning.segments.plan import SegmentPlan, segment_parents
 
 # A merged segment may exceed ``segment_tokens`` by this share.
 EXTRA_LENGTH = 1 / 16
-# Most merges, and most pairs of neighbours that are tried for each, shortest segment first.
+# Maximum number of merges, and maximum number of pairs of neighbours that are tried for each, shortest segment first.
 MAX_TRIES = 32
 
 
@@ -22,7 +22,7 @@ def merge_small_segments(plan: SegmentPlan, memory_tokens: int) -> SegmentPlan:
 
     Args:
         plan: the segments.
-        memory_tokens: most tokens in flight. A plan that already exceeds it may not get more than it has.
+        memory_tokens: maximum number of tokens in flight. A plan that already exceeds it may not get more than it has.
 
     Returns:
         The merged plan. Its ``segment_tokens`` is larger than that of ``plan`` if one of its segments is.

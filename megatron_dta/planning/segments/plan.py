@@ -12,6 +12,7 @@ the parent of its first token. Three facts follow, and tests check them on rando
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,7 +48,7 @@ class SegmentPlan:
         tree: the forest, with its siblings in the order that the planner chose; the segments cut its stream.
         segment_start: int64 [num_segments + 1], bounds of the segments in the stream.
         segment_parent: int32 [num_segments], see ``segment_parents``; an earlier segment, or -1 at a root.
-        segment_tokens: most tokens in a segment.
+        segment_tokens: maximum number of tokens in a segment.
     """
 
     tree: PrefixTree
@@ -73,11 +74,7 @@ class SegmentPlan:
     @cached_property
     def in_flight_tokens(self) -> np.ndarray:
         """Number of tokens in flight while each segment runs, its own and its ancestors', int64 [num_segments]."""
-        totals = self.lengths.tolist()
-        for segment, parent in enumerate(self.segment_parent.tolist()):
-            if parent >= 0:
-                totals[segment] += totals[parent]
-        return np.asarray(totals, dtype=np.int64)
+        return path_totals(self.segment_parent.tolist(), self.lengths.tolist())
 
     @property
     def peak_in_flight_tokens(self) -> int:
@@ -91,3 +88,12 @@ class SegmentPlan:
         for segment, parent in enumerate(self.segment_parent.tolist()):
             levels[segment] = 1 + (levels[parent] if parent >= 0 else 0)
         return max(levels, default=0)
+
+
+def path_totals(parents: Sequence[int], values: Sequence[int]) -> np.ndarray:
+    """Sum of ``values`` over each segment and its ancestors, int64; parents come before their children."""
+    totals = list(values)
+    for segment, parent in enumerate(parents):
+        if parent >= 0:
+            totals[segment] += totals[parent]
+    return np.asarray(totals, dtype=np.int64)

@@ -33,8 +33,8 @@ def choose_kept_segments(plan: SegmentPlan, activation_tokens: int | None, num_s
 
     Args:
         plan: the segments.
-        activation_tokens: most tokens in flight whose activations are kept. None keeps all segments; 0 keeps only
-            those that are free.
+        activation_tokens: maximum number of tokens in flight whose activations are kept. None keeps all segments; 0
+            keeps only those that are free.
         num_stages: number of pipeline stages. On a single stage every leaf of the segment tree is kept.
 
     Returns:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_dta.planning.segments.plan import SegmentPlan
+from megatron_dta.planning.segments.plan import SegmentPlan, path_totals
 
 
 class RunLevel(NamedTuple):
@@ -172,7 +172,7 @@ class SegmentRuns:
 
     @cached_property
     def widest_levels(self) -> np.ndarray:
-        """Most runs in a level of each segment, int64 [num_segments]."""
+        """Maximum number of runs in a level of each segment, int64 [num_segments]."""
         widest = np.zeros(self.segments.num_segments, dtype=np.int64)
         place, count = np.unique(self.segment_of * (self.num_runs + 1) + self.level, return_counts=True)
         np.maximum.at(widest, place // (self.num_runs + 1), count)
@@ -186,11 +186,7 @@ class SegmentRuns:
     @cached_property
     def forks_in_flight(self) -> np.ndarray:
         """States that each segment and its ancestors keep, int64 [num_segments]."""
-        totals = self.open_forks.tolist()
-        for segment, parent in enumerate(self.segments.segment_parent.tolist()):
-            if parent >= 0:
-                totals[segment] += totals[parent]
-        return np.asarray(totals, dtype=np.int64)
+        return path_totals(self.segments.segment_parent.tolist(), self.open_forks.tolist())
 
     def states_of(self, segment: int, slot_start: np.ndarray, width: int) -> SegmentStates:
         """The plan of one segment.

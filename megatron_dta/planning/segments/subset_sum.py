@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Most segments that a run of several subtrees may span.
+# Maximum number of segments that a run of several subtrees may span.
 MAX_SEGMENTS = 32
 
 
@@ -30,7 +30,7 @@ def fewest_wasted(sizes: Sequence[int], room: int, segment_tokens: int, limit: i
         sizes: number of tokens in each candidate subtree, ascending.
         room: number of free tokens in the current segment.
         segment_tokens: capacity of the segments that follow.
-        limit: most tokens in the run.
+        limit: maximum number of tokens in the run.
 
     Returns:
         The run, or None if every subtree is above the limit.

@@ -34,7 +34,7 @@ class StepChoice:
         memory_tokens: budget of tokens in flight of the segment plan; 0 for packs.
         seconds: predicted time of forward and backward on one replica.
         passes: training and forward-only pass if the choice already needed them, else None.
-        peak_bytes: most bytes that each pipeline rank holds at once; None without a limit in bytes.
+        peak_bytes: maximum number of bytes that each pipeline rank holds at once; None without a limit in bytes.
     """
 
     segments: SegmentPlan

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Most elements of a rectangle: 1 MiB per field in float32. A longer sequence gets a rectangle of its own.
+# Maximum number of elements of a rectangle: 1 MiB per field in float32. A longer sequence gets a rectangle of its own.
 MAX_ELEMENTS = 1 << 18
 # Below this area, padding costs less than another launch of the loss.
 FREE_ELEMENTS = 1 << 12

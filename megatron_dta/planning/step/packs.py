@@ -163,7 +163,7 @@ def first_fit_decreasing(
     Args:
         nodes: nodes of each run; no run has more tokens than the capacity.
         node_lengths: number of tokens in each node.
-        capacity: most unique tokens in a pack.
+        capacity: maximum number of unique tokens in a pack.
         least_added: put a run into the pack in which it adds fewest tokens, instead of the first that has room.
     """
     lengths = node_lengths.astype(np.int64)

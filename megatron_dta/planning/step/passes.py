@@ -37,11 +37,11 @@ class StepBudget:
     """Limits within which a step is planned.
 
     Attributes:
-        segment_tokens: most tokens in a segment. None lets the planner choose if costs were measured or memory is
-            limited (``choose_step``), and means 2,048 otherwise.
-        memory_tokens: most tokens in flight; None for the planner's choice.
-        activation_tokens: most tokens in flight whose activations are kept; None keeps all, 0 recomputes all. Not used
-            if memory is limited in bytes.
+        segment_tokens: maximum number of tokens in a segment. None lets the planner choose if costs were measured or
+            memory is limited (``choose_step``), and means 2,048 otherwise.
+        memory_tokens: maximum number of tokens in flight; None for the planner's choice.
+        activation_tokens: maximum number of tokens in flight whose activations are kept; None keeps all, 0 recomputes
+            all. Not used if memory is limited in bytes.
     """
 
     segment_tokens: int | None = None
@@ -57,7 +57,7 @@ class RankGroup:
         rank: this rank's index in the group.
         gather: function that returns the argument of every rank, in the order of the group.
         min_segments: every rank runs at least this many segments, even if no rank has any.
-        overlaps: whether pairs of ops run in turns, so that one computes while the other one communicates.
+        overlaps: whether pairs of ops take turns, so that one computes while the other one communicates.
     """
 
     rank: int
@@ -74,7 +74,7 @@ class PipelineShape:
         num_stages, num_model_chunks: number of pipeline ranks, and of virtual stages (model chunks) on each.
         layers: number of layers of each virtual stage.
         cost_model: cost model of the whole model.
-        max_in_flight_tokens: most tokens that a stage holds; None for the planner's default.
+        max_in_flight_tokens: maximum number of tokens that a stage holds; None for the planner's default.
         memory: memory budget of each rank, within which the planner chooses the tokens in flight and the kept
             activations; None for no limit in bytes.
         is_measured: whether the cost model is in seconds of this machine, so that it may choose the segment size.

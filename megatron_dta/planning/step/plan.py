@@ -55,8 +55,8 @@ class StepPlan:
         segment_rows, segment_edges, segment_pairs: int64 [segments + 1], offsets of each segment (pairs in edge order).
         loss_batches: for each segment, the sequences whose last row is in it, grouped for the loss.
         paths: each segment's ancestors in earlier segments.
-        memory_tokens: most tokens that may be in flight; 0 if the plan's own peak is the limit.
-        activation_tokens: most tokens in flight whose activations are kept; None for all.
+        memory_tokens: maximum number of tokens that may be in flight; 0 if the plan's own peak is the limit.
+        activation_tokens: maximum number of tokens in flight whose activations are kept; None for all.
         num_ranks: ranks that run the same ops as this one, itself included (``synchronized_plan``).
         context_size: ranks that divide the tokens of each segment.
     """

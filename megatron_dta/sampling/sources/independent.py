@@ -50,7 +50,7 @@ class SamplingSource(SampledSource):
         """See ``SampledSource``; one group per prompt, in order.
 
         ``policy_version`` is the number of the rollout batch. With servers, whose weights are updated from outside, it
-        is the number of optimizer steps behind their weights.
+        is the number of optimizer steps that led to their weights.
         """
         count, samples = self._config.rollout_batch_size, self._config.n_samples_per_prompt
         first = prompt_batch * count

@@ -12,9 +12,9 @@ weights. This bounds both the age of rollouts and the number of open requests.
 that of its oldest token.
 
 **Batches** are made of the groups that are finished. A long group may therefore miss the batch of its place and become
-too old. With ``waits`` the oldest groups are taken first, and training waits while those that are left would not all
-find a place before they are too old, so none is lost; otherwise those that were finished first are taken, rollouts that
-are too old are dropped and counted, and other groups are admitted.
+too old. With ``waits`` the oldest groups are taken first, and training waits if taking a batch now would
+leave a group without a place before it is too old, so none is lost. Otherwise the groups that were finished first are
+taken, rollouts that are too old are dropped and counted, and other groups are admitted.
 
 **Checkpoints** hold the finished groups and, of the others, the finished requests and the tokens so far, with which a
 resumed run continues. So every group is taken once, or dropped and counted.

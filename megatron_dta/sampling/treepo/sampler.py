@@ -50,7 +50,7 @@ class TreeSampler:
 
     Args:
         environments: runs the environments of multi-turn queries; None: a response is one turn.
-        max_turns: most turns of a path.
+        max_turns: maximum number of turns of a path.
     """
 
     def __init__(

@@ -68,6 +68,15 @@ def segment_of(parent: np.ndarray, begin: int, end: int) -> Segment:
     return Segment(queries, keys, subtree_end[keys])
 
 
+def big_segment(generator: np.random.Generator, size: int) -> Segment:
+    """A segment with ancestors in a random forest of long branches."""
+    parent = random_parents(generator, size, 0.01)
+    begin = size // 2
+    while parent[begin] < 0:
+        begin += 1
+    return segment_of(parent, begin, size - int(generator.integers(0, size // 10)))
+
+
 def random_segment(generator: np.random.Generator, size: int, turn: float = 0.1) -> Segment:
     """A random run of a random forest of ``size`` tokens, with ancestors where its first token has some."""
     parent = random_parents(generator, size, turn)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from common.attention_candidates import forward_candidates, key_gradient_candidates, query_gradient_candidates
+from common.attention_cases import chain, choose_sequences, probe_case, segment_cases, whole_tree
 from conftest import REPOSITORY, rollout_file, seed_all
 from dta_kernels.tree_attention.config import default_config
 from dta_kernels.tree_attention.plan import AttentionShape, plan_tree_attention
@@ -16,9 +18,6 @@ from forked import run_python
 from megatron_dta.tree import build_prefix_tree
 
 TOOLS = REPOSITORY / "benchmarks"
-sys.path.insert(0, str(TOOLS))
-from common.attention_candidates import forward_candidates, key_gradient_candidates, query_gradient_candidates  # noqa: E402
-from common.attention_cases import chain, choose_sequences, probe_case, segment_cases, whole_tree  # noqa: E402
 
 
 def random_sequences(generator: np.random.Generator, count: int) -> list[np.ndarray]:

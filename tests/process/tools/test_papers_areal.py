@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,7 @@ import pytest
 from conftest import REPOSITORY, seed_all
 from forked import run_python
 
-BENCHMARKS = REPOSITORY / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-TOOL = str(BENCHMARKS / "papers" / "areal_dta.py")
+TOOL = str(REPOSITORY / "benchmarks" / "papers" / "areal_dta.py")
 
 
 @pytest.fixture(scope="module")

@@ -143,13 +143,13 @@ def test_a_browser_reads_and_searches_them(tmp_path: Path) -> None:
 
         # Typing searches too, a moment later.
         shown.evaluate("field.value = 'needle1'; field.dispatchEvent(new Event('input')); 0")
-        while shown.evaluate("told.textContent") != "in 1 of 5 rollouts":
+        while shown.evaluate("hits.textContent") != "in 1 of 5 rollouts":
             time.sleep(0.05)
         assert search("needle2") == [False, False, True, False, False]
-        assert shown.evaluate("told.textContent") == "in 1 of 5 rollouts"
+        assert shown.evaluate("hits.textContent") == "in 1 of 5 rollouts"
         shown.evaluate("field.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter'})); 0")
         assert shown.evaluate("rollouts[2].open")
-        assert shown.evaluate("told.textContent") == "place 1 of 1"
+        assert shown.evaluate("hits.textContent") == "place 1 of 1"
         top = shown.evaluate("places[0].getBoundingClientRect().top")
         assert 0 < top < 1000
         assert shown.evaluate("CSS.highlights.get('here').size") == 1

@@ -1,4 +1,4 @@
-"""Messages of two ops that run in turns: sent in the common order, whichever op ends first."""
+"""Messages of two ops that take turns: sent in the common order, whichever op ends first."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import draw_concepts
 import pytest
 
 from conftest import REPOSITORY, seed_all
@@ -23,9 +23,6 @@ from megatron_dta.sampling.rewards.registry import Response, compute_reward, loa
 from megatron_dta.sampling.rewards.scoring import Scorer
 from megatron_dta.sampling.treepo.environment import load_environment
 from megatron_dta.training.monitor.metric_names import METRICS
-
-sys.path.insert(0, str(REPOSITORY / "docs" / "scripts"))
-import draw_concepts
 
 PAGES = sorted((REPOSITORY / "docs").rglob("*.md"))
 OWN = (

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from make_reference import reference
 
 import megatron_dta
 from conftest import REPOSITORY, seed_all
@@ -14,9 +14,6 @@ from megatron_dta.arguments import build_parser
 from megatron_dta.rollouts import write_rollouts
 from megatron_dta.training.monitor.metric_names import METRICS, is_known
 from trainer_cases import make_rollouts, rows_of, run
-
-sys.path.insert(0, str(REPOSITORY / "docs" / "scripts"))
-from make_reference import reference
 
 TASK = (
     "--task arithmetic --arithmetic-max-operand 3 --rollout-batch-size 4 --n-samples-per-prompt 4 "

@@ -1,4 +1,4 @@
-"""Two threads that run in turns: one at a time, in a fixed order, and an error in either ends both."""
+"""Two threads that take turns: one at a time, in a fixed order, and an error in either ends both."""
 
 from __future__ import annotations
 

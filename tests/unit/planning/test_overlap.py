@@ -1,4 +1,4 @@
-"""Pairs of ops that run in turns: valid on every rank, and within the tokens in flight."""
+"""Pairs of ops that take turns: valid on every rank, and within the tokens in flight."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from partition_cases import WHOLE_COSTS, cost, random_forest
 
 
 def atoms_of(sequences: list, masks: list | None = None) -> SequenceRuns:
-    return SequenceRuns.atoms(SequenceCosts.of(build_prefix_tree(sequences), WHOLE_COSTS, masks))[0]
+    return SequenceRuns.indivisible(SequenceCosts.of(build_prefix_tree(sequences), WHOLE_COSTS, masks))[0]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 64, 65, 200])
@@ -77,16 +77,16 @@ def test_cuts_and_even_runs_against_all_cuts(seed: int) -> None:
 
 
 def test_names_of_scattered_sequences_stay_together() -> None:
-    """A name whose sequences are no neighbours costs what its sequences cost, and is one atom."""
+    """A name whose sequences are not neighbours costs what its sequences cost, and is one run."""
     rng = seed_all(3)
     sequences, masks = random_forest(rng, 40, longest=15)
     masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
     names = [f"n{rng.integers(0, 8)}" for _ in sequences]
     costs = SequenceCosts.of(build_prefix_tree(sequences), WHOLE_COSTS, masks, names)
-    atoms, atom_of_stop = SequenceRuns.atoms(costs)
+    atoms, run_of_stop = SequenceRuns.indivisible(costs)
     assert len(atoms) == len(set(names))
     for atom in range(len(atoms)):
-        mine = [i for i in range(len(names)) if atom_of_stop[costs.stop_of_sequence[i]] == atom]
+        mine = [i for i in range(len(names)) if run_of_stop[costs.stop_of_sequence[i]] == atom]
         assert len({names[i] for i in mine}) == 1
         assert atoms.cost[atom] == cost(WHOLE_COSTS, [sequences[i] for i in mine], [masks[i] for i in mine])
 

@@ -185,7 +185,7 @@ def test_requirements_of_the_objective(tmp_path: Path) -> None:
     assert len(load_rollouts(path)) == 2
     assert_refused(path, "row 2: field 'reward or advantages': missing", require=["reward|advantages"])
     assert_refused(path, "row 1: field 'logprobs': missing", require=("logprobs",))
-    with pytest.raises(ValueError, match="no field"):
+    with pytest.raises(ValueError, match="not fields of a rollout"):
         load_rollouts(path, require=("rewards",))
 
 

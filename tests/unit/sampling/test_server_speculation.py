@@ -6,8 +6,6 @@ import json
 import os
 import shlex
 import stat
-import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from conftest import seed_all
 from forked import run_python
 from http_engine_cases import KINDS, PARAMS, Setup
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.commands.rollout_server_command import main
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.engines.interface import generate, phase
@@ -30,7 +29,6 @@ from megatron_dta.sampling.sources.server_corpus import RolloutCorpus
 from rollout_runs import Runs, metrics_of, weights_of
 from rollout_runs import assert_same as assert_same_weights
 
-TOOL = Path(__file__).parents[3] / "tools" / "rollout_server_command.py"
 SPECULATION = ServerSpeculation(draft_tokens=8, depth=16, max_tokens=1000, cached_requests=40)
 
 
@@ -38,23 +36,13 @@ def settings_of(speculation: ServerSpeculation, kind: str) -> dict:
     return speculation.vllm() if kind == "vllm" else speculation.sglang()
 
 
-def load_tool() -> Callable[[list[str]], None]:
-    """The tool's ``main``."""
-    if str(TOOL.parent) not in sys.path:
-        sys.path.insert(0, str(TOOL.parent))
-    from megatron_dta.commands.rollout_server_command import main
-
-    return main
-
-
 def test_the_tool_prints_commands_that_a_shell_takes(capsys: pytest.CaptureFixture) -> None:
     flags = "--rollout-speculation das --das-draft-tokens 12 --das-depth 20 --das-window 3 --das-max-tokens 100000"
     flags += " --rollout-batch-size 5 --n-samples-per-prompt 4 --rollout-max-response-len 2000"
     given = [*flags.split(), "--rollout-temperature", "0.7", "--model", "/my models/m"]
-    tool = load_tool()
 
     def printed(*arguments: str) -> str:
-        tool(list(arguments))
+        main(list(arguments))
         return capsys.readouterr().out
 
     transfer = printed("--rollout-engine", "vllm", "--rollout-weight-transfer", "ipc", *given)
@@ -105,8 +93,8 @@ def test_the_tool_becomes_the_server(tmp_path: Path) -> None:
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "run.args").write_text("--rollout-engine vllm  # shared with training\n--task arithmetic\n")
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = [str(TOOL), "--exec", f"@{tmp_path}/run.args", "--model", "m", "--", "--seed", "4"]
-    done = run_python(command, env=environment)
+    flags = f"--exec @{tmp_path}/run.args --model m -- --seed 4".split()
+    done = run_python(["tools/rollout_server_command.py", *flags], env=environment)
     assert (done.returncode, done.stdout) == (0, "1 serve m --port 8000 --seed 4\n"), done.stderr
 
 
@@ -124,7 +112,7 @@ def test_the_tool_refuses(flags: str, match: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "")  # put back afterwards
     with pytest.raises(InputError, match=match):
-        load_tool()(flags.split())
+        main(flags.split())
 
 
 @KINDS

@@ -6,9 +6,10 @@ already: the next burst is therefore launched before the host reads the tokens o
 
 The rows of a burst that is launched ahead are those whose length does not end before it. Another row may turn out to
 have ended with an end of sequence; what it draws afterwards is dropped, and what it writes is past its end, in
-pages that no later pass reads there before it has written them itself. Nothing is launched ahead if the next pass could
-take other rows, if a page is missing, for drafts, which depend on the tokens, for models with states, which a row must
-not continue beyond its end, and if a burst is one pass, so that its caller can rely on passes one at a time.
+pages that no later pass reads there before it has written them itself. Nothing is launched ahead in five
+cases: the next pass could take other rows; a page is missing; there are drafts, which depend on the tokens; the model
+has states, which a row must not continue beyond its end; or a burst is one pass, and its caller relies on passes one at
+a time.
 
 The decisions depend only on the scheduler, so all ranks of a tensor group make the same ones.
 """

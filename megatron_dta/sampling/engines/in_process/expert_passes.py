@@ -35,7 +35,9 @@ class DecodingPasses:
             self._model(none.unsqueeze(0), EmptyContext(position_ids=none, rows_per_rank=rows))
 
     def _most_tokens(self, num_tokens: int) -> int | None:
-        """Most tokens of any rank's next pass, 0 if no rank decodes; None if this rank runs its passes alone."""
+        """Maximum number of tokens of any rank's next pass, 0 if no rank decodes; None if this rank runs its passes
+        alone.
+        """
         if self._group is None:
             return None
         most = torch.tensor([num_tokens])

@@ -69,7 +69,7 @@ def next_tokens(
 
 
 def most_logit_bytes(vocab_size: int, element_size: int, ranks: int, num_rows: int) -> int:
-    """Most memory that ``next_tokens`` needs at once for ``num_rows`` rows on a tensor group of ``ranks``."""
+    """Maximum memory that ``next_tokens`` needs at once for ``num_rows`` rows on a tensor group of ``ranks``."""
     most = num_rows * vocab_size
     with_kernels = min(most, max(_KERNEL_LOGIT_ELEMENTS, vocab_size)) * element_size // ranks
     # A rank's own logits, those of all ranks one after the other, and side by side.

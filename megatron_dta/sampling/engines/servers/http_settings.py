@@ -21,9 +21,10 @@ class HttpSettings:
         backoff_s, backoff_limit_s: first and longest pause between attempts; pauses double, and half of each is random.
         continues: running requests continue on new weights; see ``engine``.
         max_requests: maximum number of open requests per server.
-        slower_by: how much slower than another one a server is whose requests are moved; see ``late_requests``.
+        slower_by: factor by which a server must be slower than another one for its requests to be moved; see
+            ``late_requests``.
         move_s: pause between looking for such requests.
-        processes: that send requests; with 0 a thread does. See ``senders``.
+        processes: number of processes that send requests; 0 for a thread. See ``senders``.
         revisit_s: pause between visits to servers that are left out, and between readings of the list of servers.
     """
 

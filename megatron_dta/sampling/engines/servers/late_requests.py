@@ -1,9 +1,10 @@
 """Moves requests away from slow servers that are healthy: ends them there and continues them elsewhere.
 
 The speed of a server is tokens per second of one of its requests, a moving average over its replies. A request is late
-if its server is slower by ``slower_by`` than another one that has free places or, before the server's first reply, if
-all of its tokens would not have taken as long at that lower speed. Servers reply to a request that is ended with the
-tokens so far, which are kept. A request is moved once at most, and only while no other one waits for a free place.
+if its server is slower, by the factor ``slower_by``, than another one that has free places. Before a server's first
+reply, a request is late if even at that lower speed all of its tokens would have been sampled by now. Servers reply to
+a request that is ended with the tokens so far, which are kept. A request is moved once at most, and only while no other
+one waits for a free place.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class LateRequests:
             self._speeds[request.server] = before + _NEWEST * (speed - before)
 
     def is_slow(self, server: Server) -> bool:
-        """Whether a request had better run on another server, which has a free place."""
+        """Whether another server, which has a free place, is faster by the factor ``slower_by``."""
         best = self._best()
         return best is not None and self._speeds.get(server, best) * self._client.settings.slower_by < best
 

@@ -74,7 +74,7 @@ class Piece:
         token_ids: int32 [R], R >= 1 unless the reply was aborted.
         logprobs: float32 [R].
         stopped: whether a token ended it, rather than the length cap.
-        aborted: whether it may go on.
+        aborted: whether it may be continued.
         cached_tokens: context tokens from the server's prefix cache, if reported.
         weight_versions: labels of the weights that sampled it, if reported.
         drafted, accepted: drafted and accepted tokens, if reported.
@@ -244,7 +244,7 @@ def make_piece(
         raise TransientFailureError(f"the reply has {len(token_ids)} {names[0]} and {len(logprobs)} {names[1]}")
     aborted = asked.may_abort and finish_reason == "abort"
     if not (0 if aborted else 1) <= len(token_ids) <= asked.max_tokens:
-        raise TransientFailureError(f"the reply has {len(token_ids)} {names[0]}, asked were 1 to {asked.max_tokens}")
+        raise TransientFailureError(f"the reply has {len(token_ids)} {names[0]}, not 1 to {asked.max_tokens}")
     if finish_reason not in ("stop", "length") and not aborted:
         raise TransientFailureError(f"generation ended because of {shown(finish_reason)}")
     if finish_reason == "length" and len(token_ids) < asked.max_tokens:
@@ -283,7 +283,7 @@ def check_prompt_length(reply: Any, asked: Asked, *path: str | int) -> None:
     if found is not None and found != len(asked.token_ids):
         where = ".".join(str(part) for part in path)
         raise TransientFailureError(
-            f"the reply is to another prompt: its {where} are {shown(found)}, sent were {len(asked.token_ids)}"
+            f"the reply is to another prompt: its {where} are {shown(found)}, but {len(asked.token_ids)} were sent"
         )
 
 

@@ -44,7 +44,7 @@ class RoutingShape:
 
     @property
     def most_text_bytes(self) -> int:
-        """Most characters of a reply for a token."""
+        """Maximum number of characters of a reply for a token."""
         return 2 * _INTEGER_BYTES * len(self.moe_layers) * self.topk
 
 

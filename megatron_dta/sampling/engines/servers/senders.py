@@ -5,7 +5,7 @@
 
 The first rank still decides which request goes where and when; a sender makes connections, JSON and checks. Messages
 are pickles after their length. A number alone cancels a request. If a sender dies, its requests fail as if their
-servers had, are sent again, and the next one that it would get starts another.
+servers had, are sent again, and the next request for it starts a new one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Channel:
 
     Attributes:
         stop: ends the sender; may be called twice.
-        has_ended: whether it is there no more.
+        has_ended: whether the sender has ended.
     """
 
     requests: BinaryIO

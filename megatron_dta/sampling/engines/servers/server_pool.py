@@ -81,7 +81,7 @@ class ServerPool(ABC):
         """Let a server that was left out have requests again."""
         server.alive, server.problem, self._is_lost = True, "", False
         if server in self.servers:
-            # Those that wait for this have a successor.
+            # Servers that were waiting for a replacement have one now.
             self._leaving.clear()
         self.wake(len(self._waiting))
 

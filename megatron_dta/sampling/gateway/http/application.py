@@ -269,7 +269,7 @@ async def limited_body(request: Request, most: int, budget: BodyBudget) -> bytes
 
 
 class PatientResponse(StreamingResponse):
-    """A stream that gives up clients that do not read."""
+    """A stream that drops clients that do not read."""
 
     async def stream_response(self, send: Callable[[Any], Awaitable[None]]) -> None:
         async def bounded(message: Any) -> None:

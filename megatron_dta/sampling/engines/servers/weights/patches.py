@@ -1,7 +1,7 @@
 """The values of a model that have changed since they were last sent, and checksums of what servers should then have.
 
-A step with a small learning rate changes few of the values that bfloat16 can tell apart. A patch has them by their flat
-index in the Hugging Face tensor; to apply it twice does no harm.
+A step with a small learning rate changes few of the values that bfloat16 can tell apart. A patch lists them by their
+flat index in the Hugging Face tensor; applying it twice does no harm.
 
 Checksums are SHA-256 of a parameter's bytes, by the server's own names, in which q, k and v are one parameter and so
 are gate and up. With tensor parallelism each process has some rows of these, of the embedding and of the output layer,
@@ -77,7 +77,7 @@ def _changed(left: Tensor, right: Tensor, device: torch.device) -> Tensor:
 
 
 def expected_checksums(weights: HostWeights, names: Iterable[str]) -> dict[str, str]:
-    """Checksums of the parameters of one server, which it names so, after an optional place ("tp0:"), if the model has
+    """Checksums of the parameters of one server, under these names, after an optional prefix ("tp0:"), if the model has
     them.
     """
     places = {name: _RANK.search(name) for name in names}

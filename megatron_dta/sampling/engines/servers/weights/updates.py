@@ -106,7 +106,7 @@ class ServerWeights:
         for server in [server for server in self._client.servers if not server.alive]:
             if not await self._client.is_healthy(server):
                 continue
-            # It is alone in this update: the others go on sampling.
+            # It is alone in this update: the others continue to sample.
             if await self._give_all([server], labels, returns=True):
                 self._report(f"rollout server {server} has the newest weights and gets requests")
 
