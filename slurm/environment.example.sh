@@ -29,9 +29,12 @@
 # DTA_EARLY_FAILURE_SECONDS=60
 
 # --- Rollout servers of train_with_servers: the command that starts one on the nodes of its group, and its port.
-# DTA_SERVER_COMMAND="vllm serve /shared/models/Qwen3-8B --port 8000 --tensor-parallel-size 8"
+# It is started again if it ends while the run trains. The job trains with --rollout-weight-transfer nccl, for which vLLM needs this:
+# DTA_SERVER_COMMAND="VLLM_SERVER_DEV_MODE=1 vllm serve /shared/models/Qwen3-8B --port 8000 --tensor-parallel-size 8 \
+#     --weight-transfer-config '{\"backend\": \"nccl\"}'"
 # Or from the flags of the run, with its speculation:
-# DTA_SERVER_COMMAND="python tools/rollout_server_command.py --exec @/shared/run.args --port 8000 -- --tensor-parallel-size 8"
+# DTA_SERVER_COMMAND="python tools/rollout_server_command.py --exec --rollout-weight-transfer nccl @/shared/run.args \
+#     --port 8000 -- --tensor-parallel-size 8"
 # DTA_SERVER_PORT=8000
 # Seconds until all of them have to answer.
 # DTA_SERVER_TIMEOUT=1800

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -116,6 +118,25 @@ def test_servers_are_ready_before_the_trainer_and_end_with_it(site):
     log = site.log("train_with_servers", job)
     assert "all servers answer" in log
     assert "finished" in log
+
+
+def test_a_server_is_started_again_while_the_run_trains(tmp_path: Path) -> None:
+    script = (ROOT / "slurm" / "train_with_servers.sbatch").read_text().split("server_script='")[1].split("'\n")[0]
+    starts, answers = tmp_path / "starts", tmp_path / "answers"
+    # It fails three times; the third time the run has ended.
+    command = f"echo $PYTHONPATH >> {starts}; [ $(wc -l < {starts}) -lt 3 ] || rm -f {answers}; exit 7"
+    for before, count in ((False, 1), (True, 3)):
+        starts.unlink(missing_ok=True)
+        if before:
+            answers.touch()
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": "own"}
+        done = subprocess.run(
+            ["bash", "-c", script.replace("sleep 5", "sleep 0"), "server", "/there", command, str(answers)],
+            env=environment, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 7
+        assert starts.read_text() == "/there:/there/kernels:own\n" * count
+        assert done.stderr.count("ended with status 7 and is started again") == count - 1
 
 
 @needs_slurm

@@ -52,6 +52,9 @@ def test_the_tool_prints_commands_that_a_shell_takes(capsys: pytest.CaptureFixtu
         "--rollout-engine", "vllm", "--rollout-weight-transfer", "nccl", "--rollout-weight-delta", *given
     )
     assert shlex.split(transfer)[-2:] == ["--weight-transfer-config", '{"backend": "sparse_nccl"}']
+    for kind in ("vllm", "sglang"):
+        experts = printed("--rollout-engine", kind, "--num-experts", "8", "--moe-routing-replay", "--model", "m")
+        assert shlex.split(experts)[-1] == "--enable-return-routed-experts"
     words = shlex.split(printed("--rollout-engine", "vllm", *given, "--", "--tensor-parallel-size", "2"))
     assert words[:6] == ["VLLM_SERVER_DEV_MODE=1", "vllm", "serve", "/my models/m", "--port", "8000"]
     assert words[6:8] == ["--logprobs-mode", "processed_logprobs"]

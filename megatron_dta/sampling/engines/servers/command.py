@@ -31,6 +31,7 @@ def server_command(
         raise InputError("which model the server is to load is not known: give --load-hf, --hf-checkpoint or --model")
     drafts = ServerSpeculation.of(config) if config.speculation.rollout_speculation == "das" else None
     address = ["--port", str(port), *(() if host is None else ("--host", host))]
+    experts = ["--enable-return-routed-experts"] if config.model.moe_routing_replay else []
     if sampling.rollout_engine == "vllm":
         words = ["vllm", "serve", model, *address]
         if sampling.temperature not in (0, 1) and sampling.rollout_top_p == 1:
@@ -43,11 +44,11 @@ def server_command(
             words += ["--weight-transfer-config", json.dumps({"backend": backend})]
         if sampling.rollout_weight_transfer == "ipc":
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        return environment, [*words, *more]
+        return environment, [*words, *experts, *more]
     words = ["python", "-m", "sglang.launch_server", "--model-path", model, *address]
     if drafts is not None:
         words += [word for name, value in drafts.sglang().items() for word in (_flag(name), str(value))]
-    return {}, [*words, *more]
+    return {}, [*words, *experts, *more]
 
 
 def _flag(name: str) -> str:
