@@ -144,7 +144,8 @@ class SamplingConfig:
         False,
         "With --rollout-max-staleness, sample without a break between rollout batches: servers get new weights while "
         "they sample, unfinished rollouts continue on these, and each token keeps the version that sampled it. "
-        "Rollouts are trained in the order in which their groups are finished.",
+        "The groups that were begun first are trained first, or with --partial-rollout-stale drop those that were "
+        "finished first.",
     )
     partial_rollout_stale: str = option(
         "wait",

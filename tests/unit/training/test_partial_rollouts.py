@@ -16,6 +16,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts.jsonl import read_jsonl
 from megatron_dta.sampling.engines import build
 from megatron_dta.training.dry_run import dry_run
+from megatron_dta.training.monitor.metric_names import is_known
 from partial_rollout_cases import QUICK, Fleet, check_batches, record, tables_of, train_with_faults
 from rollout_runs import Runs
 
@@ -45,6 +46,9 @@ def test_tokens_keep_the_version_that_sampled_them(runs: Runs, kind: str, way: s
     rows = [json.loads(line) for line in (runs.folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(row["mixed_rollouts"] for row in rows) > 0
     assert all(row["stale_rollouts"] == 0 for row in rows)
+    assert "rollout_queued_requests" in rows[0]["timing"]
+    names = {name for row in rows for name in (*row, *(f"timing/{each}" for each in row["timing"]))} - {"timing"}
+    assert sorted(name for name in names if not is_known(name)) == []
     for row, (step, rollouts) in zip(rows, batches, strict=True):
         versions = np.concatenate([r.token_versions[r.loss_mask] for r in rollouts])
         assert row["token_staleness"] == pytest.approx(step - versions.mean())
