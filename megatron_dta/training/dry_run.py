@@ -3,6 +3,7 @@
     flags and mesh   checked when the command line is parsed
     folders          every output folder exists or can be created, and is writable
     data             rollouts and prompts are read in full, as in training; tokenizer and reward are loaded
+    servers          their addresses are valid; those that do not answer are listed, since they may be started later
     plan             the first step's forest for stored rollouts; the longest possible rollout for sampled ones
     checkpoints      every checkpoint that the run would load exists, is complete, and matches the model
     memory           estimate for the pipeline stage that needs most; compared with the GPU's memory if there is a GPU
@@ -40,6 +41,7 @@ from megatron_dta.planning.step.modes import plan_forest
 from megatron_dta.planning.step.passes import StepBudget
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.agents.service import check_agent
+from megatron_dta.sampling.engines.build import listed_servers, silent_servers
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import load_environment
 from megatron_dta.training.checkpoint.files import find_checkpoint, starting_point
@@ -89,6 +91,7 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     elif stored is not None:
         show("held out", f"{len(held_out):,} rollouts") if held_out else None
         flight = _show_rollouts(config, stored, show)
+    _show_servers(config, show)
     show("steps", steps_text(config))
     for line in _starting_points(config, objective):
         show("start", line)
@@ -145,6 +148,15 @@ def _show_prompts(config: TrainConfig, task: SamplingTask, show: Callable[[str, 
     for name, text in tokenizer_lines(task.tokenizer):
         show(name, text)
     return max(lengths) + sampling.rollout_max_response_len
+
+
+def _show_servers(config: TrainConfig, show: Callable[[str, str], None]) -> None:
+    urls = listed_servers(config)
+    if urls:
+        silent = silent_servers(config, urls)
+        show("servers", f"{len(urls) - len(silent)} of {len(urls)} answer")
+        for url, reason in silent.items():
+            show("", f"{url} does not: {reason}")
 
 
 def _epochs_of_prompts(config: TrainConfig, count: int) -> str:

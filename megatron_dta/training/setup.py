@@ -27,6 +27,7 @@ from megatron_dta.objectives import Objective, make_objective
 from megatron_dta.planning.costs.file import CostFile, load_cost_file
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.batch_source import Evaluation
+from megatron_dta.sampling.engines.build import listed_servers
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.autotune import Autotuner, build_autotuner
@@ -71,6 +72,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     check_state_support(config.model, config.optimization)
     check_loggers(config.logging)
     check_save_hf(config)
+    listed_servers(config)  # before the weights are loaded, which may take minutes
     with run_folders(config):
         return _build_trainer(config, console)
 

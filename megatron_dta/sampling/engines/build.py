@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import SamplingConfig, TrainConfig
+from megatron_dta.config.checks.rollouts import samples
 from megatron_dta.model import Model
 from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
 from megatron_dta.sampling.engines.in_process.drafting import Drafting
@@ -14,8 +15,8 @@ from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InPr
 from megatron_dta.sampling.engines.in_process.suffix_drafting import SuffixDrafting
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
-from megatron_dta.sampling.engines.servers.http_client import HttpSettings
-from megatron_dta.sampling.engines.servers.http_settings import listed_urls
+from megatron_dta.sampling.engines.servers.http_client import HttpClient, HttpSettings
+from megatron_dta.sampling.engines.servers.http_settings import checked_urls, listed_urls
 from megatron_dta.sampling.engines.servers.routing import RoutingShape
 from megatron_dta.sampling.engines.servers.sglang import SglangProtocol
 from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
@@ -108,6 +109,29 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
         report=report,
         speculation=ServerSpeculation.of(config) if config.speculation.rollout_speculation == "das" else None,
     )
+
+
+def listed_servers(config: TrainConfig) -> list[str]:
+    """The URLs of the run's servers; none if it has no servers.
+
+    Raises:
+        InputError: a URL is invalid, or the file that lists them cannot be read.
+    """
+    if config.sampling.rollout_engine not in _PROTOCOLS or not samples(config):
+        return []
+    urls = _urls(config)
+    return checked_urls(urls() if callable(urls) else urls)
+
+
+def silent_servers(config: TrainConfig, urls: Sequence[str], timeout_s: float = 3.0) -> dict[str, str]:
+    """URL -> reason, of the servers that do not answer their health check within ``timeout_s``."""
+    kind = _PROTOCOLS[config.sampling.rollout_engine]
+    client = HttpClient(urls, kind.health_path, HttpSettings(connect_timeout_s=timeout_s))
+    try:
+        healthy = client.start(client.find_healthy()).result()
+        return {server.url: server.problem for server in client.servers if server not in healthy}
+    finally:
+        client.close()
 
 
 def _urls(config: TrainConfig) -> Sequence[str] | Callable[[], Sequence[str]]:

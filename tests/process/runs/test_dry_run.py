@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from conftest import REPOSITORY, seed_all
 from conversion_cases import save_huggingface
@@ -17,6 +19,8 @@ from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import write_rollouts
 from megatron_dta.training.dry_run import dry_run
+from megatron_dta.training.setup import build_trainer
+from rollout_servers import VllmServer
 from trainer_cases import MODEL, make_rollouts, make_trainer, run
 
 SAMPLED = (
@@ -230,3 +234,29 @@ def test_the_command(tmp_path: Path) -> None:
     second = environment | {"RANK": "1", "WORLD_SIZE": "2"}
     assert run_python(command, env=second, cwd=tmp_path).stdout == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_servers_are_checked_before_weights_are_loaded(tmp_path: Path) -> None:
+    save_huggingface(tmp_path / "hf", "qwen3", 3)
+    (tmp_path / "p.jsonl").write_text('{"prompt_token_ids": [5, 6], "answer": "8"}\n' * 2)
+    (tmp_path / "reward.py").write_text("def reward(row, text, token_ids):\n    return 1.0\n")
+    flags = (
+        f"--load-hf {tmp_path}/hf --tokenizer-type NullTokenizer --eos-id 3 --prompt-data {tmp_path}/p.jsonl --lr 1e-4 "
+        f"--reward-function {tmp_path}/reward.py:reward --rollout-batch-size 2 --train-iters 1 --save {tmp_path}/run "
+        "--rollout-max-response-len 8 "
+        "--rollout-engine vllm --rollout-server-"
+    )
+    with VllmServer(np.zeros((4, 4))) as server:
+        lines = check(f"{flags}url {server.url} --rollout-server-url http://127.0.0.1:9", "")
+    assert line_of(lines, "servers").split(maxsplit=1)[1] == "1 of 2 answer"
+    assert "http://127.0.0.1:9 does not: GET /health: " in lines[lines.index(line_of(lines, "servers")) + 1]
+    for wrong, told in (
+        ("url 127.0.0.1:8000", "--rollout-server-url 127.0.0.1:8000: must be like http://HOST:PORT"),
+        (f"file {tmp_path}/none", f"--rollout-server-file {tmp_path}/none: cannot be read"),
+    ):
+        with pytest.raises(InputError, match=re.escape(told)):
+            check(flags + wrong, "")
+        output = io.StringIO()
+        with pytest.raises(InputError, match=re.escape(told)):
+            build_trainer(parse_arguments((flags + wrong).split()), Console(file=output))
+        assert "weights" not in output.getvalue()
