@@ -84,8 +84,7 @@ def test_every_byte_arrives(kind: str, tmp_path: Path) -> None:
     group, other = start(kind, tmp_path, [bucket.buffer.numel() for bucket in weights.buckets])
     group.join()
     begin = time.perf_counter()
-    for bucket in weights.buckets:
-        group.broadcast(bucket.buffer)
+    group.broadcast_all([bucket.buffer for bucket in weights.buckets])
     seconds = time.perf_counter() - begin
     output, _ = other.communicate(timeout=60)
     assert json.loads(output) == [int(bucket.buffer.long().sum()) for bucket in weights.buckets]
@@ -101,7 +100,7 @@ def test_a_receiver_that_is_gone_does_not_end_the_trainer(kind: str, tmp_path: P
     group.broadcast(weights.buckets[0].buffer)
     other.wait(60)
     with pytest.raises((TimeoutError, RuntimeError)):
-        list(map(group.broadcast, [bucket.buffer for bucket in weights.buckets[1:]]))
+        group.broadcast_all([bucket.buffer for bucket in weights.buckets[1:]])
     group.abort()
     # The device still works.
     assert float((torch.ones(8, device="cuda:0") * 2).sum()) == 16

@@ -38,7 +38,7 @@ SHAPES = {
 }
 
 
-def weights_of(seed: int, bucket_bytes: int = 64) -> HostWeights:
+def weights_of(seed: int, bucket_bytes: int = 40) -> HostWeights:
     weights = empty_weights(SHAPES, bucket_bytes)
     generator = torch.Generator().manual_seed(seed)
     for values in weights.tensors.values():
@@ -64,12 +64,17 @@ def sample(setup: Setup, engine: HttpEngine, version: int, weights: HostWeights,
         assert result.policy_version == version
 
 
-def test_buckets_have_one_dtype_and_are_full() -> None:
+def test_buckets_have_one_dtype_and_exceed_their_size_by_one_tensor() -> None:
     weights = weights_of(0)
     assert [list(bucket.shapes) for bucket in weights.buckets] == [
         ["model.embed_tokens.weight"], ["a", "b"], ["c"], ["large"], ["d"]
     ]  # fmt: skip
     assert [bucket.buffer.numel() for bucket in weights.buckets] == [VOCABULARY * 16, 44, 16, 286, 2]
+    assert [[list(bucket.shapes) for bucket in run] for run in weights.runs] == [
+        [["model.embed_tokens.weight"]], [["a", "b"]], [["c"]], [["large"], ["d"]]
+    ]  # fmt: skip
+    assert [list(bucket.shapes) for bucket in weights_of(0, 29).buckets][1:3] == [["a"], ["b"]]
+    assert [list(bucket.shapes) for bucket in weights_of(0, 30).buckets][1:3] == [["a", "b"], ["c"]]
     assert [list(bucket.shapes) for bucket in weights_of(0, 1 << 20).buckets] == [
         ["model.embed_tokens.weight"], ["a", "b"], ["c"], ["large", "d"]
     ]  # fmt: skip
@@ -78,6 +83,10 @@ def test_buckets_have_one_dtype_and_are_full() -> None:
 
 CALLS = {
     "vllm": [
+        "/pause", "/start_weight_update", *["/update_weights"] * 4, "/finish_weight_update", "/reset_prefix_cache",
+        "/update_weight_version", "/resume",
+    ],
+    "ipc": [
         "/pause", "/start_weight_update", *["/update_weights"] * 5, "/finish_weight_update", "/reset_prefix_cache",
         "/update_weight_version", "/resume",
     ],
@@ -117,7 +126,7 @@ def test_servers_on_the_trainers_gpu_copy_out_of_its_buffer() -> None:
             engine.update_weights(version, weights)
             for server in setup.servers:
                 check_loaded(server, weights)
-                assert server.calls[-len(CALLS["vllm"]) :] == CALLS["vllm"]
+                assert server.calls[-len(CALLS["ipc"]) :] == CALLS["ipc"]
             sample(setup, engine, version, weights)
         assert [server.receiver.groups for server in setup.servers] == [1, 1]
         # One dies in the middle and returns; the other gets the whole update again.
@@ -134,7 +143,7 @@ def test_servers_on_the_trainers_gpu_copy_out_of_its_buffer() -> None:
 
 def changed(weights: HostWeights, generator: torch.Generator) -> tuple[HostWeights, int]:
     """The same but for a few values, and how many these are."""
-    found, count = empty_weights(SHAPES, 64), 0
+    found, count = empty_weights(SHAPES, 40), 0
     for name, values in weights.tensors.items():
         flat = values.reshape(-1).clone()
         places = torch.randperm(flat.numel(), generator=generator)[: flat.numel() // 8]

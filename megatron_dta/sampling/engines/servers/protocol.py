@@ -105,6 +105,7 @@ class ServerProtocol(ABC):
         label_path: path for GET of the label of the weights, ``weight_version``.
         takes_corpora: whether the server drafts from given corpora.
         meets_by_unique_id: whether the server joins groups of NCCL by their unique id instead of through a store.
+        receives_many: whether it can be told of several buckets of one dtype at once.
         changes_only: whether groups carry patches; the checksums of servers are compared after every
             ``check_interval`` of them and after whole sets, with 0 never.
     """
@@ -114,7 +115,7 @@ class ServerProtocol(ABC):
     health_path: str
     label_path: str
     takes_corpora = False
-    meets_by_unique_id = False
+    meets_by_unique_id = receives_many = False
     changes_only, check_interval = False, 0
 
     def __init__(self, routing: RoutingShape | None = None, open_group: GroupOpener | None = None) -> None:
@@ -162,7 +163,7 @@ class ServerProtocol(ABC):
         """Let a server's processes join a group with consecutive ranks; returns when all members have joined.
 
         Args:
-            bucket_bytes: see ``HostWeights.most_bucket_bytes``.
+            bucket_bytes: see ``HostWeights.bucket_bytes``.
         """
 
     async def leave_group(self, client: HttpClient, server: Server, meeting: Meeting) -> None:  # noqa: B027
@@ -173,8 +174,8 @@ class ServerProtocol(ABC):
         """Pause a server and prepare it for new weights; ``running`` as for ``update_weights``."""
 
     @abstractmethod
-    async def receive(self, client: HttpClient, server: Server, bucket: Bucket, meeting: Meeting) -> None:
-        """Let a server receive one bucket from its group; returns when it has."""
+    async def receive(self, client: HttpClient, server: Server, buckets: Sequence[Bucket], meeting: Meeting) -> None:
+        """Let a server receive buckets from its group, see ``receives_many``; returns when it has."""
 
     async def receive_patches(self, client: HttpClient, server: Server, patches: Sequence[Patch]) -> None:
         """Let a server receive patches from its group, for each indices and values; returns when it has."""

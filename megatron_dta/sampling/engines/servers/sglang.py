@@ -21,6 +21,7 @@ logprobs of some tokens are compared at temperatures 1 and 2: halving the logits
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -204,7 +205,8 @@ class SglangProtocol(ServerProtocol):
         await self._pause(client, server, running)
         await self._transfer(client, server, "/begin_weight_update", {})
 
-    async def receive(self, client: HttpClient, server: Server, bucket: Bucket, meeting: Meeting) -> None:
+    async def receive(self, client: HttpClient, server: Server, buckets: Sequence[Bucket], meeting: Meeting) -> None:
+        (bucket,) = buckets
         body = {
             "names": list(bucket.shapes),
             "dtypes": [bucket.dtype_name] * len(bucket.shapes),

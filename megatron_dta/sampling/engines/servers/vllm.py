@@ -69,7 +69,7 @@ class VllmProtocol(ServerProtocol):
     generate_path = "/v1/completions"
     health_path = "/health"
     label_path = "/weight_info"
-    meets_by_unique_id = True
+    meets_by_unique_id = receives_many = True
 
     def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
         return {
@@ -191,14 +191,14 @@ class VllmProtocol(ServerProtocol):
         await self._pause(client, server, running)
         await self._transfer(client, server, "/start_weight_update")
 
-    async def receive(self, client: HttpClient, server: Server, bucket: Bucket, meeting: Meeting) -> None:
+    async def receive(self, client: HttpClient, server: Server, buckets: Sequence[Bucket], meeting: Meeting) -> None:
         info: dict[str, Any] = {
-            "names": list(bucket.shapes),
-            "dtype_names": [bucket.dtype_name] * len(bucket.shapes),
-            "shapes": [list(shape) for shape in bucket.shapes.values()],
+            "names": [name for bucket in buckets for name in bucket.shapes],
+            "dtype_names": [bucket.dtype_name for bucket in buckets for _ in bucket.shapes],
+            "shapes": [list(shape) for bucket in buckets for shape in bucket.shapes.values()],
         }
         if meeting.handles is not None:
-            info["tensor_sizes"] = [values.nbytes for values in bucket.tensors.values()]
+            info["tensor_sizes"] = [values.nbytes for bucket in buckets for values in bucket.tensors.values()]
             info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(dict(meeting.handles))).decode()
         await self._transfer(client, server, "/update_weights", {"update_info": info})
 

@@ -63,10 +63,12 @@ class SharedGroup(ABC):
     Attributes:
         meeting: what the servers need to join; valid before ``join``.
         device: from which buffers are sent.
+        sends_many: whether others may be told of several buffers at once.
     """
 
     meeting: Meeting
     device = torch.device("cpu")
+    sends_many = True
 
     def reserve(self, num_bytes: int) -> None:  # noqa: B027
         """Prepare for buffers of up to ``num_bytes``; call before ``join``."""
@@ -75,7 +77,7 @@ class SharedGroup(ABC):
         """Prepare for an update."""
 
     def stage(self, buffer: Tensor) -> None:  # noqa: B027
-        """Prepare a buffer before the other members are informed."""
+        """Prepare a buffer before the other members are informed, if they are informed of one at a time."""
 
     @abstractmethod
     def join(self) -> None:
@@ -84,6 +86,11 @@ class SharedGroup(ABC):
     @abstractmethod
     def broadcast(self, buffer: Tensor) -> None:
         """Send a buffer on the host (uint8) to all others and wait until it is sent."""
+
+    def broadcast_all(self, buffers: Sequence[Tensor]) -> None:
+        """Send buffers one after another."""
+        for buffer in buffers:
+            self.broadcast(buffer)
 
     @abstractmethod
     def abort(self) -> None:
@@ -100,6 +107,7 @@ class StoreGroup(SharedGroup):
 
     def __init__(self, world_size: int, towards: str, timeout_s: float, device: torch.device | None = None) -> None:
         self._timeout, self._device = timedelta(seconds=timeout_s), device
+        self._stream = None if device is None else torch.cuda.Stream(device)
         self._store = dist.TCPStore(
             "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._timeout, use_libuv=False
         )
@@ -127,10 +135,10 @@ class StoreGroup(SharedGroup):
         if self._device is None:
             self._group.broadcast([buffer], options).wait(self._timeout)
             return
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             values = buffer.to(self._device, non_blocking=True)
             self._group.broadcast([values], options).wait()
-            _wait(self._timeout)
+            _wait(self._stream.record_event(), self._timeout)
 
     def abort(self) -> None:
         group, self._group = self._group, None
@@ -146,23 +154,40 @@ class NcclGroup(SharedGroup):
         self.device = device
         self.meeting = Meeting(world_size, "nccl", unique_id=torch.cuda.nccl.unique_id())
         self._communicator: object | None = None
+        # Memory that one stream has freed is not used by another, so each update has the same ones.
+        self._copies, self._sends = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def join(self) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._sends):
             world_size, unique_id = self.meeting.world_size, self.meeting.unique_id
             self._communicator = torch.cuda.nccl.init_rank(world_size, unique_id, 0)
             # The servers begin with the sum of one element.
             torch.cuda.nccl.all_reduce([torch.zeros(1, device=self._device)], comms=[self._communicator])
-            _wait(self._timeout)
+            _wait(self._sends.record_event(), self._timeout)
 
     def broadcast(self, buffer: Tensor) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
-            values = buffer.to(self._device, non_blocking=True)
-            if values.numel() % 8 == 0:
-                # torch limits the number of elements, NCCL only sends bytes.
-                values = values.view(torch.int64)
-            torch.cuda.nccl.broadcast([values], comms=[self._communicator])
-            _wait(self._timeout)
+        self.broadcast_all([buffer])
+
+    def broadcast_all(self, buffers: Sequence[Tensor]) -> None:
+        # While a buffer is sent from one room, the next one is copied from the host to the other.
+        most = max(buffer.numel() for buffer in buffers)
+        with torch.cuda.device(self._device):
+            with torch.cuda.stream(self._copies):
+                rooms = [torch.empty(most, dtype=torch.uint8, device=self._device) for _ in buffers[:2]]
+            sent: list[torch.cuda.Event] = []
+            for place, buffer in enumerate(buffers):
+                if place >= len(rooms):
+                    _wait(sent[place - len(rooms)], self._timeout)
+                values = rooms[place % 2][: buffer.numel()]
+                with torch.cuda.stream(self._copies):
+                    values.copy_(buffer, non_blocking=True)
+                self._sends.wait_stream(self._copies)
+                with torch.cuda.stream(self._sends):
+                    # torch limits the number of elements, NCCL only sends bytes.
+                    words = values.view(torch.int64) if values.numel() % 8 == 0 else values
+                    torch.cuda.nccl.broadcast([words], comms=[self._communicator])
+                sent.append(self._sends.record_event())
+            _wait(sent[-1], self._timeout)
 
     def abort(self) -> None:
         communicator, self._communicator = self._communicator, None
@@ -185,6 +210,8 @@ class SharedBuffer(SharedGroup):
     Args:
         devices: the GPUs; a server's process reads the buffer of its own.
     """
+
+    sends_many = False
 
     def __init__(self, world_size: int, devices: Sequence[torch.device]) -> None:
         self._devices = devices
@@ -250,10 +277,8 @@ def group_opener(backend: str, by_unique_id: bool) -> GroupOpener:
     return open_group
 
 
-def _wait(timeout: timedelta) -> None:
-    """Wait until the current stream is done; unlike a synchronization, this ends after ``timeout``."""
-    done = torch.cuda.Event()
-    done.record()
+def _wait(done: torch.cuda.Event, timeout: timedelta) -> None:
+    """Wait for an event; unlike a synchronization, this ends after ``timeout``."""
     end = time.monotonic() + timeout.total_seconds()
     while not done.query():
         if time.monotonic() > end:

@@ -1,10 +1,9 @@
 """A model's weights in host memory, as Hugging Face tensors packed into buckets.
 
 A bucket is one buffer of bytes, which is what is sent. Its tensors have one dtype, follow one another in the model's
-order without gaps, and are views of the buffer.
+order without gaps, and are views of the buffer. A bucket ends with the tensor that exceeds its size, as vLLM counts.
 
-Example: tensors of 6, 6 and 20 bytes, at most 12 bytes a bucket: two buckets, of 12 bytes and of 20. (A tensor that is
-larger than the limit has a bucket of its own.)
+Example: tensors of 6, 6, 6 and 2 bytes, 10 bytes a bucket: two buckets, of 12 bytes and of 8.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -49,11 +49,11 @@ class HostWeights:
 
     Attributes:
         buckets: in the model's order.
-        most_bucket_bytes: bytes that a bucket of several tensors may have.
+        bucket_bytes: what a bucket exceeds by its last tensor, unless it is the last one of its dtype.
     """
 
     buckets: tuple[Bucket, ...]
-    most_bucket_bytes: int
+    bucket_bytes: int
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -61,12 +61,17 @@ class HostWeights:
         return {name: values for bucket in self.buckets for name, values in bucket.tensors.items()}
 
     @property
+    def runs(self) -> list[tuple[Bucket, ...]]:
+        """Consecutive buckets of one dtype."""
+        return [tuple(run) for _, run in groupby(self.buckets, key=lambda bucket: bucket.dtype)]
+
+    @property
     def num_bytes(self) -> int:
         return sum(bucket.buffer.numel() for bucket in self.buckets)
 
 
 def empty_weights(
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most_bucket_bytes: int, pinned: bool = False
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], bucket_bytes: int, pinned: bool = False
 ) -> HostWeights:
     """Buckets with room for the tensors in ``shapes`` (name -> shape and dtype); their values are undefined.
 
@@ -74,16 +79,16 @@ def empty_weights(
         pinned: in page-locked memory, from which a GPU copies faster.
     """
     groups: list[tuple[torch.dtype, dict[str, tuple[int, ...]]]] = []
-    room = 0
+    room = -1
     for name, (shape, dtype) in shapes.items():
         size = torch.Size(shape).numel() * dtype.itemsize
-        if not groups or groups[-1][0] != dtype or size > room:
+        if not groups or groups[-1][0] != dtype or room < 0:
             groups.append((dtype, {}))
-            room = most_bucket_bytes
+            room = bucket_bytes
         groups[-1][1][name] = tuple(shape)
         room -= size
     buckets = []
     for dtype, members in groups:
         size = sum(torch.Size(shape).numel() for shape in members.values()) * dtype.itemsize
         buckets.append(Bucket(dtype, members, torch.empty(size, dtype=torch.uint8, pin_memory=pinned)))
-    return HostWeights(tuple(buckets), most_bucket_bytes)
+    return HostWeights(tuple(buckets), bucket_bytes)

@@ -2,8 +2,8 @@
 
 1. Without a group, or if its members are not these servers or one of them has lost its weights: form a new group.
 2. All servers pause and prepare for new weights.
-3. For each bucket: the servers get the list of its tensors, and receive it while the trainer broadcasts it, or read it
-   from the trainer's buffer (CUDA IPC).
+3. The servers get the list of the tensors of as many buckets as their protocol and the group allow at once, and receive
+   them while the trainer broadcasts bucket after bucket, or read a bucket from the trainer's buffer (CUDA IPC).
 4. All servers finish, clear their prefix caches, take the label, and continue.
 
 Where the protocol sends changes only (``patches``), a bucket is the values that differ from the last ones, if all
@@ -85,14 +85,17 @@ class GroupTransfer:
             if self._protocol.changes_only and found == {labels.old} == {self._sent_label}:
                 await self._alone(servers, lambda: changes.extend(self._changes(weights)))
             await self._all(servers, lambda server: self._protocol.begin_update(self._client, server, labels.running))
-            for place, bucket in enumerate(weights.buckets):
-                if self._protocol.changes_only:
-                    await self._send_patches(servers, bucket, changes[place] if changes else None)
-                else:
-                    await self._send_bucket(servers, bucket)
             if self._protocol.changes_only:
+                if changes:
+                    await self._send_patches(servers, [patch for each in changes for patch in each])
+                else:
+                    await self._send_all_values(servers, weights)
                 await self._check(servers, weights, whole=not changes)
                 await _in_thread(lambda: self._remember(weights, labels.new))
+            else:
+                many = self._protocol.receives_many and self._group.sends_many
+                for buckets in weights.runs if many else [(bucket,) for bucket in weights.buckets]:
+                    await self._send_buckets(servers, buckets)
             await self._all(servers, lambda server: self._protocol.end_update(self._client, server, labels.new))
         except (TransferError, asyncio.CancelledError):
             await self._give_up(servers)
@@ -121,21 +124,26 @@ class GroupTransfer:
                 own.buffer.copy_(bucket.buffer)
         self._sent_label = label
 
-    async def _send_patches(self, servers: Sequence[Server], bucket: Bucket, patches: list[Patch] | None) -> None:
-        """Send changes, or without them all values."""
+    async def _send_all_values(self, servers: Sequence[Server], weights: HostWeights) -> None:
+        """As patches, a bucket at a time, since their indices need more memory than the values."""
+        for bucket in weights.buckets:
+            found: list[Patch] = []
+            await self._alone(
+                servers, lambda bucket=bucket, found=found: found.extend(patches_of(bucket, None, self._group.device))
+            )
+            await self._send_patches(servers, found)
+
+    async def _send_patches(self, servers: Sequence[Server], patches: Sequence[Patch]) -> None:
         group = self._group
-        chosen = list(patches or ())
-        if patches is None:
-            await self._alone(servers, lambda: chosen.extend(patches_of(bucket, None, group.device)))
 
         def send() -> None:
-            for patch in chosen:
+            for patch in patches:
                 group.broadcast(patch.indices.view(torch.uint8))
                 group.broadcast(patch.values.view(torch.uint8))
 
-        if chosen:
+        if patches:
             await self._together(
-                servers, lambda server: self._protocol.receive_patches(self._client, server, chosen), send
+                servers, lambda server: self._protocol.receive_patches(self._client, server, patches), send
             )
 
     async def _check(self, servers: Sequence[Server], weights: HostWeights, whole: bool) -> None:
@@ -186,7 +194,7 @@ class GroupTransfer:
         await self._together(
             servers,
             lambda server: self._protocol.join_group(
-                self._client, server, group.meeting, offsets[server], weights.most_bucket_bytes
+                self._client, server, group.meeting, offsets[server], weights.bucket_bytes
             ),
             group.join,
         )
@@ -202,13 +210,14 @@ class GroupTransfer:
         # They may be gone.
         await asyncio.gather(*(leave(server) for server in members), return_exceptions=True)
 
-    async def _send_bucket(self, servers: Sequence[Server], bucket: Bucket) -> None:
+    async def _send_buckets(self, servers: Sequence[Server], buckets: Sequence[Bucket]) -> None:
         group = self._group
-        await self._alone(servers, lambda: group.stage(bucket.buffer))
+        if not group.sends_many:
+            await self._alone(servers, lambda: group.stage(buckets[0].buffer))
         await self._together(
             servers,
-            lambda server: self._protocol.receive(self._client, server, bucket, group.meeting),
-            lambda: group.broadcast(bucket.buffer),
+            lambda server: self._protocol.receive(self._client, server, buckets, group.meeting),
+            lambda: group.broadcast_all([bucket.buffer for bucket in buckets]),
         )
 
     async def _all(self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]]) -> None:
