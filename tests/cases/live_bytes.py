@@ -41,7 +41,7 @@ class LiveBytes(TorchDispatchMode):
         self._known[key] = weakref.ref(storage), size
         self.live += size
         if self.live > self.most:
-            gc.collect(1)  # what Triton's interpreter has left in cycles; older ones are looked for between ops
+            gc.collect(1)  # what Triton's interpreter has left in cycles; others are looked for between ops
             self.most = max(self.most, self.live)
         weakref.finalize(storage, self._forget, key)
 

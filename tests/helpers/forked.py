@@ -120,10 +120,13 @@ class Program:
     def stderr(self) -> str:
         return self._read(self._outputs[1])
 
+    def has_ended(self) -> bool:
+        return not self._process.is_alive()
+
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until something holds; AssertionError if the program ends before."""
         while not condition():
-            assert self._process.is_alive(), self.stdout() + self.stderr()
+            assert not self.has_ended(), self.stdout() + self.stderr()
             time.sleep(0.02)
 
     def wait(self, timeout: float = 600.0) -> CompletedProcess[str]:

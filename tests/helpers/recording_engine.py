@@ -9,6 +9,7 @@ returned a few at a time in a shuffled order, as from continuous batching.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -147,8 +148,8 @@ class RecordingEngine(RolloutEngine):
         """Three uniforms in [0, 1) keyed by all the prefix's tokens, the key, its length and the phase."""
         phase = f"{self._params.seed} {int(self._params.domain)} {self._iteration} {key} {len(prefix)} "
         digest = hashlib.blake2b(phase.encode() + prefix.tobytes(), digest_size=24).digest()
-        words = np.frombuffer(digest, dtype="<u8") >> np.uint64(11)
-        return tuple(float(word) * 2.0**-53 for word in words)
+        first, second, third = struct.unpack("<3Q", digest)
+        return (first >> 11) * 2.0**-53, (second >> 11) * 2.0**-53, (third >> 11) * 2.0**-53
 
     def _sample(self, request: GenerationRequest) -> GenerationResult:
         tokens = [int(token) for token in request.token_ids]

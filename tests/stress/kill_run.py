@@ -208,8 +208,9 @@ def unbroken_run(argv: list[str], processes: int, folder: Path, log: Path) -> tu
     return started - began, step_s, step_s
 
 
-def kill_repeatedly(argv: list[str], processes: int, kills: int, folder: Path) -> bool:
+def kill_repeatedly(argv: list[str], train_iters: int, processes: int, kills: int, folder: Path) -> bool:
     """The whole experiment with one command; prints and returns its outcome."""
+    argv = [*argv, "--train-iters", str(train_iters)]
     straight, killed, log = folder / "unbroken", folder / "killed", folder / "output.txt"
     times = unbroken_run(argv, processes, straight, log)
     print(f"    start {times[0]:.2f} s, step and save {times[1]:.3f} s", flush=True)
@@ -220,10 +221,11 @@ def kill_repeatedly(argv: list[str], processes: int, kills: int, folder: Path) -
         run = Run([*argv, "--save", str(killed)], processes, log)
         kill_at(run, killed, moment, *times)
         statuses = run.kill(random.randrange(processes))
-        if -signal.SIGKILL not in statuses:
-            # It had come to its end, or it has failed.
-            if any(statuses):
-                raise SystemExit(f"a start after {counts} failed with {statuses}; see {log}")
+        was_killed = -signal.SIGKILL in statuses
+        if not was_killed and any(statuses):
+            raise SystemExit(f"a start after {counts} failed with {statuses}; see {log}")
+        if not was_killed or saved_iteration(killed) == train_iters:
+            # It had come to its end. Behind the last checkpoint only a picture is drawn, which no later start draws.
             ended += 1
             if ended > 10:
                 break
@@ -260,6 +262,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="of each kind on each number of processes")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train-iters", type=int, help="of a run (default: 3 a kill and 10)")
     parser.add_argument("--folder", type=Path, help="where runs are kept (default: a temporary folder)")
     options, flags = parser.parse_known_args()
     random.seed(options.seed)
@@ -273,8 +276,8 @@ def main() -> int:
                 own.mkdir(parents=True)
                 more = RUNS[name]
                 command = server_command(own) if more is None else f"{COMMAND} {more}"
-                argv = [*command.split(), "--train-iters", str(3 * options.kills + 10), *flags]
-                good += kill_repeatedly(argv, processes, options.kills, own)
+                train_iters = options.train_iters or 3 * options.kills + 10
+                good += kill_repeatedly([*command.split(), *flags], train_iters, processes, options.kills, own)
                 begun += 1
     print(f"{begun * options.kills} kills of {begun} runs, {good} of which ended as if unbroken", flush=True)
     return 0 if good == begun else 1

@@ -14,10 +14,13 @@ TOOLS = sorted(
     # verl has its own environment.
     if "__main__" in (text := path.read_text()) and "from verl" not in text
 )
-# Each tool runs in a forked process in which PyTorch, and the parts that Megatron imports, are loaded already.
+# Each tool runs in a forked process in which all but Megatron, and what needs it, is loaded already.
 IMPORT_ALL = """
 import os, runpy, sys
-import torch._inductor.compile_fx, torch.distributed.tensor
+import matplotlib.figure, rich.console, tokenizers, yaml
+import torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.tensor, torch.utils.tensorboard
+import megatron_dta.planning, megatron_dta.rollouts
+assert "megatron.core" not in sys.modules
 for path in sys.argv[1:]:
     child = os.fork()
     if not child:

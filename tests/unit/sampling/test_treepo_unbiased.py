@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+
 import numpy as np
 import pytest
 
@@ -24,15 +27,17 @@ CHAIN = np.array(
 )
 
 
+CUMULATIVE = np.cumsum(CHAIN, axis=1).tolist()
+
+
 class ChainEngine(RecordingEngine):
     """Tokens of a Markov chain, and their true logprobs."""
 
     def token_after(self, prefix, key: int) -> int:
-        number = self._numbers(np.asarray(prefix, dtype=np.int32), key)[0]
-        return int(np.searchsorted(np.cumsum(CHAIN[prefix[-1]]), number, side="right"))
+        return bisect_right(CUMULATIVE[prefix[-1]], self._numbers(np.asarray(prefix, dtype=np.int32), key)[0])
 
     def logprob_after(self, prefix, key: int) -> float:
-        return float(np.log(CHAIN[prefix[-1], self.token_after(prefix, key)]))
+        return math.log(CHAIN[prefix[-1], self.token_after(prefix, key)])
 
 
 def reward(tokens: np.ndarray) -> float:
