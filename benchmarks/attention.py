@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument(
         "--impl", nargs="+", choices=("triton", "fa4"), default=["triton"], help="what computes tree attention"
     )
-    parser.add_argument("--tokens", type=int, default=32768, help="most tokens of a tree")
+    parser.add_argument("--tokens", type=int, default=32768, help="maximum number of tokens in a tree")
     parser.add_argument("--segment-tokens", type=int, nargs="*", default=[2048, 4096, 8192])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--groups", type=int, default=8, help="key/value heads")

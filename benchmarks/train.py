@@ -80,7 +80,9 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         help="default: 4096, or chosen with the next two; on a GPU without any of these flags as in training",
     )
-    parser.add_argument("--pack-tokens", type=int, help="most tokens of a pack (default: the longest sequence)")
+    parser.add_argument(
+        "--pack-tokens", type=int, help="maximum number of tokens in a pack (default: the longest sequence)"
+    )
     parser.add_argument("--cost-model", help="file of tools/fit_cost_model.py: plan by it, and say what it predicts")
     parser.add_argument(
         "--tree-memory-gib", type=float, help="memory of weights, gradients and the step; as in training"

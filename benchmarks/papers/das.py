@@ -5,7 +5,7 @@
 
 Writes das.json, das.md, and plots of rollout seconds, rewards and ablations to OUT, the JSON file after every run.
 Complete training runs in OUT are used again. The ablations replay the runs of the tasks, and stored rollouts if
-DTA_ROLLOUTS names their folder. --jobs seeds run beside each other, all in the same mode at a time, so that their
+DTA_ROLLOUTS names their folder. --jobs seeds run concurrently, all in the same mode at a time, so that their
 seconds compare.
 """
 
@@ -113,7 +113,7 @@ def main() -> int:
     """Run the experiment."""
     parser = paper_parser(__doc__ or "", "das")
     parser.add_argument("--tasks", nargs="+", help="names of the tasks to train (default: all of this size)")
-    parser.add_argument("--jobs", type=int, default=1, help="most seeds beside each other")
+    parser.add_argument("--jobs", type=int, default=1, help="maximum number of concurrent seeds")
     parser.add_argument("--no-replays", action="store_true", help="leave the ablations out")
     arguments = parser.parse_args()
     check_at_least(arguments, 1, "seeds", "jobs")

@@ -48,7 +48,7 @@ class Job:
 
 
 class Processes:
-    """Runs jobs; those that have begun run beside each other.
+    """Runs jobs; those that have begun run concurrently.
 
     Args:
         root: folder of all parts.

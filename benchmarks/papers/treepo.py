@@ -53,7 +53,7 @@ class Experiment:
         chosen: the sizes.
         methods: whose curves are compared.
         seeds: of the curves; everything else uses the first.
-        jobs: maximum number of runs beside each other.
+        jobs: maximum number of concurrent runs.
     """
 
     def __init__(self, folder: Path, chosen: Scale, methods: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
@@ -154,7 +154,7 @@ class Experiment:
         self.report.add(table, names | row)
 
     def _groups(self, found: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """What runs beside each other."""
+        """Groups of jobs that run concurrently."""
         return (found[begin : begin + self._jobs] for begin in range(0, len(found), self._jobs))
 
     def _begin(self, jobs: Sequence[Callable[[], Job]]) -> None:
@@ -243,7 +243,7 @@ def main() -> int:
     parser = paper_parser(__doc__, "treepo")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run (default: everything)")
     parser.add_argument("--methods", nargs="+", choices=(GRPO, TREEPO, TREES), help="curves (default: all)")
-    parser.add_argument("--jobs", type=int, default=1, help="most runs beside each other")
+    parser.add_argument("--jobs", type=int, default=1, help="maximum number of concurrent runs")
     arguments = parser.parse_args()
     check_at_least(arguments, 1, "seeds", "jobs")
     chosen = scale("smallest" if arguments.smallest else "small" if arguments.small else "full")

@@ -1,4 +1,4 @@
-"""Samples trees and independent rollouts beside each other: their rates with simulated lengths, and their votes."""
+"""Compares sampling of trees with that of independent rollouts: their rates with simulated lengths, and their votes."""
 
 from __future__ import annotations
 

@@ -58,7 +58,11 @@ def main() -> None:
         "--key-file", metavar="FILE", help=f"file for the gateway's key (default: {_KEY}, or FILE.key beside --output)"
     )
     parser.add_argument(
-        "--max-sessions", type=int, default=1024, metavar="N", help="most open sessions (default: %(default)s)"
+        "--max-sessions",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="maximum number of open sessions (default: %(default)s)",
     )
     own, others = parser.parse_known_args()
     if Path(own.output).suffix != ".jsonl":

@@ -11,8 +11,8 @@ among ranks:
 first   The choice of the first rollout of the step that has one holds for all. The metric ``routing_replaced`` says how
         many choices it replaces.
 fork    Rollouts share a token only where they were routed the same way, so every choice is the sampler's. The forest is
-        built from keys (``keys_by_routing``), which differ where the choices do. ``routing_forked_tokens`` says how
-        many tokens that is over the unique tokens of "first"; it is reported either way.
+        built from keys (``keys_by_routing``), which differ where the choices do. ``routing_forked_tokens`` is the
+        number of unique tokens divided by that of "first"; it is reported either way.
 
 Legend: T tokens of a sequence, N stream tokens, L layers with experts, K experts per token.
 """
