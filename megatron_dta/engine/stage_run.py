@@ -71,6 +71,7 @@ class StageRun:
         self, model: RankModel, batch: TreeBatch, objective: Objective | None, clock: OpClock | None = None
     ) -> None:
         self.model, self.training, self.clock = model, objective is not None, clock
+        self.identity = object()
         step, mesh = batch.plan, model.mesh
         self.pass_plan = step.training if self.training else step.forward_only
         self.program = stage_program(step.segments, self.pass_plan, mesh.pipeline_rank)
@@ -331,6 +332,7 @@ class StageRun:
             runs = SlotRuns.of(plan.host_slots[chunk][self.paths.stream_indices(segment)], slots)
         return SegmentContext(
             position_ids=plan.positions[own],
+            step=self.identity,
             routing=self.experts[chunk].routing(segment) if self.experts else None,
             context_group=self.model.context_group,
             pool=self.pools[chunk],

@@ -9,26 +9,24 @@ import pytest
 import torch
 
 from conftest import rollout_file, seed_all
+from direct_layer_cases import check_both_ways, plain_weights
 from fused_layers_cases import fused
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ParallelConfig
 from megatron_dta.config.checks.mesh import check_context_parallel, check_world_size
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock
-from megatron_dta.parity.outcome import Outcome
+from megatron_dta.parity import random_training_samples
 from megatron_dta.rollouts import load_rollouts
-from mesh_cases import CUTS, FULL_RECOMPUTE, MeshSuite, joined
-from mesh_worker import MeshCase, RankResult, run_cases, run_on_ranks
+from mesh_cases import CUTS, FULL_RECOMPUTE, MeshSuite
+from mesh_worker import RankResult, run_cases, run_on_ranks
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, moe_weights
 from tree_engine_cases import (
     QWEN2,
     QWEN3,
-    TEMPERATURE,
     branching_sequences,
     check_siblings,
     model_config,
     siblings,
     tree_config,
-    weights_of,
 )
 
 SEED = 23
@@ -170,53 +168,10 @@ def test_sizes_that_do_not_divide_are_refused():
         check_world_size(_sizes(2), 3)
 
 
-def fused_weights(model, seed):
-    return weights_of(replace(model, fused_layer_impl="reference"), seed)
-
-
-def _with_kernels(rank: int, case: MeshCase) -> dict[str, tuple[int, RankResult]]:
-    """On the kernels, layers as modules and as one function: how many passes took the latter, and what came out."""
-    from unittest import mock
-
-    from megatron_dta.model.layers.fused_autograd_layer import FusedAutogradLayer
-
-    found = {}
-    for way in ("modules", "direct"):
-        count, takes = [0], FusedAutogradLayer.takes
-
-        def counted(layer, *arguments, way=way, count=count, takes=takes):
-            taken = way == "direct" and takes(layer, *arguments)
-            count[0] += taken
-            return taken
-
-        with mock.patch.object(FusedAutogradLayer, "takes", counted):
-            result = run_cases(rank, {"": case})[""]
-        found[way] = count[0], result
-    return found
-
-
-def _in_float64(suite: MeshSuite) -> Outcome:
-    model = replace(suite.models["fused"], fused_layer_impl="reference", params_dtype=torch.float64)
-    weights = {name: weight.double() for name, weight in suite.weights["fused"].items()}
-    return run_stock(model, weights, suite.samples[""], suite.objective, TEMPERATURE)
-
-
 @needs_kernels
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_layers_as_one_function_exchange_too(tmp_path, kv_heads):
-    """Float32 on the kernels: bit for bit the modules of the same ranks, and within rounding of one process."""
     model = fused(**QWEN3, num_query_groups=kv_heads)
     samples = random_training_samples(branching_sequences(seed_all(51), count=6, longest=8), seed=51)
-    suite = MeshSuite({"fused": model}, MESHES, {"": samples}, {"": ("dta", 13, 20)}, fused_weights)
-    case = suite.case("cp2", "fused", "")
-    ranks = run_on_ranks(
-        _with_kernels, replace(case, tree=replace(case.tree, tree_attention_impl="triton")), 2, tmp_path
-    )
-    modules, direct = ([rank[way][1] for rank in ranks] for way in ("modules", "direct"))
-    assert all(rank["direct"][0] > 0 and rank["modules"][0] == 0 for rank in ranks)
-    outcome = joined(direct, model, suite.partition("cp2"))
-    assert compare_outcomes(outcome, _in_float64(suite)).largest() < 1e-4
-    for one, other in zip(modules, direct, strict=True):
-        for name, gradient in one.gradients.items():
-            if "norm" not in name:
-                assert torch.equal(other.gradients[name], gradient), name
+    suite = MeshSuite({"fused": model}, MESHES, {"": samples}, {"": ("dta", 13, 20)}, plain_weights)
+    check_both_ways(suite, "cp2", "fused", tmp_path)

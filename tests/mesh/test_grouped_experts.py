@@ -12,8 +12,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from checkpoint_mesh_cases import EXPERTS, assert_same_tensors, in_bf16
 from checkpoint_worker import Stretch, run_stretches
 from conftest import seed_all
+from direct_layer_cases import check_both_ways, plain_weights
 from dta_kernels.experts.reference import PlainRows
 from expected_rows_cases import check_expected_rows
+from fused_layers_cases import fused
 from lora_cases import lora_config, lora_weights
 from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, distance
 from megatron_dta.config import ModelConfig, ParallelConfig
@@ -24,9 +26,9 @@ from megatron_dta.model.experts.expert_rows import expert_rows
 from megatron_dta.model.experts.grouped_experts import GroupedExperts
 from megatron_dta.model.experts.weights import SameOnEveryMesh
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
-from mesh_cases import FULL_RECOMPUTE
+from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import run_on_ranks
-from moe_cases import CUTS, MODELS, make_reference
+from moe_cases import CUTS, MODELS, QWEN3_BALANCED, QWEN3_MOE, make_reference
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import (
     GRPO,
@@ -252,3 +254,17 @@ def test_on_the_kernels_in_float32(references, name, buffers):
 @interpreter
 def test_rows_beyond_the_expected_number_are_computed_again():
     check_expected_rows(torch.float32, torch.device("cpu"))
+
+
+@interpreter
+@pytest.mark.parametrize(("mesh", "name"), [("ep2", "qwen3"), ("ep2-turns", "balanced"), ("ep2-idle", "qwen3")])
+def test_layers_as_one_function_exchange_tokens(tmp_path, mesh, name):
+    settings = {"qwen3": QWEN3_MOE, "balanced": QWEN3_BALANCED}
+    models = {key: grouped(fused(vocab_size=8, **each)) for key, each in settings.items()}
+    samples = random_training_samples(branching_sequences(seed_all(17), count=8, longest=14), seed=17)
+    ep2 = ParallelConfig(expert_model_parallel_size=2)
+    turns = replace(ep2, overlap_moe_expert_parallel_comm=True)
+    meshes = {"ep2": (2, ep2, [4, 0]), "ep2-turns": (2, turns, [4, 0]), "ep2-idle": (2, ep2, [0, 0])}
+    suite = MeshSuite(models, meshes, {"": samples}, {"": ("dta", 7, 12)}, plain_weights)
+    direct = check_both_ways(suite, mesh, name, tmp_path)
+    assert all((rank.num_pairs > 0) == (mesh == "ep2-turns") for rank in direct)

@@ -33,6 +33,8 @@ class AttentionContext(PackedSeqParams):
         path_states: states of the tokens' paths, for layers with a recurrence; None in passes that keep none.
         rows_per_rank: maximum number of rows of this pass on any rank that shares experts with this one; None if all
             have as many.
+        step: the same object in all passes of a step, between which neither weights nor gradient buffers move, and no
+            hook is added; None if the pass is of no step.
         turn: of the pass, if it runs beside another one (``model.parallel.turns``).
         context_group: the ranks that divide the pass's tokens; None if each computes all of them. ``position_ids`` and
             ``routing`` are of all tokens, ``rotary_tables`` of the rank's rows.
@@ -43,6 +45,7 @@ class AttentionContext(PackedSeqParams):
     routing: TokenRouting | None = None
     path_states: PathStates | None = None
     rows_per_rank: int | None = None
+    step: object | None = None
     turn: Turn | None = None
     context_group: ContextGroup | None = None
 

@@ -8,7 +8,7 @@ Legend: L experts, Q rows of all of them; R rank of the adapters, I inputs, O ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,11 +18,14 @@ from torch.nn import Module, Parameter
 
 from megatron_dta.model.layers.lora import SUFFIX
 
+FindMatrices = Callable[[], Sequence[Tensor]]
+"""Returns a matrix for each expert."""
+
 
 class Tables(Protocol):
     """Makes one argument of grouped products of a matrix for each expert (``GroupedExperts.matrices``)."""
 
-    def __call__(self, key: str, matrices: Sequence[Tensor]) -> Any: ...
+    def __call__(self, key: str, find: FindMatrices) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -61,21 +64,21 @@ class ExpertMap:
 
     def product(self, groups: Any, tables: Tables, x: Tensor, indexed: bool = False) -> tuple[Tensor, Tensor | None]:
         """``y`` [Q, O], and ``inner`` [Q, R] if there are adapters."""
-        y = groups.product(x, tables(self.name, self.weights), indexed)
+        y = groups.product(x, tables(self.name, lambda: self.weights), indexed)
         if not self.a:
             return y, None
-        inner = groups.product(x, tables(f"{self.name} A", self.a), indexed).mul_(self.scale)
-        return y.add_(groups.product(inner, tables(f"{self.name} B", self.b))), inner
+        inner = groups.product(x, tables(f"{self.name} A", lambda: self.a), indexed).mul_(self.scale)
+        return y.add_(groups.product(inner, tables(f"{self.name} B", lambda: self.b))), inner
 
     def input_gradient(
         self, groups: Any, tables: Tables, grad: Tensor, indexed: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The gradient of ``x`` [Q, I], and of ``A x`` [Q, R] if there are adapters."""
-        grad_x = groups.input_gradient(grad, tables(self.name, self.weights), indexed)
+        grad_x = groups.input_gradient(grad, tables(self.name, lambda: self.weights), indexed)
         if not self.a:
             return grad_x, None
-        grad_inner = groups.input_gradient(grad, tables(f"{self.name} B", self.b), indexed).mul_(self.scale)
-        return grad_x.add_(groups.input_gradient(grad_inner, tables(f"{self.name} A", self.a))), grad_inner
+        grad_inner = groups.input_gradient(grad, tables(f"{self.name} B", lambda: self.b), indexed).mul_(self.scale)
+        return grad_x.add_(groups.input_gradient(grad_inner, tables(f"{self.name} A", lambda: self.a))), grad_inner
 
     def adapter_gradients(
         self, groups: Any, tables: Tables, grads: tuple[Tensor, Tensor | None], rows: tuple[Tensor, Tensor | None],
@@ -100,5 +103,5 @@ def summed(
     """The gradient of each of ``matrices``, of the rows' gradients and inputs ``of``."""
     first = matrices[0]
     sums = torch.zeros(len(matrices), *first.shape, dtype=first.dtype, device=first.device).unbind()
-    groups.add_weight_gradients(tables("", sums), *of, indexed)
+    groups.add_weight_gradients(tables("", lambda: sums), *of, indexed)
     return sums

@@ -10,8 +10,6 @@ the device computes while the host waits. The result is the same bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -19,6 +17,7 @@ from dta_kernels.experts.grouped_products import GroupedRows, MatrixTable
 from dta_kernels.experts.row_sums import sum_rows
 from dta_kernels.experts.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
 from megatron_dta.model.activation import is_swiglu
+from megatron_dta.model.experts.expert_maps import FindMatrices
 from megatron_dta.model.experts.expert_rows import ExpertRows
 from megatron_dta.model.experts.grouped_experts import GroupedExperts, Products
 from megatron_dta.planning.costs.segment_bytes import EXPERT_SHARE
@@ -34,7 +33,8 @@ class FusedGroupedExperts(GroupedExperts):
     """``GroupedExperts`` whose products, and whose activation if it is SwiGLU, run on the kernels."""
 
     counts_on_host = False
-    _tables: dict[str, MatrixTable] | None = None
+    # With the step for which its addresses were last compared.
+    _tables: dict[str, tuple[MatrixTable, object]] | None = None
     # Rows of the last passes over the largest possible numbers.
     _shares: tuple[float, ...] = ()
 
@@ -67,14 +67,18 @@ class FusedGroupedExperts(GroupedExperts):
         self._shares = (*self._shares, rows.host.total / max(1, rows.most))[-_PASSES:]
         return rows.host.total <= number
 
-    def matrices(self, key: str, matrices: Sequence[Tensor]) -> MatrixTable:
-        """The table of addresses; it is rebuilt when a matrix has moved."""
+    def matrices(self, key: str, find: FindMatrices, step: object | None) -> MatrixTable:
+        """The table of addresses; it is rebuilt when a matrix has moved, which none does within a step."""
         if not key:
-            return MatrixTable(matrices)
+            return MatrixTable(find())
         self._tables = self._tables or {}
-        if key not in self._tables or not self._tables[key].holds(matrices):
-            self._tables[key] = MatrixTable(matrices)
-        return self._tables[key]
+        table, checked = self._tables.get(key, (None, None))
+        if checked is None or checked is not step:
+            found = find()
+            if table is None or not table.holds(found):
+                table = MatrixTable(found)
+            self._tables[key] = table, step
+        return table
 
     def activate(self, first_QF: Tensor, weights_Q: Tensor) -> Tensor:
         if not is_swiglu(self.config):

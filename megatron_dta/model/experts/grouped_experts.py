@@ -31,7 +31,7 @@ from torch.nn import Parameter
 
 from dta_kernels.experts.reference import PlainRows, sum_rows
 from megatron_dta.model.activation import weighted_activation
-from megatron_dta.model.experts.expert_maps import ExpertMap, summed
+from megatron_dta.model.experts.expert_maps import ExpertMap, FindMatrices, summed
 from megatron_dta.model.experts.expert_rows import ExpertRows, RowSums, scattered
 from megatron_dta.model.experts.weights import SameOnEveryMesh
 from megatron_dta.model.main_grad import MainGradColumnParallelLinear, added_to_main_grad, main_grad_of
@@ -63,7 +63,13 @@ class GroupedExperts(SameOnEveryMesh):
     _maps: tuple[ExpertMap, ExpertMap] | None = None
 
     def forward(
-        self, x_RC: Tensor, weights_RK: Tensor, rows: ExpertRows, runs_hooks: bool = True, later: Later | None = None
+        self,
+        x_RC: Tensor,
+        weights_RK: Tensor,
+        rows: ExpertRows,
+        runs_hooks: bool = True,
+        later: Later | None = None,
+        step: object | None = None,
     ) -> Tensor:
         """Sum [R, C] of each token's outputs, each times the router's weight.
 
@@ -72,13 +78,21 @@ class GroupedExperts(SameOnEveryMesh):
             rows: the rows of this rank's experts.
             runs_hooks: whether the hooks of the parameters must run in the backward.
             later: of the exchange with other ranks; None if there is none.
+            step: ``AttentionContext.step`` of the pass.
         """
         in_buffers, (fc1, fc2) = self._in_buffers(), (each.current for each in self.maps)
         needs_hooks = not in_buffers or runs_hooks or not x_RC.requires_grad
         adapters = (*fc1.a, *fc1.b, *fc2.a, *fc2.b)
         parameters = (*fc1.weights, *fc2.weights) if needs_hooks else ()
-        settings = _Settings(self, rows, fc1, fc2, in_buffers, None if needs_hooks or adapters else later)
-        return _Experts.apply(x_RC, weights_RK, settings, bool(parameters), *parameters, *adapters)
+        run = ExpertsRun(self, rows, (fc1, fc2), in_buffers, bool(parameters))
+        run.later, run.step = None if needs_hooks or adapters else later, step
+        return _Experts.apply(x_RC, weights_RK, run, *parameters, *adapters)
+
+    def direct_run(self, rows: ExpertRows, later: Later | None, step: object) -> ExpertsRun:
+        """A pass of which autograd does not know, over weights without adapters whose gradients have buffers."""
+        run = ExpertsRun(self, rows, self.maps, in_buffers=True, is_told=False)
+        run.later, run.step = later, step
+        return run
 
     @property
     def maps(self) -> tuple[ExpertMap, ExpertMap]:
@@ -107,9 +121,13 @@ class GroupedExperts(SameOnEveryMesh):
         """Whether the expected ``number`` of rows was enough; afterwards ``products`` knows the actual number."""
         raise NotImplementedError
 
-    def matrices(self, key: str, matrices: Sequence[Tensor]) -> Any:
-        """One matrix for each expert; ``key`` identifies the set within the layer, across passes."""
-        return matrices
+    def matrices(self, key: str, find: FindMatrices, step: object | None) -> Any:
+        """One matrix for each expert; ``key`` identifies the set within the layer, across passes.
+
+        Args:
+            step: ``AttentionContext.step`` of the pass.
+        """
+        return find()
 
     def activate(self, first_QF: Tensor, weights_Q: Tensor) -> Tensor:
         """The input of the second product."""
@@ -123,51 +141,53 @@ class GroupedExperts(SameOnEveryMesh):
         return torch.autograd.grad(active, inputs, grad_QF)
 
 
-class _Settings(NamedTuple):
-    """What a pass knows besides its tensors.
+class ExpertsRun:
+    """One pass through both maps of all experts, and its backward.
+
+    Args:
+        in_buffers: whether gradients of weights are written directly to buffers.
+        is_told: whether autograd must know the weights.
 
     Attributes:
-        in_buffers: whether gradients of weights are written directly to buffers.
-        later: see ``GroupedExperts.forward``; None if nothing may be computed later.
+        later, step: see ``GroupedExperts.forward``; ``later`` None if nothing may be computed later.
     """
 
-    experts: GroupedExperts
-    rows: ExpertRows
-    fc1: ExpertMap
-    fc2: ExpertMap
-    in_buffers: bool
-    later: Later | None
+    later: Later | None = None
+    step: object | None = None
 
+    def __init__(
+        self, experts: GroupedExperts, rows: ExpertRows, maps: tuple[ExpertMap, ExpertMap], in_buffers: bool,
+        is_told: bool,
+    ) -> None:  # fmt: skip
+        self.experts, self.rows, (self.fc1, self.fc2) = experts, rows, maps
+        self.in_buffers, self.is_told = in_buffers, is_told
 
-class _Experts(torch.autograd.Function):
-    """Both maps of all experts.
+    def tables(self, key: str, find: FindMatrices) -> Any:
+        """One matrix for each expert, see ``GroupedExperts.matrices``."""
+        return self.experts.matrices(key, find, self.step)
 
-    The parameters are the weights of both maps, if autograd must know them (``is_told``), and the matrices of adapters.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor, settings: _Settings, is_told: bool, *parameters: Parameter
-    ) -> Tensor:
-        experts, rows, fc1, fc2, *_ = settings
+    def forward(self, x: Tensor, weights: Tensor, is_kept: bool) -> tuple[Tensor, KeptRows]:
+        """Sums [R, C] of each token's outputs, and what ``backward`` needs besides the tokens."""
+        experts, rows, tables = self.experts, self.rows, self.tables
         made, is_expected = None, False
         while made is None or (is_expected and not experts.had_room(rows, len(made))):
             first = inner = inner_2 = made = None
-            groups, entries, is_row, is_expected = experts.products(rows, x, any(ctx.needs_input_grad))
-            first, inner = fc1.product(groups, experts.matrices, x, indexed=True)
+            self.groups, entries, is_row, is_expected = experts.products(rows, x, is_kept)
+            first, inner = self.fc1.product(self.groups, tables, x, indexed=True)
             weights_Q = weights.flatten().index_select(0, entries)
-            made, inner_2 = fc2.product(groups, experts.matrices, experts.activate(first, weights_Q))
-        ctx.settings, ctx.groups, ctx.is_told = settings, groups, is_told
-        ctx.save_for_backward(x, weights_Q, first, inner, inner_2, entries, rows.places, is_row)
-        return experts.sum_rows(made, rows.places)
+            made, inner_2 = self.fc2.product(self.groups, tables, experts.activate(first, weights_Q))
+        return experts.sum_rows(made, rows.places), KeptRows(weights_Q, first, inner, inner_2, entries, is_row)
 
-    @staticmethod
-    def backward(ctx: Any, grad_RC: Tensor) -> tuple:
-        x, weights, first, inner, inner_2, entries, place_RK, is_row = ctx.saved_tensors
-        (experts, _, fc1, fc2, _, later), groups = ctx.settings, ctx.groups
-        grad, tables = grad_RC.contiguous(), experts.matrices
+    def backward(self, grad: Tensor, x: Tensor, kept: KeptRows) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """Gradients of the tokens [R, C], of the router's weights [R, K], and of the parameters that autograd knows.
+
+        Args:
+            grad: of the outputs, contiguous.
+        """
+        experts, fc1, fc2, groups, tables = self.experts, self.fc1, self.fc2, self.groups, self.tables
+        weights, first, inner, inner_2, entries, is_row = kept
         active = experts.activate(first, weights)
-        fc2_grads = _weight_gradients(ctx, fc2, grad, active, "grad")
+        fc2_grads = self._weight_gradients(fc2, grad, active, "grad")
         grad_active, grad_inner = fc2.input_gradient(groups, tables, grad, indexed=True)
         adapters_2 = fc2.adapter_gradients(groups, tables, (grad, grad_inner), (active, inner_2), "grad")
         del active
@@ -176,28 +196,57 @@ class _Experts(torch.autograd.Function):
         if is_row is not None:
             grad_weights = grad_weights.masked_fill(~is_row, 0)
         grad_rows, grad_inner = fc1.input_gradient(groups, tables, grad_first)
-        grad_x = experts.sum_rows(grad_rows, place_RK)
+        grad_x = experts.sum_rows(grad_rows, self.rows.places)
         del grad_rows
         fc1_grads: Sequence[Tensor | None] = ()
-        if later is None:
-            fc1_grads = _weight_gradients(ctx, fc1, grad_first, x, "x")
+        if self.later is None:
+            fc1_grads = self._weight_gradients(fc1, grad_first, x, "x")
         else:
-            later(lambda: _weight_gradients(ctx, fc1, grad_first, x, "x"))
+            self.later(lambda: self._weight_gradients(fc1, grad_first, x, "x"))
         adapters = fc1.adapter_gradients(groups, tables, (grad_first, grad_inner), (x, inner), "x")
-        grad_weights = scattered(grad_weights, entries, place_RK.shape)
-        return grad_x, grad_weights, None, None, *fc1_grads, *fc2_grads, *adapters, *adapters_2
+        grad_weights = scattered(grad_weights, entries, self.rows.places.shape)
+        return grad_x, grad_weights, [*fc1_grads, *fc2_grads, *adapters, *adapters_2]
+
+    def _weight_gradients(self, of: ExpertMap, grad: Tensor, x: Tensor, indexed: str) -> Sequence[Tensor | None]:
+        """Adds the weight gradients of one map to their buffers, or returns them if autograd knows the weights.
+
+        ``indexed`` is "grad" or "x" for the tensor of tokens; the other one has a row for each pair of token and
+        expert.
+        """
+        tables, weights = self.tables, of.weights
+        if self.in_buffers:
+            sums = tables(f"{of.name} sums", lambda: [weight.main_grad for weight in weights])
+            self.groups.add_weight_gradients(sums, grad, x, indexed)
+            return [added_to_main_grad(weight) for weight in weights] if self.is_told else ()
+        if not any(weight.requires_grad for weight in weights):
+            return [None] * len(weights)
+        return summed(self.groups, tables, weights, (grad, x), indexed)
 
 
-def _weight_gradients(ctx: Any, of: ExpertMap, grad: Tensor, x: Tensor, indexed: str) -> Sequence[Tensor | None]:
-    """Adds the weight gradients of one map to their buffers, or returns them if autograd knows the weights.
+class KeptRows(NamedTuple):
+    """What a backward needs of each row: the router's weight [Q], the first product [Q, width], the products of
+    adapters, its entry, and whether it is one (``Products``)."""
 
-    ``indexed`` is "grad" or "x" for the tensor of tokens; the other one has a row for each pair of token and expert.
-    """
-    experts, weights = ctx.settings.experts, of.weights
-    if ctx.settings.in_buffers:
-        sums = experts.matrices(f"{of.name} sums", [weight.main_grad for weight in weights])
-        ctx.groups.add_weight_gradients(sums, grad, x, indexed)
-        return [added_to_main_grad(weight) for weight in weights] if ctx.is_told else ()
-    if not any(weight.requires_grad for weight in weights):
-        return [None] * len(weights)
-    return summed(ctx.groups, experts.matrices, weights, (grad, x), indexed)
+    weights: Tensor
+    first: Tensor
+    inner: Tensor | None
+    inner_2: Tensor | None
+    entries: Tensor
+    is_row: Tensor | None
+
+
+class _Experts(torch.autograd.Function):
+    """The parameters are the weights of both maps, if autograd must know them, and the matrices of adapters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, run: ExpertsRun, *_: Parameter) -> Tensor:
+        output, kept = run.forward(x, weights, any(ctx.needs_input_grad))
+        ctx.run = run
+        ctx.save_for_backward(x, *kept)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_RC: Tensor) -> tuple:
+        x, *kept = ctx.saved_tensors
+        grad_x, grad_weights, grads = ctx.run.backward(grad_RC.contiguous(), x, KeptRows(*kept))
+        return grad_x, grad_weights, None, *grads

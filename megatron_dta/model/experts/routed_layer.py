@@ -30,7 +30,7 @@ class TreeMoELayer(MoELayer):
     """Router, experts and shared experts of a layer.
 
     Attributes:
-        context: the pass that the layer is running, set by ``RoutedLayer``.
+        context: the pass that the layer is running.
         sum_rows: adds up rows of a token.
     """
 
@@ -43,14 +43,14 @@ class TreeMoELayer(MoELayer):
         context = self.context
         weights_NK, chosen_NK = self.router(hidden_states)
         x_NC = hidden_states.reshape(-1, hidden_states.shape[-1])
-        exchange = self._exchange(len(x_NC), context)
+        exchange = self.exchange(len(x_NC), context)
         if exchange is None:
-            rows = self._rows(chosen_NK, are_all_here=True)
+            rows = self.rows(chosen_NK, are_all_here=True)
             shared = self._shared_output(hidden_states)
             output = self._computed(x_NC, weights_NK, rows, context, None)
         else:
             x, weights, chosen = StartGather.apply(x_NC, weights_NK, chosen_NK, exchange)
-            rows = self._rows(chosen, are_all_here=False)
+            rows = self.rows(chosen, are_all_here=False)
             shared = self._shared_output(hidden_states)
             x, weights = EndGather.apply(x, weights, exchange)
             partial = self._computed(x, weights, rows, context, exchange)
@@ -58,7 +58,12 @@ class TreeMoELayer(MoELayer):
         output = output.view(hidden_states.shape)
         return output if shared is None else output + shared, None
 
-    def _exchange(self, num_rows: int, context: AttentionContext | None) -> RowExchange | None:
+    def begin(self, context: AttentionContext) -> None:
+        """Tell router and experts of the pass that the layer is about to run."""
+        self.context = self.router.context = context
+
+    def exchange(self, num_rows: int, context: AttentionContext | None) -> RowExchange | None:
+        """The exchange of a pass's rows with other ranks; None if there are none."""
         # Megatron's dispatcher only provides the groups.
         group = self.token_dispatcher.tp_ep_group
         if group.size() == 1:
@@ -67,7 +72,8 @@ class TreeMoELayer(MoELayer):
             return RowExchange(group, num_rows, num_rows, None, self.sum_rows)
         return RowExchange(group, num_rows, context.rows_per_rank or num_rows, context.turn, self.sum_rows)
 
-    def _rows(self, chosen: Tensor, are_all_here: bool) -> ExpertRows:
+    def rows(self, chosen: Tensor, are_all_here: bool) -> ExpertRows:
+        """The rows of this rank's experts; ``are_all_here`` if no other rank has any."""
         return expert_rows(chosen, self.local_expert_indices[0], self.num_local_experts, are_all_here)
 
     def _shared_output(self, hidden_states: Tensor) -> Tensor | None:
@@ -84,7 +90,8 @@ class TreeMoELayer(MoELayer):
         """Sums [R, C] of this rank's experts for each token."""
         if isinstance(self.experts, GroupedExperts):
             later = None if exchange is None else exchange.later
-            return self.experts(x_RC, weights_RK, rows, getattr(context, "runs_hooks", True), later)
+            runs_hooks, step = getattr(context, "runs_hooks", True), getattr(context, "step", None)
+            return self.experts(x_RC, weights_RK, rows, runs_hooks, later, step)
         rows_RC, weights_R = ToRows.apply(x_RC, weights_RK, rows, self.sum_rows)
         made_RC, _ = self.experts(rows_RC, torch.tensor(rows.host.tolist()), weights_R)
         return ToTokens.apply(made_RC, rows, self.sum_rows)
@@ -97,14 +104,6 @@ class RoutedLayer(TransformerLayer):
     not, so this layer hands the context to them.
     """
 
-    row_sums: RowSums | None = None
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        if self.row_sums is not None:
-            self.mlp.sum_rows = self.row_sums
-
     def forward(self, *args: object, **kwargs: object) -> object:
-        context = check_context(kwargs.get("packed_seq_params"))
-        self.mlp.context = self.mlp.router.context = context
+        self.mlp.begin(check_context(kwargs.get("packed_seq_params")))
         return super().forward(*args, **kwargs)

@@ -32,7 +32,7 @@ class TreeRouter(TopKRouter):
     """Top-k routing; parameters and buffers are those of Megatron's ``TopKRouter``.
 
     Attributes:
-        context: the pass that the layer is running, set by ``RoutedLayer``.
+        context: the pass that the layer is running.
     """
 
     context: AttentionContext | None = None
@@ -47,9 +47,12 @@ class TreeRouter(TopKRouter):
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights [N, K] and experts [N, K] of each token."""
-        self._maintain_float32_expert_bias()
         logits_NE = self.gating(input).reshape(-1, self.config.num_moe_experts)
-        routing: TokenRouting | None = None if self.context is None else self.context.routing
+        return self.route(logits_NE, None if self.context is None else self.context.routing)
+
+    def route(self, logits_NE: Tensor, routing: TokenRouting | None) -> tuple[Tensor, Tensor]:
+        """``forward``, given the logits of the tokens."""
+        self._maintain_float32_expert_bias()
         if routing is None:
             chosen_NK = choose_experts(logits_NE, self.expert_bias, self.config)
             return routing_weights(logits_NE, chosen_NK, self.config), chosen_NK

@@ -73,6 +73,17 @@ class RowExchange:
         self._works.pop().wait()
         return found
 
+    def start_tokens(self, x: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Start to gather tokens [R, C]; weights and experts [R, K] are complete on return, -1 in rows of no token."""
+        missing = self.rows_per_rank - len(chosen)
+        own = torch.nn.functional.pad(chosen.to(torch.int16), (0, 0, 0, missing), value=-1)
+        own = torch.cat([_bytes(torch.nn.functional.pad(weights, (0, 0, 0, missing))), _bytes(own)], dim=1)
+        routing = self.gather(own)
+        size = weights.shape[1] * weights.element_size()
+        all_weights = routing[:, :size].contiguous().view(weights.dtype)
+        all_chosen = routing[:, size:].contiguous().view(torch.int16)
+        return self.start_gather(x), all_weights, all_chosen
+
     def start_give_back(self, rows: Tensor) -> Tensor:
         """Start to send ``rows`` [R, ...], M for each rank, to these ranks; [R, ...] with M from each rank."""
         found, rows = torch.empty_like(rows, memory_format=torch.contiguous_format), rows.contiguous()
@@ -113,23 +124,16 @@ def _bytes(tensor: Tensor) -> Tensor:
 class StartGather(torch.autograd.Function):
     """Tokens [R, C] of all ranks, which may be read after ``EndGather``, with their weights and experts [R, K].
 
-    Routing is exchanged first, so that rows can be arranged while the tokens travel. Experts are -1 in rows of no
-    token.
+    Routing is exchanged first, so that rows can be arranged while the tokens travel.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, chosen: Tensor, exchange: RowExchange) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        missing = exchange.rows_per_rank - len(chosen)
-        own = torch.nn.functional.pad(chosen.to(torch.int16), (0, 0, 0, missing), value=-1)
-        own = torch.cat([_bytes(torch.nn.functional.pad(weights, (0, 0, 0, missing))), _bytes(own)], dim=1)
-        routing = exchange.gather(own)
-        size = weights.shape[1] * weights.element_size()
-        all_weights = routing[:, :size].contiguous().view(weights.dtype)
-        all_chosen = routing[:, size:].contiguous().view(torch.int16)
-        ctx.mark_non_differentiable(all_chosen)
+        found = exchange.start_tokens(x, weights, chosen)
+        ctx.mark_non_differentiable(found[2])
         ctx.set_materialize_grads(False)
-        return exchange.start_gather(x), all_weights, all_chosen
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad_RC: Tensor, grad_RK: Tensor, _: Any) -> tuple:

@@ -45,16 +45,16 @@ class DecodeLayer:
 
     def __call__(self, x: Tensor, context: PagedContext) -> Tensor:
         """Output [n, 1, C] of the layer for ``x`` [n, 1, C]; without the last branch if the context carries it."""
-        own, (N, _, C) = self._weights, x.shape
+        own, mlp, (N, _, C) = self._weights, self._weights.feed_forward, x.shape
         normed, stream, _ = rms_norm_forward(x, own.norms[0], own.eps[0], context.carried, overlap=True)
         out = self._attend(_terms(normed.view(N, C), own.qkv, own.biases[0]), stream, context)
         branch = self._branch(out, own.proj, own.biases[1])
         normed, stream, _ = rms_norm_forward(stream, own.norms[1], own.eps[1], branch, overlap=True)
-        active = _gated_product(normed.view(N, C), own.fc1, own.biases[2])
+        active = _gated_product(normed.view(N, C), mlp.fc1, mlp.biases[0])
         if self._layer_number == context.direct_until:
             context.carried = None
-            return self._summed_product(active, own.fc2, own.biases[3]).view(N, 1, C).add_(stream)
-        context.carried = self._branch(active, own.fc2, own.biases[3])
+            return self._summed_product(active, mlp.fc2, mlp.biases[1]).view(N, 1, C).add_(stream)
+        context.carried = self._branch(active, mlp.fc2, mlp.biases[1])
         return stream
 
     def _attend(self, mixed: Tensor, x: Tensor, context: PagedContext) -> Tensor:

@@ -21,7 +21,7 @@ from dta_kernels.experts.row_sums import sum_rows
 from dta_kernels.layers.swiglu import swiglu, swiglu_into
 from megatron_dta.config import ModelConfig
 from megatron_dta.model.activation import is_swiglu
-from megatron_dta.model.attention.context import check_context
+from megatron_dta.model.attention.context import AttentionContext, check_context
 from megatron_dta.model.attention.paged_context import PagedContext
 from megatron_dta.model.experts.fused_experts import FusedGroupedExperts
 from megatron_dta.model.experts.grouped_experts import GroupedExperts
@@ -60,14 +60,8 @@ def fuse_layers(spec: TransformerBlockSubmodules, model: ModelConfig) -> None:
         spec.layer_norm = norm
 
 
-class FusedRoutedLayer(RoutedLayer):
-    """A layer with experts that adds up their outputs on the kernels."""
-
-    row_sums = staticmethod(sum_rows)
-
-
 class FusedLayer(TransformerLayer):
-    """Megatron's layer without experts and dropout; in the plain case it runs as a ``FusedAutogradLayer``."""
+    """Megatron's layer without dropout; in the plain case it runs as a ``FusedAutogradLayer``."""
 
     direct: FusedAutogradLayer | None = None
     decoding: DecodeLayer | None = None
@@ -102,8 +96,25 @@ class FusedLayer(TransformerLayer):
             normed, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
         )
         normed, residual = _normed(self.pre_mlp_layernorm, residual, _with_bias(branch))
-        branch = feed_forward(self.mlp, normed)
+        branch = self._feed_forward(normed, context)
         return residual + _with_bias(branch), None
+
+    def _feed_forward(self, normed: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor | None]:
+        return feed_forward(self.mlp, normed)
+
+
+class FusedRoutedLayer(FusedLayer):
+    """The same with experts, whose outputs are added up on the kernels."""
+
+    decodes_directly = False
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.mlp.sum_rows = sum_rows
+
+    def _feed_forward(self, normed: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor | None]:
+        self.mlp.begin(context)
+        return self.mlp(normed)
 
 
 def feed_forward(mlp: MLP, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -158,7 +158,8 @@ class SegmentBytes:
             )
         kv, spread = 2 * groups * (element_bytes + accumulator), 0.0
         table, has_experts = hidden_size * shape.vocab_size / tensor_size, any(moe_layers)
-        is_direct = fused and fused_attention and rank.in_buffers and tensor_size == 1 and not has_experts
+        is_function = _is_function(shape, rank, has_experts)
+        is_direct = is_function and not has_experts
         largest_gradient = 0 if rank.in_buffers else table * (element_bytes if fused else element_bytes + accumulator)
         # Gradients of what is kept, outputs of norms and of the activation function, whole hidden states of the group.
         work = fused_kept + element_bytes * (4 * hidden_size + ffn + width)
@@ -169,7 +170,7 @@ class SegmentBytes:
         of_ffn = element_bytes * wide, element_bytes * (ffn + 3 * width)
         if has_experts:
             attention = element_bytes * (2 * hidden + mixed + query) + statistics
-            of_experts, spread = _expert_bytes(shape, rank)
+            of_experts, spread = _expert_bytes(shape, rank, is_function)
             # Layers of both kinds count as the larger one.
             share = 0 if all(moe_layers) else 1
             kept = max(attention + of_experts[0], share * kept)
@@ -179,7 +180,6 @@ class SegmentBytes:
             of_ffn = of_ffn[0], of_ffn[1] + whole_rows
             sizes = LayerSizes(element_bytes, tensor_size, hidden, of_ffn)
             kept, work = mixed_layer_bytes(shape, sizes, fused, attention_share)
-            is_direct = False
         # Input and output of the last norm, rows of logits' hidden states. A fused norm's output is recomputed.
         last = 3 if is_direct else 2 if fused and has_experts else 4
         found = cls(
@@ -197,9 +197,9 @@ class SegmentBytes:
         )
         if fused_attention:
             found = found._with_scores(query, groups, heads, element_bytes, rank.flash_attention)
-        return found._over_context(rank, shape, is_direct) if rank.context_size > 1 else found
+        return found._over_context(rank, shape, is_function) if rank.context_size > 1 else found
 
-    def _over_context(self, rank: RankTensors, shape: DecoderShape, is_direct: bool) -> SegmentBytes:
+    def _over_context(self, rank: RankTensors, shape: DecoderShape, is_function: bool) -> SegmentBytes:
         """The same bytes if context ranks divide the tokens, and the heads inside attention."""
         size, row = rank.context_size, rank.element_bytes * shape.query_width // rank.tensor_size
         kv_ranks = min(size, shape.num_query_groups // rank.tensor_size)
@@ -208,7 +208,7 @@ class SegmentBytes:
         if kv_ranks < size:
             exchanged += 8 * rank.element_bytes * size * shape.kv_channels
         # Modules keep the exchanged queries and output.
-        kept = 0 if is_direct else 2 * row
+        kept = 0 if is_function else 2 * row
         if any(shape.linear_attention_layers):
             # Gated delta net keeps what it received, and makes the parts that it sends one tensor, as in its backward.
             rule = rank.element_bytes * (shape.linear_channels + 2 * shape.linear_num_value_heads) / rank.tensor_size
@@ -277,6 +277,13 @@ class SegmentBytes:
         return count / with_attention * layers * self.kv_per_token_and_layer if count else 0.0
 
 
+def _is_function(shape: DecoderShape, rank: RankTensors, has_experts: bool) -> bool:
+    """Whether all layers run as a single function each (``model.fused_autograd_layer``)."""
+    is_shared = has_experts and shape.moe_shared_expert_intermediate_size is not None
+    on_kernels = rank.fused and rank.fused_attention and rank.in_buffers
+    return on_kernels and rank.tensor_size == 1 and not is_shared and not any(shape.linear_attention_layers)
+
+
 def _of_logit(rank: RankTensors, is_direct: bool) -> float:
     """Bytes of a logit with its gradient and room for a chunk's softmax; plain operations make copies in float32."""
     size = rank.element_bytes
@@ -284,15 +291,15 @@ def _of_logit(rank: RankTensors, is_direct: bool) -> float:
     return found + (4 if rank.float32_logits and size < 4 else 0)
 
 
-def _expert_bytes(shape: DecoderShape, rank: RankTensors) -> tuple[tuple[float, float], float]:
+def _expert_bytes(shape: DecoderShape, rank: RankTensors, is_function: bool) -> tuple[tuple[float, float], float]:
     """Bytes of a token in a layer's experts: kept until the backward, and in use during it; and how much more may be
     kept if the rank's experts get more rows than their share.
 
     A token has a row for each of its experts, of which the first product is kept, with the indices of the rows; router
-    and experts keep its input, and the router its scores. Each of T tensor ranks routes 1 / T of the tokens. If experts
-    are divided, a rank has a token of each rank of their group for each of its own, and rows for its share of their
-    experts; experts on tensor ranks have the rows of all of them, and a part of the width. Shared experts keep what
-    plain modules keep, of tokens that are gathered for them.
+    and experts keep its input, which a layer that is one function recomputes, and the router its scores. Each of T
+    tensor ranks routes 1 / T of the tokens. If experts are divided, a rank has a token of each rank of their group for
+    each of its own, and rows for its share of their experts; experts on tensor ranks have the rows of all of them, and
+    a part of the width. Shared experts keep what plain modules keep, of tokens that are gathered for them.
     """
     size, tensor, group = rank.element_bytes, rank.tensor_size, rank.expert_ranks * rank.expert_tensor_size
     hidden, width = shape.hidden_size / tensor, shape.expert_width / rank.expert_tensor_size
@@ -303,7 +310,7 @@ def _expert_bytes(shape: DecoderShape, rank: RankTensors) -> tuple[tuple[float, 
     indices = 3 * 8 * shape.moe_router_topk * group / tensor + 16 * shape.moe_router_topk + 16
     travelling = size * group * hidden if group > 1 else 0
     of_rows = size * rows * (gates * width + 1)
-    kept = size * hidden + of_rows + travelling + indices + 8 * shape.num_experts / tensor
+    kept = size * hidden * (not is_function) + of_rows + travelling + indices + 8 * shape.num_experts / tensor
     kept += size * (hidden + (2 * gates + 1) * shared) if shared else 0
     more = EXPERT_SHARE if rank.expert_ranks > 1 else 1.0
     # The gradient of the first product, and that of the rows' input or of the activation before; tokens or sums of all

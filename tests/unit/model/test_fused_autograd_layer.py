@@ -17,9 +17,11 @@ from fused_layers_cases import fused
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model.layers import fused_autograd_layer as fused_autograd_layer
+from megatron_dta.model.experts import direct_routing
+from megatron_dta.model.layers import fused_autograd_layer
 from megatron_dta.model.layers.fused_autograd_layer import FusedAutogradLayer
 from megatron_dta.parity import random_training_samples
+from moe_cases import DEEPSEEK_BALANCED, QWEN3_MOE
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import (
     LLAMA,
@@ -37,6 +39,11 @@ kernels_run = pytest.mark.skipif(
 )
 BIASED = {"disable_bias_linear": False, "qk_layernorm": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+GROUPED = {"moe_grouped_gemm": True}
+EXPERTS = QWEN3_MOE | GROUPED
+BEFORE = EXPERTS | {"moe_router_pre_softmax": True, "moe_router_dtype": "fp32", "moe_router_topk_scaling_factor": 1.5}
+# Routing by sigmoid, in groups, with biases and auxiliary losses, beside a dense layer.
+BALANCED = DEEPSEEK_BALANCED | GROUPED | {"moe_shared_expert_intermediate_size": None}
 
 
 def wrapped_with_kernels(*arguments: object) -> Wrapped:
@@ -82,6 +89,7 @@ def both_ways(
             gradients = wrapped.gradients(samples, tree)
             logprobs = wrapped.engine.compute_logprobs(prepare_batch(samples, tree))
         assert (counted.passes > 0) == counted.allowed
+        assert all(layer.direct is not None for layer in wrapped.model.decoder.layers)
         outcomes.append((logprobs, gradients))
     return outcomes
 
@@ -94,8 +102,12 @@ def both_ways(
         (QWEN2, {"mode": "packed", "segment_tokens": 25, "activation_tokens": 13}, torch.float32),
         (BIASED, {"activation_tokens": 0}, torch.float16),
         (LLAMA | FULL, {}, torch.float32),
+        (EXPERTS, {}, torch.float32),
+        (BEFORE, {"activation_tokens": 0}, torch.float16),
+        (BALANCED, {"activation_tokens": 13}, torch.float32),
+        (EXPERTS | FULL, {}, torch.float32),
     ],
-    ids=["kept", "packed", "recomputed", "full"],
+    ids=["kept", "packed", "recomputed", "full", "experts", "recomputed experts", "balanced experts", "full experts"],
 )
 def test_equals_the_modules(counted, settings, tree, dtype):
     check_equal(both_ways(counted, fused(dtype, **settings), DIRECT, **tree), 1e-6 if dtype == torch.float32 else 5e-3)
@@ -103,34 +115,47 @@ def test_equals_the_modules(counted, settings, tree, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU here")
-@pytest.mark.parametrize("activation_tokens", [None, 0])
-def test_equals_the_modules_on_the_kernels_of_training(counted, activation_tokens):
+@pytest.mark.parametrize(
+    ("settings", "activation_tokens"), [(QWEN3, None), (QWEN3, 0), (EXPERTS, None), (BALANCED, 0)],
+    ids=["dense", "dense recomputed", "experts", "balanced experts recomputed"],
+)  # fmt: skip
+def test_equals_the_modules_on_the_kernels_of_training(counted, settings, activation_tokens):
     shape = dict(hidden_size=256, ffn_hidden_size=768, num_attention_heads=4, kv_channels=128)
     tree = {"segment_tokens": 190, "activation_tokens": activation_tokens, "longest": 300}
-    model = fused(torch.bfloat16, **QWEN3, **shape, max_position_embeddings=512)
+    model = fused(torch.bfloat16, **settings | shape, max_position_embeddings=512)
     check_equal(both_ways(counted, model, DIRECT, **tree), 2e-2)
 
 
 def check_equal(outcomes: list[tuple], tolerance: float) -> None:
-    """All bits but those of the norms' weights, which modules round to the weight's dtype for each segment."""
+    """All bits but those of the norms' and routers' weights, which modules round to the weight's dtype for each
+    segment."""
     (logprobs, expected), (direct_logprobs, found) = outcomes
     for one, other in zip(logprobs, direct_logprobs, strict=True):
         assert (one == other).all()
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        if "norm" not in name:
+        if "norm" not in name and "router" not in name:
             assert torch.equal(found[name], gradient), name
         assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
 
 
 @kernels_run
-@pytest.mark.parametrize("name", ["add_weight_gradient", "add_partial_sums"])
-def test_what_is_not_added_is_missing(counted, name, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "name", "missing"),
+    [
+        (fused_autograd_layer, "add_weight_gradient", ("linear_qkv", "linear_proj")),
+        (fused_autograd_layer, "add_partial_sums", ("norm",)),
+        (direct_routing, "add_weight_gradient", ("router",)),
+    ],
+    ids=["products", "norms", "router"],
+)
+def test_what_is_not_added_is_missing(counted, module, name, missing, monkeypatch):
     """The control of the test above."""
-    monkeypatch.setattr(fused_autograd_layer, name, lambda *_: None)
-    (_, expected), (_, found) = both_ways(counted, fused(**QWEN3), DIRECT)
+    monkeypatch.setattr(module, name, lambda *_: None)
+    (_, expected), (_, found) = both_ways(counted, fused(**EXPERTS), DIRECT)
     wrong = {key for key, gradient in expected.items() if (found[key] - gradient).norm() > 1e-2 * gradient.norm()}
-    assert wrong == {key for key in expected if "layers." in key and ("norm" in key) == (name == "add_partial_sums")}
+    found_missing = {key for key in expected if "layers." in key and any(part in key for part in missing)}
+    assert wrong == {key for key in found_missing if "norm" in missing or "norm" not in key}
 
 
 @kernels_run
@@ -178,12 +203,26 @@ def test_frozen_weights_and_hooks_go_through_the_modules(counted):
     assert calls
 
 
+@kernels_run
+def test_weights_that_moved_between_steps_are_found(counted):
+    samples = random_training_samples(branching_sequences(seed_all(54), count=6, longest=8), seed=54)
+    model, tree = fused(**EXPERTS), tree_config("dta", 13)
+    wrapped = wrapped_with_kernels(model, weights_of(model, seed=3), DIRECT)
+    before = wrapped.gradients(samples, tree)
+    for parameter in wrapped.model.parameters():
+        old, parameter.data = parameter.data, parameter.data.clone()
+        old.fill_(float("nan"))
+    after = wrapped.gradients(samples, tree)
+    assert counted.passes
+    assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
+
+
 def test_a_second_backward_is_refused():
     class Context:
         pass
 
     class Layer:
-        def forward(self, x, context):
+        def forward(self, x, context, is_kept):
             return x * 2, "kept"
 
         def backward(self, grad, kept, context):
