@@ -118,6 +118,17 @@ def test_several_ranks_sum_over_all_experts(world_size, tmp_path):
                 torch.testing.assert_close(tensor, wanted, rtol=1e-14, atol=1e-14, msg=f"{rank} {name}")
 
 
+def test_a_backward_passes_on_the_turn_of_its_own_pair():
+    """The forward of a segment runs beside another op than its backward."""
+    passed: list[str] = []
+    forward, backward = (SimpleNamespace(pass_on=lambda name=name: passed.append(name)) for name in ("F", "B"))
+    context = SimpleNamespace(turn=forward)
+    exchange = RowExchange(SimpleNamespace(size=lambda: 2), 3, 3, context, reference.sum_rows)
+    for context.turn in (forward, backward, None):
+        exchange.wait()
+    assert passed == ["F", "B"]
+
+
 def layer_here() -> TreeMoELayer:
     layer = build_model(MODEL, initialize_parallel(1)).decoder.layers[0].mlp
     assert type(layer) is TreeMoELayer

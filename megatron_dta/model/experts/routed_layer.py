@@ -68,9 +68,8 @@ class TreeMoELayer(MoELayer):
         group = self.token_dispatcher.tp_ep_group
         if group.size() == 1:
             return None
-        if context is None:
-            return RowExchange(group, num_rows, num_rows, None, self.sum_rows)
-        return RowExchange(group, num_rows, context.rows_per_rank or num_rows, context.turn, self.sum_rows)
+        most = num_rows if context is None else context.rows_per_rank or num_rows
+        return RowExchange(group, num_rows, most, context, self.sum_rows)
 
     def rows(self, chosen: Tensor, are_all_here: bool) -> ExpertRows:
         """The rows of this rank's experts; ``are_all_here`` if no other rank has any."""

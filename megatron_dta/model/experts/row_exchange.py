@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from megatron_dta.model.attention.context import AttentionContext
 from megatron_dta.model.experts.expert_rows import RowSums
-from megatron_dta.model.parallel.turns import Turn
 
 # PyTorch 2.13 renames it.
 _all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
@@ -40,7 +40,7 @@ class RowExchange:
         group: the ranks that exchange rows.
         num_rows: rows of this rank.
         rows_per_rank: maximum number of rows of any rank, the same number on all of them.
-        turn: of the pass, if it runs beside another one.
+        context: of the pass; None for a pass by itself. Its backward may run beside another pass than its forward.
         sums: ``sum_rows`` of the kernels or of the reference.
 
     Raises:
@@ -48,12 +48,12 @@ class RowExchange:
     """
 
     def __init__(
-        self, group: ProcessGroup, num_rows: int, rows_per_rank: int, turn: Turn | None, sums: RowSums
+        self, group: ProcessGroup, num_rows: int, rows_per_rank: int, context: AttentionContext | None, sums: RowSums
     ) -> None:
         if num_rows > rows_per_rank:
             raise ValueError(f"a rank has {num_rows} rows in a pass planned for at most {rows_per_rank} on each rank")
         self.num_rows, self.rows_per_rank, self.num_ranks = num_rows, rows_per_rank, group.size()
-        self._group, self._turn, self._sums = group, turn, sums
+        self._group, self._context, self._sums = group, context, sums
         self._works: list[Work] = []
         self._later: list[Callable[[], None]] = []
 
@@ -100,8 +100,9 @@ class RowExchange:
         for compute in self._later:
             compute()
         self._later.clear()
-        if self._turn is not None:
-            self._turn.pass_on()
+        turn = None if self._context is None else self._context.turn
+        if turn is not None:
+            turn.pass_on()
         for work in self._works:
             work.wait()
         self._works.clear()
