@@ -16,7 +16,7 @@ from dta_kernels.experts.grouped_products import GroupedRows, MatrixTable
 from dta_kernels.experts.reference import PlainRows
 from dta_kernels.experts.row_sums import sum_rows
 from dta_kernels.experts.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
-from expected_rows_cases import check_expected_rows
+from expert_row_cases import ROW_ORDERS, check_expected_rows, check_row_order
 from grouped_rows import grouped_rows
 from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, no_waiting
 from megatron_dta.config import ModelConfig, ObjectiveConfig
@@ -252,6 +252,11 @@ def test_products_do_not_wait_for_the_device():
     run()
     with no_waiting():
         run()
+
+
+@pytest.mark.parametrize("sizes", ROW_ORDERS)
+def test_rows_are_ordered_as_by_the_reference(sizes):
+    check_row_order(sizes, torch.int64, torch.device("cuda"))
 
 
 def test_rows_beyond_the_expected_number_are_computed_again():

@@ -14,7 +14,7 @@ from checkpoint_worker import Stretch, run_stretches
 from conftest import seed_all
 from direct_layer_cases import check_both_ways, plain_weights
 from dta_kernels.experts.reference import PlainRows
-from expected_rows_cases import check_expected_rows
+from expert_row_cases import check_expected_rows
 from fused_layers_cases import fused
 from lora_cases import lora_config, lora_weights
 from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, distance
@@ -257,7 +257,9 @@ def test_rows_beyond_the_expected_number_are_computed_again():
 
 
 @interpreter
-@pytest.mark.parametrize(("mesh", "name"), [("ep2", "qwen3"), ("ep2-turns", "balanced"), ("ep2-idle", "qwen3")])
+@pytest.mark.parametrize(
+    ("mesh", "name"), [("ep2", "qwen3"), ("ep2-turns", "balanced"), ("ep2-idle", "qwen3"), ("cp2-ep2", "balanced")]
+)
 def test_layers_as_one_function_exchange_tokens(tmp_path, mesh, name):
     settings = {"qwen3": QWEN3_MOE, "balanced": QWEN3_BALANCED}
     models = {key: grouped(fused(vocab_size=8, **each)) for key, each in settings.items()}
@@ -265,6 +267,7 @@ def test_layers_as_one_function_exchange_tokens(tmp_path, mesh, name):
     ep2 = ParallelConfig(expert_model_parallel_size=2)
     turns = replace(ep2, overlap_moe_expert_parallel_comm=True)
     meshes = {"ep2": (2, ep2, [4, 0]), "ep2-turns": (2, turns, [4, 0]), "ep2-idle": (2, ep2, [0, 0])}
+    meshes["cp2-ep2"] = (2, replace(ep2, context_parallel_size=2), [0])
     suite = MeshSuite(models, meshes, {"": samples}, {"": ("dta", 7, 12)}, plain_weights)
     direct = check_both_ways(suite, mesh, name, tmp_path)
     assert all((rank.num_pairs > 0) == (mesh == "ep2-turns") for rank in direct)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from conftest import seed_all
 from dta_kernels.experts import reference
+from expert_row_cases import ROW_ORDERS, check_row_order
 from megatron_dta.config import ParallelConfig
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.model.experts import expert_rows as rows_module
@@ -205,6 +206,13 @@ def test_rows_are_ordered_by_expert(first, num_local):
     for token, places in enumerate(rows.places.tolist()):
         own = [row for row, (_, n, _) in enumerate(wanted) if n == token]
         assert places == own + [-1] * (K - len(own))
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16])
+@pytest.mark.parametrize("sizes", ROW_ORDERS)
+def test_the_kernel_orders_rows_as_its_twin(sizes, dtype):
+    check_row_order(sizes, dtype, torch.device("cpu"))
 
 
 @interpreter

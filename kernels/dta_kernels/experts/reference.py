@@ -1,4 +1,4 @@
-"""Plain PyTorch references of the experts' kernels, for any device and dtype: grouped products and sums of rows.
+"""Plain PyTorch references of the experts' kernels, for any device and dtype: order, products and sums of rows.
 
 Legend: R rows in all, N outputs and K inputs of a group's matrix [N, K].
 """
@@ -59,3 +59,27 @@ def sum_rows(rows_RC: Tensor, places_NK: Tensor) -> Tensor:
         row = rows_RC.index_select(0, place.clamp(min=0)).to(dtype)
         total += row.masked_fill_((place < 0).unsqueeze(1), 0)
     return total.to(rows_RC.dtype)
+
+
+def order_rows(chosen_NK: Tensor, first: int, num_local: int, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Orders the pairs of N tokens and their K experts by expert, for the ``num_local`` experts from ``first`` on.
+
+    Args:
+        chosen_NK: integers; a token must not choose an expert twice.
+        most: number of rows to return, at least as many as there can be with these experts.
+
+    Returns:
+        The number of rows of each expert [experts]; for each row, its entry of a flat [N, K] and its token, arbitrary
+        ones from the last row on [most]; for each token its rows, ascending, then -1 [N, K]. All are int64.
+    """
+    is_here = (chosen_NK >= first) & (chosen_NK < first + num_local)
+    keys = torch.where(is_here, chosen_NK - first, num_local).flatten().long()
+    # For narrow keys, a GPU sorts only a fraction of the digits.
+    order = keys.to(torch.int16).argsort(stable=True)
+    place_NK = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    place_NK = place_NK.view(chosen_NK.shape).masked_fill(~is_here, len(order)).sort(dim=1).values
+    place_NK = place_NK.masked_fill_(place_NK == len(order), -1)
+    counts = torch.zeros(num_local + 1, dtype=torch.int64, device=keys.device)
+    counts = counts.scatter_add_(0, keys, torch.ones_like(keys))[:num_local]
+    entries = order[:most]
+    return counts, entries, entries.div(chosen_NK.shape[1], rounding_mode="floor"), place_NK

@@ -17,8 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dta_kernels.experts.reference import order_rows
+
 RowSums = Callable[[Tensor, Tensor], Tensor]
 """``sum_rows`` of the kernels or of their reference."""
+RowOrder = Callable[[Tensor, int, int, int], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""``order_rows`` of the kernels or of their reference."""
 
 
 class ExpertRows(NamedTuple):
@@ -78,39 +82,20 @@ class HostCounts:
         return self._total
 
 
-def expert_rows(chosen_RK: Tensor, first: int, num_local: int, are_all_here: bool) -> ExpertRows:
+def expert_rows(
+    chosen_RK: Tensor, first: int, num_local: int, are_all_here: bool, order: RowOrder = order_rows
+) -> ExpertRows:
     """The rows of experts ``first`` to ``first + num_local - 1`` for the chosen experts of each token.
 
     Args:
         chosen_RK: integers; a token must not choose an expert twice. Negative where there is no token.
         are_all_here: whether all chosen experts are these.
+        order: ``order_rows`` of the kernels or of their reference.
     """
     num_tokens, each = chosen_RK.shape
-    everything = num_tokens * each
-    if are_all_here:
-        is_here, key_RK, num_keys, most = None, chosen_RK, num_local, everything
-    else:
-        is_here = (chosen_RK >= first) & (chosen_RK < first + num_local)
-        key_RK, num_keys = torch.where(is_here, chosen_RK - first, num_local), num_local + 1
-        most = num_tokens * min(each, num_local)
-    keys = key_RK.flatten()
-    counts = torch.zeros(num_keys, dtype=torch.int64, device=keys.device)
-    counts = counts.scatter_add_(0, keys.long(), torch.ones_like(keys, dtype=torch.int64))[:num_local]
-    # For narrow keys, a GPU sorts only a fraction of the digits.
-    order = keys.to(torch.int16).argsort(stable=True)
-    place_RK = inverse_of(order).view(chosen_RK.shape)
-    if is_here is not None:
-        place_RK = place_RK.masked_fill(~is_here, everything)
-    place_RK = place_RK.sort(dim=1).values
-    if is_here is not None:
-        place_RK = place_RK.masked_fill_(place_RK == everything, -1)
-    entries = order[:most]
-    tokens = entries.div(each, rounding_mode="floor")
-    return ExpertRows(counts, entries, tokens, place_RK, HostCounts(counts, everything if is_here is None else None))
-
-
-def inverse_of(order_R: Tensor) -> Tensor:
-    return torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+    most = num_tokens * (each if are_all_here else min(each, num_local))
+    counts, entries, tokens, places = order(chosen_RK, first, num_local, most)
+    return ExpertRows(counts, entries, tokens, places, HostCounts(counts, most if are_all_here else None))
 
 
 class ToRows(torch.autograd.Function):

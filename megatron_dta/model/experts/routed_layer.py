@@ -19,9 +19,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from dta_kernels.experts.reference import sum_rows
+from dta_kernels.experts.reference import order_rows, sum_rows
 from megatron_dta.model.attention.context import AttentionContext, check_context
-from megatron_dta.model.experts.expert_rows import ExpertRows, RowSums, ToRows, ToTokens, expert_rows
+from megatron_dta.model.experts.expert_rows import ExpertRows, RowOrder, RowSums, ToRows, ToTokens, expert_rows
 from megatron_dta.model.experts.grouped_experts import GroupedExperts
 from megatron_dta.model.experts.row_exchange import EndGather, EndGiveBack, RowExchange, StartGather, StartGiveBack
 
@@ -32,10 +32,12 @@ class TreeMoELayer(MoELayer):
     Attributes:
         context: the pass that the layer is running.
         sum_rows: adds up rows of a token.
+        order_rows: orders them by expert.
     """
 
     context: AttentionContext | None = None
     sum_rows: RowSums = staticmethod(sum_rows)
+    order_rows: RowOrder = staticmethod(order_rows)
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
         """Output in the shape of ``hidden_states`` [n, 1, hidden size], and no bias."""
@@ -73,7 +75,8 @@ class TreeMoELayer(MoELayer):
 
     def rows(self, chosen: Tensor, are_all_here: bool) -> ExpertRows:
         """The rows of this rank's experts; ``are_all_here`` if no other rank has any."""
-        return expert_rows(chosen, self.local_expert_indices[0], self.num_local_experts, are_all_here)
+        first = self.local_expert_indices[0]
+        return expert_rows(chosen, first, self.num_local_experts, are_all_here, self.order_rows)
 
     def _shared_output(self, hidden_states: Tensor) -> Tensor | None:
         return self.shared_experts(hidden_states) if self.use_shared_expert else None

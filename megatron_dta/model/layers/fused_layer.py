@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from dta_kernels.experts.row_order import order_rows
 from dta_kernels.experts.row_sums import sum_rows
 from dta_kernels.layers.swiglu import swiglu, swiglu_into
 from megatron_dta.config import ModelConfig
@@ -104,13 +105,13 @@ class FusedLayer(TransformerLayer):
 
 
 class FusedRoutedLayer(FusedLayer):
-    """The same with experts, whose outputs are added up on the kernels."""
+    """The same with experts, whose rows are ordered and added up on the kernels."""
 
     decodes_directly = False
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self.mlp.sum_rows = sum_rows
+        self.mlp.sum_rows, self.mlp.order_rows = sum_rows, order_rows
 
     def _feed_forward(self, normed: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor | None]:
         self.mlp.begin(context)

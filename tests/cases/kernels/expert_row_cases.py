@@ -1,4 +1,4 @@
-"""Rows of grouped experts beyond the number for which there was room."""
+"""Rows of grouped experts: their order, and rows beyond the number for which there was room."""
 
 from __future__ import annotations
 
@@ -9,11 +9,33 @@ import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from conftest import seed_all
+from dta_kernels.experts import reference
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.model.experts import fused_experts
 from megatron_dta.model.experts.expert_rows import expert_rows
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import QWEN3, model_config
+
+# Tokens, experts of each, experts in all, and the first and the number of those whose rows are ordered.
+ROW_ORDERS = [
+    (300, 8, 128, 0, 128), (61, 3, 8, 2, 3), (1, 1, 4, 0, 4), (40, 5, 5, 4, 1), (0, 2, 8, 0, 8), (33, 1, 99, 20, 65),
+]  # fmt: skip
+
+
+def check_row_order(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """The kernels' order against that of their reference, with tokens of no expert if not all experts are here."""
+    from dta_kernels.experts.row_order import order_rows
+
+    tokens, each, experts, first, local = sizes
+    seed_all(tokens)
+    chosen = torch.rand(tokens, experts).argsort(dim=1)[:, :each].to(device, dtype)
+    if local < experts:
+        chosen[::7] = -1
+    most = tokens * min(each, local)
+    with poisoned_memory():
+        found, twin = (order(chosen, first, local, most) for order in (order_rows, reference.order_rows))
+    for one, other in zip(found, twin, strict=True):
+        assert torch.equal(one, other)
 
 
 def check_expected_rows(dtype: torch.dtype, device: torch.device) -> None:
