@@ -45,21 +45,25 @@ def listed_urls(path: Path) -> list[str]:
     """The URLs in a file, one a line; empty lines and comments (#) are skipped.
 
     Raises:
-        InputError: the file cannot be read.
+        InputError: the file cannot be read, lists no server, or a bad URL.
     """
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--rollout-server-file {path}: cannot be read ({error})") from error
-    found = (line.partition("#")[0].strip() for line in lines)
-    return [url for url in found if url]
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--rollout-server-file {path}: cannot be read ({reason})") from error
+    stripped = (line.partition("#")[0].strip() for line in lines)
+    found = [url for url in stripped if url]
+    if not found:
+        raise InputError(f"--rollout-server-file {path}: lists no server; write one URL a line")
+    return checked_urls(found, f"--rollout-server-file {path}:")
 
 
-def checked_urls(urls: Sequence[str]) -> list[str]:
-    """The URLs of ``--rollout-server-url`` without trailing slashes; ``InputError`` for none or a bad one."""
+def checked_urls(urls: Sequence[str], source: str = "--rollout-server-url") -> list[str]:
+    """URLs without trailing slashes; ``InputError``, which begins with ``source``, for none or a bad one."""
     checked = [url.rstrip("/") for url in urls]
     if not checked:
-        raise InputError("--rollout-server-url: give at least one")
+        raise InputError(f"{source}: give at least one")
     for url in checked:
         try:
             parts = urlsplit(url)
@@ -67,7 +71,7 @@ def checked_urls(urls: Sequence[str]) -> list[str]:
         except ValueError:
             valid = False
         if not valid:
-            raise InputError(f"--rollout-server-url {url}: must be like http://HOST:PORT")
+            raise InputError(f"{source} {url}: must be like http://HOST:PORT")
         if checked.count(url) > 1:
-            raise InputError(f"--rollout-server-url {url}: is given twice")
+            raise InputError(f"{source} {url}: is given twice")
     return checked
