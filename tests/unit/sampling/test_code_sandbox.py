@@ -38,7 +38,7 @@ def test_hostile_programs_get_nothing_and_leave_nothing(isolation: str, tmp_path
     folder = Path(cache.mkdir(f"hostile-{isolation}-{tmp_path.name}")) if cache else tmp_path
     for file in sorted(folder.rglob("*"), reverse=True):
         file.unlink() if file.is_file() else file.rmdir()
-    wrong, _ = hostile_programs.attack(count, ISOLATIONS.index(isolation), folder, 3, (isolation,))
+    wrong, _ = hostile_programs.attack(count, ISOLATIONS.index(isolation), folder, 6, (isolation,))
     assert not wrong, "\n".join(wrong)
 
 
