@@ -1,4 +1,4 @@
-"""Measures the fused layer kernels on a GPU: time and memory traffic of each beside a copy, for one segment of a model.
+"""Measures the fused layer kernels on a GPU: time and memory traffic against a copy, for one segment of a model.
 
     python benchmarks/fused_layers.py [--model qwen3-1.7b] [--tokens 4096] [--output FILE]
 

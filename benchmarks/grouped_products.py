@@ -1,4 +1,4 @@
-"""Measures the products of a layer's experts on a GPU: grouped kernels beside one product for each expert.
+"""Measures the products of a layer's experts on a GPU: grouped kernels against one product for each expert.
 
     python benchmarks/grouped_products.py [--experts 32 128] [--rows 32768] [--output benchmarks/results/grouped.json]
 

@@ -222,7 +222,7 @@ PARTS = {
     "das-noise": Part(
         "how far rounding moves samples, with drafts and without", add_noise_arguments, run_noise, without=("runs",)
     ),
-    "gap": Part("logprobs of the sampler beside those of the trainer", add_gap_arguments, run_gap, without=("runs",)),
+    "gap": Part("logprobs of the sampler against those of the trainer", add_gap_arguments, run_gap, without=("runs",)),
     "tree": Part("trees against independent rollouts, with the engine", add_tree_arguments, run_tree),
     "tree-tokens": Part(
         "tokens of trees and of independent rollouts, without a model",

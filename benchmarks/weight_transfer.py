@@ -1,4 +1,4 @@
-"""Measures the update of a server's weights, on one GPU: through its memory (CUDA IPC) beside a folder.
+"""Measures the update of a server's weights, on one GPU: through its memory (CUDA IPC) against a folder.
 
     python benchmarks/weight_transfer.py --shape 8b [--ways ipc folder] [--folder /dev/shm/weights] [--repeats 3]
         [--bucket-mib 512] [--output FILE.json]

@@ -7,7 +7,7 @@
 #   1. the teacher: 4 layers of 128, supervised on careful solutions, exported to Hugging Face's form
 #   2. the student: 2 layers of 64, supervised so briefly on careless solutions that almost none of its own is right
 #   3. from the same student, with the same prompts and seeds: GRPO alone; the teacher alone (reverse KL over the whole
-#      vocabulary); the teacher beside rewards; the teacher on sampled tokens
+#      vocabulary); the teacher in addition to rewards; the teacher on sampled tokens
 #   4. curves.png and curves.json: the held-out reward of all four
 #
 # STEPS  optimizer steps of each run (default: 100)

@@ -4,7 +4,7 @@
 
 Shows how to put the tree engine into a training loop of your own: build a model, load rollouts, plan a step, run it
 forward and backward with your own loss function, and update with any optimizer. ROLLOUTS is a JSONL, Parquet or .npz
-file of rollouts with rewards (default: the example file beside this script).
+file of rollouts with rewards (default: the example file next to this script).
 """
 
 from __future__ import annotations

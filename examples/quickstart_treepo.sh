@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# TreePO on a CPU: rollouts sampled as trees and trained as the same trees, beside GRPO at equal decoded tokens.
+# TreePO on a CPU: rollouts sampled as trees and trained as the same trees, against GRPO at equal decoded tokens.
 #
 #   bash examples/quickstart_treepo.sh
 #

@@ -6,7 +6,7 @@
 # The task is in examples/scratchpad.py: prompts of worked examples and a problem, responses with a scratchpad.
 #   1. supervised warm-up on a careless teacher's solutions
 #   2. GRPO on prefix trees, judged on problems that no step ever saw
-#   3. the same GRPO without sharing (--tree-mode dense), a few steps of it: seconds of each phase beside those of 2
+#   3. the same GRPO without sharing (--tree-mode dense), a few steps of it: seconds of each phase against those of 2
 #   4. summary.json, learning.png and report.html
 #
 # SIZE   large (GPU: 100 million parameters, prompts of 480 tokens, 16 samples each), small (CPU) or tiny (a smoke test);

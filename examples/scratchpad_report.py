@@ -1,4 +1,4 @@
-"""What the scratchpad example showed: the reward, and seconds and tokens a second of each phase, trees beside dense.
+"""What the scratchpad example showed: the reward, and seconds and tokens a second of each phase, trees against dense.
 
     python examples/scratchpad_report.py RUN
 

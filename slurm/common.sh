@@ -21,7 +21,7 @@ read_settings() {
     if [ -n "${DTA_CONTAINER_IMAGE:-}" ]; then
         set_container
     else
-        command -v "$DTA_PYTHON" > /dev/null || stop "DTA_PYTHON is '$DTA_PYTHON', which is no program here; set it in the site file"
+        command -v "$DTA_PYTHON" > /dev/null || stop "DTA_PYTHON is '$DTA_PYTHON', which is not a program here; set it in the site file"
     fi
 }
 

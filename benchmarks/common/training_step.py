@@ -166,7 +166,7 @@ class StepTimer:
         }
 
     def predicted(self, batch: TreeBatch, seconds: float) -> dict[str, float]:
-        """What the measured cost model says of the slowest replica, beside ``seconds``."""
+        """Seconds that the cost model predicts for the slowest replica, and their error against ``seconds``."""
         if not self.engine.has_device_costs:
             return {}
         shape = self.engine.pipeline(batch.plan.segments.segment_tokens)

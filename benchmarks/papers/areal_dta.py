@@ -1,4 +1,4 @@
-"""The experiments of AReaL-DTA (arXiv 2602.00482), like for like: all modes on the same kernels, bounds beside figures.
+"""The experiments of AReaL-DTA (arXiv 2602.00482), like for like: all modes on the same kernels, with their bounds.
 
     python benchmarks/papers/areal_dta.py [--small] [--smallest] [--output-dir runs/papers/areal_dta]
         [--parts modes sizes orders balance rivals] [--model qwen3-1.7b] [--tree-memory-gib 40] [--cost-model FILE]

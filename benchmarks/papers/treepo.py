@@ -6,7 +6,7 @@
 curves      held-out reward of GRPO, of GRPO on trees and of TreePO, over decoded tokens, seconds of sampling and all
             seconds; --seeds runs of each, on a task that a model learns from scratch
 ablations   TreePO with other trees, allocations, fallbacks and advantages, at equal decoded tokens
-efficiency  trees beside independent rollouts: trajectories/s, leaf tokens/s and effective leaves/s
+efficiency  trees against independent rollouts: trajectories/s, leaf tokens/s and effective leaves/s
 votes       maj@k over the seconds of sampling, of the warmed-up weights and of those that TreePO has trained
 
 Tables (JSON, Markdown) and plots appear in --output-dir, the JSON file after every run. Finished runs are in its folder

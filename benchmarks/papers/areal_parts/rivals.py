@@ -38,7 +38,7 @@ ATTENTION_COLUMNS = {
     "backward_ms": "backward, ms",
     "backward_tflops": "backward, TFLOP/s",
 }
-# The workload of the quoted figures, which that of this run must be to stand beside them.
+# The workload of the quoted figures, which this run must have to be compared with them.
 QUOTED_MODEL, QUOTED_SET, QUOTED_TRAJECTORIES = "qwen3-1.7b", "tau1_airline_gpt4o_4x50", 40
 SOURCE = "quoted: the rival's own code, measured outside this repository, one H200, November 2026"
 STEP = (
@@ -97,7 +97,7 @@ def quote_rivals(report: PaperReport) -> None:
 
 
 def measure_rivals(report: PaperReport, timer: StepTimer, rollouts: RolloutSet, settings: StepSettings) -> None:
-    """This run's modes beside the quoted rows, and packed trees on FlashAttention 4 and FlexAttention, on a GPU."""
+    """This run's modes next to the quoted rows, and packed trees on FlashAttention 4 and FlexAttention, on a GPU."""
     for row in report.rows("modes"):
         if row["set"] == rollouts.name and row["sample"] == "trajectory" and "seconds" in row:
             _add(report, f"this run: {row['mode']}", row)

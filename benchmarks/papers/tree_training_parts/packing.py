@@ -1,4 +1,4 @@
-"""Counts the tokens of packed trees: contiguous cuts beside first fit decreasing, and what no partition goes below."""
+"""Counts the tokens of packed trees: contiguous cuts against first fit decreasing, and a lower bound."""
 
 from __future__ import annotations
 

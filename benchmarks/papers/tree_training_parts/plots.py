@@ -1,4 +1,4 @@
-"""Draws speed-ups over the overlap of the sequences beside their bounds, and learning curves."""
+"""Draws speed-ups over the overlap of the sequences with their bounds, and learning curves."""
 
 from __future__ import annotations
 

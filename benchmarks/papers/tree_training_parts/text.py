@@ -56,8 +56,8 @@ TABLES = {
             "over_unique": "above unique",
         },
         "The paper packs by tree-aware first fit decreasing: sequences by length, into the first pack with room for "
-        "what they add, or into the pack to which they add least. Here both variants stand beside the best contiguous "
-        "cuts and first fit of whole runs of neighbours; training takes the better of all. A cell is empty where first "
+        "what they add, or into the pack to which they add least. Both are compared with the best contiguous cuts "
+        "and first fit of whole runs of neighbours; training takes the better of all. A cell is empty where first "
         "fit would compare too much and is skipped. Unique tokens are the bound: trees in segments compute exactly "
         "these, at any capacity. A capacity below the longest sequence is raised to it.",
     ),

@@ -85,7 +85,7 @@ def test_a_site_file_may_do_what_files_of_sites_do(tmp_path, text):
         ("exit 0\n", None, "ended the shell of the job (exit, or a failure after set -e)"),
         ("set -e\nfalse\n", 2, "'false' failed with status 1"),
         ("if ; then\n", None, "ended with status"),
-        ("DTA_PYTHON=/nowhere/python\n", None, "DTA_PYTHON is '/nowhere/python', which is no program here"),
+        ("DTA_PYTHON=/nowhere/python\n", None, "DTA_PYTHON is '/nowhere/python', which is not a program here"),
     ],
 )
 def test_a_failure_in_a_site_file_ends_the_job(tmp_path, text, line, message):
