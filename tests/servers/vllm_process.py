@@ -17,6 +17,7 @@ import psutil
 PYTHON = os.path.abspath(os.environ["DTA_VLLM_PYTHON"]) if "DTA_VLLM_PYTHON" in os.environ else None
 WHY_SKIPPED = "set DTA_VLLM_PYTHON to the Python of an environment with vLLM's CPU build (bash tests/run.sh vllm)"
 START_S = 600
+_LATE_REPLIES = 8
 _PLUGIN = "[vllm.general_plugins]\ndta_gloo = vllm_gloo:register\n"
 _VERSION = """
 from importlib.metadata import PackageNotFoundError, version
@@ -116,11 +117,11 @@ class VllmProcess:
 
     def checksums(self) -> dict[str, str]:
         """SHA-256 of each parameter of each process, by the server's name."""
-        try:
-            return self.ask("/weight_checker", {"action": "checksum"})["checksums"]
-        except urllib.error.HTTPError:
-            # After its first process has failed, the replies of the others are those to the call before.
-            return self.ask("/weight_checker", {"action": "checksum"})["checksums"]
+        # After failures of its first process, the replies of the others are those to calls before.
+        for _ in range(_LATE_REPLIES):
+            with suppress(urllib.error.HTTPError):
+                return self.ask("/weight_checker", {"action": "checksum"})["checksums"]
+        return self.ask("/weight_checker", {"action": "checksum"})["checksums"]
 
 
 def _free_port() -> int:
