@@ -255,6 +255,10 @@ def test_layers_without_modules_give_the_modules_numbers(dtype: torch.dtype, mon
         with monkeypatch.context() as patched:
             patched.setattr(FusedLayer, "decodes_directly", False)
             modules, _ = passes(model)
-        for one, other in zip(direct, modules, strict=True):
+        for one, other, context in zip(direct, modules, [*contexts, contexts[-1]], strict=True):
             assert torch.isfinite(one).all()
-            assert torch.equal(one, other)
+            if name == "QK-norm" and context.decodes and dtype == torch.float32:
+                # The attention adds the squares of a head in another order than the norm's kernel; 16 bits round alike.
+                torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
+            else:
+                assert torch.equal(one, other)
