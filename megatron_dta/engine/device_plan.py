@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_dta.model import RowChunk
+from megatron_dta.model.upload import upload
+from megatron_dta.planning.step.loss_batches import LossBatch
 from megatron_dta.planning.step.passes import StageProgram
 from megatron_dta.planning.step.plan import StepPlan
 
@@ -79,44 +82,39 @@ class DevicePlan:
         self.path_lengths = plan.paths.lengths.tolist()
         self.num_pairs = plan.num_pairs
 
-        def upload(array: np.ndarray) -> Tensor:
-            tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
         lengths, stream = np.diff(segments.segment_start), np.arange(tree.num_tokens)
-        self.token_ids = upload(tree.token_ids)
-        self.positions = upload(tree.position)
-        self.subtree_end = upload(tree.subtree_end)
-        self.stream = upload(stream)
         self.host_slots = [
             np.repeat(starts - segments.segment_start[:-1], lengths) + stream for starts in program.slot_start
         ]
-        self.token_slot = [upload(slots) for slots in self.host_slots]
-        self.run_begin, self.run_length = upload(plan.paths.run_begin), upload(plan.paths.run_length)
         segment_of_row = np.repeat(np.arange(segments.num_segments), np.diff(plan.segment_rows))
-        self.local_row = upload(plan.row_stream - own_begin[segment_of_row])
-        self.edge_row = upload(plan.edge_row)
         segment_of_edge = np.repeat(np.arange(segments.num_segments), np.diff(plan.segment_edges))
         first_row = np.array([rows.start for rows in self.own_rows], dtype=np.int64)
-        self.local_edge_row = upload(plan.edge_row - first_row[segment_of_edge])
-        self.edge_target = upload(plan.edge_target)
-        self.pairs_per_edge, self.pairs_per_row = upload(plan.pairs_per_edge), upload(plan.pairs_per_row)
+        loss_batches = [[] if forward_only else of_segment for of_segment in plan.loss_batches]
+        of_tokens = [tree.token_ids, tree.position, tree.subtree_end, stream]
+        of_rows = [plan.row_stream - own_begin[segment_of_row], plan.pairs_per_row]
+        of_edges = [plan.edge_row, plan.edge_row - first_row[segment_of_edge], plan.edge_target, plan.pairs_per_edge]
         # The additional entry is for the pad index: it reads edge 0 and writes past the last pair.
-        self.pair_edge = upload(np.append(plan.pair_edge, 0))
-        self.pair_rank = upload(np.append(plan.pair_rank, plan.num_pairs))
+        of_pairs = [np.append(plan.pair_edge, 0), np.append(plan.pair_rank, plan.num_pairs)]
+        of_losses = [batch.pair_index for of_segment in loss_batches for batch in of_segment]
+        arrays = [*of_tokens, plan.paths.run_begin, plan.paths.run_length, *of_rows, *of_edges, *of_pairs]
+        uploaded = iter(upload([*arrays, *self.host_slots, *of_losses], device))
+        self.token_ids, self.positions, self.subtree_end, self.stream = islice(uploaded, 4)
+        self.run_begin, self.run_length = islice(uploaded, 2)
+        self.local_row, self.pairs_per_row = islice(uploaded, 2)
+        self.edge_row, self.local_edge_row, self.edge_target, self.pairs_per_edge = islice(uploaded, 4)
+        self.pair_edge, self.pair_rank = islice(uploaded, 2)
+        self.token_slot = list(islice(uploaded, len(self.host_slots)))
         self.logit_chunks = [
             _logit_chunks(plan, rows, edges.start, rows_per_chunk)
             for rows, edges in zip(self.own_rows, self.own_edges, strict=True)
         ]
         self.loss_batches = [
-            []
-            if forward_only
-            else [
-                DeviceLossBatch(index := upload(batch.pair_index), index < plan.num_pairs, batch.sequences)
-                for batch in segment_batches
-            ]
-            for segment_batches in plan.loss_batches
+            [self._loss_batch(batch, next(uploaded)) for batch in of_segment] for of_segment in loss_batches
         ]
+
+    def _loss_batch(self, batch: LossBatch, pair_index: Tensor) -> DeviceLossBatch:
+        pair_index = pair_index.view(batch.pair_index.shape)
+        return DeviceLossBatch(pair_index, pair_index < self.num_pairs, batch.sequences)
 
     def edges_of(self, segment: int) -> SegmentEdges:
         rows, edges = self.own_rows[segment], self.own_edges[segment]

@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DeviceLossBatch, DevicePlan
 from megatron_dta.model import ContextGroup
+from megatron_dta.model.upload import upload
 from megatron_dta.objectives import LossFields, SequenceLoss, TokenLosses
 
 Objective = Callable[[Tensor, Tensor, LossFields], TokenLosses] | SequenceLoss
@@ -62,15 +63,13 @@ class LossPass:
             return
         self.grad_logprobs_P = torch.full((plan.num_pairs + 1,), torch.nan, dtype=dtype, device=device)
         self.grad_entropy_P: Tensor | None = None  # allocated when the objective first uses entropies
-        self.weights_P = self._upload(batch.loss_weights)
-        self.owned_P = None if batch.owned is None else self._upload(batch.owned) > 0
-        self.fields_P = {
-            name: None if values is None else self._upload(values) for name, values in batch.fields.items()
-        }
-
-    def _upload(self, values_P: np.ndarray) -> Tensor:
-        """Values of the pairs, followed by a 0 for the pad index."""
-        return torch.from_numpy(np.append(values_P, 0.0)).to(self.loss.device, self.dtype)
+        # Each with a 0 for the pad index.
+        named = {"weights": batch.loss_weights, "owned": batch.owned} | batch.fields
+        arrays = {name: np.append(values, 0.0) for name, values in named.items() if values is not None}
+        found = dict(zip(arrays, upload(list(arrays.values()), device, dtype), strict=True))
+        self.weights_P = found["weights"]
+        self.owned_P = None if batch.owned is None else found["owned"] > 0
+        self.fields_P = {name: found.get(name) for name in batch.fields}
 
     def store(self, segment: int, logprobs: Tensor, entropy: Tensor) -> None:
         """Store a segment's logprobs and entropies, given those of the rank's tokens."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.model.attention.kv_pool import KVPool, LayerSlots, SlotRuns
+from megatron_dta.model.attention.kv_pool import KVPool, LayerSlots, SlotRuns, zero_slots
 from megatron_dta.planning.costs.kv_offload import NUM_BUFFERS, layers_on_host
 
 FLAG = "--kv-offload-fraction"
@@ -170,8 +170,7 @@ class OffloadedKVPool(KVPool):
         resident = len(self._row)
         self._has_gradients[slots] = False
         if self.grad_keys_LSGD is not None:
-            self.grad_keys_LSGD[:resident, slots].zero_()
-            self.grad_values_LSGD[:resident, slots].zero_()
+            zero_slots(self.grad_keys_LSGD[:resident], self.grad_values_LSGD[:resident], slots)
 
     def begin(self, runs: SlotRuns, descending: bool) -> None:
         self._now = _Traversal(runs, descending)

@@ -81,11 +81,3 @@ class PagedCache:
         """Write ``key`` and ``value`` [n, G, D] to slots (page x S + offset, int64 [n])."""
         self.keys[layer_number].flatten(0, 1)[slots] = key
         self.values[layer_number].flatten(0, 1)[slots] = value
-
-
-def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as flat int64 tensors on the device, in one transfer that the host does not wait for."""
-    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int64, copy=False))
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    return list(packed.to(device, non_blocking=True).split([array.size for array in arrays]))
