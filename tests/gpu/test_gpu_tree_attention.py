@@ -17,6 +17,8 @@ from tree_attention_cases import (
     SCALE,
     AttentionShape,
     Case,
+    Segment,
+    accumulators_for,
     big_segment,
     check_accumulation,
     check_sibling_changes_no_bit,
@@ -69,6 +71,7 @@ def test_the_hopper_kernels(head_size, keys, ratio):
         key_gradients=KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
         query_gradients=KernelConfig(64, 128, 4, 2, tma=True),
         stored_scores_bytes=int(generator.choice([1 << 20, 512 << 20])),
+        least_tiles=int(generator.choice([1, 16])),
     )
     for size in (1, 40, 130, 900, 2500):
         shape = AttentionShape(2 * ratio, 2, head_size, torch.bfloat16)
@@ -120,11 +123,17 @@ def test_a_sibling_changes_no_bit_and_a_repeat_none_either(dtype):
 def test_new_lengths_compile_nothing():
     generator = seed_all(41)
     shape = AttentionShape(4, 2, 64, torch.bfloat16)
-    Case.random(big_segment(generator, 777), shape, DEVICE).run()
+
+    def run(segment: Segment) -> None:
+        case = Case.random(segment, shape, DEVICE)
+        case.run(into=accumulators_for(case, generator))
+
+    run(big_segment(generator, 777))
     before = compiled_variants()
     assert before
     for size in (1, 2, 15, 16, 17, 128, 255, 256, 1024, 1500):
-        Case.random(random_segment(generator, size), shape, DEVICE).run()
+        run(random_segment(generator, size))
+    run(big_segment(generator, 4000))
     assert compiled_variants() == before
 
 

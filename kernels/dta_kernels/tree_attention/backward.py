@@ -2,7 +2,8 @@
 
     prepare         delta = rowsum(dO O) and the log-sum-exp in base 2, in the order in which tiles read them
     key_gradients   A program owns one block of keys of one group, loops over the queries that see it and keeps dK and
-                    dV in float32 registers. It needs no atomics, and the heads of a group are added in a fixed order.
+                    dV in float32 registers. The heads of a group are added in a fixed order. Where many queries see a
+                    block, several programs share them and add their sums in turn, in a fixed order too.
                     It also writes every tile of dS = d loss / d (scaled scores).
     query_gradients dQ = dS K from the stored tiles. This takes five matrix products in all, instead of seven if two
                     kernels compute the scores.
@@ -18,7 +19,7 @@ import triton.language as tl
 from dta_kernels.tree_attention.common import load_key_end, load_rows, product, query_row_pointers
 
 _RUNTIME = ["num_queries", "num_keys", "num_ancestors", "num_added", "first_group", "first_chunk"]
-_TABLES = ["key_end", "programs", "blocks", "tiles", "slots"]
+_TABLES = ["key_end", "turns", "programs", "blocks", "tiles", "slots"]
 
 
 @triton.jit(do_not_specialize=["num_queries", "chunk_stride"])
@@ -53,18 +54,19 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_TABLES)
 def key_gradients_kernel(
     grad_out, q, k_MGD, v_MGD, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores,
-    key_end, programs, blocks, tiles, num_queries, num_keys, num_ancestors, num_added, first_group, scale,
+    key_end, turns, programs, blocks, tiles, num_queries, num_keys, num_ancestors, num_added, first_group, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (groups of this launch, blocks of keys).
+    """Grid (groups of this launch, blocks of keys or shares of them).
 
     With TMA, ``grad_out`` and ``q`` are descriptors of their copies in the order of tiles, else pointers to [N, H, D].
     With ACCUMULATE, the gradients of the first ``num_added`` keys are added to ``grad_keys[slots]`` and
     ``grad_values[slots]`` [., G, D] float32. Those of the other keys, plus the values at their slots, are written to
     ``dk`` and ``dv`` [M - num_added, G, D] in the queries' dtype (None if all keys are added). Without ACCUMULATE, all
-    gradients are written to ``dk`` and ``dv``, float32.
+    gradients are written to ``dk`` and ``dv``, float32. Shares of a block need ACCUMULATE; all but the last of them add
+    the gradients of all keys at their slots.
     """
     CHUNKS: tl.constexpr = H // G // PACK
     group = first_group + tl.program_id(0)
@@ -103,16 +105,27 @@ def key_gradients_kernel(
     inside = (key < num_keys)[:, None] & (channel < D)[None, :]
     column = group * D + channel
     if ACCUMULATE:
+        share = tl.load(program + 7)
+        turn, is_last = share // 2, share % 2
+        own_turn = turns + (block * G + group) * 2
+        if turn > 0:
+            while tl.atomic_add(own_turn, 0) < turn:
+                pass
         slot = tl.load(slots + key, mask=key < num_keys, other=0)
         slot_offsets = slot[:, None] * (G * D) + column[None, :]
-        dk_acc += tl.load(grad_keys + slot_offsets, mask=inside, other=0.0)
-        dv_acc += tl.load(grad_values + slot_offsets, mask=inside, other=0.0)
-        added = inside & (key < num_added)[:, None]
+        # Another program may have written them: only the L2 cache is the same for all.
+        dk_acc += tl.load(grad_keys + slot_offsets, mask=inside, other=0.0, cache_modifier=".cg")
+        dv_acc += tl.load(grad_values + slot_offsets, mask=inside, other=0.0, cache_modifier=".cg")
+        written = tl.where(is_last == 1, num_added, num_keys)
+        added = inside & (key < written)[:, None]
         tl.store(grad_keys + slot_offsets, dk_acc, mask=added)
         tl.store(grad_values + slot_offsets, dv_acc, mask=added)
+        if share != 1:
+            tl.debug_barrier()
+            tl.atomic_xchg(own_turn, (turn + 1) * (1 - is_last))
         other = (key - num_added).to(tl.int64)
         offsets = other[:, None] * (G * D) + column[None, :]
-        inside = inside & (key >= num_added)[:, None]
+        inside = inside & (key >= num_added)[:, None] & (is_last == 1)
     else:
         offsets = key.to(tl.int64)[:, None] * (G * D) + column[None, :]
     if dk is not None:

@@ -13,7 +13,8 @@ A pair of a query block and a key block is
 The minimum and maximum of ``key_end`` over the key block decide exactly which of the three it is. The queries of one
 root path share long full prefixes. For every row (and column) of the block matrix, the longest run of full blocks is
 therefore stored as an interval, and the other full blocks and the partial blocks as lists. A kernel program handles one
-row (or one column). The programs with the most work come first.
+row or one column, or a share of a column: many short branches see the keys of their prompt, and a single program for
+such a column would still run when all others have ended. The programs with the most work come first.
 
 Example: four ancestors and a segment of two branches, tokens 4-5 and 6-7, with ``key_end = [8 8 8 8 6 6 8 8]``. Blocks
 of two queries and two keys give this matrix, in which row 0 has the run [0, 2) and the partial list [2]:
@@ -27,12 +28,13 @@ This module uses NumPy only and no device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 # Columns of ``BlockTable.programs``.
-BLOCK, RUN_BEGIN, RUN_END, LIST_BEGIN, LIST_MIDDLE, LIST_END, TILE_BEGIN = range(7)
+BLOCK, RUN_BEGIN, RUN_END, LIST_BEGIN, LIST_MIDDLE, LIST_END, TILE_BEGIN, SHARE = range(8)
 PROGRAM_FIELDS = 8
 
 
@@ -44,7 +46,7 @@ class BlockTable:
         programs: int32 [P, 8], the fields of each program: its own block; run begin and run end, the interval of other
             blocks that are full; list begin, list middle and list end, which refer to ``blocks``: full blocks are in
             ``[list begin, list middle)``, partial ones in ``[list middle, list end)``; the begin of its entries in
-            ``tiles``; unused.
+            ``tiles``; its share of the column, twice the number of shares before it, plus 1 if it is the last.
         blocks: int32, lists of other blocks.
         tiles: int32, for every live pair of blocks in the order run, full, partial: its number when all live pairs
             are counted row by row in that order.
@@ -59,12 +61,14 @@ class BlockTable:
 class BlockTables:
     """Tables of one segment's block matrix, or of some of its rows: by rows (query blocks) and by columns (key blocks).
 
-    Columns without a live block are omitted in all parts but the first.
+    Columns without a live block are omitted in all parts but the first. ``has_shares`` says whether several programs
+    share a column.
     """
 
     rows: BlockTable
     columns: BlockTable
     num_tiles: int
+    has_shares: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,13 @@ class BlockMatrix:
         runs = _longest_runs(self.full)
         return _table(self.live, self.full, runs, _visits(self.live, self.full, runs), np.zeros(0, np.int32))
 
-    def tables(self, part: slice = slice(None)) -> BlockTables:
-        """Tables of the rows in ``part``; tiles are counted within it."""
+    def tables(self, part: slice = slice(None), most_blocks: Callable[[int], int] | None = None) -> BlockTables:
+        """Tables of the rows in ``part``; tiles are counted within it.
+
+        Args:
+            most_blocks: the maximum number of blocks that a program of a column visits, given that of all live blocks;
+                columns with more are shared by several programs. None gives each column one program.
+        """
         live, full = self.live[part], self.full[part]
         begin = part.start or 0
         runs = _longest_runs(full)
@@ -108,7 +117,8 @@ class BlockMatrix:
         if begin:
             works = live.any(0)[columns.programs[:, BLOCK]]
             columns = BlockTable(columns.programs[works], columns.blocks, columns.tiles)
-        return BlockTables(rows, columns, len(numbers))
+        shared = columns if most_blocks is None else _share_columns(columns, most_blocks(len(numbers)))
+        return BlockTables(rows, shared, len(numbers), len(shared.programs) > len(columns.programs))
 
 
 def local_key_end(query_begin: int, num_queries: int, ancestor_end: np.ndarray, own_end: np.ndarray) -> np.ndarray:
@@ -201,5 +211,34 @@ def _table(
     programs[:, LIST_MIDDLE] = ends - num_partial
     programs[:, LIST_END] = ends
     programs[:, TILE_BEGIN] = np.cumsum(work) - work
+    programs[:, SHARE] = 1
     heaviest_first = np.argsort(-work, kind="stable")
     return BlockTable(programs[heaviest_first], column[kind > 0].astype(np.int32), tiles)
+
+
+def _share_columns(table: BlockTable, most_blocks: int) -> BlockTable:
+    """The table with several programs in place of each one that visits more than ``most_blocks`` blocks.
+
+    The programs of a column follow each other in their order: each one waits until the one before it has added its
+    sums, which must therefore have started.
+    """
+    programs = table.programs
+    run = programs[:, RUN_END] - programs[:, RUN_BEGIN]
+    work = run + programs[:, LIST_END] - programs[:, LIST_BEGIN]
+    shares = np.maximum(1, -(-work // most_blocks))
+    heaviest_first = np.argsort(-work / shares, kind="stable")
+    column = np.repeat(heaviest_first, shares[heaviest_first])
+    run, work, shares = run[column], work[column], shares[column]
+    # The number of a share within its column: a count that begins anew where the column changes.
+    number = np.arange(len(column))
+    number -= np.maximum.accumulate(np.where(np.diff(column, prepend=-1) != 0, number, 0))
+    begin, end = work * number // shares, work * (number + 1) // shares
+    programs = programs[column]
+    programs[:, RUN_END] = programs[:, RUN_BEGIN] + np.minimum(end, run)
+    programs[:, RUN_BEGIN] += np.minimum(begin, run)
+    programs[:, LIST_END] = programs[:, LIST_BEGIN] + np.maximum(end - run, 0)
+    programs[:, LIST_BEGIN] += np.maximum(begin - run, 0)
+    programs[:, LIST_MIDDLE] = programs[:, LIST_MIDDLE].clip(programs[:, LIST_BEGIN], programs[:, LIST_END])
+    programs[:, TILE_BEGIN] += begin
+    programs[:, SHARE] = 2 * number + (number == shares - 1)
+    return BlockTable(programs, table.blocks, table.tiles)

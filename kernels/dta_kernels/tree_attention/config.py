@@ -56,12 +56,14 @@ class TreeAttentionConfig:
         query_gradients: its tile sizes are those of ``key_gradients``.
         stored_scores_bytes: maximum memory for dS tiles; a single row of blocks may exceed it. A segment that needs
             more runs in several launches, each for some groups or some queries.
+        least_tiles: minimum number of tiles of queries of a program that shares a block of keys with others.
     """
 
     forward: KernelConfig
     key_gradients: KernelConfig
     query_gradients: KernelConfig
     stored_scores_bytes: int = 1 << 30
+    least_tiles: int = 16
 
 
 def supports(head_size: int, dtype: torch.dtype) -> bool:

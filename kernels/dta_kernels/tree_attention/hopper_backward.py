@@ -47,9 +47,9 @@ def _producer(q_desc, do_desc, lse_desc, delta_desc, q_smem, do_smem, lse_smem, 
 
 @gluon.jit
 def _consumer(WG: gl.constexpr, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, q_full, do_full,
-              empty, dscores_desc, dk_out, dv_out, grad_keys, grad_values, slots, key_end, blocks, tiles, run_begin,
-              run_length, list_begin, full_count, count, first_tile, tile_rows, first_row, first_key, group,
-              num_queries, num_keys, num_ancestors, num_added, scale, CHUNKS: gl.constexpr, G: gl.constexpr,
+              empty, dscores_desc, dk_out, dv_out, grad_keys, grad_values, slots, key_end, turns, programs, blocks,
+              tiles, run_begin, run_length, list_begin, full_count, count, first_tile, tile_rows, first_row, first_key,
+              group, num_queries, num_keys, num_ancestors, num_added, scale, CHUNKS: gl.constexpr, G: gl.constexpr,
               D: gl.constexpr, PACK: gl.constexpr, ACCUMULATE: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -108,14 +108,28 @@ def _consumer(WG: gl.constexpr, k_smem, v_smem, q_smem, do_smem, lse_smem, delta
     channel = group * D + gl.arange(0, D, layout=gl.SliceLayout(0, SUMS))
     inside = (key_o < num_keys)[:, None]
     if ACCUMULATE:
+        share = gl.load(programs + gl.program_id(1) * 8 + 7)
+        turn = share // 2
+        is_last = share % 2
+        own_turn = turns + (first_key // 128 * G + group) * 2 + WG
+        if turn > 0:
+            while gl.atomic_add(own_turn, 0) < turn:
+                pass
         slot = gl.load(slots + key_o, mask=key_o < num_keys, other=0)
         slot_offsets = slot[:, None] * (G * D) + channel[None, :]
-        dk += gl.load(grad_keys + slot_offsets, mask=inside, other=0.0)
-        dv += gl.load(grad_values + slot_offsets, mask=inside, other=0.0)
-        added = inside & (key_o < num_added)[:, None]
+        # Another program may have written them: only the L2 cache is the same for all.
+        dk += gl.load(grad_keys + slot_offsets, mask=inside, other=0.0, cache_modifier=".cg")
+        dv += gl.load(grad_values + slot_offsets, mask=inside, other=0.0, cache_modifier=".cg")
+        written = num_added
+        if is_last == 0:
+            written = num_keys
+        added = inside & (key_o < written)[:, None]
         gl.store(grad_keys + slot_offsets, dk, mask=added)
         gl.store(grad_values + slot_offsets, dv, mask=added)
-        inside = inside & (key_o >= num_added)[:, None]
+        if share != 1:
+            gl.thread_barrier()
+            gl.atomic_xchg(own_turn, (turn + 1) * (1 - is_last))
+        inside = inside & (key_o >= num_added)[:, None] & (is_last == 1)
         key_o = key_o - num_added
     if dk_out is not None:
         offsets = key_o.to(gl.int64)[:, None] * (G * D) + channel[None, :]
@@ -135,14 +149,14 @@ def _copy_keys(source, smem, first_key, column, num_keys, STRIDE: gl.constexpr, 
 
 @gluon.jit(
     do_not_specialize=["num_queries", "num_keys", "num_ancestors", "num_added", "first_group"],
-    do_not_specialize_on_alignment=["key_end", "programs", "blocks", "tiles", "slots"],
+    do_not_specialize_on_alignment=["key_end", "turns", "programs", "blocks", "tiles", "slots"],
 )
 def key_gradients_kernel(
     do_desc, q_desc, lse_desc, delta_desc, dscores_desc, k_MGD, v_MGD, dk, dv, grad_keys, grad_values, slots, key_end,
-    programs, blocks, tiles, num_queries, num_keys, num_ancestors, num_added, first_group, scale, H: gl.constexpr,
-    G: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, ACCUMULATE: gl.constexpr,
+    turns, programs, blocks, tiles, num_queries, num_keys, num_ancestors, num_added, first_group, scale,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
-    """Grid (groups of this launch, blocks of 128 keys), 4 warps (and 5 more)."""
+    """Grid (groups of this launch, blocks of 128 keys or shares of them), 4 warps (and 5 more)."""
     CHUNKS: gl.constexpr = H // G // PACK
     STAGES: gl.constexpr = 2
     DTYPE: gl.constexpr = k_MGD.dtype.element_ty
@@ -181,15 +195,15 @@ def key_gradients_kernel(
     gl.warp_specialize(
         [
             (_consumer, (0, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, q_full, do_full, empty,
-                         dscores_desc, dk, dv, grad_keys, grad_values, slots, key_end, blocks, tiles, run_begin,
-                         run_length, list_begin, full_count, count, first_tile, tile_rows, first_row, first_key,
-                         group, num_queries, num_keys, num_ancestors, num_added, scale, CHUNKS, G, D, PACK, ACCUMULATE,
-                         STAGES)),
+                         dscores_desc, dk, dv, grad_keys, grad_values, slots, key_end, turns, programs, blocks, tiles,
+                         run_begin, run_length, list_begin, full_count, count, first_tile, tile_rows, first_row,
+                         first_key, group, num_queries, num_keys, num_ancestors, num_added, scale, CHUNKS, G, D, PACK,
+                         ACCUMULATE, STAGES)),
             (_consumer, (1, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, q_full, do_full, empty,
-                         dscores_desc, dk, dv, grad_keys, grad_values, slots, key_end, blocks, tiles, run_begin,
-                         run_length, list_begin, full_count, count, first_tile, tile_rows, first_row, first_key,
-                         group, num_queries, num_keys, num_ancestors, num_added, scale, CHUNKS, G, D, PACK, ACCUMULATE,
-                         STAGES)),
+                         dscores_desc, dk, dv, grad_keys, grad_values, slots, key_end, turns, programs, blocks, tiles,
+                         run_begin, run_length, list_begin, full_count, count, first_tile, tile_rows, first_row,
+                         first_key, group, num_queries, num_keys, num_ancestors, num_added, scale, CHUNKS, G, D, PACK,
+                         ACCUMULATE, STAGES)),
             (_producer, (q_desc, do_desc, lse_desc, delta_desc, q_smem, do_smem, lse_smem, delta_smem, q_full, do_full,
                          empty, blocks, run_begin, run_length, list_begin, count, CHUNKS, first_chunk, num_queries,
                          PACK, STAGES)),

@@ -68,7 +68,7 @@ def key_gradients_on_hopper(
         raise ValueError("the Hopper kernel for dK and dV takes 128 keys and tma")
     D = shape.head_size
     size = [plan.num_queries * shape.num_heads, D]
-    k, v, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores, key_end, programs, *table = arrays
+    k, v, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores, key_end, turns, programs, *table = arrays
     descriptors = [
         shared.of_tensor(("descriptor", index), x, make)
         for index, (x, make) in enumerate(
@@ -80,8 +80,8 @@ def key_gradients_on_hopper(
     pack, accumulate = settings.pack(shape.group_size), grad_keys is not None
     launch = shared.get("key gradients", lambda: _key_gradients_launcher(shape, pack, accumulate))
     launch(
-        (groups, programs.shape[0]), *descriptors, k, v, dk, dv, grad_keys, grad_values, slots, key_end, programs,
-        *table, plan.num_queries, plan.num_keys, plan.num_ancestors, num_added, first_group, scale,
+        (groups, programs.shape[0]), *descriptors, k, v, dk, dv, grad_keys, grad_values, slots, key_end, turns,
+        programs, *table, plan.num_queries, plan.num_keys, plan.num_ancestors, num_added, first_group, scale,
     )  # fmt: skip
 
 

@@ -147,8 +147,8 @@ def tree_attention_backward(
     dq_NHD = torch.empty_like(q_NHD)
     if into is not None:
         check_accumulators(plan, into)
-    if len(plan.parts) > 1:
-        # Several parts add to the same keys in turn, so the gradients of all keys need accumulators.
+    if len(plan.parts) > 1 or (into is None and plan.has_shares):
+        # Several parts or programs add to the same keys in turn, so the gradients of all keys need accumulators.
         target = into or _zeros_like(k_MGD)
         dk, dv, num_added = None, None, plan.num_keys
     elif into is not None:
@@ -161,12 +161,15 @@ def tree_attention_backward(
         plan, shared, scale, target, num_added, q_NHD, k_MGD, v_MGD, key_end_M, dq_NHD, dk, dv, *tiles
     )
     dscores = shared.get("dscores", lambda: q_NHD.new_empty(plan.stored_elements))
+    # Whose turn it is to add to the gradients of a block, for each half of it; every launch leaves zeros.
+    blocks = -(-plan.num_keys // backward.keys)
+    turns = shared.get("turns", lambda: dscores.new_zeros(blocks * shape.num_groups * 2, dtype=torch.int32))
     for part in plan.parts:
         for first_group in range(0, shape.num_groups, plan.stored_groups):
             groups = min(plan.stored_groups, shape.num_groups - first_group)
-            launch.key_gradients(part, first_group, groups, dscores)
+            launch.key_gradients(part, first_group, groups, dscores, turns)
             launch.query_gradients(part, first_group, groups, dscores)
-    if len(plan.parts) == 1:
+    if dk is not None:
         return dq_NHD, dk, dv
     if into is None:
         return dq_NHD, target.keys, target.values
@@ -204,11 +207,11 @@ class _BackwardLaunch:
     def pack(self) -> int:
         return self.plan.config.key_gradients.pack(self.plan.shape.group_size)
 
-    def key_gradients(self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor) -> None:
+    def key_gradients(self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor, turns: Tensor) -> None:
         plan, settings, target = self.plan, self.plan.config.key_gradients, self.target
         arrays = (
             self.k, self.v, self.delta, self.lse_2, self.dk, self.dv, target.keys, target.values, target.slots, dscores,
-            self.key_end, part.columns.programs, part.columns.blocks, part.columns.tiles,
+            self.key_end, turns, part.columns.programs, part.columns.blocks, part.columns.tiles,
         )  # fmt: skip
         if settings.hopper:
             from dta_kernels.tree_attention.hopper_launch import key_gradients_on_hopper

@@ -53,10 +53,14 @@ class DeviceTable:
 
 @dataclass(frozen=True)
 class BackwardPart:
-    """Blocks of keys for dK and dV, and tiles of queries for dQ, of one part of the backward pass."""
+    """Blocks of keys for dK and dV, and tiles of queries for dQ, of one part of the backward pass.
+
+    ``has_shares`` says whether several programs share a block of keys.
+    """
 
     columns: DeviceTable
     rows: DeviceTable
+    has_shares: bool
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,11 @@ class TreeAttentionPlan:
     parts: tuple[BackwardPart, ...]
     stored_groups: int
     stored_elements: int
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether several programs share a block of keys somewhere."""
+        return any(part.has_shares for part in self.parts)
 
     @property
     def num_ancestors(self) -> int:
@@ -115,20 +124,26 @@ def plan_tree_attention(
     least_groups = min(shape.num_groups, -(-_LEAST_PROGRAMS // -(-len(key_end) // backward.keys)))
     if num_tiles * least_groups <= most_tiles:
         launches = -(-shape.num_groups // min(shape.num_groups, most_tiles // num_tiles))
-        parts = [by_keys.tables()]
+        rows = [slice(None)]
     else:
         launches = -(-shape.num_groups // least_groups)
-        parts = [by_keys.tables(rows) for rows in by_keys.row_parts(most_tiles * launches // shape.num_groups)]
+        rows = by_keys.row_parts(most_tiles * launches // shape.num_groups)
     stored_groups = -(-shape.num_groups // launches)
+
+    def most_blocks(num_blocks: int) -> int:
+        # No program has more than an equal share for each of as many as fill the GPU.
+        return max(config.least_tiles, -(-num_blocks * stored_groups // _LEAST_PROGRAMS))
+
+    parts = [by_keys.tables(each, most_blocks) for each in rows]
     tables = [matrix(config.forward).rows()] + [table for part in parts for table in (part.columns, part.rows)]
-    forward, *backward_tables = _upload_tables(tables, device)
+    forward, *by_part = _upload_tables(tables, device)
     return TreeAttentionPlan(
         shape=shape,
         config=config,
         num_queries=num_queries,
         num_keys=len(key_end),
         forward=forward,
-        parts=tuple(map(BackwardPart, backward_tables[::2], backward_tables[1::2])),
+        parts=tuple(map(BackwardPart, by_part[::2], by_part[1::2], (part.has_shares for part in parts))),
         stored_groups=stored_groups,
         stored_elements=stored_groups * elements * max(part.num_tiles for part in parts),
     )

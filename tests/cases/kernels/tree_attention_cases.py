@@ -174,10 +174,11 @@ def tiny_config(
     tma: bool = False,
     stored_scores_bytes: int = 1 << 20,
     max_pack: int = 8,
+    least_tiles: int = 16,
 ) -> TreeAttentionConfig:
     """Small tiles, so that small inputs have many blocks of every kind."""
     kernel = KernelConfig(rows, keys, 4, 1, tma, max_pack)
-    return TreeAttentionConfig(kernel, kernel, kernel, stored_scores_bytes)
+    return TreeAttentionConfig(kernel, kernel, kernel, stored_scores_bytes, least_tiles)
 
 
 def accumulators_for(case: Case, generator: np.random.Generator) -> KeyGradients:

@@ -5,6 +5,8 @@ The interpreter is slow, so tiles and inputs are small; tiles small against the 
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,9 @@ from dta_kernels.tree_attention.blocks import (
     LIST_MIDDLE,
     RUN_BEGIN,
     RUN_END,
+    SHARE,
     TILE_BEGIN,
+    BlockTable,
     block_matrix,
 )
 from tree_attention_cases import (
@@ -106,6 +110,43 @@ def test_parts_of_the_rows_cover_every_live_block_once(seed):
     assert np.array_equal(seen, matrix.live)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_shares_of_a_column_divide_its_blocks_in_their_order(seed):
+    generator = seed_all(seed + 200)
+    segment = random_segment(generator, int(generator.integers(40, 200)), turn=float(generator.choice([0.03, 0.2])))
+    matrix = block_matrix(segment.local_key_end(), len(segment.query_index), 2, 8)
+    most, begin = int(generator.integers(1, 12)), int(generator.integers(0, len(matrix.live)))
+    part = slice(begin, None) if begin % 2 else slice(None)
+
+    def visits(table: BlockTable) -> dict[int, list[tuple[int, ...]]]:
+        """For each block the (share, full blocks, partial blocks, tiles) of its programs, in their order."""
+        found: dict[int, list[tuple[int, ...]]] = {}
+        for program in table.programs:
+            run = range(program[RUN_BEGIN], program[RUN_END])
+            lists = (program[LIST_BEGIN], program[LIST_MIDDLE]), (program[LIST_MIDDLE], program[LIST_END])
+            full, partial = (table.blocks[slice(*each)].tolist() for each in lists)
+            count = len(run) + len(full) + len(partial)
+            tiles = table.tiles[program[TILE_BEGIN] :][:count].tolist()
+            found.setdefault(program[BLOCK], []).append((program[SHARE], [*run, *full], partial, tiles))
+        return found
+
+    whole = matrix.tables(part)
+    shared = matrix.tables(part, lambda blocks: most if blocks == whole.num_tiles else 0)
+    expected, found = visits(whole.columns), visits(shared.columns)
+    assert expected.keys() == found.keys()
+    for block, shares in found.items():
+        ((share, *whole_column),) = expected[block]
+        assert share == 1
+        assert [share for share, *_ in shares] == [*range(0, 2 * len(shares) - 2, 2), 2 * len(shares) - 1]
+        joined = [[*itertools.chain(*parts)] for parts in zip(*(rest for _, *rest in shares), strict=True)]
+        assert joined == whole_column
+        counts = [len(tiles) for *_, tiles in shares]
+        assert max(counts) <= most
+        assert max(counts) - min(counts) <= 1
+    assert shared.has_shares == any(len(shares) > 1 for shares in found.values())
+    assert not whole.has_shares
+
+
 @interpreter
 @pytest.mark.parametrize("seed", range(8))
 def test_random_forests_in_float32(seed):
@@ -121,6 +162,7 @@ def test_random_forests_in_float32(seed):
         tma=bool(generator.integers(0, 2)) and shape.head_size == 16,
         stored_scores_bytes=int(generator.choice([1, 6_000, 30_000, 1 << 20])),
         max_pack=int(generator.choice([1, 2, 8])),
+        least_tiles=int(generator.choice([1, 2, 16])),
     )
     case = Case.random(segment, shape, DEVICE)
     errors = relative_errors(case.run(config), case.expected())
@@ -154,21 +196,23 @@ def test_edges_of_the_sizes_and_dtypes(dtype, bound, ancestors, queries):
 
 
 @interpreter
-@pytest.mark.parametrize("stored_scores_bytes", [9_000, 1 << 20])
+@pytest.mark.parametrize(("stored_scores_bytes", "least_tiles"), [(9_000, 16), (1 << 20, 16), (1 << 20, 1), (16_000, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_added_in_place(stored_scores_bytes, dtype):
+def test_gradients_are_added_in_place(stored_scores_bytes, least_tiles, dtype):
     generator = seed_all(21)
     parent = random_parents(generator, 90, 0.08)
     case = Case.random(segment_of(parent, 47, 86), AttentionShape(4, 2, 16, dtype), DEVICE)
     assert case.segment.num_ancestors
-    check_accumulation(case, tiny_config(stored_scores_bytes=stored_scores_bytes), generator)
+    config = tiny_config(stored_scores_bytes=stored_scores_bytes, least_tiles=least_tiles)
+    assert case.plan(config)[0].has_shares == (least_tiles < 16)
+    check_accumulation(case, config, generator)
 
 
 @interpreter
 @pytest.mark.parametrize("tma", [False, True])
 def test_a_sibling_changes_no_bit_and_a_repeat_none_either(tma):
     generator = seed_all(31)
-    shape, config = AttentionShape(4, 2, 16, torch.float32), tiny_config(tma=tma)
+    shape, config = AttentionShape(4, 2, 16, torch.float32), tiny_config(tma=tma, least_tiles=2)
     check_sibling_changes_no_bit(generator, shape, (19, 13, 22, 17), config, DEVICE)
     case = Case.random(random_segment(generator, 80), shape, DEVICE)
     assert all(torch.equal(x, y) for x, y in zip(case.run(config), case.run(config), strict=True))
