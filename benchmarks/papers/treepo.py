@@ -37,7 +37,7 @@ from papers.tables import PaperReport, paper_parser
 from papers.training import METRICS, TASK, make_data, train, training_progress
 from papers.treepo_parts.curves import AXES, Curve, comparison, read_curve, summary
 from papers.treepo_parts.plan import GRPO, MOST_STEPS, TREEPO, TREES, Ablation, Scale, ablations, method_flags, scale
-from papers.treepo_parts.plots import plot_curves, plot_sampling
+from papers.treepo_parts.plots import plot_curves, plot_sampling, sampling_panels
 from papers.treepo_parts.sampling import efficiency, votes
 from papers.treepo_parts.text import add_tables
 
@@ -124,8 +124,8 @@ class Experiment:
             print(f"plot: {self.report.plot(partial(plot_curves, curves=curves), len(AXES))}")
         print(f"tables: {self.report.write_markdown()}")
         rates, voted = self.report.rows("efficiency"), self.report.rows("votes")
-        if rates or voted:
-            print(f"plot: {self.report.plot(partial(plot_sampling, rates=rates, votes=voted), 3, 'sampling')}")
+        if panels := sampling_panels(rates, voted):
+            print(f"plot: {self.report.plot(partial(plot_sampling, rates=rates, votes=voted), panels, 'sampling')}")
 
     def _read_interrupted(self, names: Sequence[str]) -> None:
         """The curves of runs that were ended early, as far as they came."""

@@ -37,20 +37,34 @@ def plot_curves(axes: Sequence[Axes], curves: Mapping[str, Mapping[int, Curve]])
 
 def plot_sampling(axes: Sequence[Axes], rates: Sequence[Mapping[str, Any]], votes: Sequence[Mapping[str, Any]]) -> None:
     """Rates of trees relative to independent rollouts, and maj@k over decoded tokens and over seconds of sampling."""
-    trees = [row for row in rates if row["method"] == "tree"]
+    if rates:
+        _plot_rates(axes[0], [row for row in rates if row["method"] == "tree"])
+    if votes:
+        _plot_votes(axes[-len(_VOTE_COSTS) :], votes)
+
+
+def sampling_panels(rates: Sequence[Mapping[str, Any]], votes: Sequence[Mapping[str, Any]]) -> int:
+    """Number of axes that ``plot_sampling`` needs."""
+    return bool(rates) + len(_VOTE_COSTS) * bool(votes)
+
+
+def _plot_rates(panel: Axes, trees: Sequence[Mapping[str, Any]]) -> None:
     width = 0.8 / max(1, len(trees))
     for number, (color, row) in enumerate(zip(COLORS, trees, strict=False)):
         places = np.arange(len(_RATES)) + (number - (len(trees) - 1) / 2) * width
         heights = [row[f"{name}_ratio"] for name in _RATES]
-        axes[0].bar(places, heights, width, color=color, label=f"segments of {row['segment']}")
-    axes[0].axhline(1, color="black", linewidth=0.8)
-    axes[0].set_xticks(range(len(_RATES)), list(_RATES.values()))
-    axes[0].set(ylabel="trees / independent rollouts")
+        panel.bar(places, heights, width, color=color, label=f"segments of {row['segment']}")
+    panel.axhline(1, color="black", linewidth=0.8)
+    panel.set_xticks(range(len(_RATES)), list(_RATES.values()))
+    panel.set(ylabel="trees / independent rollouts")
     if trees:
-        axes[0].legend()
+        panel.legend()
+
+
+def _plot_votes(axes: Sequence[Axes], votes: Sequence[Mapping[str, Any]]) -> None:
     models = list(dict.fromkeys(row["model"] for row in votes))
     samplers = list(dict.fromkeys(row["sampler"] for row in votes))
-    for panel, cost in zip(axes[1:], _VOTE_COSTS, strict=True):
+    for panel, cost in zip(axes, _VOTE_COSTS, strict=True):
         for model, style in zip(models, ("-", "--", ":"), strict=False):
             for color, sampler in zip(COLORS, samplers, strict=False):
                 own = [row for row in votes if (row["model"], row["sampler"]) == (model, sampler)]
@@ -61,5 +75,4 @@ def plot_sampling(axes: Sequence[Axes], rates: Sequence[Mapping[str, Any]], vote
                                    textcoords="offset points")  # fmt: skip
         panel.set(xlabel=_VOTE_COSTS[cost], ylabel="maj@k", ylim=(0, None))
         panel.grid(alpha=0.3)
-    if votes:
-        axes[1].legend(fontsize="x-small", handlelength=4)
+    axes[0].legend(fontsize="x-small", handlelength=4)
