@@ -56,8 +56,7 @@ def _consumer(WG: gl.constexpr, k_smem, v_smem, q_smem, do_smem, lse_smem, delta
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
     KEYS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    k, v = k_smem.index(WG), v_smem.index(WG)
-    staged = ds_smem.index(WG)
+    k, v, staged = k_smem.index(WG), v_smem.index(WG), ds_smem.index(WG)
     zero = gl.zeros([64, 64], gl.float32, layout=SCORES)
     dk = gl.zeros([64, D], gl.float32, layout=SUMS)
     dv = gl.zeros([64, D], gl.float32, layout=SUMS)
@@ -109,26 +108,22 @@ def _consumer(WG: gl.constexpr, k_smem, v_smem, q_smem, do_smem, lse_smem, delta
     inside = (key_o < num_keys)[:, None]
     if ACCUMULATE:
         share = gl.load(programs + gl.program_id(1) * 8 + 7)
-        turn = share // 2
         is_last = share % 2
         own_turn = turns + (first_key // 128 * G + group) * 2 + WG
-        if turn > 0:
-            while gl.atomic_add(own_turn, 0) < turn:
+        if share > 1:
+            while gl.atomic_add(own_turn, 0) < share // 2:
                 pass
         slot = gl.load(slots + key_o, mask=key_o < num_keys, other=0)
         slot_offsets = slot[:, None] * (G * D) + channel[None, :]
         # Another program may have written them: only the L2 cache is the same for all.
         dk += gl.load(grad_keys + slot_offsets, mask=inside, other=0.0, cache_modifier=".cg")
         dv += gl.load(grad_values + slot_offsets, mask=inside, other=0.0, cache_modifier=".cg")
-        written = num_added
-        if is_last == 0:
-            written = num_keys
-        added = inside & (key_o < written)[:, None]
+        added = inside & (key_o < num_keys - is_last * (num_keys - num_added))[:, None]
         gl.store(grad_keys + slot_offsets, dk, mask=added)
         gl.store(grad_values + slot_offsets, dv, mask=added)
         if share != 1:
             gl.thread_barrier()
-            gl.atomic_xchg(own_turn, (turn + 1) * (1 - is_last))
+            gl.atomic_xchg(own_turn, (share // 2 + 1) * (1 - is_last))
         inside = inside & (key_o >= num_added)[:, None] & (is_last == 1)
         key_o = key_o - num_added
     if dk_out is not None:

@@ -19,6 +19,7 @@ from dta_kernels.recurrence.contract import Recurrence, Runs
 from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution
 from dta_kernels.tree_attention.reference import accumulation_dtype
 from megatron_dta.model.recurrent.path_states import RecurrentShape
+from megatron_dta.model.upload import upload
 
 
 class DecodeStates:
@@ -103,15 +104,17 @@ class PassStates:
     ) -> None:
         self._owner, self._uses_kernels = owner, uses_kernels
         self._runs = Runs.of_lengths([int(count) for count in counts], owner.device)
-        self._slots = self._upload(np.asarray(slots))
-        # A sequence without computed tokens begins with zeros; the slot may hold other values.
-        self._begun = self._upload((np.asarray(starts) > 0).astype(np.int64)).bool()
         self._layouts: dict[int, PathLayout] = {}
         self._tentative, ends = list(tentative), np.cumsum(counts)
-        self._written = self._upload(np.setdiff1d(np.arange(len(counts)), self._tentative))
+        written = np.setdiff1d(np.arange(len(counts)), self._tentative)
         self._num_kept = [int(counts[row]) for row in self._tentative]
-        kept = [np.arange(ends[row] - counts[row], ends[row]) for row in self._tentative]
-        self._kept = self._upload(np.concatenate(kept)) if kept else None
+        kept = np.concatenate(
+            [np.arange(0), *(np.arange(ends[row] - counts[row], ends[row]) for row in self._tentative)]
+        )
+        arrays = [np.asarray(slots), np.asarray(starts) > 0, written, kept]
+        self._slots, begun, self._written, found = upload(arrays, owner.device)
+        # A sequence without computed tokens begins with zeros; the slot may hold other values.
+        self._begun, self._kept = begun.bool(), found if self._tentative else None
         # By layer: inputs of the tentative rows' tokens.
         self._filtered: dict[int, Tensor] = {}
         self._recurred: dict[int, tuple[Recurrence, tuple[Tensor, ...]]] = {}
@@ -122,9 +125,9 @@ class PassStates:
         if not rows:
             return
         owner, offsets = self._owner, np.concatenate([[0], np.cumsum(self._num_kept)])
-        own = self._upload(np.asarray([self._tentative[i] for i in rows]))
+        tokens = np.concatenate([np.arange(offsets[i], offsets[i] + counts[i]) for i in rows])
+        own, chosen = upload([np.asarray([self._tentative[i] for i in rows]), tokens], owner.device)
         slots, begun = self._slots[own], self._begun[own]
-        chosen = self._upload(np.concatenate([np.arange(offsets[i], offsets[i] + counts[i]) for i in rows]))
         runs = Runs.of_lengths([counts[i] for i in rows], owner.device)
         for layer, filtered in self._filtered.items():
             before = _begun_or_zero(owner.rows[layer][slots], begun)
@@ -171,13 +174,8 @@ class PassStates:
             outside[place] = False
             source[place], source[outside] = np.arange(offsets[-1]), offsets[-1] + np.arange(before * len(counts))
             arrays = (source, place, offsets[:-1], np.repeat(offsets[1:], counts))
-            self._layouts[width] = PathLayout(*map(self._upload, arrays), self._uses_kernels)
+            self._layouts[width] = PathLayout(*upload(arrays, self._owner.device), self._uses_kernels)
         return self._layouts[width]
-
-    def _upload(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
-        on_gpu = self._owner.device.type == "cuda"
-        return tensor.pin_memory().to(self._owner.device, non_blocking=True) if on_gpu else tensor
 
 
 def _begun_or_zero(states: Tensor, begun: Tensor) -> Tensor:

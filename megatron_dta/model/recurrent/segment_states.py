@@ -13,7 +13,8 @@ Legend: N tokens, E states from earlier segments, S rows (tokens, then W - 1 row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -29,9 +30,8 @@ from dta_kernels.recurrence.short_convolution import (
 )
 from megatron_dta.model.recurrent.path_states import NoTokens
 from megatron_dta.model.recurrent.state_pool import StatePool
-from megatron_dta.planning.segments.runs import RunLevel, SegmentRuns, SegmentStates
-
-Upload = Callable[[np.ndarray], Tensor]
+from megatron_dta.model.upload import upload
+from megatron_dta.planning.segments.runs import SegmentRuns, SegmentStates
 
 
 class _Level(NamedTuple):
@@ -47,28 +47,23 @@ class _Level(NamedTuple):
 class SegmentTables:
     """``SegmentStates`` on the device."""
 
-    def __init__(self, plan: SegmentStates, upload: Upload, uses_kernels: bool) -> None:
-        self.num_entries = len(plan.entry_slots)
-        self.entry_slots, self.kept = upload(plan.entry_slots), upload(plan.kept)
+    def __init__(self, plan: SegmentStates, device: torch.device, uses_kernels: bool) -> None:
+        self.num_entries, num_tokens = len(plan.entry_slots), len(plan.row_place)
         self.slots = slice(plan.slot, plan.slot + len(plan.kept))
-        arrays = (plan.row_source, plan.row_place, plan.head, plan.run_end)
-        self.layout = PathLayout(*map(upload, arrays), uses_kernels)
-        self.kept_rows = upload(plan.kept_rows.ravel())
+        of_layout = (plan.row_source, plan.row_place, plan.head, plan.run_end)
+        of_levels = [(level.tokens, level.entry, level.forks) for level in plan.levels]
+        arrays = [plan.entry_slots, plan.kept, plan.kept_rows, *of_layout, *chain(*of_levels)]
+        uploaded = iter(upload(arrays, device))
+        self.entry_slots, self.kept, self.kept_rows = islice(uploaded, 3)
+        self.layout = PathLayout(*islice(uploaded, len(of_layout)), uses_kernels)
         self.levels: list[_Level] = []
         self.num_states = self.num_entries + 1
         for level in plan.levels:
-            self.levels.append(self._level(level, len(plan.row_place), upload))
-
-    def _level(self, level: RunLevel, num_tokens: int, upload: Upload) -> _Level:
-        first, self.num_states = self.num_states, self.num_states + len(level.forks)
-        in_order = len(level.tokens) == num_tokens and np.array_equal(level.tokens, np.arange(num_tokens))
-        return _Level(
-            None if in_order else upload(level.tokens),
-            Runs.of_lengths(level.lengths, self.entry_slots.device),
-            upload(level.entry),
-            upload(level.forks),
-            slice(first, self.num_states),
-        )
+            first, self.num_states = self.num_states, self.num_states + len(level.forks)
+            in_order = len(level.tokens) == num_tokens and np.array_equal(level.tokens, np.arange(num_tokens))
+            tokens, entry, forks = islice(uploaded, 3)
+            runs, states = Runs.of_lengths(level.lengths, device), slice(first, self.num_states)
+            self.levels.append(_Level(None if in_order else tokens, runs, entry, forks, states))
 
 
 class StepStates:
@@ -93,13 +88,8 @@ class StepStates:
             return NoTokens()
         if segment not in self._made:
             plan = self._runs.states_of(segment, self._slot_start, self.pool.shape.width)
-            self._made[segment] = SegmentTables(plan, self._upload, self._uses_kernels)
+            self._made[segment] = SegmentTables(plan, self._device, self._uses_kernels)
         return SegmentPathStates(self.pool, self._made[segment])
-
-    def _upload(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
-        on_gpu = self._device.type == "cuda"
-        return tensor.pin_memory().to(self._device, non_blocking=True) if on_gpu else tensor
 
 
 class SegmentPathStates:

@@ -196,7 +196,9 @@ def test_edges_of_the_sizes_and_dtypes(dtype, bound, ancestors, queries):
 
 
 @interpreter
-@pytest.mark.parametrize(("stored_scores_bytes", "least_tiles"), [(9_000, 16), (1 << 20, 16), (1 << 20, 1), (16_000, 1)])
+@pytest.mark.parametrize(
+    ("stored_scores_bytes", "least_tiles"), [(9_000, 16), (1 << 20, 16), (1 << 20, 1), (16_000, 1)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_added_in_place(stored_scores_bytes, least_tiles, dtype):
     generator = seed_all(21)
