@@ -58,13 +58,11 @@ def _consumer(WG: gl.constexpr, k_smem, v_smem, q_smem, do_smem, lse_smem, delta
     KEYS: gl.constexpr = gl.SliceLayout(1, SCORES)
     k, v, staged = k_smem.index(WG), v_smem.index(WG), ds_smem.index(WG)
     zero = gl.zeros([64, 64], gl.float32, layout=SCORES)
-    dk = gl.zeros([64, D], gl.float32, layout=SUMS)
-    dv = gl.zeros([64, D], gl.float32, layout=SUMS)
+    dk, dv = gl.zeros([64, D], gl.float32, layout=SUMS), gl.zeros([64, D], gl.float32, layout=SUMS)
     for chunk in range(CHUNKS):
         for index in range(count):
             t = chunk * count + index
-            stage = t % STAGES
-            phase = (t // STAGES) & 1
+            stage, phase = t % STAGES, (t // STAGES) & 1
             tile = gl.load(tiles + first_tile + index)
             q, do = q_smem.index(stage), do_smem.index(stage)
             mbarrier.wait(q_full.index(stage), phase)
@@ -113,8 +111,7 @@ def _consumer(WG: gl.constexpr, k_smem, v_smem, q_smem, do_smem, lse_smem, delta
         if share > 1:
             while gl.atomic_add(own_turn, 0) < share // 2:
                 pass
-        slot = gl.load(slots + key_o, mask=key_o < num_keys, other=0)
-        slot_offsets = slot[:, None] * (G * D) + channel[None, :]
+        slot_offsets = gl.load(slots + key_o, mask=key_o < num_keys, other=0)[:, None] * (G * D) + channel[None, :]
         # Another program may have written them: only the L2 cache is the same for all.
         dk += gl.load(grad_keys + slot_offsets, mask=inside, other=0.0, cache_modifier=".cg")
         dv += gl.load(grad_values + slot_offsets, mask=inside, other=0.0, cache_modifier=".cg")
@@ -124,8 +121,7 @@ def _consumer(WG: gl.constexpr, k_smem, v_smem, q_smem, do_smem, lse_smem, delta
         if share != 1:
             gl.thread_barrier()
             gl.atomic_xchg(own_turn, (share // 2 + 1) * (1 - is_last))
-        inside = inside & (key_o >= num_added)[:, None] & (is_last == 1)
-        key_o = key_o - num_added
+        inside, key_o = inside & (key_o >= num_added)[:, None] & (is_last == 1), key_o - num_added
     if dk_out is not None:
         offsets = key_o.to(gl.int64)[:, None] * (G * D) + channel[None, :]
         gl.store(dk_out + offsets, dk.to(dk_out.dtype.element_ty), mask=inside)
