@@ -79,7 +79,8 @@ def steps_with_experts() -> list[Any]:
         for run in json.loads((REPOSITORY / "benchmarks" / "results" / f"{name}.json").read_text())["runs"]:
             settings = run.get("settings", {})
             if settings.get("moe_grouped_gemm"):
-                found += [pytest.param(settings, row, id=f"{name}-{row['mode']}") for row in run["rows"]]
+                rows = [row | {"date": run["date"]} for row in run["rows"]]
+                found += [pytest.param(settings, row, id=f"{name}-{row['mode']}") for row in rows]
     return found
 
 
@@ -96,10 +97,10 @@ def test_prediction_with_experts(settings: dict[str, Any], row: dict[str, Any]) 
     choice = Choice(mesh, settings["tree_segment_tokens"], settings["tree_memory_tokens"])
     found = Planner(shape, cluster, step, states).simulate(choice)
     allocated = (found.memory.total - FIXED_BYTES) / GIB
-    # The steps were measured when layers with experts still kept their normed tokens, and on one GPU, when these were
-    # copied for their experts. On two, the first rank was measured, which has 0.9 GiB less in flight than the other
-    # one, and experts may get more rows than their share.
-    assert allocated == pytest.approx(row["peak_memory_gib"], rel=0.07)
+    # The first steps were measured when layers with experts still kept their normed tokens, which were copied for the
+    # experts on one GPU. On two, the first rank was measured, which has 0.9 GiB less in flight than the other one.
+    if row["date"] > "2026-11-20":
+        assert allocated == pytest.approx(row["peak_memory_gib"], rel=0.05)
     profile = row.get("profile", {"span_ms": 1, "idle_ms": 0})
     # A GPU that is idle for a third of a profiled step waits for its host, of whose speed the planner knows nothing.
     if profile["idle_ms"] < 0.3 * profile["span_ms"]:
