@@ -146,8 +146,11 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
 
 
 def first_timed_token(arguments: argparse.Namespace, count: int) -> int:
-    """Tokens of a request in the short runs: so many that none has ended when the last prompt is computed, and whole
-    bursts fewer than in the long runs; 1 if these are too short."""
+    """Tokens of a request in the short runs.
+
+    No request ends before the last prompt is computed, and the long runs differ by whole bursts. 1 if the long runs are
+    too short for this.
+    """
     prompts = -(-min(count, arguments.batch) // arguments.samples_per_prompt)
     length = arguments.response_tokens + 1
     least = -(-prompts * arguments.prompt_tokens // arguments.max_tokens) + 4

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.model import RowChunk
-from megatron_dta.model.upload import upload
+from megatron_dta.model import RowChunk, upload
 from megatron_dta.planning.step.loss_batches import LossBatch
 from megatron_dta.planning.step.passes import StageProgram
 from megatron_dta.planning.step.plan import StepPlan

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DeviceLossBatch, DevicePlan
-from megatron_dta.model import ContextGroup
-from megatron_dta.model.upload import upload
+from megatron_dta.model import ContextGroup, upload
 from megatron_dta.objectives import LossFields, SequenceLoss, TokenLosses
 
 Objective = Callable[[Tensor, Tensor, LossFields], TokenLosses] | SequenceLoss

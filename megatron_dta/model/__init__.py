@@ -5,6 +5,7 @@ from dta_kernels.logprobs.logit_chunks import Head
 from dta_kernels.logprobs.reverse_kl import TeacherRows
 from dta_kernels.tree_attention.plan import AttentionShape
 from dta_kernels.tree_attention.reference import accumulation_dtype
+from dta_kernels.upload import upload
 from megatron_dta.model.attention.context import AttentionContext, EmptyContext
 from megatron_dta.model.attention.kv_offload import HostSlots, OffloadedKVPool
 from megatron_dta.model.attention.kv_pool import KVPool, SlotRuns
@@ -73,6 +74,7 @@ __all__ = [
     "initialize_parallel",
     "stage_channels",
     "training_mesh",
+    "upload",
     "weights_quantized_once",
     "without_adapters",
 ]

@@ -75,7 +75,7 @@ def test_both_servers_have_the_bytes_and_sample_from_them(servers: Servers, engi
         pairs = sample(engine, version)
         assert {result.policy_version for _, result in pairs} == {version}
         assert largest_error(model, pairs) < LOGPROB_ERROR
-        # The error would show weights of before.
+        # With the first weights the error is large, so an update that did nothing would be noticed.
         assert largest_error(began, pairs) > 1
     assert servers.lines == []
 

@@ -7,9 +7,7 @@ engine that has subtree ends on the device computes it there (``local_key_end_on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,9 +15,8 @@ from torch import Tensor
 
 from dta_kernels.tree_attention.blocks import BlockMatrix, BlockTable, block_matrix
 from dta_kernels.tree_attention.config import KernelConfig, TreeAttentionConfig, default_config, supports
+from dta_kernels.upload import upload
 
-# Every array starts at a multiple of this number of int32 elements.
-_ALIGNMENT = 4
 # Smallest useful number of programs in a launch: two for each multiprocessor of a large GPU.
 _LEAST_PROGRAMS = 264
 
@@ -151,18 +148,8 @@ def plan_tree_attention(
 
 def _upload_tables(tables: list[BlockTable], device: torch.device) -> list[DeviceTable]:
     arrays = [array for table in tables for array in (table.programs, table.blocks, table.tiles)]
-    pieces = iter(upload(arrays, device))
+    pieces = iter(upload(arrays, device, torch.int32))
     return [DeviceTable(next(pieces).view(-1, 8), next(pieces), next(pieces)) for _ in tables]
-
-
-def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy int32 arrays in one transfer, without waiting for the device; each becomes a vector."""
-    begins = [0, *accumulate(-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
-    packed = torch.empty(begins[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
-    for array, begin in zip(arrays, begins, strict=False):
-        packed[begin : begin + array.size] = torch.from_numpy(array.reshape(-1))
-    packed = packed.to(device, non_blocking=True)
-    return [packed[begin : begin + array.size] for array, begin in zip(arrays, begins, strict=False)]
 
 
 def local_key_end_on_device(query_index_N: Tensor, key_end_M: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dta_kernels.upload import upload
 from megatron_dta.model.attention.context import AttentionContext
 from megatron_dta.model.attention.paged_cache import PagedCache
-from megatron_dta.model.upload import upload
 
 # Shorter rows join a group while at most this many (query, key) pairs of padding are computed: about the cost of the
 # calls for one more group.

@@ -29,9 +29,9 @@ from dta_kernels.paged_attention.launch import (
     tiles_of,
     write_pages,
 )
+from dta_kernels.upload import upload
 from megatron_dta.model.attention.context import AttentionContext
 from megatron_dta.model.attention.paged_cache import PagedCache
-from megatron_dta.model.upload import upload
 
 if TYPE_CHECKING:
     from dta_kernels.layers.qkv_rope import MixedQKV

@@ -18,8 +18,8 @@ from torch import Tensor
 from dta_kernels.recurrence.contract import Recurrence, Runs
 from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution
 from dta_kernels.tree_attention.reference import accumulation_dtype
+from dta_kernels.upload import upload
 from megatron_dta.model.recurrent.path_states import RecurrentShape
-from megatron_dta.model.upload import upload
 
 
 class DecodeStates:

@@ -28,9 +28,9 @@ from dta_kernels.recurrence.short_convolution import (
     short_convolution_gradients,
     sum_rows_by_source,
 )
+from dta_kernels.upload import upload
 from megatron_dta.model.recurrent.path_states import NoTokens
 from megatron_dta.model.recurrent.state_pool import StatePool
-from megatron_dta.model.upload import upload
 from megatron_dta.planning.segments.runs import SegmentRuns, SegmentStates
 
 

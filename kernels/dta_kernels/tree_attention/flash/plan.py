@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from dta_kernels.tree_attention.blocks import block_matrix
-from dta_kernels.tree_attention.plan import AttentionShape, upload
+from dta_kernels.tree_attention.plan import AttentionShape
+from dta_kernels.upload import upload
 
 PACKAGE = "flash-attn-4"
 # The adapter calls internal functions of the library, so it works with this version only.
@@ -86,7 +87,10 @@ def plan_flash_attention(
     partial, full = matrix.live & ~matrix.full, matrix.full
     arrays = [array for blocks in (partial, full, partial.T, full.T) for array in block_lists(blocks)]
     # One entry for any batch and head.
-    uploaded = [vector.view(1, 1, *array.shape) for vector, array in zip(upload(arrays, device), arrays, strict=True)]
+    uploaded = [
+        vector.view(1, 1, *array.shape)
+        for vector, array in zip(upload(arrays, device, torch.int32), arrays, strict=True)
+    ]
     return FlashAttentionPlan(shape, num_queries, len(key_end), BlockLists(*uploaded[:4]), BlockLists(*uploaded[4:]))
 
 

@@ -29,11 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_attention, current_mesh
+from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_attention, current_mesh, upload
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import HeadShape, PassRows, StaticPass, pass_rows, static_tiles
 from megatron_dta.model.recurrent.decode_states import DecodeStates, SteppedStates
-from megatron_dta.model.upload import upload
 from megatron_dta.sampling.engines.in_process.next_token import next_tokens
 from megatron_dta.sampling.engines.in_process.scheduler import Pass, Request
 from megatron_dta.sampling.keyed_random import keyed_uniform

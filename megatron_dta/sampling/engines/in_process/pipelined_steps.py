@@ -30,10 +30,9 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from megatron_dta.model import Model, StagedModel, current_mesh, stage_channels
+from megatron_dta.model import Model, StagedModel, current_mesh, stage_channels, upload
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import HeadShape
-from megatron_dta.model.upload import upload
 from megatron_dta.sampling.engines.in_process.cuda_graphs import (
     MOST_TOKENS,
     Burst,

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_dta.model import AttentionContext, Model
+from megatron_dta.model import AttentionContext, Model, upload
 from megatron_dta.model.recurrent.decode_states import DecodeStates, PassStates, SteppedStates
-from megatron_dta.model.upload import upload
 from megatron_dta.sampling.engines.in_process.scheduler import Pass, Prefix, Request, Scheduler
 
 _FIRST_SLOTS = 8
