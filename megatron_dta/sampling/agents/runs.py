@@ -22,8 +22,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
@@ -31,6 +31,7 @@ from typing import IO, Any
 import numpy as np
 
 from megatron_dta.common.errors import InputError, one_line
+from megatron_dta.common.futures import in_daemon_thread
 from megatron_dta.common.user_code import load_from_file
 
 _SECONDS_TO_END = 3.0
@@ -75,6 +76,11 @@ class AgentEnd:
     def is_timeout(self) -> bool:
         """Whether it was stopped at the time limit."""
         return self.failure is not None and self.failure.startswith(_TIMEOUT)
+
+
+def failed_by(error: BaseException) -> AgentEnd:
+    """The end of an agent that raised ``error``."""
+    return AgentEnd(failure=one_line(f"{type(error).__name__}: {error}")[:300])
 
 
 Agent = Callable[[Mapping[str, Any], AgentAccess], AgentEnd]
@@ -153,27 +159,16 @@ def _checked(reward: Any) -> AgentEnd:
 
 def callable_agent(spec: str, seconds: float) -> Agent:
     """The agent of ``--agent-callable``; ``InputError`` if there is no such function."""
-    function = _load(spec)
+    path, _, name = spec.rpartition(":")
+    function = load_from_file(f"--agent-callable {spec}", path, name)
 
     def run(record: Mapping[str, Any], access: AgentAccess) -> AgentEnd:
-        found: list[AgentEnd] = []
-
-        def call() -> None:
-            try:
-                reward = function(dict(record), access)
-                found.append(AgentEnd() if reward is None else _checked(reward))
-            except BaseException as error:  # also an agent that calls sys.exit
-                found.append(AgentEnd(failure=one_line(f"{type(error).__name__}: {error}")[:300]))
-
-        # A pool would wait for a function that never returns when the process ends.
-        thread = threading.Thread(target=call, name="agent", daemon=True)
-        thread.start()
-        thread.join(seconds)
-        return found[0] if found else AgentEnd(failure=f"{_TIMEOUT} {seconds:g} s")
+        call = in_daemon_thread(lambda: function(dict(record), access), "agent")
+        wait([call], seconds)
+        if not call.done():
+            return AgentEnd(failure=f"{_TIMEOUT} {seconds:g} s")
+        if call.exception() is not None:
+            return failed_by(call.exception())
+        return AgentEnd() if call.result() is None else _checked(call.result())
 
     return run
-
-
-def _load(spec: str) -> Callable[[dict[str, Any], AgentAccess], Any]:
-    path, _, name = spec.rpartition(":")
-    return load_from_file(f"--agent-callable {spec}", path, name)

@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_dta.common.errors import one_line
+from megatron_dta.common.futures import in_daemon_thread
 from megatron_dta.config import AgentConfig, TrainConfig
 from megatron_dta.model import Mesh, current_mesh
-from megatron_dta.sampling.agents.runs import Agent, AgentAccess, AgentEnd, callable_agent, command_agent
+from megatron_dta.sampling.agents.runs import Agent, AgentAccess, AgentEnd, callable_agent, command_agent, failed_by
 from megatron_dta.sampling.engines.interface import RolloutEngine, phase
 from megatron_dta.sampling.gateway.engine_loop import EngineLoop
 from megatron_dta.sampling.gateway.gateway import Gateway, GatewaySettings
@@ -137,7 +137,7 @@ class AgentService:
         try:
             end = self._agent(job.prompt.record, self._access(key))
         except Exception as error:
-            end = AgentEnd(failure=one_line(f"{type(error).__name__}: {error}")[:300])
+            end = failed_by(error)
         finally:
             self._gateway.close(session)
         if end.failure is None and not session.calls:
@@ -154,13 +154,7 @@ class _Batch:
         self._jobs, self._run = jobs, run
         self._results: list[tuple[Session, AgentEnd] | None] = [None] * len(jobs)
         self._waiting, self._lock, self._stops = iter(range(len(jobs))), threading.Lock(), False
-        self._error: BaseException | None = None
-        self._threads = [
-            threading.Thread(target=self._work, name=f"agents {i}", daemon=True)
-            for i in range(min(concurrency, len(jobs)))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._workers = [in_daemon_thread(self._work, f"agents {i}") for i in range(min(concurrency, len(jobs)))]
 
     def _work(self) -> None:
         while not self._stops:
@@ -168,21 +162,17 @@ class _Batch:
                 place = next(self._waiting, None)
             if place is None:
                 return
-            try:
-                self._results[place] = self._run(self._jobs[place])
-            except BaseException as error:
-                self._error = error
-                return
+            self._results[place] = self._run(self._jobs[place])
 
     def is_over(self) -> bool:
         """Whether all agents have ended."""
-        return not any(thread.is_alive() for thread in self._threads)
+        return all(worker.done() for worker in self._workers)
 
     def stop(self) -> None:
         """Begin no further agent."""
         self._stops = True
 
     def results(self) -> list[tuple[Session, AgentEnd]]:
-        if self._error is not None:
-            raise self._error
+        for worker in self._workers:
+            worker.result()
         return [result for result in self._results if result is not None]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from megatron_dta.common.futures import settle
 from megatron_dta.model import Mesh, current_mesh
 from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, RolloutEngine
 from megatron_dta.sampling.gateway.errors import RequestError
@@ -104,13 +105,13 @@ class EngineLoop:
             except ValueError as error:
                 future = self._futures.pop(request.request_id, None)
                 if future is not None:
-                    _set(future, error=RequestError(400, str(error)))
+                    settle(future, error=RequestError(400, str(error)))
         if commands.release:
             self._engine.release(commands.release)
         for result in self._engine.poll():
             self._held.add(result.request_id)
             future = self._futures.pop(result.request_id, None)
-            if future is not None and not _set(future, result):
+            if future is not None and not settle(future, result):
                 # Nobody waits for it any more.
                 self.release(result.request_id)
 
@@ -126,17 +127,4 @@ class EngineLoop:
             if kind == "sample":
                 futures[-1 - len(futures)] = value[1]
         for future in futures.values():
-            _set(future, error=RequestError(503, "the gateway samples no more at present"))
-
-
-def _set(
-    future: Future[GenerationResult], result: GenerationResult | None = None, error: Exception | None = None
-) -> bool:
-    """Give a future its result or error; False if it was cancelled."""
-    if not future.set_running_or_notify_cancel():
-        return False
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-    return True
+            settle(future, error=RequestError(503, "the gateway samples no more at present"))

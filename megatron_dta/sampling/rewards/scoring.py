@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dta.common import slow_calls
 from megatron_dta.common.errors import InputError
+from megatron_dta.common.futures import in_daemon_thread
 from megatron_dta.sampling.rewards.registry import (
     Response,
     RewardFunction,
@@ -97,8 +99,7 @@ class Scorer:
         return [self._value(outcome) for outcome in self._concurrently(responses)]
 
     def _concurrently(self, responses: Sequence[Response]) -> list[_Outcome]:
-        """``_attempt`` for all responses. Threads of a pool would be joined when the process ends, also those whose
-        function never returns; daemon threads are not."""
+        """``_attempt`` for all responses."""
         outcomes: list[_Outcome | None] = [None] * len(responses)
         waiting = iter(list(enumerate(responses)))
 
@@ -106,11 +107,8 @@ class Scorer:
             for i, response in waiting:
                 outcomes[i] = self._attempt(response)
 
-        threads = [threading.Thread(target=work, name="reward", daemon=True) for _ in range(self._workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for worker in [in_daemon_thread(work, "reward") for _ in range(self._workers)]:
+            worker.result()
         return outcomes
 
     def _batch(self, responses: Sequence[Response]) -> list[_Outcome]:
@@ -135,12 +133,10 @@ class Scorer:
             name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
             with slow_calls.reported(f"{where}: {name}", "--reward-timeout-seconds"):
                 return attempt()
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(attempt()), name="reward", daemon=True)
-        thread.start()
-        thread.join(self._seconds)
-        if found:
-            return found[0]
+        found = in_daemon_thread(attempt, "reward")
+        wait([found], self._seconds)
+        if found.done():
+            return found.result()
         with self._lock:
             self._timeouts += 1
         return InputError(f"{where}: took longer than {self._seconds:g} s")

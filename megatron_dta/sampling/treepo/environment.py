@@ -22,15 +22,16 @@ import copy
 import importlib
 import math
 import numbers
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.common.futures import in_daemon_thread
 from megatron_dta.common.user_code import describe_error, load_from_file
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.treepo.tool_environment import ToolEnvironment
@@ -149,15 +150,18 @@ class EnvironmentRunner:
         """The values of the calls, or an error line for each failed call; at most ``workers`` threads at once."""
         values: list[Any] = []
         for first in range(0, len(calls), self._workers):
-            group = [_Call(function, arguments) for function, arguments in calls[first : first + self._workers]]
-            for call in group:
-                call.start()
+            group = calls[first : first + self._workers]
+            running = [in_daemon_thread(partial(function, *arguments), "environment") for function, arguments in group]
             # The calls started together, so they share one deadline.
-            end = None if self._timeout is None else time.monotonic() + self._timeout
-            for call in group:
-                call.join(None if end is None else max(0.0, end - time.monotonic()))
-                values.append(f"{_TIMEOUT} {self._timeout:g} s" if call.is_alive() else call.value)
+            wait(running, self._timeout)
+            values += [self._value(call) for call in running]
         return values
+
+    def _value(self, call: Future[Any]) -> Any:
+        if not call.done():
+            return f"{_TIMEOUT} {self._timeout:g} s"
+        error = call.exception()
+        return call.result() if error is None else " ".join(f"{type(error).__name__}: {error}".split())
 
     def _checked(self, result: Any) -> StepOutcome:
         if not isinstance(result, tuple) or len(result) != 3:
@@ -188,21 +192,6 @@ class EnvironmentRunner:
 
 
 _TIMEOUT = "took longer than"
-
-
-class _Call(threading.Thread):
-    """One call in a daemon thread, so that a call that never returns does not prevent the process from exiting."""
-
-    def __init__(self, function: Callable, arguments: tuple) -> None:
-        super().__init__(daemon=True)
-        self._function, self._arguments = function, arguments
-        self.value: Any = None
-
-    def run(self) -> None:
-        try:
-            self.value = self._function(*self._arguments)
-        except BaseException as error:  # also a tool that calls sys.exit
-            self.value = " ".join(f"{type(error).__name__}: {error}".split()) or type(error).__name__
 
 
 def load_environment(spec: str) -> Callable[[], Environment]:
