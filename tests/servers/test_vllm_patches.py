@@ -60,9 +60,9 @@ class Sent:
         stack.callback(self.engine.close)
         receive = VllmProtocol.receive_patches
 
-        async def count(protocol, client, server, patches):
+        async def count(protocol, server, patches):
             self.counts[server.url] = self.counts.get(server.url, 0) + sum(each.indices.numel() for each in patches)
-            await receive(protocol, client, server, patches)
+            await receive(protocol, server, patches)
 
         monkeypatch.setattr(VllmProtocol, "receive_patches", count)
 

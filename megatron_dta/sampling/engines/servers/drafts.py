@@ -56,7 +56,7 @@ class ServerDrafts:
             if server.url in self._asked:
                 continue
             try:
-                different = await self._protocol.speculation_differs(self._client, server, self._speculation)
+                different = await self._protocol.speculation_differs(server, self._speculation)
             except ServerError as error:
                 self._client.leave_out(server, str(error))
                 continue
@@ -78,7 +78,7 @@ class ServerDrafts:
     async def load_corpus(self, path: Path, name: str) -> None:
         """Let all servers draft from a corpus instead of the previous one."""
         old, self._corpus = self._corpus, name
-        work = (self._protocol.load_corpus(self._client, server, path, name, old) for server in self._client.alive)
+        work = (self._protocol.load_corpus(server, path, name, old) for server in self._client.alive)
         for error in await asyncio.gather(*work, return_exceptions=True):
             if isinstance(error, ServerError):
                 self._report(f"a rollout server continues without the corpus of past rollouts: {error}")
@@ -87,7 +87,7 @@ class ServerDrafts:
 
     async def _server_counts(self) -> dict[str, DraftCounts]:
         servers = self._client.alive
-        work = (self._protocol.draft_counts(self._client, server) for server in servers)
+        work = (self._protocol.draft_counts(server) for server in servers)
         found = await asyncio.gather(*work, return_exceptions=True)
         for counts in found:
             if isinstance(counts, BaseException) and not isinstance(counts, ServerError):

@@ -351,7 +351,7 @@ class HttpEngine(RolloutEngine):
             if self._checked.get(server.url) == setting:
                 continue
             try:
-                await self._protocol.check_logprobs(self._client, server, params)
+                await self._protocol.check_logprobs(server, params)
             except LogprobsError:
                 raise
             except ServerError as error:
@@ -361,7 +361,7 @@ class HttpEngine(RolloutEngine):
 
     async def _check_returned(self, server: Server) -> None:
         if self._params is not None and self._exact_logprobs:
-            await self._protocol.check_logprobs(self._client, server, self._params)
+            await self._protocol.check_logprobs(server, self._params)
 
     def _forget(self, server: Server) -> None:
         """Check a server again when it returns: it may have been restarted with other settings."""

@@ -104,7 +104,7 @@ class LateRequests:
     async def _end(self, request: Running) -> None:
         request.is_ended = True
         try:
-            await self._protocol.end_request(self._client, request.server, request.name)
+            await self._protocol.end_request(request.server, request.name)
         except ServerError as error:
             request.is_ended = False
             if not self._is_refused:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.sampling.engines.interface import GenerationRequest
-from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
+from megatron_dta.sampling.engines.servers.http_client import Server, ServerError
 from megatron_dta.sampling.engines.servers.replies import TransientFailureError, field_of, list_of, shown
 from megatron_dta.sampling.engines.servers.routing import RoutingShape
 from megatron_dta.sampling.engines.servers.speculation import DraftCounts, ServerSpeculation
@@ -131,7 +131,7 @@ class ServerProtocol(ABC):
         """The field that gives a request a name."""
 
     @abstractmethod
-    async def end_request(self, client: HttpClient, server: Server, name: str) -> None:
+    async def end_request(self, server: Server, name: str) -> None:
         """End a request by its name; its reply has the tokens so far. ``ServerError`` if the server cannot."""
 
     @abstractmethod
@@ -139,13 +139,11 @@ class ServerProtocol(ABC):
         """Read the reply to such a request; ``TransientFailureError`` if it does not have the server's form."""
 
     @abstractmethod
-    async def check_logprobs(self, client: HttpClient, server: Server, params: SamplingParams) -> None:
+    async def check_logprobs(self, server: Server, params: SamplingParams) -> None:
         """Find out which logprobs a server returns; ``LogprobsError`` if they are not the trainer's."""
 
     @abstractmethod
-    async def update_weights(
-        self, client: HttpClient, server: Server, folder: Path, label: str, running: bool = False
-    ) -> None:
+    async def update_weights(self, server: Server, folder: Path, label: str, running: bool = False) -> None:
         """Pause, load, clear the cache, set the label, continue; ``ServerError`` leaves the state unknown.
 
         Args:
@@ -153,67 +151,63 @@ class ServerProtocol(ABC):
         """
 
     @abstractmethod
-    async def world_size(self, client: HttpClient, server: Server) -> int:
+    async def world_size(self, server: Server) -> int:
         """The number of a server's processes, each of which joins a group."""
 
     @abstractmethod
-    async def join_group(
-        self, client: HttpClient, server: Server, meeting: Meeting, rank_offset: int, bucket_bytes: int
-    ) -> None:
+    async def join_group(self, server: Server, meeting: Meeting, rank_offset: int, bucket_bytes: int) -> None:
         """Let a server's processes join a group with consecutive ranks; returns when all members have joined.
 
         Args:
             bucket_bytes: see ``HostWeights.bucket_bytes``.
         """
 
-    async def leave_group(self, client: HttpClient, server: Server, meeting: Meeting) -> None:  # noqa: B027
+    async def leave_group(self, server: Server, meeting: Meeting) -> None:  # noqa: B027
         """Let a server leave its group before it joins another one."""
 
     @abstractmethod
-    async def begin_update(self, client: HttpClient, server: Server, running: bool) -> None:
+    async def begin_update(self, server: Server, running: bool) -> None:
         """Pause a server and prepare it for new weights; ``running`` as for ``update_weights``."""
 
     @abstractmethod
-    async def receive(self, client: HttpClient, server: Server, buckets: Sequence[Bucket], meeting: Meeting) -> None:
+    async def receive(self, server: Server, buckets: Sequence[Bucket], meeting: Meeting) -> None:
         """Let a server receive buckets from its group, see ``receives_many``; returns when it has."""
 
-    async def receive_patches(self, client: HttpClient, server: Server, patches: Sequence[Patch]) -> None:
+    async def receive_patches(self, server: Server, patches: Sequence[Patch]) -> None:
         """Let a server receive patches from its group, for each indices and values; returns when it has."""
         raise NotImplementedError(f"{self.name} takes no patches")
 
-    async def checksums(self, client: HttpClient, server: Server) -> dict[str, str]:
+    async def checksums(self, server: Server) -> dict[str, str]:
         """The checksums of a server's parameters, by its names."""
         raise NotImplementedError(f"{self.name} gives no checksums")
 
     @abstractmethod
-    async def end_update(self, client: HttpClient, server: Server, label: str) -> None:
+    async def end_update(self, server: Server, label: str) -> None:
         """Use the new weights: clear the prefix cache, set the label, continue."""
 
     @abstractmethod
-    async def give_up_update(self, client: HttpClient, server: Server) -> None:
+    async def give_up_update(self, server: Server) -> None:
         """End a failed update, so that another one can begin; the server stays paused."""
 
-    async def weights_label(self, client: HttpClient, server: Server) -> str | None:
+    async def weights_label(self, server: Server) -> str | None:
         """The label of the server's weights; None if it does not report one."""
         try:
-            info = await client.ask(server, "GET", self.label_path)
+            info = await server.ask("GET", self.label_path)
         except ServerError:
             return None
         label = info.get("weight_version") if isinstance(info, dict) else None
         return label if isinstance(label, str) else None
 
     @abstractmethod
-    async def speculation_differs(
-        self, client: HttpClient, server: Server, speculation: ServerSpeculation
-    ) -> str | None:
+    async def speculation_differs(self, server: Server, speculation: ServerSpeculation) -> str | None:
         """How a server's settings differ; None if they agree. ``ServerError`` if it does not report them."""
 
-    async def draft_counts(self, client: HttpClient, server: Server) -> DraftCounts | None:
+    async def draft_counts(self, server: Server) -> DraftCounts | None:
         """Drafts of a server so far, if its replies do not report them."""
-        del client, server
+        del server
         return None
 
-    async def load_corpus(self, client: HttpClient, server: Server, path: Path, name: str, old: str | None) -> None:
+    async def load_corpus(self, server: Server, path: Path, name: str, old: str | None) -> None:
         """Let a server draft from a corpus instead of the one named ``old``; ``ServerError`` if it cannot."""
         raise NotImplementedError(f"{self.name} takes no corpora")
 

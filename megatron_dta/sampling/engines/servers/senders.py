@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, BinaryIO
 
+from megatron_dta.common.futures import settle
 from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
 from megatron_dta.sampling.engines.servers.http_settings import HttpSettings
 from megatron_dta.sampling.engines.servers.late_requests import Running
@@ -45,7 +46,7 @@ class Channel:
     requests: BinaryIO
     replies: BinaryIO
     stop: Callable[[], None]
-    open: dict[int, asyncio.Future[Piece]] = field(default_factory=dict)
+    open: dict[int, Future[Piece]] = field(default_factory=dict)
     has_ended: bool = False
 
     def send(self, message: Any) -> None:
@@ -78,13 +79,14 @@ class Senders:
             if self._channels[chosen].has_ended:
                 self._channels[chosen] = self._begin()
             channel = self._channels[chosen]
-            future = channel.open[number] = asyncio.get_running_loop().create_future()
+            future = channel.open[number] = Future()
         channel.send((number, server.url, path, body, place.asked))
+        reply = asyncio.wrap_future(future)
         try:
-            return await future
+            return await reply
         finally:
             del channel.open[number]
-            if future.cancelled():
+            if reply.cancelled():
                 channel.send(number)
 
     def close(self) -> None:
@@ -102,28 +104,13 @@ class Senders:
         with suppress(EOFError, OSError):
             while True:
                 number, piece, error = _read(channel.replies)
-                _finish(channel.open.get(number), piece, error)
+                # Nobody may wait for it any more.
+                settle(channel.open.get(number) or Future(), piece, error)
         channel.stop()
         with self._ending:
             channel.has_ended, left = True, list(channel.open.values())
         for future in left:
-            _finish(future, None, TransientFailureError("the process that sent the request has ended"))
-
-
-def _finish(future: asyncio.Future[Piece] | None, piece: Piece | None, error: Exception | None) -> None:
-    """Give a future of another thread its result; None if nobody waits any more."""
-    if future is None:
-        return
-
-    def finish() -> None:
-        if not future.done():
-            if error is None:
-                future.set_result(piece)
-            else:
-                future.set_exception(error)
-
-    with suppress(RuntimeError):  # the loop is closed
-        future.get_loop().call_soon_threadsafe(finish)
+            settle(future, error=TransientFailureError("the process that sent the request has ended"))
 
 
 def add_senders(client: HttpClient, protocol: ServerProtocol) -> None:
@@ -155,7 +142,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     lock = threading.Lock()
 
     async def exchange(url: str, path: str, body: Mapping[str, Any], asked: Asked) -> Piece:
-        reply = await client.send(Server(url), "POST", path, body, asked.most_reply_bytes)
+        reply = await client.send(Server(url, client), "POST", path, body, asked.most_reply_bytes)
         return protocol.read(reply, asked)
 
     def answer(number: int, future: Future[Piece]) -> None:

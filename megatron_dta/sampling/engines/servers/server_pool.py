@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_dta.sampling.engines.servers.http_settings import checked_urls
 
@@ -19,6 +20,7 @@ from megatron_dta.sampling.engines.servers.http_settings import checked_urls
 @dataclass(eq=False)
 class Server:
     url: str
+    client: ServerPool
     alive: bool = True
     problem: str = ""
     open_requests: int = 0
@@ -26,6 +28,10 @@ class Server:
 
     def __str__(self) -> str:
         return self.url
+
+    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> Any:
+        """See ``HttpClient.ask``."""
+        return await self.client.ask(self, method, path, body, **options)
 
 
 @dataclass
@@ -52,7 +58,7 @@ class ServerPool(ABC):
     """
 
     def __init__(self, urls: Sequence[str], most_requests: int, report: Callable[[str], None]) -> None:
-        self.servers = [Server(url) for url in checked_urls(urls)]
+        self.servers = [Server(url, self) for url in checked_urls(urls)]
         self.counts, self.report, self._most_requests = Counts(), report, most_requests
         # Servers that are no longer listed.
         self._leaving: list[Server] = []
@@ -98,7 +104,7 @@ class ServerPool(ABC):
         listed = checked_urls(urls)
         for url in listed:
             if url not in known:
-                known[url] = Server(url, alive=False)
+                known[url] = Server(url, self, alive=False)
                 self.report(f"rollout server {url} is new")
         for url, server in known.items():
             if url not in listed and server.alive:

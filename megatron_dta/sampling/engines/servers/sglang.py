@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
+from megatron_dta.sampling.engines.servers.http_client import Server, ServerError
 from megatron_dta.sampling.engines.servers.protocol import (
     NEUTRAL_SAMPLING,
     Asked,
@@ -87,8 +87,8 @@ class SglangProtocol(ServerProtocol):
     def named(self, name: str) -> dict[str, Any]:
         return {"rid": name}
 
-    async def end_request(self, client: HttpClient, server: Server, name: str) -> None:
-        await client.ask(server, "POST", "/abort_request", self.named(name))
+    async def end_request(self, server: Server, name: str) -> None:
+        await server.ask("POST", "/abort_request", self.named(name))
 
     def read(self, reply: Any, asked: Asked) -> Piece:
         check_prompt_length(reply, asked, "meta_info", "prompt_tokens")
@@ -121,10 +121,10 @@ class SglangProtocol(ServerProtocol):
         drafted, accepted = (_count(meta, names) for names in (_DRAFTED, _ACCEPTED))
         return replace(piece, drafted=drafted, accepted=min(accepted, drafted, len(piece.token_ids)))
 
-    async def check_logprobs(self, client: HttpClient, server: Server, params: SamplingParams) -> None:
+    async def check_logprobs(self, server: Server, params: SamplingParams) -> None:
         if params.temperature in (0, 1):
             return
-        apart = [await self._distance(client, server, params, temperature) for temperature in (1.0, 2.0)]
+        apart = [await self._distance(server, params, temperature) for temperature in (1.0, 2.0)]
         if apart[0] < 1e-3:
             raise LogprobsError(
                 f"{server}: gives all tokens the same logprob, so nothing shows whether they are tempered; load a "
@@ -133,12 +133,12 @@ class SglangProtocol(ServerProtocol):
         if apart[1] > 0.75 * apart[0]:
             raise refuse_logprobs(server, params, "of temperature 1", "start it without SGLANG_RETURN_ORIGINAL_LOGPROB")
 
-    async def _distance(self, client: HttpClient, server: Server, params: SamplingParams, temperature: float) -> float:
+    async def _distance(self, server: Server, params: SamplingParams, temperature: float) -> float:
         """Difference of the largest and the smallest logprob of a few tokens."""
         body = self.body(np.array([params.eos_id]), 1, params, seed=0)
         body["sampling_params"] |= {"temperature": temperature, "top_p": 1.0}
         body["token_ids_logprob"] = list(range(_PROBED_TOKENS))
-        reply = await client.ask(server, "POST", self.generate_path, body)
+        reply = await server.ask("POST", self.generate_path, body)
         path = ("meta_info", "output_token_ids_logprobs", 0)
         try:
             entries = field_of(reply, *path, kind=list)
@@ -150,10 +150,8 @@ class SglangProtocol(ServerProtocol):
             raise LogprobsError(f"{server}: gives no logprobs of named tokens ({error})") from error
         return max(logprobs) - min(logprobs)
 
-    async def update_weights(
-        self, client: HttpClient, server: Server, folder: Path, label: str, running: bool = False
-    ) -> None:
-        await self._pause(client, server, running)
+    async def update_weights(self, server: Server, folder: Path, label: str, running: bool = False) -> None:
+        await self._pause(server, running)
         body = {
             "model_path": str(folder),
             # A server that was started with dummy weights would load dummy weights again.
@@ -162,18 +160,15 @@ class SglangProtocol(ServerProtocol):
             "abort_all_requests": False,
             "weight_version": label,
         }
-        _check_success(
-            server, "/update_weights_from_disk", await client.ask(server, "POST", "/update_weights_from_disk", body)
-        )
-        await client.ask(server, "POST", "/flush_cache")
-        await client.ask(server, "POST", "/continue_generation", {})
+        await _post(server, "/update_weights_from_disk", body)
+        await server.ask("POST", "/flush_cache")
+        await server.ask("POST", "/continue_generation", {})
 
-    async def _pause(self, client: HttpClient, server: Server, running: bool) -> None:
-        await client.ask(server, "POST", "/pause_generation", {"mode": "abort" if running else "retract"})
+    async def _pause(self, server: Server, running: bool) -> None:
+        await server.ask("POST", "/pause_generation", {"mode": "abort" if running else "retract"})
 
-    async def world_size(self, client: HttpClient, server: Server) -> int:
-        sizes = await client.ask(
-            server,
+    async def world_size(self, server: Server) -> int:
+        sizes = await server.ask(
             "GET",
             "/server_info",
             read=lambda reply: [field_of(reply, name, kind=int, optional=True) or 1 for name in _SIZES],
@@ -185,9 +180,7 @@ class SglangProtocol(ServerProtocol):
             )
         return sizes[0]
 
-    async def join_group(
-        self, client: HttpClient, server: Server, meeting: Meeting, rank_offset: int, bucket_bytes: int
-    ) -> None:
+    async def join_group(self, server: Server, meeting: Meeting, rank_offset: int, bucket_bytes: int) -> None:
         body = {
             "master_address": meeting.address,
             "master_port": meeting.port,
@@ -196,16 +189,16 @@ class SglangProtocol(ServerProtocol):
             "group_name": meeting.name,
             "backend": meeting.backend,
         }
-        await self._transfer(client, server, "/init_weights_update_group", body)
+        await self._transfer(server, "/init_weights_update_group", body)
 
-    async def leave_group(self, client: HttpClient, server: Server, meeting: Meeting) -> None:
-        await self._transfer(client, server, "/destroy_weights_update_group", {"group_name": meeting.name})
+    async def leave_group(self, server: Server, meeting: Meeting) -> None:
+        await self._transfer(server, "/destroy_weights_update_group", {"group_name": meeting.name})
 
-    async def begin_update(self, client: HttpClient, server: Server, running: bool) -> None:
-        await self._pause(client, server, running)
-        await self._transfer(client, server, "/begin_weight_update", {})
+    async def begin_update(self, server: Server, running: bool) -> None:
+        await self._pause(server, running)
+        await self._transfer(server, "/begin_weight_update", {})
 
-    async def receive(self, client: HttpClient, server: Server, buckets: Sequence[Bucket], meeting: Meeting) -> None:
+    async def receive(self, server: Server, buckets: Sequence[Bucket], meeting: Meeting) -> None:
         (bucket,) = buckets
         body = {
             "names": list(bucket.shapes),
@@ -215,40 +208,40 @@ class SglangProtocol(ServerProtocol):
             "flush_cache": False,
             "load_format": "flattened_bucket",
         }
-        await self._transfer(client, server, "/update_weights_from_distributed", body)
+        await self._transfer(server, "/update_weights_from_distributed", body)
 
-    async def end_update(self, client: HttpClient, server: Server, label: str) -> None:
-        await self._transfer(client, server, "/end_weight_update", {})
-        await client.ask(server, "POST", "/flush_cache")
+    async def end_update(self, server: Server, label: str) -> None:
+        await self._transfer(server, "/end_weight_update", {})
+        await server.ask("POST", "/flush_cache")
         body = {"new_version": label, "abort_all_requests": False}
-        await client.ask(server, "POST", "/update_weight_version", body)
-        await client.ask(server, "POST", "/continue_generation", {})
+        await server.ask("POST", "/update_weight_version", body)
+        await server.ask("POST", "/continue_generation", {})
 
-    async def give_up_update(self, client: HttpClient, server: Server) -> None:
-        await self._transfer(client, server, "/end_weight_update", {})
+    async def give_up_update(self, server: Server) -> None:
+        await self._transfer(server, "/end_weight_update", {})
 
-    async def _transfer(self, client: HttpClient, server: Server, path: str, body: dict[str, Any]) -> None:
+    async def _transfer(self, server: Server, path: str, body: dict[str, Any]) -> None:
         """A step of a transfer, which must not be repeated."""
-        _check_success(server, path, await client.ask(server, "POST", path, body, attempts=1))
+        await _post(server, path, body, attempts=1)
 
-    async def speculation_differs(
-        self, client: HttpClient, server: Server, speculation: ServerSpeculation
-    ) -> str | None:
-        info = await client.ask(server, "GET", "/server_info")
+    async def speculation_differs(self, server: Server, speculation: ServerSpeculation) -> str | None:
+        info = await server.ask("GET", "/server_info")
         if not isinstance(info, dict):
             raise ServerError(f"{server}: GET /server_info does not report its settings")
         return speculation.sglang_differs(info)
 
-    async def load_corpus(self, client: HttpClient, server: Server, path: Path, name: str, old: str | None) -> None:
+    async def load_corpus(self, server: Server, path: Path, name: str, old: str | None) -> None:
         # The limit of tokens applies to all corpora together, so the old one is removed first.
         if old is not None:
             with suppress(ServerError):  # a restarted server does not have it
-                await client.ask(server, "POST", "/remove_external_corpus", {"corpus_id": old})
+                await server.ask("POST", "/remove_external_corpus", {"corpus_id": old})
         body = {"corpus_id": name, "file_path": str(path)}
-        _check_success(server, "/add_external_corpus", await client.ask(server, "POST", "/add_external_corpus", body))
+        await _post(server, "/add_external_corpus", body)
 
 
-def _check_success(server: Server, path: str, reply: Any) -> None:
+async def _post(server: Server, path: str, body: dict[str, Any], attempts: int | None = None) -> None:
+    """POST to an endpoint whose reply says whether it has succeeded."""
+    reply = await server.ask("POST", path, body, attempts=attempts)
     if not isinstance(reply, dict) or reply.get("success") is not True:
         raise ServerError(f"{server}: POST {path}: {shown(reply)}")
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
+from megatron_dta.sampling.engines.servers.http_client import Server, ServerError
 from megatron_dta.sampling.engines.servers.protocol import (
     NEUTRAL_SAMPLING,
     Asked,
@@ -92,9 +92,9 @@ class VllmProtocol(ServerProtocol):
     def named(self, name: str) -> dict[str, Any]:
         return {"request_id": name}
 
-    async def end_request(self, client: HttpClient, server: Server, name: str) -> None:
+    async def end_request(self, server: Server, name: str) -> None:
         # The name of the first prompt of a completion.
-        await self._control(client, server, "/abort_requests", {"request_ids": [f"cmpl-{name}-0"]})
+        await self._control(server, "/abort_requests", {"request_ids": [f"cmpl-{name}-0"]})
 
     def read(self, reply: Any, asked: Asked) -> Piece:
         prompt = field_of(reply, "choices", 0, "prompt_token_ids", kind=list, optional=True)
@@ -117,10 +117,10 @@ class VllmProtocol(ServerProtocol):
         text = field_of(reply, "choices", 0, "routed_experts", kind=str, optional=True)
         return with_routing(piece, array_of(text, "choices.0.routed_experts"), asked, self.name)
 
-    async def check_logprobs(self, client: HttpClient, server: Server, params: SamplingParams) -> None:
+    async def check_logprobs(self, server: Server, params: SamplingParams) -> None:
         if params.temperature in (0, 1) and params.top_p == 1:
             return
-        mode = await self._logprobs_mode(client, server, params)
+        mode = await self._logprobs_mode(server, params)
         if params.top_p < 1 and params.temperature not in (0, 1):
             fix = "add --old-logprobs recompute: vLLM has no mode for a temperature and a nucleus at once"
         elif params.top_p < 1:
@@ -130,49 +130,43 @@ class VllmProtocol(ServerProtocol):
         if fix is not None:
             raise refuse_logprobs(server, params, f"of --logprobs-mode {mode}", fix)
 
-    async def _logprobs_mode(self, client: HttpClient, server: Server, params: SamplingParams) -> str:
+    async def _logprobs_mode(self, server: Server, params: SamplingParams) -> str:
         # At most one of two tokens has a raw logprob of about 0; a processed one is always 0.
         for token in (params.eos_id, params.eos_id + 1 if params.eos_id == 0 else 0):
             asked = Asked(np.array([token]), 1)
             body = self.body(asked.token_ids, 1, params, seed=0) | {"allowed_token_ids": [token]}
-            piece = await client.ask(
-                server, "POST", self.generate_path, body, read=lambda reply, asked=asked: self.read(reply, asked)
+            piece = await server.ask(
+                "POST", self.generate_path, body, read=lambda reply, asked=asked: self.read(reply, asked)
             )
             if piece.logprobs[0] < -1e-4:
                 return _RAW
         return _PROCESSED
 
-    async def update_weights(
-        self, client: HttpClient, server: Server, folder: Path, label: str, running: bool = False
-    ) -> None:
-        await self._pause(client, server, running)
+    async def update_weights(self, server: Server, folder: Path, label: str, running: bool = False) -> None:
+        await self._pause(server, running)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self._control(client, server, "/collective_rpc", body)
-        await self._continue(client, server, label)
+        await self._control(server, "/collective_rpc", body)
+        await self._continue(server, label)
 
-    async def _pause(self, client: HttpClient, server: Server, running: bool) -> None:
-        await self._control(client, server, f"/pause?mode={'abort' if running else 'wait'}")
+    async def _pause(self, server: Server, running: bool) -> None:
+        await self._control(server, f"/pause?mode={'abort' if running else 'wait'}")
 
-    async def _continue(self, client: HttpClient, server: Server, label: str) -> None:
+    async def _continue(self, server: Server, label: str) -> None:
         """Sample with weights that were just loaded."""
-        reset = await self._control(client, server, "/reset_prefix_cache")
+        reset = await self._control(server, "/reset_prefix_cache")
         if isinstance(reset, dict) and reset.get("success") is False:
             raise ServerError(f"{server}: could not forget its prefix cache, which is of the weights before")
         # Older versions have no labels.
         with contextlib.suppress(_MissingError):
-            await self._control(client, server, "/update_weight_version", {"new_version": label})
-        await self._control(client, server, "/resume")
+            await self._control(server, "/update_weight_version", {"new_version": label})
+        await self._control(server, "/resume")
 
-    async def world_size(self, client: HttpClient, server: Server) -> int:
-        return await client.ask(
-            server, "GET", "/get_world_size", read=lambda reply: field_of(reply, "world_size", kind=int)
-        )
+    async def world_size(self, server: Server) -> int:
+        return await server.ask("GET", "/get_world_size", read=lambda reply: field_of(reply, "world_size", kind=int))
 
-    async def join_group(
-        self, client: HttpClient, server: Server, meeting: Meeting, rank_offset: int, bucket_bytes: int
-    ) -> None:
+    async def join_group(self, server: Server, meeting: Meeting, rank_offset: int, bucket_bytes: int) -> None:
         if meeting.backend == "ipc":
-            await self._transfer(client, server, "/init_weight_transfer_engine", {"init_info": {"packed": True}})
+            await self._transfer(server, "/init_weight_transfer_engine", {"init_info": {"packed": True}})
             return
         info: dict[str, Any] = {"rank_offset": rank_offset, "world_size": meeting.world_size}
         if meeting.unique_id is None:
@@ -181,17 +175,17 @@ class VllmProtocol(ServerProtocol):
             info["nccl_unique_id_b64"] = base64.b64encode(meeting.unique_id).decode()
         if not self.changes_only:
             info |= {"packed": True, "packed_buffer_size_bytes": bucket_bytes}
-        await self._transfer(client, server, "/init_weight_transfer_engine", {"init_info": info})
+        await self._transfer(server, "/init_weight_transfer_engine", {"init_info": info})
 
-    async def leave_group(self, client: HttpClient, server: Server, meeting: Meeting) -> None:
+    async def leave_group(self, server: Server, meeting: Meeting) -> None:
         # Otherwise the next group takes the place of this one, whose communicator keeps its memory.
-        await self._transfer(client, server, "/shutdown_weight_transfer_engine")
+        await self._transfer(server, "/shutdown_weight_transfer_engine")
 
-    async def begin_update(self, client: HttpClient, server: Server, running: bool) -> None:
-        await self._pause(client, server, running)
-        await self._transfer(client, server, "/start_weight_update")
+    async def begin_update(self, server: Server, running: bool) -> None:
+        await self._pause(server, running)
+        await self._transfer(server, "/start_weight_update")
 
-    async def receive(self, client: HttpClient, server: Server, buckets: Sequence[Bucket], meeting: Meeting) -> None:
+    async def receive(self, server: Server, buckets: Sequence[Bucket], meeting: Meeting) -> None:
         info: dict[str, Any] = {
             "names": [name for bucket in buckets for name in bucket.shapes],
             "dtype_names": [bucket.dtype_name for bucket in buckets for _ in bucket.shapes],
@@ -200,47 +194,37 @@ class VllmProtocol(ServerProtocol):
         if meeting.handles is not None:
             info["tensor_sizes"] = [values.nbytes for bucket in buckets for values in bucket.tensors.values()]
             info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(dict(meeting.handles))).decode()
-        await self._transfer(client, server, "/update_weights", {"update_info": info})
+        await self._transfer(server, "/update_weights", {"update_info": info})
 
-    async def receive_patches(self, client: HttpClient, server: Server, patches: Sequence[Patch]) -> None:
+    async def receive_patches(self, server: Server, patches: Sequence[Patch]) -> None:
         info = {
             "names": [patch.name for patch in patches],
             "dtype_names": [patch.dtype_name for patch in patches],
             "shapes": [list(patch.shape) for patch in patches],
             "num_updates_list": [patch.indices.numel() for patch in patches],
         }
-        await self._transfer(client, server, "/update_weights", {"update_info": info})
+        await self._transfer(server, "/update_weights", {"update_info": info})
 
-    async def checksums(self, client: HttpClient, server: Server) -> dict[str, str]:
+    async def checksums(self, server: Server) -> dict[str, str]:
         def read(reply: Any) -> dict[str, str]:
             found = field_of(reply, "checksums", kind=dict)
             return {name: field_of(found, name, kind=str) for name in found}
 
-        return await client.ask(server, "POST", "/weight_checker", {"action": "checksum"}, read=read)
+        return await server.ask("POST", "/weight_checker", {"action": "checksum"}, read=read)
 
-    async def end_update(self, client: HttpClient, server: Server, label: str) -> None:
-        await self._transfer(client, server, "/finish_weight_update")
-        await self._continue(client, server, label)
+    async def end_update(self, server: Server, label: str) -> None:
+        await self._transfer(server, "/finish_weight_update")
+        await self._continue(server, label)
 
-    async def give_up_update(self, client: HttpClient, server: Server) -> None:
-        await self._transfer(client, server, "/finish_weight_update")
+    async def give_up_update(self, server: Server) -> None:
+        await self._transfer(server, "/finish_weight_update")
 
-    async def _transfer(
-        self, client: HttpClient, server: Server, path: str, body: dict[str, Any] | None = None
-    ) -> None:
+    async def _transfer(self, server: Server, path: str, body: dict[str, Any] | None = None) -> None:
         """A step of weight transfer, which must not be repeated."""
-        try:
-            await client.ask(server, "POST", path, body, attempts=1)
-        except ServerError as error:
-            if "refused with 404" in str(error):
-                raise _MissingError(f"{error}; {_DEV_MODE} and {_TRANSFER}") from error
-            raise
+        await self._control(server, path, body, transfers=True)
 
-    async def speculation_differs(
-        self, client: HttpClient, server: Server, speculation: ServerSpeculation
-    ) -> str | None:
-        found = await client.ask(
-            server,
+    async def speculation_differs(self, server: Server, speculation: ServerSpeculation) -> str | None:
+        found = await server.ask(
             "GET",
             "/server_info?config_format=json",
             read=lambda reply: (
@@ -250,8 +234,8 @@ class VllmProtocol(ServerProtocol):
         )
         return speculation.vllm_differs(found[1])
 
-    async def draft_counts(self, client: HttpClient, server: Server) -> DraftCounts | None:
-        text = await client.ask(server, "GET", "/metrics", attempts=1)
+    async def draft_counts(self, server: Server) -> DraftCounts | None:
+        text = await server.ask("GET", "/metrics", attempts=1)
         found = {"draft_tokens": 0.0, "accepted_tokens": 0.0}
         for name, value in _DRAFT_COUNTER.findall(text if isinstance(text, str) else ""):
             found[name] += _counter(value)
@@ -259,13 +243,16 @@ class VllmProtocol(ServerProtocol):
             raise ServerError(f"{server}: GET /metrics counts {found} drafted tokens")
         return DraftCounts(0, int(found["draft_tokens"]), int(found["accepted_tokens"]))
 
-    async def _control(self, client: HttpClient, server: Server, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def _control(
+        self, server: Server, path: str, body: dict[str, Any] | None = None, transfers: bool = False
+    ) -> Any:
         try:
-            return await client.ask(server, "POST", path, body)
+            return await server.ask("POST", path, body, attempts=1 if transfers else None)
         except ServerError as error:
-            if "refused with 404" in str(error):
-                raise _MissingError(f"{error}; {_DEV_MODE}") from error
-            raise
+            if "refused with 404" not in str(error):
+                raise
+            fix = f"{_DEV_MODE} and {_TRANSFER}" if transfers else _DEV_MODE
+            raise _MissingError(f"{error}; {fix}") from error
 
 
 def _counter(text: str) -> float:

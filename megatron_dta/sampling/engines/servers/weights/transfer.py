@@ -17,14 +17,14 @@ server is told to give up the update, and the caller decides which of them to tr
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
 
+from megatron_dta.common.futures import in_daemon_thread
 from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
 from megatron_dta.sampling.engines.servers.protocol import ServerProtocol
 from megatron_dta.sampling.engines.servers.weights.groups import Meeting, SharedGroup
@@ -77,26 +77,26 @@ class GroupTransfer:
             TransferError: a server could not take them; none of ``servers`` has complete weights.
         """
         try:
-            found = await self._labels(servers)
+            found = set((await self._all(servers, self._protocol.weights_label)).values())
             if self._group is None or tuple(servers) != self._members or not found <= {labels.old, None}:
                 await self._form(servers, weights)
             await self._alone(servers, self._group.begin)
-            changes: list[list[Patch]] = []
+            changes: list[Patch] | None = None
             if self._protocol.changes_only and found == {labels.old} == {self._sent_label}:
-                await self._alone(servers, lambda: changes.extend(self._changes(weights)))
-            await self._all(servers, lambda server: self._protocol.begin_update(self._client, server, labels.running))
+                changes = await self._alone(servers, lambda: self._changes(weights))
+            await self._all(servers, lambda server: self._protocol.begin_update(server, labels.running))
             if self._protocol.changes_only:
-                if changes:
-                    await self._send_patches(servers, [patch for each in changes for patch in each])
-                else:
+                if changes is None:
                     await self._send_all_values(servers, weights)
-                await self._check(servers, weights, whole=not changes)
+                else:
+                    await self._send_patches(servers, changes)
+                await self._check(servers, weights, whole=changes is None)
                 await _in_thread(lambda: self._remember(weights, labels.new))
             else:
                 many = self._protocol.receives_many and self._group.sends_many
                 for buckets in weights.runs if many else [(bucket,) for bucket in weights.buckets]:
                     await self._send_buckets(servers, buckets)
-            await self._all(servers, lambda server: self._protocol.end_update(self._client, server, labels.new))
+            await self._all(servers, lambda server: self._protocol.end_update(server, labels.new))
         except (TransferError, asyncio.CancelledError):
             await self._give_up(servers)
             raise
@@ -107,12 +107,9 @@ class GroupTransfer:
         if group is not None:
             await _in_thread(group.abort)
 
-    async def _labels(self, servers: Sequence[Server]) -> set[str | None]:
-        return set(await asyncio.gather(*(self._protocol.weights_label(self._client, server) for server in servers)))
-
-    def _changes(self, weights: HostWeights) -> list[list[Patch]]:
+    def _changes(self, weights: HostWeights) -> list[Patch]:
         pairs = zip(weights.buckets, self._sent.buckets, strict=True)
-        return [patches_of(bucket, base, self._group.device) for bucket, base in pairs]
+        return [patch for bucket, base in pairs for patch in patches_of(bucket, base, self._group.device)]
 
     def _remember(self, weights: HostWeights, label: str) -> None:
         """Keep a copy, since the memory of ``weights`` is used for later ones."""
@@ -127,11 +124,8 @@ class GroupTransfer:
     async def _send_all_values(self, servers: Sequence[Server], weights: HostWeights) -> None:
         """As patches, a bucket at a time, since their indices need more memory than the values."""
         for bucket in weights.buckets:
-            found: list[Patch] = []
-            await self._alone(
-                servers, lambda bucket=bucket, found=found: found.extend(patches_of(bucket, None, self._group.device))
-            )
-            await self._send_patches(servers, found)
+            whole = await self._alone(servers, lambda bucket=bucket: patches_of(bucket, None, self._group.device))
+            await self._send_patches(servers, whole)
 
     async def _send_patches(self, servers: Sequence[Server], patches: Sequence[Patch]) -> None:
         group = self._group
@@ -142,9 +136,7 @@ class GroupTransfer:
                 group.broadcast(patch.values.view(torch.uint8))
 
         if patches:
-            await self._together(
-                servers, lambda server: self._protocol.receive_patches(self._client, server, patches), send
-            )
+            await self._together(servers, lambda server: self._protocol.receive_patches(server, patches), send)
 
     async def _check(self, servers: Sequence[Server], weights: HostWeights, whole: bool) -> None:
         """Compare checksums after the whole set, and after every few updates."""
@@ -152,14 +144,8 @@ class GroupTransfer:
         interval = self._protocol.check_interval
         if not interval or (self._updates % interval and not whole):
             return
-        sums: dict[Server, dict[str, str]] = {}
-
-        async def ask(server: Server) -> None:
-            sums[server] = await self._protocol.checksums(self._client, server)
-
-        await self._all(servers, ask)
         failures, known = {}, {}
-        for server, own in sums.items():
+        for server, own in (await self._all(servers, self._protocol.checksums)).items():
             names = frozenset(own)
             if names not in known:
                 known[names] = await _in_thread(lambda names=names: expected_checksums(weights, names))
@@ -178,37 +164,23 @@ class GroupTransfer:
     async def _form(self, servers: Sequence[Server], weights: HostWeights) -> None:
         await self._leave()
         await self.close()
-        sizes: dict[Server, int] = {}
-
-        async def ask(server: Server) -> None:
-            sizes[server] = await self._protocol.world_size(self._client, server)
-
-        await self._all(servers, ask)
-        group = self._protocol.open_group(1 + sum(sizes.values()), servers[0].url, self._client.settings.timeout_s)
-        offsets, offset = {}, 1
-        for server in servers:
-            offsets[server], offset = offset, offset + sizes[server]
+        sizes = await self._all(servers, self._protocol.world_size)
+        *firsts, world_size = accumulate(sizes.values(), initial=1)
+        offsets = dict(zip(sizes, firsts, strict=True))
+        group = self._protocol.open_group(world_size, servers[0].url, self._client.settings.timeout_s)
         self._group, self._members = group, tuple(servers)
         self._joined = (group.meeting, self._members)
         await self._alone(servers, lambda: group.reserve(max(bucket.buffer.numel() for bucket in weights.buckets)))
         await self._together(
             servers,
-            lambda server: self._protocol.join_group(
-                self._client, server, group.meeting, offsets[server], weights.bucket_bytes
-            ),
+            lambda server: self._protocol.join_group(server, group.meeting, offsets[server], weights.bucket_bytes),
             group.join,
         )
 
     async def _leave(self) -> None:
         """Let the servers leave the last group, which would keep its memory in addition to that of the next one."""
         (meeting, members), self._joined = self._joined, (None, ())
-
-        async def leave(server: Server) -> None:
-            async with asyncio.timeout(self._client.settings.connect_timeout_s):
-                await self._protocol.leave_group(self._client, server, meeting)
-
-        # They may be gone.
-        await asyncio.gather(*(leave(server) for server in members), return_exceptions=True)
+        await self._tell(members, lambda server: self._protocol.leave_group(server, meeting))
 
     async def _send_buckets(self, servers: Sequence[Server], buckets: Sequence[Bucket]) -> None:
         group = self._group
@@ -216,22 +188,24 @@ class GroupTransfer:
             await self._alone(servers, lambda: group.stage(buckets[0].buffer))
         await self._together(
             servers,
-            lambda server: self._protocol.receive(self._client, server, buckets, group.meeting),
+            lambda server: self._protocol.receive(server, buckets, group.meeting),
             lambda: group.broadcast_all([bucket.buffer for bucket in buckets]),
         )
 
-    async def _all(self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]]) -> None:
+    async def _all(self, servers: Sequence[Server], act: Callable[[Server], Awaitable[Answer]]) -> dict[Server, Answer]:
+        """``act`` for all servers at once."""
         results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
         _raise_failures(servers, results)
+        return dict(zip(servers, results, strict=True))
 
-    async def _alone(self, servers: Sequence[Server], own: Callable[[], None]) -> None:
+    async def _alone(self, servers: Sequence[Server], own: Callable[[], Answer]) -> Answer:
         """``own``, whose failure ends the update for all servers."""
-        await self._together(servers, lambda server: asyncio.sleep(0), own)
+        return await self._together(servers, lambda server: asyncio.sleep(0), own)
 
     async def _together(
-        self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]], own: Callable[[], None]
-    ) -> None:
-        """``act`` for all servers while this process does ``own``; the first failure ends all."""
+        self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]], own: Callable[[], Answer]
+    ) -> Answer:
+        """``own`` in this process during ``act`` for all servers; the first failure ends all."""
         acts = [asyncio.ensure_future(act(server)) for server in servers]
         ours = _in_thread(own)
         await asyncio.wait([*acts, ours], return_when=asyncio.FIRST_EXCEPTION)
@@ -244,7 +218,7 @@ class GroupTransfer:
                 each.cancel()
         results = await asyncio.gather(*acts, return_exceptions=True)
         if not failed:
-            return
+            return ours.result()
         healthy = await self._client.find_healthy()
         dead = {server: server.problem for server in servers if server not in healthy}
         if dead:
@@ -258,11 +232,14 @@ class GroupTransfer:
 
     async def _give_up(self, servers: Sequence[Server]) -> None:
         await self.close()
+        await self._tell(servers, self._protocol.give_up_update)
+
+    async def _tell(self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]]) -> None:
+        """``act`` for servers that may be gone, or wait for a broadcast, some of them forever; errors are ignored."""
 
         async def tell(server: Server) -> None:
-            # Servers may still wait for the broadcast, and some do so forever.
             async with asyncio.timeout(self._client.settings.connect_timeout_s):
-                await self._protocol.give_up_update(self._client, server)
+                await act(server)
 
         await asyncio.gather(*(tell(server) for server in servers), return_exceptions=True)
 
@@ -280,28 +257,7 @@ def _raise_failures(servers: Sequence[Server], results: Sequence[object]) -> Non
 
 def _in_thread(work: Callable[[], Answer]) -> asyncio.Future[Answer]:
     """Run ``work`` in a thread of its own, which does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Answer] = loop.create_future()
+    done = asyncio.wrap_future(in_daemon_thread(work, "rollout weights"))
     # Nobody may wait for it any more.
     done.add_done_callback(lambda future: future.cancelled() or future.exception())
-
-    def finish(answer: Answer | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(answer)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        answer: Answer | None = None
-        error: BaseException | None = None
-        try:
-            answer = work()
-        except Exception as caught:
-            error = caught
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(finish, answer, error)
-
-    threading.Thread(target=run, name="rollout weights", daemon=True).start()
     return done

@@ -78,7 +78,7 @@ class ServerWeights:
 
     async def has_newest(self, server: Server) -> bool:
         """Whether a server reports the label of the newest weights."""
-        return bool(self.label) and await self._protocol.weights_label(self._client, server) == self.label
+        return bool(self.label) and await self._protocol.weights_label(server) == self.label
 
     async def keep_visiting(self, list_urls: Callable[[], Sequence[str]] | None) -> None:
         """From time to time, read the list of servers, and give servers that have come back the newest weights.
@@ -137,7 +137,7 @@ class ServerWeights:
 
     async def _load(self, server: Server, labels: Labels) -> bool:
         try:
-            await self._protocol.update_weights(self._client, server, self._weights, labels.new, running=labels.running)
+            await self._protocol.update_weights(server, self._weights, labels.new, running=labels.running)
         except ServerError as error:
             self._leave_out(server, str(error))
             return False
