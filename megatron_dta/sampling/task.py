@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import RewardConfig, SamplingConfig
 from megatron_dta.sampling.prompts.arithmetic import ArithmeticTask
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate, chat_template_settings
 from megatron_dta.sampling.prompts.load import Prompt, PromptReader
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer, build_tokenizer
-from megatron_dta.sampling.rewards.registry import RewardFunction, exact_match, load_reward_function
+from megatron_dta.sampling.rewards.registry import Response, RewardFunction, exact_match, load_reward_function
 from megatron_dta.sampling.rewards.scoring import Scorer
 from megatron_dta.sampling.rewards.server_reward import RemoteReward
 
@@ -48,6 +50,11 @@ class SamplingTask:
         # Servers have their own timeouts, and programs their own limits.
         seconds = None if isinstance(self.reward_function, RemoteReward) else reward.reward_timeout_seconds
         return Scorer(self.reward_function, reward.reward_failure == "drop", reward.reward_workers, seconds)
+
+    def response(self, prompt: Prompt, token_ids: np.ndarray) -> Response:
+        """A sampled response, to be scored."""
+        ids = token_ids.tolist()
+        return Response(prompt.prompt_id, prompt.record, self.tokenizer.decode(ids), ids)
 
 
 def build_task(

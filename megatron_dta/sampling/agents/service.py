@@ -93,7 +93,7 @@ class AgentService:
     ) -> list[tuple[Session, AgentEnd]] | None:
         """Run the jobs; their sessions, closed, and how they ended, in order; None on other ranks than the first."""
         mesh = current_mesh()
-        is_first = mesh.tensor_rank == 0 and mesh.pipeline_rank == 0
+        is_first = mesh.is_first_of_replica
         if self._loop is None:
             self._loop = EngineLoop(self._engine, current_mesh)
             if is_first:

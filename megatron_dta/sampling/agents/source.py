@@ -23,7 +23,7 @@ from megatron_dta.common.files import replacing
 from megatron_dta.config import TrainConfig
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.batch_source import Evaluation, RolloutError, SampledSource
+from megatron_dta.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.agents.runs import AgentEnd
 from megatron_dta.sampling.agents.service import AgentJob, AgentService
 from megatron_dta.sampling.engines.interface import RolloutEngine
@@ -31,10 +31,10 @@ from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.gateway.records import SessionSizes, context_of, session_record, session_rollouts
 from megatron_dta.sampling.gateway.session import Session
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.sampling.prompts.load import Prompt, prompts_at
+from megatron_dta.sampling.prompts.load import Prompt
 from megatron_dta.sampling.rewards.registry import Response
 from megatron_dta.sampling.rewards.scoring import counted
-from megatron_dta.sampling.sources.independent import evaluation_params, held_out_prompts, sampling_params
+from megatron_dta.sampling.sources.independent import HeldOutEvaluation, PromptSource
 from megatron_dta.sampling.task import SamplingTask
 
 FOLDER = "sessions"
@@ -59,35 +59,24 @@ class SessionResult:
     record: dict[str, Any] | None = None
 
 
-class AgentSource(SampledSource):
-    """``rollout_batch_size`` prompts x ``n_samples_per_prompt`` sessions per batch."""
+class AgentSource(PromptSource):
+    """``n_samples_per_prompt`` sessions of each prompt. Metrics: ``session_statistics``."""
 
     def __init__(
         self, engine: RolloutEngine, task: SamplingTask, config: TrainConfig, service: AgentService | None = None
     ) -> None:
-        self._engine, self._task, self._config = engine, task, config
+        super().__init__(engine, task, config.sampling, config.optimization.seed)
+        self._config = config
         self._service = service or AgentService(engine, task, config)
-        self._params = sampling_params(task, config.sampling, config.optimization.seed)
-        self._statistics: dict[str, float] = {}
 
     def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
         """See ``SampledSource``; one group per prompt, in order."""
-        sampling = self._config.sampling
-        count = sampling.rollout_batch_size
-        first = prompt_batch * count
-        prompts = prompts_at(self._task.prompts, first, count, self._config.optimization.seed)
-        if not self._engine.needs_checkpoint:
-            self._engine.update_weights(rollout_batch)
+        first, prompts = self._begin(rollout_batch, prompt_batch)
         before = self._task.scorer.tally
         folder = self._folder_of_records(rollout_batch)
         groups = [f"{first + i}:{prompt.prompt_id}" for i, prompt in enumerate(prompts)]
-        results = run_sessions(
-            self._service,
-            self._task,
-            Work(prompts, groups, sampling.n_samples_per_prompt, folder is not None),
-            self._params,
-            prompt_batch,
-        )
+        work = Work(prompts, groups, self._sampling.n_samples_per_prompt, folder is not None)
+        results = run_sessions(self._service, self._task, work, self._params, prompt_batch)
         self._statistics = {
             **session_statistics(results),
             **counted(before, self._task.scorer.tally, current_mesh().gather_from_replicas),
@@ -110,28 +99,22 @@ class AgentSource(SampledSource):
             return None
         return Path(save) / FOLDER
 
-    def statistics(self) -> dict[str, float]:
-        """Metrics of the last batch (``session_statistics``) and the scorer's counts."""
-        return dict(self._statistics)
-
     def close(self) -> None:
         """Stop the gateway."""
         self._service.close()
 
 
-class AgentEvaluation(Evaluation):
+class AgentEvaluation(HeldOutEvaluation):
     """Mean reward of agents on held-out prompts."""
 
     def __init__(self, task: SamplingTask, config: TrainConfig, service: AgentService) -> None:
-        self._task, self._config, self._service = task, config, service
-        self._prompts = held_out_prompts(task, config.logging.eval_iters)
-        self._params = evaluation_params(task, config.sampling, config.optimization.seed)
+        super().__init__(task, config.sampling, config.optimization.seed, config.logging.eval_iters)
+        self._service = service
 
     def evaluate(self, step: int) -> dict[str, float]:
         """``reward`` (mean over sessions, NaN if all have failed), ``response_tokens`` and ``session_statistics``."""
-        samples = self._config.sampling.n_samples_per_eval_prompt
         groups = [f"held out {i}" for i in range(len(self._prompts))]
-        work = Work(self._prompts, groups, samples, False)
+        work = Work(self._prompts, groups, self._samples, False)
         results = run_sessions(self._service, self._task, work, self._params, 0)
         of_prompts: list[list[float]] = [[] for _ in self._prompts]
         for result in results:
@@ -139,7 +122,7 @@ class AgentEvaluation(Evaluation):
                 of_prompts[result.group].append(result.reward)
         rewards = [reward for own in of_prompts for reward in own]
         return {
-            **pass_rates(of_prompts, samples),
+            **pass_rates(of_prompts, self._samples),
             **session_statistics(results),
             "reward": float(np.mean(rewards)) if rewards else math.nan,
             "response_tokens": float(np.mean([result.sizes.trained_tokens for result in results])),

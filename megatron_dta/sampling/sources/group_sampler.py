@@ -10,7 +10,6 @@ from megatron_dta.sampling.engines.interface import GenerationRequest, Generatio
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.engines.servers.sampled_tokens import SampledTokens
 from megatron_dta.sampling.prompts.load import prompts_at
-from megatron_dta.sampling.rewards.registry import Response
 from megatron_dta.sampling.rewards.scoring import counted
 from megatron_dta.sampling.sources.begun_group import BegunGroup
 from megatron_dta.sampling.sources.independent import sampling_params, to_rollout
@@ -68,10 +67,7 @@ class GroupSampler:
     def score(self, group: int, results: Sequence[GenerationResult]) -> list[Rollout]:
         """The rollouts of a group, without those whose reward has failed; one thread at a time."""
         prompt = prompts_at(self._task.prompts, group, 1, self._seed)[0]
-        responses = [result.token_ids.tolist() for result in results]
-        rewards = self._task.scorer.score(
-            [Response(prompt.prompt_id, prompt.record, self._task.tokenizer.decode(ids), ids) for ids in responses]
-        )
+        rewards = self._task.scorer.score([self._task.response(prompt, result.token_ids) for result in results])
         name = f"{group}:{prompt.prompt_id}"
         pairs = zip(results, rewards, strict=True)
         return [to_rollout(prompt, result, reward, name) for result, reward in pairs if reward is not None]

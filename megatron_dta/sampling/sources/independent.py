@@ -19,32 +19,52 @@ from megatron_dta.config import SamplingConfig
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.batch_source import Evaluation, RolloutError, SampledSource
-from megatron_dta.sampling.engines.interface import (
-    GenerationRequest,
-    GenerationResult,
-    RolloutEngine,
-    generate,
-    phase,
-)
+from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, RolloutEngine, generate, phase
 from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt, prompts_at
-from megatron_dta.sampling.rewards.registry import Response
 from megatron_dta.sampling.rewards.scoring import counted
 from megatron_dta.sampling.task import SamplingTask
 
 
-class SamplingSource(SampledSource):
-    """``rollout_batch_size`` prompts x ``n_samples_per_prompt`` rollouts per batch, from the engine's weights."""
+class PromptSource(SampledSource):
+    """Samples ``rollout_batch_size`` prompts per batch; subclasses say how."""
 
     def __init__(self, engine: RolloutEngine, task: SamplingTask, config: SamplingConfig, seed: int) -> None:
-        self._engine = engine
-        self._task = task
-        self._config = config
-        self._seed = seed
+        self._engine, self._task, self._sampling, self._seed = engine, task, config, seed
         self._params = sampling_params(task, config, seed)
         self._statistics: dict[str, float] = {}
+
+    def _begin(self, rollout_batch: int, prompt_batch: int) -> tuple[int, list[Prompt]]:
+        """The place of a batch's first prompt in the stream of prompts, and the prompts; updates the engine."""
+        count = self._sampling.rollout_batch_size
+        first = prompt_batch * count
+        if not self._engine.needs_checkpoint:
+            self._engine.update_weights(rollout_batch)
+        return first, prompts_at(self._task.prompts, first, count, self._seed)
+
+    def statistics(self) -> dict[str, float]:
+        """Metrics of the last batch over all ranks, among them the counts of the scorer (``rewards.scoring``)."""
+        return dict(self._statistics)
+
+
+class HeldOutEvaluation(Evaluation):
+    """Answers the first ``max_prompts`` held-out prompts ``n_samples_per_eval_prompt`` times each."""
+
+    def __init__(self, task: SamplingTask, config: SamplingConfig, seed: int, max_prompts: int | None) -> None:
+        self._task, self._samples = task, config.n_samples_per_eval_prompt
+        self._params = evaluation_params(task, config, seed)
+        self._prompts = task.eval_prompts[:max_prompts]
+        if not self._prompts:
+            raise ValueError("an evaluation needs at least one held-out prompt")
+
+
+class SamplingSource(PromptSource):
+    """``n_samples_per_prompt`` rollouts of each prompt, from the engine's weights.
+
+    Metrics: ``ended``, the fraction of responses not cut at the length cap.
+    """
 
     def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
         """See ``SampledSource``; one group per prompt, in order.
@@ -52,11 +72,8 @@ class SamplingSource(SampledSource):
         ``policy_version`` is the number of the rollout batch. With servers, whose weights are updated from outside, it
         is the number of optimizer steps that led to their weights.
         """
-        count, samples = self._config.rollout_batch_size, self._config.n_samples_per_prompt
-        first = prompt_batch * count
-        prompts = prompts_at(self._task.prompts, first, count, self._seed)
-        if not self._engine.needs_checkpoint:
-            self._engine.update_weights(rollout_batch)
+        first, prompts = self._begin(rollout_batch, prompt_batch)
+        samples = self._sampling.n_samples_per_prompt
         before = self._task.scorer.tally
         scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, prompt_batch)
         self._statistics = {
@@ -73,15 +90,9 @@ class SamplingSource(SampledSource):
             if reward is not None
         ]
 
-    def statistics(self) -> dict[str, float]:
-        """Metrics of the last rollout batch over all ranks: ``ended`` (fraction of responses not cut at the length
-        cap) and the counts of the scorer (``rewards.scoring``).
-        """
-        return self._statistics
 
-
-class SamplingEvaluation(Evaluation):
-    """Mean reward on held-out prompts, each answered ``n_samples_per_eval_prompt`` times.
+class SamplingEvaluation(HeldOutEvaluation):
+    """Mean reward on held-out prompts.
 
     Every evaluation uses the same random numbers, from a domain that training never uses, so two evaluations differ
     only by their weights. With ``eval_temperature`` 0 the answers are greedy.
@@ -95,11 +106,8 @@ class SamplingEvaluation(Evaluation):
         seed: int,
         max_prompts: int | None = None,
     ) -> None:
+        super().__init__(task, config, seed, max_prompts)
         self._engine = engine
-        self._task = task
-        self._prompts = held_out_prompts(task, max_prompts)
-        self._samples = config.n_samples_per_eval_prompt
-        self._params = evaluation_params(task, config, seed)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """``reward`` and ``response_tokens`` (means over all responses), ``ended`` (fraction not cut at the length
@@ -131,14 +139,6 @@ def sampling_params(task: SamplingTask, config: SamplingConfig, seed: int) -> Sa
         top_p=config.rollout_top_p,
         seed=seed,
     )
-
-
-def held_out_prompts(task: SamplingTask, most: int | None) -> Sequence[Prompt]:
-    """The prompts of an evaluation, ``most`` of them if given."""
-    prompts = task.eval_prompts[:most]
-    if not prompts:
-        raise ValueError("an evaluation needs at least one held-out prompt")
-    return prompts
 
 
 def evaluation_params(task: SamplingTask, config: SamplingConfig, seed: int) -> SamplingParams:
@@ -191,20 +191,11 @@ def _sample_and_score(
     ]
     with phase(engine, params, iteration):
         results = generate(engine, requests)
-    rewards: list[float | None] = []
+    scored: list[tuple[GenerationResult, float | None]] = []
     # A user's reward function may be expensive or random, so only one rank of each replica calls it.
-    if mesh.tensor_rank == 0 and mesh.pipeline_rank == 0:
-        chosen = [
-            (prompts[index], result.token_ids.tolist())
-            for index, result in zip(sequence_prompt[share], results, strict=True)
-        ]
-        rewards = task.scorer.score(
-            [Response(prompt.prompt_id, prompt.record, task.tokenizer.decode(ids), ids) for prompt, ids in chosen]
-        )
-    gathered = mesh.gather_from_replicas((results, rewards))
-    results = [result for part, _ in gathered for result in part]
-    rewards = [reward for _, part in gathered for reward in part]
-    return [
-        (prompts[index], result, reward)
-        for index, result, reward in zip(sequence_prompt, results, rewards, strict=True)
-    ]
+    if mesh.is_first_of_replica:
+        pairs = zip(sequence_prompt[share], results, strict=True)
+        rewards = task.scorer.score([task.response(prompts[index], result.token_ids) for index, result in pairs])
+        scored = list(zip(results, rewards, strict=True))
+    scored = [pair for part in mesh.gather_from_replicas(scored) for pair in part]
+    return [(prompts[index], *pair) for index, pair in zip(sequence_prompt, scored, strict=True)]

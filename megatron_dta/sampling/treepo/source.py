@@ -17,14 +17,13 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.batch_source import Evaluation, RolloutError, SampledSource
+from megatron_dta.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.sampling.prompts.load import Prompt, prompts_at
-from megatron_dta.sampling.rewards.registry import Response
+from megatron_dta.sampling.prompts.load import Prompt
 from megatron_dta.sampling.rewards.scoring import counted
-from megatron_dta.sampling.sources.independent import evaluation_params, held_out_prompts, sampling_params
+from megatron_dta.sampling.sources.independent import HeldOutEvaluation, PromptSource
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import EnvironmentRunner, load_environment
 from megatron_dta.sampling.treepo.records import tree_rollouts
@@ -34,29 +33,26 @@ from megatron_dta.sampling.treepo.stops import StopRules, answer_rule
 from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, SampledTree
 
 
-class TreeSource(SampledSource):
-    """``rollout_batch_size`` queries per batch, each a tree with ``n_samples_per_prompt`` leaves."""
+class TreeSource(PromptSource):
+    """A tree with ``n_samples_per_prompt`` leaves for each prompt.
+
+    Metrics: ``ended``, and the environments' steps, failures and timeouts.
+    """
 
     def __init__(self, engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> None:
-        self._engine, self._task, self._config = engine, task, config
-        self._params = sampling_params(task, config.sampling, config.optimization.seed)
+        super().__init__(engine, task, config.sampling, config.optimization.seed)
+        self._config = config
         self._stops = stop_rules(task, config)
         self._environments = environment_runner(task, config)
         self._drops_failures = config.environment.environment_failure == "drop"
-        self._statistics: dict[str, float] = {}
 
     def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
         """See ``SampledSource``; one group per query, in order."""
-        sampling = self._config.sampling
-        count = sampling.rollout_batch_size
-        first = prompt_batch * count
-        prompts = prompts_at(self._task.prompts, first, count, self._config.optimization.seed)
-        num_rollout_batches = -(-self._config.optimization.train_iters // sampling.num_steps_per_rollout)
-        settings = TreeSettings.from_config(self._config.treepo, sampling, rollout_batch, num_rollout_batches)
+        first, prompts = self._begin(rollout_batch, prompt_batch)
+        num_rollout_batches = -(-self._config.optimization.train_iters // self._sampling.num_steps_per_rollout)
+        settings = TreeSettings.from_config(self._config.treepo, self._sampling, rollout_batch, num_rollout_batches)
         before = dict(self._environments.counts) if self._environments else {}
         rewards_before = self._task.scorer.tally
-        if not self._engine.needs_checkpoint:
-            self._engine.update_weights(rollout_batch)
         sampler = TreeSampler(
             self._engine, settings, self._stops, self._environments, self._config.environment.environment_max_turns
         )
@@ -83,18 +79,13 @@ class TreeSource(SampledSource):
             raise RolloutError("the environments of all rollouts of a batch have failed (--environment-failure)")
         return rollouts
 
-    def statistics(self) -> dict[str, float]:
-        """Metrics of the last batch: ``ended``, environment steps, failures and timeouts, and the scorer's counts."""
-        return dict(self._statistics)
 
-
-class TreeEvaluation(Evaluation):
+class TreeEvaluation(HeldOutEvaluation):
     """Mean reward on held-out prompts with an environment, from independent rollouts."""
 
     def __init__(self, engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> None:
-        self._engine, self._task, self._config = engine, task, config
-        self._prompts = held_out_prompts(task, config.logging.eval_iters)
-        self._params = evaluation_params(task, config.sampling, config.optimization.seed)
+        super().__init__(task, config.sampling, config.optimization.seed, config.logging.eval_iters)
+        self._engine, self._config = engine, config
         self._environments = environment_runner(task, config)
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -104,8 +95,7 @@ class TreeEvaluation(Evaluation):
         Rollouts whose environment has failed are left out where training leaves them out; NaN if all are.
         """
         before = dict(self._environments.counts) if self._environments else {}
-        sampling = self._config.sampling
-        settings = TreeSettings.independent(sampling.n_samples_per_eval_prompt, sampling.rollout_max_response_len)
+        settings = TreeSettings.independent(self._samples, self._config.sampling.rollout_max_response_len)
         turns = self._config.environment.environment_max_turns
         sampler = TreeSampler(self._engine, settings, StopRules(), self._environments, turns)
         groups = sample_scored_trees(sampler, self._task, self._prompts, 0, self._params, 0, self._environments is None)
@@ -116,7 +106,7 @@ class TreeEvaluation(Evaluation):
         after = self._environments.counts if self._environments else {}
         return {
             **_total({name: value - before[name] for name, value in after.items()}),
-            **pass_rates([[r.reward for r in own] for own in of_prompts], sampling.n_samples_per_eval_prompt),
+            **pass_rates([[r.reward for r in own] for own in of_prompts], self._samples),
             "reward": float(np.mean([rollout.reward for rollout in rollouts])) if rollouts else math.nan,
             "response_tokens": float(np.mean(tokens)) if rollouts else math.nan,
             "ended": ended_leaves([tree for tree, _ in groups]),
@@ -178,7 +168,7 @@ def sample_scored_trees(
         raise error if isinstance(error, InputError) else InputError(f"a tree cannot be sampled: {error}") from error
     rewards: list[dict[int, float] | None] = [None] * len(trees)
     # A user's reward function may be expensive or random, so only one rank of each replica calls it.
-    if scored and mesh.tensor_rank == 0 and mesh.pipeline_rank == 0:
+    if scored and mesh.is_first_of_replica:
         rewards = _rewards(trees, [prompts[i] for i in share], task)
     gathered = mesh.gather_from_replicas((trees, rewards))
     return [pair for part in gathered for pair in zip(*part, strict=True)]
@@ -189,8 +179,7 @@ def _rewards(trees: Sequence[SampledTree], prompts: Sequence[Prompt], task: Samp
     responses = []
     for tree, prompt in zip(trees, prompts, strict=True):
         for leaf in tree.leaves:
-            ids = tree.tokens(leaf)[len(prompt.token_ids) :].tolist()
-            responses.append(Response(prompt.prompt_id, prompt.record, task.tokenizer.decode(ids), ids))
+            responses.append(task.response(prompt, tree.tokens(leaf)[len(prompt.token_ids) :]))
     # Failures end the run here (config.rollout_checks): no reward is None.
     rewards = iter(task.scorer.score(responses))
     return [{leaf: next(rewards) for leaf in tree.leaves} for tree in trees]
