@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,53 +40,37 @@ class Sampled:
     request_id: int | None = None
 
 
-@dataclass(frozen=True)
-class AnswerRequest:
-    """What to sample.
-
-    Attributes:
-        parent: a held request whose tokens are a prefix of the prompt; None if there is none.
-    """
-
-    prompt_ids: np.ndarray
-    max_tokens: int
-    key: int
-    stops: tuple[str, ...] = ()
-    parent: int | None = None
-
-
 async def sample_answer(
-    loop: EngineLoop, tokenizer: Tokenizer, request: AnswerRequest, piece_tokens: int
+    loop: EngineLoop, tokenizer: Tokenizer, request: GenerationRequest, stops: Sequence[str], piece_tokens: int
 ) -> AsyncIterator[Sampled]:
     """Yield the answer after each piece; the last one has ``finish``. The caller releases its ``request_id``.
+
+    Args:
+        request: the whole answer; the loop chooses the ids of its pieces.
 
     Raises:
         RequestError: the engine refuses the prompt or is closing.
     """
     output, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    parent, own = request.parent, None
+    prompt, parent, own = request.token_ids, request.parent, None
     try:
         while True:
-            left = request.max_tokens - len(output)
-            future = loop.sample(
-                GenerationRequest(
-                    0,
-                    np.concatenate([request.prompt_ids, output]),
-                    min(left, piece_tokens),
-                    request.key,
-                    parent=parent,
-                    prompt_length=len(request.prompt_ids),
-                    sampled_before=len(output),
-                )
+            piece = replace(
+                request,
+                token_ids=np.concatenate([prompt, output]),
+                max_tokens=min(request.max_tokens - len(output), piece_tokens),
+                parent=parent,
+                prompt_length=len(prompt),
+                sampled_before=len(output),
             )
-            result = await asyncio.wrap_future(future)
+            result = await asyncio.wrap_future(loop.sample(piece))
             if own is not None:
                 loop.release(own)
             own = parent = result.request_id
             begin = len(output)
             output = np.concatenate([output, result.token_ids])
             logprobs = np.concatenate([logprobs.astype(result.logprobs.dtype), result.logprobs])
-            found = _stopped(tokenizer, output, begin, request.stops)
+            found = _stopped(tokenizer, output, begin, stops)
             if found is not None:
                 count, text, stop = found
                 yield Sampled(
@@ -96,13 +80,12 @@ async def sample_answer(
                 return
             text = tokenizer.decode(output)
             finish = "stop" if result.ended else "length" if len(output) >= request.max_tokens else ""
-            safe = len(text) if finish else safe_length(text, request.stops)
+            safe = len(text) if finish else safe_length(text, stops)
             answer = Sampled(output, logprobs, text, safe, result.policy_version, finish, None, own)
-            if finish:
-                own = None
-                yield answer
-                return
+            own = None if finish else own
             yield answer
+            if finish:
+                return
     finally:
         if own is not None:
             loop.release(own)

@@ -8,7 +8,8 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from megatron_dta.sampling.gateway.answers import AnswerRequest, Sampled, sample_answer
+from megatron_dta.sampling.engines.interface import GenerationRequest
+from megatron_dta.sampling.gateway.answers import Sampled, sample_answer
 from megatron_dta.sampling.gateway.engine_loop import EngineLoop
 from megatron_dta.sampling.gateway.errors import refuse
 from megatron_dta.sampling.gateway.messages import Answer, AnswerParser
@@ -154,8 +155,8 @@ class Gateway:
     ) -> AsyncIterator[Sampled]:
         parent = session.held_before(prompt.node)
         key = session.random_key(prompt.token_ids)
-        request = AnswerRequest(prompt.token_ids, room, key, wanted.stops, parent)
-        return sample_answer(self.loop, self.tokenizer, request, self.settings.piece_tokens)
+        request = GenerationRequest(0, prompt.token_ids, room, key, parent)
+        return sample_answer(self.loop, self.tokenizer, request, wanted.stops, self.settings.piece_tokens)
 
     @staticmethod
     async def _last(pieces: AsyncIterator[Sampled]) -> Sampled:

@@ -109,7 +109,6 @@ class SessionCounts:
 
     tokenized_tokens: int = 0
     reused_tokens: int = 0
-    refused_calls: int = 0
     abandoned_calls: int = 0
 
 

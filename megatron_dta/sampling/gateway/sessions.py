@@ -49,7 +49,6 @@ class Sessions:
         self._open: dict[str, Session] = {}
         self._lock = threading.Lock()
         self._no_secret = secrets.token_urlsafe(24)
-        self.refused_keys = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -78,7 +77,6 @@ class Sessions:
         expected = self._no_secret if session is None else session.secret
         is_equal = hmac.compare_digest(secret.encode("utf-8", "replace"), expected.encode())
         if session is None or not is_equal or not session.is_open:
-            self.refused_keys += 1
             raise RequestError(401, "the API key is missing or is not the key of an open session")
         return session
 
@@ -93,13 +91,10 @@ class Sessions:
         limits = self.limits
         with self._lock:
             if session.running + choices > limits.max_concurrent:
-                session.counts.refused_calls += 1
                 raise RequestError(429, f"the session samples {session.running} answers already; wait for one of them")
             if len(session.calls) + session.running + choices > limits.max_calls:
-                session.counts.refused_calls += 1
                 raise RequestError(429, f"the session has had its {limits.max_calls} calls")
             if session.num_tokens > limits.max_session_tokens:
-                session.counts.refused_calls += 1
                 raise RequestError(429, f"the session holds {session.num_tokens} tokens, more than it may")
             session.running += choices
 

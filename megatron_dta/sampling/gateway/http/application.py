@@ -216,7 +216,6 @@ class Application:
     async def _open(self, request: Request) -> Response:
         assert self._administration is not None
         if not hmac.compare_digest((_key(request) or "").encode("utf-8", "replace"), self._administration.key.encode()):
-            self._gateway.sessions.refused_keys += 1
             raise RequestError(401, "opening a session needs the gateway's key")
         body = parsed(OpenRequest, await self._body(request))
         session_id, key = self._administration.open(body.group_id)
