@@ -8,6 +8,7 @@ be a reference again: the program cannot compute a number from the expected one.
 import builtins
 import operator
 import types
+from functools import partialmethod
 
 _FIELDS = types.SimpleNamespace
 _CONVERSIONS = {kind.__name__: kind for kind in (bool, int, float, complex, str)}
@@ -123,62 +124,28 @@ def _derived(remote, result):
     return result
 
 
-def _binary(name):
-    def compute(self, other):
-        return _computed(self, name, other)
-
-    return compute
+def _reflected(remote, name, other):
+    return _derived(remote, _ask(remote, "reflected", name, other))
 
 
-def _reflected(name):
-    def compute(self, other):
-        return _derived(self, _ask(self, "reflected", name, other))
-
-    return compute
-
-
-def _ordered(name):
-    def compare(self, other):
-        if isinstance(other, Remote) or remote_fields(self).peer.trusts:
-            return _ask(self, name, other) is True
-        return NotImplemented
-
-    return compare
-
-
-def _unary(name):
-    def compute(self):
-        return _computed(self, name)
-
-    return compute
-
-
-def _asked(name):
-    def ask(self, *values):
-        return _ask(self, name, *values)
-
-    return ask
-
-
-def _converted(name, kind):
-    def convert(self):
-        return _typed(self, name, kind)
-
-    return convert
+def _ordered(remote, name, other):
+    if isinstance(other, Remote) or remote_fields(remote).peer.trusts:
+        return _ask(remote, name, other) is True
+    return NotImplemented
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift"):
     _plain = _name.rstrip("_")
-    setattr(Remote, f"__{_plain}__", _binary(_name))
-    setattr(Remote, f"__r{_plain}__", _reflected(_name))
+    setattr(Remote, f"__{_plain}__", partialmethod(_computed, _name))
+    setattr(Remote, f"__r{_plain}__", partialmethod(_reflected, _name))
 for _name in ("lt", "le", "gt", "ge"):
-    setattr(Remote, f"__{_name}__", _ordered(_name))
+    setattr(Remote, f"__{_name}__", partialmethod(_ordered, _name))
 for _name in ("setattr", "delattr", "getitem", "setitem", "delitem", "next", "enter"):
-    setattr(Remote, f"__{_name}__", _asked(_name))
+    setattr(Remote, f"__{_name}__", partialmethod(_ask, _name))
 for _name, _kind in _CONVERSIONS.items():
-    setattr(Remote, f"__{_name}__", _converted(_name, _kind))
+    setattr(Remote, f"__{_name}__", partialmethod(_typed, _name, _kind))
 for _name in ("neg", "pos", "abs", "invert"):
-    setattr(Remote, f"__{_name}__", _unary(_name))
+    setattr(Remote, f"__{_name}__", partialmethod(_computed, _name))
 
 
 def reflected(value, name, other):
