@@ -89,7 +89,7 @@ def evaluate_answers(problems: Sequence[Answers], ks: Sequence[int], seed: int) 
 
     A k above the number of answers to some problem is left out.
     """
-    fewest = min(len(problem.answers) for problem in problems)
+    ks = [k for k in ks if k <= min(len(problem.answers) for problem in problems)]
     result = {
         "reward": float(np.mean([np.mean(problem.rewards) for problem in problems])),
         "answers": float(np.mean([len(problem.answers) for problem in problems])),
@@ -97,16 +97,11 @@ def evaluate_answers(problems: Sequence[Answers], ks: Sequence[int], seed: int) 
     }
     right = [[reward > RIGHT_ABOVE for reward in problem.rewards] for problem in problems]
     for k in ks:
-        if k <= fewest:
-            result[f"pass@{k}"] = float(np.mean([pass_at_k(len(each), sum(each), k) for each in right]))
+        result[f"pass@{k}"] = float(np.mean([pass_at_k(len(each), sum(each), k) for each in right]))
     for k in ks:
-        if k <= fewest:
-            result[f"maj@{k}"] = float(
-                np.mean(
-                    [
-                        majority_at_k(problem.answers, each, k, np.random.Generator(np.random.Philox(key=[seed, i])))
-                        for i, (problem, each) in enumerate(zip(problems, right, strict=True))
-                    ]
-                )
-            )
+        votes = [
+            majority_at_k(problem.answers, each, k, np.random.Generator(np.random.Philox(key=[seed, i])))
+            for i, (problem, each) in enumerate(zip(problems, right, strict=True))
+        ]
+        result[f"maj@{k}"] = float(np.mean(votes))
     return result

@@ -19,8 +19,8 @@ from megatron_dta.arguments import parse_arguments
 from megatron_dta.commands.evaluate_sampling import load_engine
 from megatron_dta.sampling.evaluation import evaluate_answers
 from megatron_dta.sampling.treepo.evaluation import sample_answers
+from megatron_dta.sampling.treepo.sampler import TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
-from megatron_dta.sampling.treepo.stops import StopRules
 from rollout_parts.trees import add_tree_arguments, compare_tokens, measure_trees, tree_settings
 
 
@@ -77,7 +77,7 @@ def votes(
             seconds = []
             for _ in range(repeats + 1):
                 before = engine.statistics()
-                problems = sample_answers(engine, task, config, settings, StopRules(), str.strip)
+                problems = sample_answers(TreeSampler(engine, settings), task, config, str.strip)
                 after = engine.statistics()
                 seconds.append(after["seconds"] - before["seconds"])
             judged = evaluate_answers(problems, [width], config.optimization.seed)

@@ -20,26 +20,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_dta.sampling.treepo.settings import TreeSettings
 
-def branch_budget(
-    width: int, finished_before: int, members: int, finished: int, branching_factor: int, transfer: bool = True
-) -> int:
+
+def branch_budget(settings: TreeSettings, finished_before: int, members: int, finished: int) -> int:
     """Branches after a round of ``members`` paths, of which ``finished`` have finished; see the module's docstring."""
     alive = members - finished
-    share = branching_factor * (members if transfer else alive)
-    return max(alive, min(width - finished_before - finished, share))
+    share = settings.branching_factor * (members if settings.budget_transfer else alive)
+    return max(alive, min(settings.width - finished_before - finished, share))
 
 
-def certain_branches(
-    width: int, finished_before: int, members: int, finished: int, branching_factor: int, transfer: bool = True
-) -> int:
+def certain_branches(settings: TreeSettings, finished_before: int, members: int, finished: int) -> int:
     """Lower bound on the branches of every living path in an even division, before all paths of the round are decoded.
 
     ``finished`` counts the paths known to have finished. As more paths finish, the budget per living path only grows:
     (w - F - f) / (n - f) rises with f since w - F >= n, and so does N n / (n - f).
     """
-    budget = branch_budget(width, finished_before, members, finished, branching_factor, transfer)
-    return budget // (members - finished)
+    return branch_budget(settings, finished_before, members, finished) // (members - finished)
 
 
 def divide_evenly(budget: int, order: Sequence[int]) -> np.ndarray:

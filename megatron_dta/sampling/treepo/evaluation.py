@@ -13,15 +13,10 @@ from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.sampler import TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.source import sample_scored_trees, stop_rules
-from megatron_dta.sampling.treepo.stops import StopRules
 
 
 def compare_at_equal_tokens(
-    engine: RolloutEngine,
-    task: SamplingTask,
-    config: TrainConfig,
-    ks: Sequence[int],
-    answer_of: Callable[[str], str],
+    engine: RolloutEngine, task: SamplingTask, config: TrainConfig, ks: Sequence[int], answer_of: Callable[[str], str]
 ) -> dict[str, dict[str, float]]:
     """Metrics (``evaluate_answers``) of ``tree``, ``independent`` (equal leaves) and ``independent, equal tokens``.
 
@@ -30,33 +25,25 @@ def compare_at_equal_tokens(
     sampling = config.sampling
     leaves, longest = sampling.n_samples_per_eval_prompt, sampling.rollout_max_response_len
     tree = TreeSettings.from_config(config.treepo, replace(sampling, n_samples_per_prompt=leaves), 0, 1)
-    results = {}
-
-    def judge(name: str, settings: TreeSettings, stops: StopRules) -> None:
-        problems = sample_answers(engine, task, config, settings, stops, answer_of)
-        results[name] = evaluate_answers(problems, ks, config.optimization.seed)
-
     rules = stop_rules(task, config)
-    judge("tree", tree, rules)
-    judge("independent", TreeSettings.independent(leaves, longest, tree.segment_tokens), rules)
-    per_response = results["independent"]["decoded_tokens"] / leaves
-    affordable = max(1, int(results["tree"]["decoded_tokens"] / per_response))
-    judge("independent, equal tokens", TreeSettings.independent(affordable, longest, tree.segment_tokens), rules)
-    return results
+
+    def judged(settings: TreeSettings) -> dict[str, float]:
+        problems = sample_answers(TreeSampler(engine, settings, rules), task, config, answer_of)
+        return evaluate_answers(problems, ks, config.optimization.seed)
+
+    trees, independent = judged(tree), judged(TreeSettings.independent(leaves, longest, tree.segment_tokens))
+    affordable = max(1, int(trees["decoded_tokens"] / (independent["decoded_tokens"] / leaves)))
+    equal = judged(TreeSettings.independent(affordable, longest, tree.segment_tokens))
+    return {"tree": trees, "independent": independent, "independent, equal tokens": equal}
 
 
 def sample_answers(
-    engine: RolloutEngine,
-    task: SamplingTask,
-    config: TrainConfig,
-    settings: TreeSettings,
-    stops: StopRules,
-    answer_of: Callable[[str], str],
+    sampler: TreeSampler, task: SamplingTask, config: TrainConfig, answer_of: Callable[[str], str]
 ) -> list[Answers]:
     """Sample and score the answers to each held-out prompt."""
     params = evaluation_params(task, config.sampling, config.optimization.seed)
     prompts = task.eval_prompts[: config.logging.eval_iters]
-    trees = sample_scored_trees(TreeSampler(engine, settings, stops), task, prompts, 0, params, 0)
+    trees = sample_scored_trees(sampler, task, prompts, 0, params, 0)
     found = []
     for tree, rewards in trees:
         texts = [task.tokenizer.decode(tree.tokens(leaf)[tree.nodes[0].length :].tolist()) for leaf in tree.leaves]

@@ -26,12 +26,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_dta.sampling.treepo.budget import (
-    branch_budget,
-    certain_branches,
-    divide_by_logprob,
-    divide_evenly,
-)
+from megatron_dta.sampling.treepo.budget import branch_budget, certain_branches, divide_by_logprob, divide_evenly
 from megatron_dta.sampling.treepo.fallback import fallback_nodes
 from megatron_dta.sampling.treepo.keys import Decision, QueryNumbers, node_key
 from megatron_dta.sampling.treepo.settings import TreeSettings
@@ -107,14 +102,7 @@ class QueryPolicy:
         round_ = self._rounds[self._current]
         if self._settings.allocation != "even" or not round_.alive or round_.members is None:
             return
-        branches = certain_branches(
-            self._settings.width,
-            round_.finished_before,
-            round_.members,
-            round_.finished,
-            self._settings.branching_factor,
-            self._settings.budget_transfer,
-        )
+        branches = certain_branches(self._settings, round_.finished_before, round_.members, round_.finished)
         for node in round_.alive:
             self._top_up(node, branches, started)
 
@@ -142,14 +130,7 @@ class QueryPolicy:
     def _divide(self, alive: list[int], round_: _Round, number: int) -> np.ndarray:
         """Number of children of each living path of a complete round, int [A]."""
         settings = self._settings
-        budget = branch_budget(
-            settings.width,
-            round_.finished_before,
-            len(alive) + round_.finished,
-            round_.finished,
-            settings.branching_factor,
-            settings.budget_transfer,
-        )
+        budget = branch_budget(settings, round_.finished_before, round_.members, round_.finished)
         order = self._numbers.generator(Decision.REMAINDER, number).permutation(len(alive))
         if settings.allocation == "even":
             return divide_evenly(budget, order)

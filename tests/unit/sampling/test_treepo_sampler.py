@@ -265,11 +265,12 @@ def test_budgets(seed: int):
         members = int(rng.integers(1, width - before + 1))
         factor, transfer = int(rng.integers(1, 6)), bool(rng.random() < 0.5)
         finished = int(rng.integers(0, members))
-        budget = branch_budget(width, before, members, finished, factor, transfer)
+        settings = TreeSettings(width, 100, branching_factor=factor, budget_transfer=transfer)
+        budget = branch_budget(settings, before, members, finished)
         alive = members - finished
         assert alive <= budget <= width - before - finished
         for known in range(finished + 1):
-            assert certain_branches(width, before, members, known, factor, transfer) <= budget // alive
+            assert certain_branches(settings, before, members, known) <= budget // alive
         order = rng.permutation(alive)
         even = divide_evenly(budget, order)
         assert even.sum() == budget
