@@ -47,6 +47,14 @@ def value_at(record: dict[str, Any], key: str) -> Any:
     return value
 
 
+def named_value(record: dict[str, Any], key: str, flag: str) -> Any:
+    """``value_at``; ``InputError`` if there is none."""
+    value = value_at(record, key)
+    if value is None:
+        raise InputError(f"has no field '{key}', which {flag} names")
+    return value
+
+
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     row = 0
     with path.open(encoding="utf-8") as lines:

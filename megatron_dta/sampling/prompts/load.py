@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts.rows import read_rows, value_at
+from megatron_dta.rollouts.rows import named_value, read_rows, value_at
 from megatron_dta.sampling.keyed_random import keyed_permutation
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
-from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer, encode_field
 
 _FIELDS = ("prompt", "question", "prompt_token_ids")
 
@@ -129,8 +129,7 @@ class PromptReader:
     def _field(self, record: dict[str, Any]) -> str:
         """Name of the prompt's field."""
         if self._input_key is not None:
-            if value_at(record, self._input_key) is None:
-                raise InputError(f"has no field '{self._input_key}', which --input-key names")
+            named_value(record, self._input_key, "--input-key")
             return self._input_key
         given = [name for name in _FIELDS if record.get(name) is not None]
         if len(given) != 1:
@@ -141,25 +140,17 @@ class PromptReader:
         return given[0]
 
     def _encode(self, name: str, value: Any, tools: Any) -> np.ndarray:
-        if self._template is None and not isinstance(value, str):
-            fix = "; messages need --apply-chat-template" if isinstance(value, list) else ""
-            raise InputError(f"{name}: must be a string, got {type(value).__name__}{fix}")
-        try:
-            text = value if self._template is None else self._template.text(value, tools)
-            text.encode()
-            return self._tokenizer.encode(text)
-        except InputError as error:
-            raise InputError(f"{name}: {error}") from None
-        except UnicodeEncodeError as error:
-            raise InputError(f"{name}: is not valid text: {error}") from None
+        if self._template is not None:
+            try:
+                value = self._template.text(value, tools)
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from None
+        return encode_field(self._tokenizer, name, value)
 
     def _with_answer(self, record: dict[str, Any]) -> dict[str, Any]:
         """The record with the expected answer in ``answer``."""
         if self._label_key is not None:
-            answer = value_at(record, self._label_key)
-            if answer is None:
-                raise InputError(f"has no field '{self._label_key}', which --label-key names")
-            return {**record, "answer": answer}
+            return {**record, "answer": named_value(record, self._label_key, "--label-key")}
         found = record.get("reward_model")
         if record.get("answer") is None and isinstance(found, dict) and found.get("ground_truth") is not None:
             return {**record, "answer": found["ground_truth"]}

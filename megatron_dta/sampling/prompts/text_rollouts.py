@@ -15,7 +15,7 @@ and the end of sequence is appended. A preference becomes two rollouts of one gr
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ import numpy as np
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import Rollout, cut_length
-from megatron_dta.rollouts.rows import field_names, read_rows, value_at
+from megatron_dta.rollouts.rows import field_names, named_value, read_rows, value_at
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.conversations import ConversationEncoder, MaskedTokens
-from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer, encode_field
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +124,7 @@ class TextReader:
             answer = next((n for n in _RESPONSES if record.get(n) is not None), None)
         if answer is None and isinstance(value, str):
             raise InputError(f"{name}: is text and needs a response; --label-key names its field")
-        said = None if answer is None else value_at(record, answer)
-        if answer is not None and said is None:
-            raise InputError(f"has no field '{answer}', which --label-key names")
+        said = None if answer is None else named_value(record, answer, "--label-key")
         if self._encoder is None:
             return [self._plain(name, value, answer, said)]
         messages = _named(name, lambda: _as_messages(value, "user"))
@@ -146,9 +144,7 @@ class TextReader:
             if record.get(name) is None:
                 raise InputError(f"has no field '{name}'")
         name = self._input_key or next((n for n in _PROMPTS if record.get(n) is not None), None)
-        prompt = None if name is None else value_at(record, name)
-        if name is not None and prompt is None:
-            raise InputError(f"has no field '{name}', which --input-key names")
+        prompt = None if name is None else named_value(record, name, "--input-key")
         if self._encoder is None:
             if prompt is None:
                 raise InputError("needs a prompt, chosen and rejected (conversations need --apply-chat-template)")
@@ -163,7 +159,8 @@ class TextReader:
             both = [own if own[: len(context)] == context else context + own for own in both]
             first = len(context)
         else:
-            first = _common(*both)
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))
+            first = len(list(same))
         if both[0][first:] == both[1][first:]:
             raise InputError("chosen and rejected are the same")
         return [
@@ -173,25 +170,14 @@ class TextReader:
 
     def _plain(self, name: str, prompt: Any, answer: str | None, response: Any) -> MaskedTokens:
         """Prompt, response and end of sequence, without a chat template."""
-        for field, text in ((name, prompt), (answer, response)):
-            if not isinstance(text, str):
-                fix = "; messages need --apply-chat-template" if isinstance(text, list) else ""
-                raise InputError(f"{field}: must be a string, got {type(text).__name__}{fix}")
-        before = _named(name, lambda: self._tokenizer_ids(prompt))
+        before = encode_field(self.tokenizer, name, prompt)
         if not before.size:
             raise InputError(f"{name}: is empty; a response needs at least one token before it")
-        trained = _named(answer or "", lambda: self._tokenizer_ids(response))
+        trained = encode_field(self.tokenizer, answer or "", response)
         if not trained.size or trained[-1] != self.tokenizer.eos_id:
             trained = np.append(trained, np.int32(self.tokenizer.eos_id))
         ids = np.concatenate([before, trained])
         return MaskedTokens(ids, np.arange(len(ids)) >= len(before))
-
-    def _tokenizer_ids(self, text: str) -> np.ndarray:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"is not valid text: {error}") from None
-        return self.tokenizer.encode(text)
 
 
 def _as_messages(value: Any, role: str) -> list[Any]:
@@ -207,16 +193,6 @@ def _is_answered(value: Any) -> bool:
     """Whether a prompt is a whole conversation that ends with the assistant."""
     last = value[-1] if isinstance(value, list) and value else None
     return isinstance(last, dict) and last.get("role") == "assistant"
-
-
-def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Length of the common prefix of two conversations, in messages."""
-    count = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
 
 
 def _named(name: str, call: Any) -> Any:

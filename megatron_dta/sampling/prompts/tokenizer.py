@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -181,6 +181,20 @@ class SentencePieceTokenizer:
             return None
         special = token_id == self.eos_id or self._processor.is_control(token_id)
         return self._processor.id_to_piece(token_id) if special else None
+
+
+def encode_field(tokenizer: Tokenizer, name: str, value: Any) -> np.ndarray:
+    """Token ids of the text in field ``name`` of a row, int32 [T]; ``InputError`` names the field."""
+    if not isinstance(value, str):
+        fix = "; messages need --apply-chat-template" if isinstance(value, list) else ""
+        raise InputError(f"{name}: must be a string, got {type(value).__name__}{fix}")
+    try:
+        value.encode()
+        return tokenizer.encode(value)
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name}: is not valid text: {error}") from None
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
 
 
 def build_tokenizer(
