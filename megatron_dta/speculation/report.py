@@ -101,22 +101,24 @@ class SpeculationReport:
 
     def tokens_per_forward_by_decile(self) -> list[float | None]:
         """``tokens_per_forward`` for each tenth of the samples by length, shortest first; None for an empty tenth."""
-        lengths, steps = np.asarray(self.lengths), np.asarray(self.steps)
-        return [_ratio(lengths[part].sum(), steps[part].sum()) if len(part) else None for part in self._deciles()]
+        return [self._tokens_per_forward(rows) for rows in self._deciles()]
 
     def tokens_per_forward_by_class(self) -> dict[str, float | None]:
-        lengths, steps = np.asarray(self.lengths), np.asarray(self.steps)
-        rows = self._classes()
-        return {name: _ratio(lengths[r].sum(), steps[r].sum()) if len(r) else None for name, r in rows.items()}
+        return {name: self._tokens_per_forward(rows) for name, rows in self._classes().items()}
 
     def wasted_tokens_by_decile(self) -> list[int | None]:
         """Rejected draft tokens for each tenth of the samples by length, shortest first."""
-        wasted = np.subtract(self.drafted, self.accepted)
-        return [int(wasted[part].sum()) if len(part) else None for part in self._deciles()]
+        return [self._wasted_tokens(rows) for rows in self._deciles()]
 
     def wasted_tokens_by_class(self) -> dict[str, int | None]:
-        wasted = np.subtract(self.drafted, self.accepted)
-        return {name: int(wasted[rows].sum()) if len(rows) else None for name, rows in self._classes().items()}
+        return {name: self._wasted_tokens(rows) for name, rows in self._classes().items()}
+
+    def _tokens_per_forward(self, rows: np.ndarray) -> float | None:
+        lengths, steps = np.asarray(self.lengths), np.asarray(self.steps)
+        return _ratio(lengths[rows].sum(), steps[rows].sum()) if len(rows) else None
+
+    def _wasted_tokens(self, rows: np.ndarray) -> int | None:
+        return int(np.subtract(self.drafted, self.accepted)[rows].sum()) if len(rows) else None
 
     def live_batch_over_time(self) -> list[float | None]:
         """Mean number of live sequences in each tenth of the makespan; None without a forward."""
@@ -138,11 +140,6 @@ class SpeculationReport:
         classes = np.asarray(self.classes, np.int64)
         return {c.name.lower(): np.flatnonzero(classes == c) for c in LengthClass}
 
-    def longest_tokens_per_forward(self, samples: int = 4) -> float:
-        """``tokens_per_forward`` of the longest samples, which determine when a rollout is done."""
-        order = np.argsort(self.lengths, kind="stable")[-samples:]
-        return _ratio(np.asarray(self.lengths)[order].sum(), np.asarray(self.steps)[order].sum())
-
     def savings(self) -> tuple[int, float, float]:
         """Forwards that drafts saved, the estimated seconds of these forwards, and the seconds that drafts cost.
 
@@ -163,6 +160,8 @@ class SpeculationReport:
     def figures(self) -> dict[str, object]:
         """All figures for JSON, without the per-forward lists."""
         drafted, accepted = int(np.sum(self.drafted)), int(np.sum(self.accepted))
+        # The longest samples determine when a rollout is done.
+        longest = np.argsort(self.lengths, kind="stable")[-4:]
         return {
             "samples": len(self.lengths),
             "generated_tokens": int(np.sum(self.lengths)),
@@ -173,7 +172,7 @@ class SpeculationReport:
             "tokens_per_forward": self.tokens_per_forward,
             "tokens_per_forward_by_decile": self.tokens_per_forward_by_decile(),
             "tokens_per_forward_by_class": self.tokens_per_forward_by_class(),
-            "tokens_per_forward_longest_4": self.longest_tokens_per_forward(4),
+            "tokens_per_forward_longest_4": self._tokens_per_forward(longest) or 0.0,
             "drafted_tokens": drafted,
             "accepted_tokens": accepted,
             "wasted_tokens": drafted - accepted,

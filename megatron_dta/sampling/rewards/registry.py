@@ -99,13 +99,6 @@ def _with_settings(name: str, settings: RewardConfig) -> RewardFunction:
     return RemoteReward(settings.reward_server_url or [], seconds, settings.reward_attempts)
 
 
-def compute_reward(
-    function: RewardFunction, prompt_id: str, record: Mapping[str, Any], response: str, response_token_ids: list[int]
-) -> float:
-    """The reward of one response, checked; ``InputError`` names the prompt and shows the response."""
-    return compute_score(function, Response(prompt_id, record, response, response_token_ids)).reward
-
-
 def compute_score(function: RewardFunction, response: Response) -> Score:
     """The checked score of one response; ``InputError`` names the prompt and shows the response."""
     if is_batched(function):

@@ -16,7 +16,8 @@ from conftest import REPOSITORY, seed_all
 from forked import run_python
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
-from megatron_dta.sampling.rewards.registry import compute_reward, load_reward_function
+from megatron_dta.sampling.rewards.registry import load_reward_function
+from one_reward import compute_reward
 from tool_runs import load_script
 
 scratchpad, report = load_script("examples/scratchpad.py"), load_script("examples/scratchpad_report.py")

@@ -19,10 +19,11 @@ from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.load import PromptReader
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
 from megatron_dta.sampling.rewards.code_reward import CodeTests
-from megatron_dta.sampling.rewards.registry import Response, compute_reward, load_reward_function
+from megatron_dta.sampling.rewards.registry import Response, load_reward_function
 from megatron_dta.sampling.rewards.scoring import Scorer
 from megatron_dta.sampling.treepo.environment import load_environment
 from megatron_dta.training.monitor.metric_names import METRICS
+from one_reward import compute_reward
 
 PAGES = sorted((REPOSITORY / "docs").rglob("*.md"))
 OWN = (

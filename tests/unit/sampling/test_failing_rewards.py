@@ -22,9 +22,10 @@ from megatron_dta.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.rewards import code_reward, server_reward
 from megatron_dta.sampling.rewards.code_reward import ISOLATIONS, CodeTests, program_in
 from megatron_dta.sampling.rewards.code_sandbox import kernel
-from megatron_dta.sampling.rewards.registry import compute_reward, load_reward_function
+from megatron_dta.sampling.rewards.registry import load_reward_function
 from megatron_dta.sampling.rewards.scoring import Response, Scorer
 from megatron_dta.sampling.rewards.server_reward import RemoteReward
+from one_reward import compute_reward
 from reward_server import RewardServer
 from trainer_cases import make_trainer, rows_of, run
 

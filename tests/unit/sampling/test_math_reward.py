@@ -18,8 +18,9 @@ import pytest
 from megatron_dta.common.errors import InputError
 from megatron_dta.sampling.rewards.math_reward import WALL_SECONDS, MathVerify
 from megatron_dta.sampling.rewards.math_worker import answer_text
-from megatron_dta.sampling.rewards.registry import compute_reward, load_reward_function
+from megatron_dta.sampling.rewards.registry import load_reward_function
 from megatron_dta.sampling.rewards.scoring import Response, Scorer
+from one_reward import compute_reward
 
 STAND_IN = """
 import os, time

@@ -17,9 +17,10 @@ from megatron_dta.rollouts import load_rollouts
 from megatron_dta.sampling.engines.build import build_engine
 from megatron_dta.sampling.prompts.arithmetic import ArithmeticTask
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
-from megatron_dta.sampling.rewards.registry import compute_reward, exact_match, load_reward_function
+from megatron_dta.sampling.rewards.registry import exact_match, load_reward_function
 from megatron_dta.sampling.sources.independent import SamplingEvaluation, SamplingSource
 from megatron_dta.sampling.task import build_task
+from one_reward import compute_reward
 
 USER_REWARDS = """
 import math

@@ -36,7 +36,7 @@ class Store:
             for position in range(row.num_computed_tokens, row.num_computed_tokens + count):
                 page = int(row.table[position // self._size])
                 assert position // self._size < row.num_pages
-                assert pool.holders(page) == 1
+                assert pool._holders[page] == 1
                 self._slots[page, position % self._size] = row.tokens[: position + 1].tobytes()
         for row, count in zip(plan.rows, plan.counts, strict=True):
             for position in range(row.num_computed_tokens + count):
@@ -49,13 +49,13 @@ class Store:
         for position in range(row.num_tokens, len(guessed)):
             page = int(row.table[position // self._size])
             assert position // self._size < row.num_pages
-            assert pool.holders(page) == 1
+            assert pool._holders[page] == 1
             self._slots[page, position % self._size] = guessed[: position + 1].tobytes()
 
 
 def check_pages(pool: PagePool, scheduler: Scheduler, sequences: list[Request]) -> None:
     held = Counter(page for sequence in sequences for page in sequence.pages)
-    assert held == Counter({page: pool.holders(page) for page in range(pool.num_pages) if pool.holders(page)})
+    assert held == Counter({page: pool._holders[page] for page in range(pool.num_pages) if pool._holders[page]})
     assert pool.pages_in_use == len(held)
     assert pool.max_pages is None or pool.num_pages <= pool.max_pages
     assert len(scheduler.running) <= scheduler.max_requests

@@ -31,9 +31,6 @@ class PagePool:
         """Number of held pages."""
         return self.num_pages - len(self._free)
 
-    def holders(self, page: int) -> int:
-        return self._holders[page]
-
     def has_room(self, count: int) -> bool:
         """Whether ``count`` pages can be taken; grows the pool if it may."""
         missing = count - len(self._free)

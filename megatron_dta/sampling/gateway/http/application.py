@@ -135,11 +135,7 @@ class Application:
         async with self._prompts:
             prompt = self._gateway.prompts.chat(session, [m.model_dump() for m in body.messages], tools)
         replies = self._replies(body.model, True, bool(body.logprobs), bool(tools))
-        if not body.stream:
-            return await self._whole(request, session, prompt, settings, replies)
-        items = self._gateway.stream(session, prompt, settings, bool(tools))
-        usage = bool((body.stream_options or {}).get("include_usage"))
-        return await self._stream(items, lambda checked: replies.stream(prompt, checked, self._gateway.parser, usage))
+        return await self._reply(request, body, session, prompt, settings, replies)
 
     async def _complete(self, request: Request) -> Response:
         session = self._session(request)
@@ -149,22 +145,27 @@ class Application:
             build = self._gateway.prompts.text if isinstance(body.prompt, str) else self._gateway.prompts.ids
             prompt = build(session, body.prompt)
         replies = self._replies(body.model, False, body.logprobs is not None, False)
-        if not body.stream:
-            return await self._whole(request, session, prompt, settings, replies)
-        items = self._gateway.stream(session, prompt, settings)
-        usage = bool((body.stream_options or {}).get("include_usage"))
-        return await self._stream(items, lambda checked: replies.stream(prompt, checked, self._gateway.parser, usage))
+        return await self._reply(request, body, session, prompt, settings, replies)
 
     def _replies(self, model: str, is_chat: bool, wants_logprobs: bool, has_tools: bool) -> OpenAIReplies:
         name = model or self._gateway.settings.model_name
         return OpenAIReplies(self._gateway.tokenizer, name, is_chat, wants_logprobs, has_tools)
 
-    async def _whole(
-        self, request: Request, session: Session, prompt: GatewayPrompt, settings: CallSettings, replies: OpenAIReplies
+    async def _reply(
+        self,
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        session: Session,
+        prompt: GatewayPrompt,
+        settings: CallSettings,
+        replies: OpenAIReplies,
     ) -> Response:
-        has_tools = replies.has_tools
-        choices = await _unless_gone(request, self._gateway.answer(session, prompt, settings, has_tools))
-        return JSONResponse(replies.whole(prompt, choices))
+        if not body.stream:
+            answer = self._gateway.answer(session, prompt, settings, replies.has_tools)
+            return JSONResponse(replies.whole(prompt, await _unless_gone(request, answer)))
+        items = self._gateway.stream(session, prompt, settings, replies.has_tools)
+        usage = bool((body.stream_options or {}).get("include_usage"))
+        return await self._stream(items, lambda checked: replies.stream(prompt, checked, self._gateway.parser, usage))
 
     async def _message(self, request: Request) -> Response:
         session = self._session(request)
