@@ -41,11 +41,11 @@ from megatron_dta.objectives.advantages import group_advantages
 from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
 from megatron_dta.sampling.prompts.load import PromptReader
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
-from one_reward import compute_reward
 from megatron_dta.sampling.rewards.scoring import Response, Scorer
 from megatron_dta.sampling.rewards.server_reward import _reward_in
 from megatron_dta.training.dry_run import dry_run
 from megatron_dta.tree import build_prefix_tree
+from one_reward import compute_reward
 from rollouts_fuzz_cases import VALUES, damage
 
 KINDS = ("files", "prompts", "flags", "rewards")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from multiprocessing import Pipe
 
 import numpy as np
 import pytest
@@ -174,18 +176,18 @@ def test_a_hanging_request_is_moved(setup: Setup) -> None:
 
 def start_sender() -> Channel:
     """A sender in a thread."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
 
     def work() -> None:
-        with theirs, theirs.makefile("rb") as requests, theirs.makefile("wb") as replies:
-            serve(requests, replies)
+        with theirs:
+            serve(theirs)
 
     def stop() -> None:
-        with suppress(OSError):
-            ours.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError), socket.socket(fileno=os.dup(ours.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
 
     threading.Thread(target=work, daemon=True).start()
-    return Channel(ours.makefile("wb"), ours.makefile("rb"), stop)
+    return Channel(ours, stop)
 
 
 @KINDS

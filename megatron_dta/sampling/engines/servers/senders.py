@@ -3,9 +3,9 @@
     first rank  -- number, url, path, body, asked -->  sender  -- POST -->  server
                 <-- number, piece or error ----------          <-- JSON --
 
-The first rank still decides which request goes where and when; a sender makes connections, JSON and checks. Messages
-are pickles after their length. A number alone cancels a request. If a sender dies, its requests fail as if their
-servers had, are sent again, and the next request for it starts a new one.
+The first rank still decides which request goes where and when; a sender makes connections, JSON and checks. A number
+alone cancels a request. If a sender dies, its requests fail as if their servers had, are sent again, and the next
+request for it starts a new one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -22,7 +21,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, BinaryIO
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
 
 from megatron_dta.common.futures import settle
 from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
@@ -31,27 +32,24 @@ from megatron_dta.sampling.engines.servers.late_requests import Running
 from megatron_dta.sampling.engines.servers.protocol import Asked, Piece, ServerProtocol
 from megatron_dta.sampling.engines.servers.replies import TransientFailureError
 
-_LENGTH_BYTES = 8
-
 
 @dataclass(eq=False)
 class Channel:
-    """The pipes to one sender, and its open requests.
+    """The connection to one sender, and its open requests.
 
     Attributes:
         stop: ends the sender; may be called twice.
         has_ended: whether the sender has ended.
     """
 
-    requests: BinaryIO
-    replies: BinaryIO
+    connection: Connection
     stop: Callable[[], None]
     open: dict[int, Future[Piece]] = field(default_factory=dict)
     has_ended: bool = False
 
     def send(self, message: Any) -> None:
         with suppress(OSError):  # the reading thread notices, too
-            _write(self.requests, message)
+            self.connection.send(message)
 
 
 class Senders:
@@ -103,7 +101,7 @@ class Senders:
     def _receive(self, channel: Channel) -> None:
         with suppress(EOFError, OSError):
             while True:
-                number, piece, error = _read(channel.replies)
+                number, piece, error = channel.connection.recv()
                 # Nobody may wait for it any more.
                 settle(channel.open.get(number) or Future(), piece, error)
         channel.stop()
@@ -123,19 +121,27 @@ def add_senders(client: HttpClient, protocol: ServerProtocol) -> None:
 def start_process() -> Channel:
     """A sender in a process of its own."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", f"from {__name__} import main; main()"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    ours, theirs = Pipe()
+    command = [sys.executable, "-c", f"from {__name__} import main; main()", str(theirs.fileno())]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
+    theirs.close()
 
     def stop() -> None:
         process.kill()
         process.wait()
 
-    return Channel(process.stdin, process.stdout, stop)
+    return Channel(ours, stop)
 
 
-def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Be a sender until ``requests`` ends."""
-    kind, routing, settings = _read(requests)
+def main() -> None:
+    """A sender on the connection whose descriptor is given; what it prints goes to standard error."""
+    sys.stdout = sys.stderr
+    serve(Connection(int(sys.argv[1])))
+
+
+def serve(connection: Connection) -> None:
+    """Be a sender until the connection ends."""
+    kind, routing, settings = connection.recv()
     protocol: ServerProtocol = kind(routing)
     client = HttpClient(["http://unused:1"], protocol.health_path, replace(settings, processes=0))
     running: dict[int, Future[Piece]] = {}
@@ -153,11 +159,11 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         if error is not None and not isinstance(error, TransientFailureError | ServerError):
             error = ServerError(f"{type(error).__name__}: {error}")
         with lock, suppress(OSError):
-            _write(replies, (number, None if error else future.result(), error))
+            connection.send((number, None if error else future.result(), error))
 
-    with suppress(EOFError):
+    with suppress(EOFError, OSError):
         while True:
-            message = _read(requests)
+            message = connection.recv()
             if isinstance(message, int):
                 if message in running:
                     running[message].cancel()
@@ -166,24 +172,3 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             running[number] = client.start(exchange(*rest))
             running[number].add_done_callback(partial(answer, number))
     client.close()
-
-
-def main() -> None:
-    """A sender on standard input and output; what else is printed goes to standard error."""
-    replies, sys.stdout = sys.stdout.buffer, sys.stderr
-    serve(sys.stdin.buffer, replies)
-
-
-def _write(stream: BinaryIO, message: Any) -> None:
-    content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    stream.write(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
-    stream.flush()
-
-
-def _read(stream: BinaryIO) -> Any:
-    """The next message; ``EOFError`` at the end."""
-    head = stream.read(_LENGTH_BYTES)
-    if len(head) < _LENGTH_BYTES:
-        raise EOFError
-    content = stream.read(int.from_bytes(head, "big"))
-    return pickle.loads(content)
