@@ -89,9 +89,7 @@ def keyed_uniform(seed: int, domain: Domain, iteration: int, sequence: Array, po
     with np.errstate(over="ignore"):
         high, low, _, _ = philox4x32(counter, (seed & _WORD, seed >> 32))
     bits = (high << (_UNIFORM_BITS - 32)) | (low >> (64 - _UNIFORM_BITS))
-    return (
-        bits * 2.0**-_UNIFORM_BITS if isinstance(bits, np.ndarray | np.generic) else bits.double() * 2.0**-_UNIFORM_BITS
-    )
+    return (bits.double() if isinstance(bits, torch.Tensor) else bits) * 2.0**-_UNIFORM_BITS
 
 
 def keyed_permutation(seed: int, iteration: int, size: int, domain: Domain = Domain.SHUFFLE) -> np.ndarray:
@@ -101,13 +99,9 @@ def keyed_permutation(seed: int, iteration: int, size: int, domain: Domain = Dom
 
 
 def _check_range(name: str, values: np.ndarray | torch.Tensor, bits: int) -> None:
-    if isinstance(values, torch.Tensor):
-        is_int64 = values.dtype == torch.int64
-        readable = values.device.type == "cpu"
-    else:
-        is_int64 = values.dtype == np.int64
-        readable = True
-    if not is_int64:
+    is_tensor = isinstance(values, torch.Tensor)
+    readable = not is_tensor or values.device.type == "cpu"
+    if values.dtype != (torch.int64 if is_tensor else np.int64):
         raise ValueError(f"{name} must be int64, got {values.dtype}")
     if readable and 0 not in values.shape and (int(values.min()) < 0 or int(values.max()) >> bits):
         raise ValueError(f"{name} must be in [0, 2^{bits}), got {int(values.min())} to {int(values.max())}")

@@ -40,7 +40,7 @@ from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.planning.step.modes import plan_forest
 from megatron_dta.planning.step.passes import StepBudget
 from megatron_dta.rollouts import Rollout
-from megatron_dta.sampling.agents.service import check_agent
+from megatron_dta.sampling.agents.service import load_agent
 from megatron_dta.sampling.engines.build import listed_servers, silent_servers
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import load_environment
@@ -130,7 +130,7 @@ def _show_prompts(config: TrainConfig, task: SamplingTask, show: Callable[[str, 
     """Report the prompts and the tokenizer, and return the largest possible number of tokens in a rollout."""
     sampling = config.sampling
     if config.agent.is_used:
-        check_agent(config.agent)
+        load_agent(config.agent)
     if config.environment.environment is not None:
         load_environment(config.environment.environment)
     if sampling.rollout_replay:

@@ -61,15 +61,11 @@ def gateway_settings(config: TrainConfig, max_sessions: int) -> GatewaySettings:
     )
 
 
-def check_agent(agent: AgentConfig) -> None:
-    """``InputError`` if the agent of the flags does not exist or the gateway's packages are missing."""
+def load_agent(agent: AgentConfig) -> Agent:
+    """The agent of the flags; ``InputError`` if it does not exist or the gateway's packages are missing."""
     from megatron_dta.sampling.gateway.http.server import check_packages
 
     check_packages("--agent-command" if agent.agent_command is not None else "--agent-callable")
-    _agent(agent)
-
-
-def _agent(agent: AgentConfig) -> Agent:
     if agent.agent_command is not None:
         return command_agent(agent.agent_command, agent.agent_timeout)
     assert agent.agent_callable is not None  # config.checks
@@ -80,9 +76,8 @@ class AgentService:
     """The gateway of a replica and its agents; created on all ranks, with a server from the first batch on."""
 
     def __init__(self, engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> None:
-        check_agent(config.agent)
         self._engine, self._task, self._config = engine, task, config
-        self._agent = _agent(config.agent)
+        self._agent = load_agent(config.agent)
         self._loop: EngineLoop | None = None
         self._gateway: Gateway | None = None
         self._server = None

@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -170,18 +171,12 @@ def _rewards(
     ]
     if not task.has_reward_function:
         return rewards
-    scored = task.scorer.score(
-        [
-            Response(
-                jobs[i].prompt.prompt_id,
-                jobs[i].prompt.record,
-                done[i][0].last_text,
-                done[i][0].calls[-1].output.tolist(),
-            )
-            for i in open_places
-        ]
-    )
-    for place, reward in zip(open_places, scored, strict=True):
+    responses = []
+    for i in open_places:
+        prompt, session = jobs[i].prompt, done[i][0]
+        output = session.calls[-1].output.tolist()
+        responses.append(Response(prompt.prompt_id, prompt.record, session.last_text, output))
+    for place, reward in zip(open_places, task.scorer.score(responses), strict=True):
         rewards[place] = reward
     return rewards
 
@@ -209,15 +204,9 @@ def _result(
 
 
 def _text(token_ids: np.ndarray, task: SamplingTask) -> str:
-    pieces, run = [], []
-    for token in token_ids.tolist():
-        special = task.tokenizer.special_text(token)
-        if special is None:
-            run.append(token)
-            continue
-        pieces += [task.tokenizer.decode(run), special]
-        run = []
-    return "".join([*pieces, task.tokenizer.decode(run)])
+    """The text of tokens with the special ones among them."""
+    runs = [(special, list(run)) for special, run in groupby(token_ids.tolist(), key=task.tokenizer.special_text)]
+    return "".join(task.tokenizer.decode(run) if special is None else special * len(run) for special, run in runs)
 
 
 def session_statistics(results: Sequence[SessionResult]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.common.errors import InputError, one_line
 
 TOKENIZER_TYPES = ("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer")
 ARITHMETIC_ALPHABET = "0123456789+-*= "
@@ -115,7 +115,7 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = FastTokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
-            raise InputError(f"--tokenizer-model {file}: not a tokenizer.json: {_one_line(error)}") from None
+            raise InputError(f"--tokenizer-model {file}: not a tokenizer.json: {one_line(str(error))[:200]}") from None
         # Added tokens may lie beyond the base vocabulary and leave holes, so the largest id counts.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
@@ -140,7 +140,7 @@ class HuggingFaceTokenizer:
             try:
                 eos = json.loads(config.read_text()).get("eos_token")
             except (ValueError, AttributeError) as error:
-                raise InputError(f"{config}: not a JSON object: {_one_line(error)}") from None
+                raise InputError(f"{config}: not a JSON object: {one_line(str(error))[:200]}") from None
             name = eos.get("content") if isinstance(eos, dict) else eos
             token = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
             if token is not None:
@@ -162,7 +162,9 @@ class SentencePieceTokenizer:
         try:
             self._processor = SentencePieceProcessor(model_file=str(path))
         except Exception as error:  # RuntimeError or OSError, by version
-            raise InputError(f"--tokenizer-model {path}: not a SentencePiece model: {_one_line(error)}") from None
+            raise InputError(
+                f"--tokenizer-model {path}: not a SentencePiece model: {one_line(str(error))[:200]}"
+            ) from None
         self.vocab_size = self._processor.vocab_size()
         found = self._processor.eos_id() if eos_id is None else _checked_eos(eos_id, self.vocab_size)
         if found < 0:
@@ -252,7 +254,3 @@ def _checked_eos(eos_id: int, vocab_size: int) -> int:
 def _require_file(file: Path) -> None:
     if not file.is_file():
         raise InputError(f"--tokenizer-model {file}: no such file")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

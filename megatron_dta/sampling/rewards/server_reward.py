@@ -21,9 +21,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.sampling.engines.servers.http_settings import http_parts
 from megatron_dta.sampling.engines.servers.replies import (
     TransientFailureError,
     as_float,
@@ -138,12 +139,8 @@ def _read_reply(reply: http.client.HTTPResponse, where: str) -> bytes:
 
 
 def _checked(url: str) -> SplitResult:
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        valid = False
-    if not valid:
+    parts = http_parts(url)
+    if parts is None:
         raise InputError(f"--reward-server-url {url}: must be like http://HOST:PORT/PATH")
     return parts
 

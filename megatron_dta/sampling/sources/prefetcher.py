@@ -122,17 +122,11 @@ class RolloutPrefetcher(SamplingThread):
                 self._changed.wait()
             if self._stops:
                 return False
-            job = self._jobs.popleft() if self._jobs else None
-            offered, number = self._offered, self._next
-        try:
-            self._load_offered(offered)
-            if job is not None:
-                job[1].set_result(job[0]())
-                return True
-        except BaseException as error:
-            if job is not None:
-                job[1].set_exception(error)
-            raise
+            has_job, offered, number = bool(self._jobs), self._offered, self._next
+        self._load_offered(offered)
+        if has_job:
+            self._run_job()
+            return True
         rollouts = self._collect(number)
         with self._changed:
             self._ready[number] = rollouts

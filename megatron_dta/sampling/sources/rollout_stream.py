@@ -259,6 +259,7 @@ class RolloutStream(SamplingThread):
             self._receive(self._sampler.poll(_POLL_S))
         elif self._jobs and not self._open:
             self._run_job()
+            self._sampler.begin()
         else:
             with self._changed:
                 self._changed.wait(_POLL_S)
@@ -317,14 +318,3 @@ class RolloutStream(SamplingThread):
                     why = self._sampler.last_failure
                     raise RolloutError(f"every reward of {self._failed_in_row} groups has failed; the last one: {why}")
                 self._changed.notify_all()
-
-    def _run_job(self) -> None:
-        with self._changed:
-            job, done = self._jobs.popleft()
-        try:
-            found = job()
-        except BaseException as error:
-            done.set_exception(error)
-            raise
-        self._sampler.begin()
-        done.set_result(found)

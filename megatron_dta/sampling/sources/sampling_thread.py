@@ -75,6 +75,16 @@ class SamplingThread(ABC):
             self._update(*offered)
             self._loaded = offered[0]
 
+    def _run_job(self) -> None:
+        """Run the job that waits longest."""
+        with self._changed:
+            job, done = self._jobs.popleft()
+        try:
+            done.set_result(job())
+        except BaseException as error:
+            done.set_exception(error)
+            raise
+
     def _begin(self) -> None:
         """Prepare, in the thread, for the first piece of work."""
         return

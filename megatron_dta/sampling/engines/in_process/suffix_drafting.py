@@ -172,10 +172,8 @@ class SuffixDrafting(Drafting):
 
     def _record_time(self, last: list[tuple[int, bool]], seconds: float) -> None:
         self._speculator.took(seconds)
-        if self._speculator is not self._training:
-            return
-        self._measured += [(tokens, seconds / len(last), is_drafted) for tokens, is_drafted in last]
-        del self._measured[:-_MEASURED]
+        if self._speculator is self._training:
+            self.learn_costs([(tokens, seconds / len(last), is_drafted) for tokens, is_drafted in last])
 
     def finished(self, request: Request) -> None:
         self._in_order(partial(self._finish, request))
@@ -226,7 +224,7 @@ class SuffixDrafting(Drafting):
             self._end_path(path)
 
     def learn_costs(self, passes: Sequence[tuple[int, float, bool]]) -> None:
-        """Add passes, as (tokens, seconds, has drafts), that were measured elsewhere."""
+        """Add measured passes, as (tokens, seconds, has drafts)."""
         self._measured += passes
         del self._measured[:-_MEASURED]
 

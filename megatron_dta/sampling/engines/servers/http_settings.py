@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from megatron_dta.common.errors import InputError
 
@@ -59,18 +59,23 @@ def listed_urls(path: Path) -> list[str]:
     return checked_urls(found, f"--rollout-server-file {path}:")
 
 
+def http_parts(url: str) -> SplitResult | None:
+    """The parts of the URL of a server; None if it is none."""
+    try:
+        parts = urlsplit(url)
+        return parts if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 else None
+    except ValueError:
+        return None
+
+
 def checked_urls(urls: Sequence[str], source: str = "--rollout-server-url") -> list[str]:
     """URLs without trailing slashes; ``InputError``, which begins with ``source``, for none or a bad one."""
     checked = [url.rstrip("/") for url in urls]
     if not checked:
         raise InputError(f"{source}: give at least one")
     for url in checked:
-        try:
-            parts = urlsplit(url)
-            valid = parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0
-        except ValueError:
-            valid = False
-        if not valid:
+        parts = http_parts(url)
+        if parts is None or parts.query:
             raise InputError(f"{source} {url}: must be like http://HOST:PORT")
         if checked.count(url) > 1:
             raise InputError(f"{source} {url}: is given twice")

@@ -65,11 +65,6 @@ class ServerSpeculation:
         fitting = max(1, das.das_max_tokens // sampling.rollout_max_response_len)
         return cls(das.das_draft_tokens, das.das_depth, das.das_max_tokens, min(window, fitting))
 
-    @property
-    def corpus_max_tokens(self) -> int:
-        """Maximum number of corpus tokens of an SGLang server."""
-        return int(self.max_tokens * _CORPUS_SLACK)
-
     def vllm(self) -> dict[str, Any]:
         """vLLM's ``--speculative-config``."""
         draft = DraftParams()
@@ -91,7 +86,7 @@ class ServerSpeculation:
             "speculative_ngram_match_type": "PROB",
             # Leaves at least one of two nodes to the trie.
             "speculative_ngram_external_sam_budget": max(1, self.draft_tokens // 2),
-            "speculative_ngram_external_corpus_max_tokens": self.corpus_max_tokens,
+            "speculative_ngram_external_corpus_max_tokens": int(self.max_tokens * _CORPUS_SLACK),
         }
 
     def vllm_differs(self, found: Mapping[str, Any] | None) -> str | None:

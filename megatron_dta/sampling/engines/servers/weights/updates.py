@@ -93,13 +93,13 @@ class ServerWeights:
                     self._client.set_urls(await asyncio.to_thread(list_urls))
                 except InputError as error:
                     # The file may be half written.
-                    self._report(f"the servers stay as they are: {error}")
+                    self._client.report(f"the servers stay as they are: {error}")
             if self._weights is not None:
                 try:
                     async with self._updating:
                         await self._readmit()
                 except (ServerError, OSError, RuntimeError) as error:
-                    self._report(f"servers that are left out could not be visited: {error}")
+                    self._client.report(f"servers that are left out could not be visited: {error}")
 
     async def _readmit(self) -> None:
         labels = Labels(self.label, self.label)
@@ -108,7 +108,7 @@ class ServerWeights:
                 continue
             # It is alone in this update: the others continue to sample.
             if await self._give_all([server], labels, returns=True):
-                self._report(f"rollout server {server} has the newest weights and gets requests")
+                self._client.report(f"rollout server {server} has the newest weights and gets requests")
 
     async def close(self) -> None:
         """Leave the group with the servers."""
@@ -158,6 +158,3 @@ class ServerWeights:
         self._client.leave_out(server, reason)
         server.problem = reason
         self._lost(server)
-
-    def _report(self, line: str) -> None:
-        self._client.report(line)
