@@ -5,21 +5,21 @@ earlier turns.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from chat_folder import make_chat_folder
+from megatron_dta.config import AgentConfig
 from megatron_dta.model import current_mesh
 from megatron_dta.model.parallel.mesh import alone
 from megatron_dta.sampling.engines.interface import RolloutEngine, phase
 from megatron_dta.sampling.gateway.engine_loop import EngineLoop
-from megatron_dta.sampling.gateway.gateway import Gateway, GatewaySettings
+from megatron_dta.sampling.gateway.gateway import Gateway
 from megatron_dta.sampling.gateway.http.application import Administration, Application
 from megatron_dta.sampling.gateway.http.server import GatewayServer
-from megatron_dta.sampling.gateway.messages import AnswerParser
-from megatron_dta.sampling.gateway.sessions import Limits
+from megatron_dta.sampling.gateway.sessions import GatewaySettings
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
@@ -66,18 +66,15 @@ def open_gateway(
     engine: RolloutEngine,
     tokenizer: HuggingFaceTokenizer,
     folder: Path,
-    limits: Limits | None = None,
-    parser: AnswerParser | None = None,
-    change: Callable[[dict], None] = lambda settings: None,
+    max_concurrent: int = 32,
+    **flags: object,
 ) -> Iterator[OpenGateway]:
-    """Serve until the block ends."""
+    """Serve with these flags until the block ends."""
     params = SamplingParams(64, tokenizer.eos_id)
-    options = dict(model_name="tiny", max_positions=4096, piece_tokens=8, limits=limits or Limits())
-    if parser is not None:
-        options["parser"] = parser
-    change(options)
+    agent = AgentConfig(**{"gateway_piece_tokens": 8, **flags})
     loop = EngineLoop(engine, current_mesh)
-    gateway = Gateway(loop, tokenizer, ChatTemplate(folder), params, GatewaySettings(**options))
+    settings = GatewaySettings(agent, "tiny", 4096, max_concurrent=max_concurrent)
+    gateway = Gateway(loop, tokenizer, ChatTemplate(folder), params, settings)
     over = threading.Event()
     errors: list[BaseException] = []
 
@@ -101,7 +98,7 @@ def open_gateway(
         gateway.close(session)
 
     application = Application(gateway, Administration("admin", opened, end)).asgi()
-    server = GatewayServer(application, "127.0.0.1", 0, 512)
+    server = GatewayServer(application, "127.0.0.1", 0)
     try:
         yield OpenGateway(gateway, server.url, "admin", closed)
     finally:

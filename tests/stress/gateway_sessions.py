@@ -42,7 +42,6 @@ from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.sampling.gateway.prompts import GatewayPrompt, PromptBuilder
 from megatron_dta.sampling.gateway.records import SessionSizes, session_rollouts
 from megatron_dta.sampling.gateway.session import Session
-from megatron_dta.sampling.gateway.sessions import Limits
 from megatron_dta.tree import build_prefix_tree
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
@@ -246,10 +245,8 @@ def main() -> int:
         engine = ScriptedEngine(
             lambda prompt, key: [*tokenizer.encode(answer_text(key)).tolist(), tokenizer.eos_id], tokenizer.vocab_size
         )
-        limits = Limits(max_calls=10**6)
-        with open_gateway(
-            engine, tokenizer, Path(folder) / "model", limits, change=lambda own: own.update(piece_tokens=64)
-        ) as gateway:
+        flags = {"gateway_max_calls": 10**6, "gateway_piece_tokens": 64}
+        with open_gateway(engine, tokenizer, Path(folder) / "model", **flags) as gateway:
             audit = Audit(gateway.gateway.prompts)
             each = -(-arguments.calls // arguments.sessions)
             agents = [ScriptedAgent(gateway, i, each, arguments.seed) for i in range(arguments.sessions)]

@@ -155,8 +155,7 @@ def _server(config: TrainConfig, gateway: object, log: SessionLog, key: str) -> 
         log.close_session(session, failed)
 
     application = Application(gateway, Administration(key, opened, closed)).asgi()
-    limits = gateway.settings.limits
-    return GatewayServer(application, config.agent.gateway_host, config.agent.gateway_port, limits.max_connections)
+    return GatewayServer(application, config.agent.gateway_host, config.agent.gateway_port)
 
 
 def _key_file(own: object) -> Path:

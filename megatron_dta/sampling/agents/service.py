@@ -19,10 +19,9 @@ from megatron_dta.model import Mesh, current_mesh
 from megatron_dta.sampling.agents.runs import Agent, AgentAccess, AgentEnd, callable_agent, command_agent, failed_by
 from megatron_dta.sampling.engines.interface import RolloutEngine, phase
 from megatron_dta.sampling.gateway.engine_loop import EngineLoop
-from megatron_dta.sampling.gateway.gateway import Gateway, GatewaySettings
-from megatron_dta.sampling.gateway.messages import AnswerParser
+from megatron_dta.sampling.gateway.gateway import Gateway
 from megatron_dta.sampling.gateway.session import Session
-from megatron_dta.sampling.gateway.sessions import Limits
+from megatron_dta.sampling.gateway.sessions import GatewaySettings
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt
 from megatron_dta.sampling.task import SamplingTask, chat_template
@@ -43,22 +42,8 @@ class AgentJob:
 
 def gateway_settings(config: TrainConfig, max_sessions: int) -> GatewaySettings:
     """The gateway's settings from the flags."""
-    agent = config.agent
-    limits = Limits(
-        max_body_bytes=int(agent.gateway_max_body_mib * 2**20),
-        max_sessions=max_sessions,
-        max_calls=agent.gateway_max_calls,
-        max_session_tokens=agent.gateway_max_session_tokens,
-        call_seconds=agent.gateway_call_timeout,
-    )
-    return GatewaySettings(
-        config.checkpoint.hf_checkpoint or config.checkpoint.load_hf or "policy",
-        config.model.max_position_embeddings,
-        agent.gateway_piece_tokens,
-        agent.gateway_override_sampling,
-        AnswerParser(agent.tool_call_parser, agent.reasoning_parser),
-        limits,
-    )
+    name = config.checkpoint.hf_checkpoint or config.checkpoint.load_hf or "policy"
+    return GatewaySettings(config.agent, name, config.model.max_position_embeddings, max_sessions)
 
 
 def load_agent(agent: AgentConfig) -> Agent:
@@ -122,8 +107,7 @@ class AgentService:
         template = chat_template(sampling)
         self._gateway = Gateway(self._loop, self._task.tokenizer, template, params, settings)
         port = agent.gateway_port + mesh.data_rank if agent.gateway_port else 0
-        limit = settings.limits.max_connections
-        self._server = GatewayServer(Application(self._gateway).asgi(), agent.gateway_host, port, limit)
+        self._server = GatewayServer(Application(self._gateway).asgi(), agent.gateway_host, port)
         url = self._server.url
         self._access = lambda key: AgentAccess(f"{url}/v1", url, f"{url}/v1/session", key)
 

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron_dta.sampling.engines.interface import GenerationRequest
 from megatron_dta.sampling.gateway.answers import Sampled, sample_answer
@@ -15,29 +15,10 @@ from megatron_dta.sampling.gateway.errors import refuse
 from megatron_dta.sampling.gateway.messages import Answer, AnswerParser
 from megatron_dta.sampling.gateway.prompts import GatewayPrompt, PromptBuilder
 from megatron_dta.sampling.gateway.session import Call, Session
-from megatron_dta.sampling.gateway.sessions import Limits, Sessions
+from megatron_dta.sampling.gateway.sessions import GatewaySettings, Sessions
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class GatewaySettings:
-    """Settings of a gateway.
-
-    Attributes:
-        model_name: what /v1/models lists; every name is accepted in requests.
-        max_positions: the longest sequence.
-        piece_tokens: tokens that are sampled at once for an answer.
-        overrides_sampling: accept requests with other sampling settings and sample with those of the run.
-    """
-
-    model_name: str
-    max_positions: int
-    piece_tokens: int = 32
-    overrides_sampling: bool = False
-    parser: AnswerParser = field(default_factory=AnswerParser)
-    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True)
@@ -66,7 +47,6 @@ class Gateway:
 
     Attributes:
         params: sampling parameters of the run; set before each phase.
-        tool_call_parser, limits: see ``GatewaySettings``.
     """
 
     def __init__(
@@ -78,9 +58,9 @@ class Gateway:
         settings: GatewaySettings,
     ) -> None:
         self.loop, self.tokenizer, self.params, self.settings = loop, tokenizer, params, settings
-        self.sessions = Sessions(settings.limits)
+        self.sessions = Sessions(settings)
         self.prompts = PromptBuilder(tokenizer, template, settings.max_positions - 1)
-        self.parser = settings.parser
+        self.parser = AnswerParser(settings.flags.tool_call_parser, settings.flags.reasoning_parser)
 
     def room(self, prompt: GatewayPrompt, wanted: CallSettings) -> int:
         """The most tokens that an answer may have; ``RequestError`` if a sampling setting differs from the run's."""
@@ -89,7 +69,7 @@ class Gateway:
         return most if wanted.max_tokens is None else min(most, wanted.max_tokens)
 
     def _check_sampling(self, wanted: CallSettings) -> None:
-        if self.settings.overrides_sampling:
+        if self.settings.flags.gateway_override_sampling:
             return
         for name, value, own in (
             ("temperature", wanted.temperature, self.params.temperature),
@@ -156,7 +136,7 @@ class Gateway:
         parent = session.held_before(prompt.node)
         key = session.random_key(prompt.token_ids)
         request = GenerationRequest(0, prompt.token_ids, room, key, parent)
-        return sample_answer(self.loop, self.tokenizer, request, wanted.stops, self.settings.piece_tokens)
+        return sample_answer(self.loop, self.tokenizer, request, wanted.stops, self.settings.flags.gateway_piece_tokens)
 
     @staticmethod
     async def _last(pieces: AsyncIterator[Sampled]) -> Sampled:

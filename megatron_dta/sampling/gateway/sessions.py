@@ -14,38 +14,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_dta.config import AgentConfig
 from megatron_dta.sampling.gateway.errors import RequestError
 from megatron_dta.sampling.gateway.session import Session
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of a gateway.
+class GatewaySettings:
+    """Settings of a gateway.
 
     Attributes:
-        max_body_bytes: of a request.
+        flags: those that begin with ``gateway_``, and the parsers.
+        model_name: what /v1/models lists; every name is accepted in requests.
+        max_positions: the longest sequence.
         max_sessions: open at the same time.
-        max_calls: of a session, answers that are being sampled included.
-        max_session_tokens: that the tree of a session holds.
         max_concurrent: answers that a session samples at the same time.
-        max_connections: open at the same time; further ones are answered with status 503.
-        call_seconds: for a whole call, from its first byte to the last byte of the answer.
     """
 
-    max_body_bytes: int = 16 * 2**20
+    flags: AgentConfig
+    model_name: str
+    max_positions: int
     max_sessions: int = 1024
-    max_calls: int = 512
-    max_session_tokens: int = 4_000_000
     max_concurrent: int = 32
-    max_connections: int = 2048
-    call_seconds: float = 600.0
 
 
 class Sessions:
     """The open sessions. Threads may call every method."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
         self._open: dict[str, Session] = {}
         self._lock = threading.Lock()
         self._no_secret = secrets.token_urlsafe(24)
@@ -63,7 +60,7 @@ class Sessions:
             RequestError: too many are open.
         """
         with self._lock:
-            if len(self._open) >= self.limits.max_sessions:
+            if len(self._open) >= self._settings.max_sessions:
                 raise RequestError(429, f"{len(self._open)} sessions are open, the most there may be; close some")
             session = Session(secrets.token_hex(8), number, secrets.token_urlsafe(24), group_id)
             self._open[session.session_id] = session
@@ -88,13 +85,13 @@ class Sessions:
 
     def reserve(self, session: Session, choices: int) -> Callable[[], None]:
         """Count ``choices`` answers as running; returns what ends them. ``RequestError`` 429 beyond a limit."""
-        limits = self.limits
+        limits = self._settings.flags
         with self._lock:
-            if session.running + choices > limits.max_concurrent:
+            if session.running + choices > self._settings.max_concurrent:
                 raise RequestError(429, f"the session samples {session.running} answers already; wait for one of them")
-            if len(session.calls) + session.running + choices > limits.max_calls:
-                raise RequestError(429, f"the session has had its {limits.max_calls} calls")
-            if session.num_tokens > limits.max_session_tokens:
+            if len(session.calls) + session.running + choices > limits.gateway_max_calls:
+                raise RequestError(429, f"the session has had its {limits.gateway_max_calls} calls")
+            if session.num_tokens > limits.gateway_max_session_tokens:
                 raise RequestError(429, f"the session holds {session.num_tokens} tokens, more than it may")
             session.running += choices
 

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from megatron_dta.sampling.gateway.messages import AnswerParser
 from megatron_dta.sampling.gateway.records import SessionSizes, context_of, leaves, session_rollouts
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
@@ -256,9 +255,8 @@ def test_reasoning_apart_and_put_back(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path / "model")
     script = Script(tokenizer)
     engine = ScriptedEngine(script, tokenizer.vocab_size)
-    parser = AnswerParser(reasoning="think")
     script.answers["user\nthink\nassistant"] = "<think>\nhm\n</think>\n\nyes"
-    with open_gateway(engine, tokenizer, tmp_path / "model", parser=parser) as gateway:
+    with open_gateway(engine, tokenizer, tmp_path / "model", reasoning_parser="think") as gateway:
         session, key = gateway.open()
         ask = [{"role": "user", "content": "think"}]
         message = post(gateway.url + "/v1/chat/completions", key, {"messages": ask})["choices"][0]["message"]

@@ -19,11 +19,14 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
 from megatron_dta.sampling.gateway.http import application
-from megatron_dta.sampling.gateway.sessions import Limits
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
 
-LIMITS = Limits(max_body_bytes=20_000, max_calls=6, max_session_tokens=4000, max_concurrent=3, call_seconds=20.0)
+MOST_CALLS = 6
+LIMITS = {
+    "gateway_max_body_mib": 20_000 / 2**20, "gateway_max_calls": MOST_CALLS, "gateway_max_session_tokens": 4000,
+    "gateway_call_timeout": 20.0, "max_concurrent": 3,
+}  # fmt: skip
 ASK = {"messages": [{"role": "user", "content": "a"}]}
 
 
@@ -31,7 +34,7 @@ ASK = {"messages": [{"role": "user", "content": "a"}]}
 def served(tmp_path: Path) -> Iterator[tuple[OpenGateway, ScriptedEngine]]:
     tokenizer = chat_tokenizer(tmp_path / "model")
     engine = ScriptedEngine(lambda prompt, key: [65 + key % 7] * 60 + [tokenizer.eos_id], tokenizer.vocab_size, 0.002)
-    with open_gateway(engine, tokenizer, tmp_path / "model", limits=LIMITS) as gateway:
+    with open_gateway(engine, tokenizer, tmp_path / "model", **LIMITS) as gateway:
         yield gateway, engine
 
 
@@ -235,18 +238,18 @@ def test_limits_of_a_session(served) -> None:
         thread.join()
     assert set(found) <= {200, 429}
     assert found.count(200) >= 3
-    while len(session.calls) < LIMITS.max_calls:
+    while len(session.calls) < MOST_CALLS:
         ask()
     status, error = post(gateway, key, "/v1/chat/completions", ASK)
     assert (status, "calls" in error["error"]["message"]) == (429, True)
-    assert len(session.calls) == LIMITS.max_calls
+    assert len(session.calls) == MOST_CALLS
     settled(gateway, engine, session)
 
 
 def test_a_call_that_takes_too_long(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path / "model")
     engine = ScriptedEngine(lambda prompt, key: [65] * 60 + [tokenizer.eos_id], tokenizer.vocab_size, 0.3)
-    with open_gateway(engine, tokenizer, tmp_path / "model", limits=Limits(call_seconds=0.5)) as gateway:
+    with open_gateway(engine, tokenizer, tmp_path / "model", gateway_call_timeout=0.5) as gateway:
         session, key = gateway.open()
         status, error = post(gateway, key, "/v1/chat/completions", ASK)
         assert (status, "--gateway-call-timeout" in error["error"]["message"]) == (504, True)

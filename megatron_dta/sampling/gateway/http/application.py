@@ -75,7 +75,9 @@ class Application:
         self._gateway, self._administration = gateway, administration
         # Tokenization of a body takes time on the event loop, and memory; one at a time.
         self._prompts = asyncio.Lock()
-        self._bodies = BodyBudget(_BODIES_AT_ONCE * gateway.settings.limits.max_body_bytes)
+        flags = gateway.settings.flags
+        self._most_bytes, self._call_seconds = int(flags.gateway_max_body_mib * 2**20), flags.gateway_call_timeout
+        self._bodies = BodyBudget(_BODIES_AT_ONCE * self._most_bytes)
 
     def asgi(self) -> Starlette:
         """The application for a server."""
@@ -101,7 +103,7 @@ class Application:
 
         async def guarded(request: Request) -> Response:
             try:
-                async with asyncio.timeout(self._gateway.settings.limits.call_seconds):
+                async with asyncio.timeout(self._call_seconds):
                     return await call(request)
             except RequestError as error:
                 return _error(error, request.url.path)
@@ -116,7 +118,7 @@ class Application:
         return guarded
 
     async def _body(self, request: Request) -> bytes:
-        return await limited_body(request, self._gateway.settings.limits.max_body_bytes, self._bodies)
+        return await limited_body(request, self._most_bytes, self._bodies)
 
     def _session(self, request: Request) -> Session:
         return self._gateway.sessions.find(_key(request))
@@ -186,7 +188,6 @@ class Application:
     ) -> Response:
         """A streamed reply. The first piece is awaited here, so that its errors still become a status."""
         first = await anext(items)
-        seconds = self._gateway.settings.limits.call_seconds
 
         async def checked() -> AsyncIterator[Any]:
             yield first
@@ -196,7 +197,7 @@ class Application:
 
         async def limited() -> AsyncIterator[bytes]:
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(self._call_seconds):
                     async for piece in write(checked()):
                         yield piece
             except (RequestError, TimeoutError) as error:
