@@ -96,7 +96,6 @@ class OverSamplingSource(SampledSource, WrappedSource):
         self._statistics: dict[str, float] = {}
 
     def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
-        """See ``SampledSource``."""
         groups = groups_of(self._inner.sample(rollout_batch, prompt_batch))
         useful = [i for i, group in enumerate(groups) if differs(group)]
         rejected = [i for i, group in enumerate(groups) if not differs(group)]

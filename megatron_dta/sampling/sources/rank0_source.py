@@ -85,7 +85,6 @@ class Rank0Source(RolloutSource):
         self._waiting_statistics: dict[int, dict[str, float]] = {}
 
     def next_batch(self, step: int) -> list[Rollout]:
-        """See ``RolloutSource``."""
         current = self._current_step()
         self._offer_weights(current)
         rollouts, found = self._from_first(lambda: self._take(step, current))
@@ -142,7 +141,6 @@ class Rank0Source(RolloutSource):
         return self._mesh.from_first(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``RolloutSource``."""
         if self._prefetcher is not None and state:
             # Older checkpoints have the key "collections".
             packed = state.get("rollout_batches", state.get("collections"))
@@ -155,7 +153,6 @@ class Rank0Source(RolloutSource):
             self._inner.load_state_dict(state.get("inner", {}))
 
     def close(self) -> None:
-        """See ``RolloutSource``."""
         if self._prefetcher is not None:
             self._engine.interrupt()
             self._prefetcher.close()
@@ -223,7 +220,6 @@ class Rank0Evaluation(Evaluation):
         self._inner, self._source = inner, source
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """See ``Evaluation``."""
         return self._source.call(None if self._inner is None else lambda: self._inner.evaluate(step), step)
 
 

@@ -50,7 +50,6 @@ class StreamSource(Rank0Source):
         return self._mesh.from_first({"stream": state})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``RolloutSource``."""
         found = state.get("stream")
         if self._stream is not None and found:
             groups = {

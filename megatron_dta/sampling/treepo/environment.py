@@ -33,6 +33,7 @@ import numpy as np
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.futures import in_daemon_thread
 from megatron_dta.common.user_code import describe_error, load_from_file
+from megatron_dta.config import EnvironmentConfig
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.treepo.tool_environment import ToolEnvironment
 
@@ -67,11 +68,8 @@ class EnvironmentRunner:
 
     Args:
         factory: makes an environment.
-        timeout: seconds for a step; None: no limit.
-        workers: maximum number of steps at once.
-        stop_on_failure: whether a failure raises an error instead of ending its path.
-        mesh: returns the mesh; the first rank of each replica runs the environments and sends
-            the results to the others.
+        mesh: returns the mesh; the first rank of each replica runs the environments and sends the results to the
+            others. None: there is one process.
 
     Attributes:
         counts: steps, failures and timeouts (which are also failures); for environments with tools also the calls and
@@ -82,13 +80,11 @@ class EnvironmentRunner:
         self,
         factory: Callable[[], Environment],
         tokenizer: Tokenizer,
-        timeout: float | None = 60.0,
-        workers: int = 16,
-        stop_on_failure: bool = False,
+        settings: EnvironmentConfig | None = None,
         mesh: Callable[[], Mesh] | None = None,
     ) -> None:
-        self._factory, self._tokenizer = factory, tokenizer
-        self._timeout, self._workers, self._stop, self._mesh = timeout, workers, stop_on_failure, mesh
+        self._factory, self._tokenizer, self._mesh = factory, tokenizer, mesh
+        self._settings = settings or EnvironmentConfig()
         self.counts = {"environment_steps": 0, "environment_failures": 0, "environment_timeouts": 0}
         self._has_tools = isinstance(factory, type) and issubclass(factory, ToolEnvironment)
         if self._has_tools:
@@ -143,23 +139,24 @@ class EnvironmentRunner:
             if outcome.failure is not None:
                 self.counts["environment_failures"] += 1
                 self.counts["environment_timeouts"] += outcome.failure.startswith(_TIMEOUT)
-                if self._stop:
+                if self._settings.environment_failure == "stop":
                     raise InputError(f"--environment: a step failed: {outcome.failure}")
 
     def _run(self, calls: Sequence[tuple[Callable, tuple]]) -> list[Any]:
-        """The values of the calls, or an error line for each failed call; at most ``workers`` threads at once."""
+        """The values of the calls, or an error line for each failed call."""
         values: list[Any] = []
-        for first in range(0, len(calls), self._workers):
-            group = calls[first : first + self._workers]
+        workers = self._settings.environment_workers
+        for first in range(0, len(calls), workers):
+            group = calls[first : first + workers]
             running = [in_daemon_thread(partial(function, *arguments), "environment") for function, arguments in group]
             # The calls started together, so they share one deadline.
-            wait(running, self._timeout)
+            wait(running, self._settings.environment_timeout)
             values += [self._value(call) for call in running]
         return values
 
     def _value(self, call: Future[Any]) -> Any:
         if not call.done():
-            return f"{_TIMEOUT} {self._timeout:g} s"
+            return f"{_TIMEOUT} {self._settings.environment_timeout:g} s"
         error = call.exception()
         return call.result() if error is None else " ".join(f"{type(error).__name__}: {error}".split())
 

@@ -139,14 +139,7 @@ def environment_runner(task: SamplingTask, config: TrainConfig) -> EnvironmentRu
     environment = config.environment
     if environment.environment is None:
         return None
-    return EnvironmentRunner(
-        load_environment(environment.environment),
-        task.tokenizer,
-        environment.environment_timeout,
-        environment.environment_workers,
-        environment.environment_failure == "stop",
-        current_mesh,
-    )
+    return EnvironmentRunner(load_environment(environment.environment), task.tokenizer, environment, current_mesh)
 
 
 def sample_scored_trees(

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
+from megatron_dta.config import EnvironmentConfig
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.engines.build import build_engine
@@ -129,7 +130,7 @@ class Unreliable(Remembering):
 
 
 def test_failures_and_timeouts_end_their_paths_and_are_counted():
-    runner = EnvironmentRunner(Unreliable, NullTokenizer(VOCAB, EOS), timeout=0.3)
+    runner = EnvironmentRunner(Unreliable, NullTokenizer(VOCAB, EOS), EnvironmentConfig(environment_timeout=0.3))
     _, trees, _, runner = grow(0, runner=runner, width=4, segment_tokens=6)
     failed = [node for tree in trees for node in tree.nodes if node.end is EndReason.ENVIRONMENT_FAILED]
     counts = runner.counts
@@ -140,7 +141,9 @@ def test_failures_and_timeouts_end_their_paths_and_are_counted():
             above = [tree.nodes[i].reward for i in tree.lineage(leaf)[:-1]]
             if tree.nodes[leaf].end is EndReason.ENVIRONMENT_FAILED:
                 assert rollout.reward == sum(above)
-    strict = EnvironmentRunner(Unreliable, NullTokenizer(VOCAB, EOS), timeout=0.3, stop_on_failure=True)
+    strict = EnvironmentRunner(
+        Unreliable, NullTokenizer(VOCAB, EOS), EnvironmentConfig(environment_timeout=0.3, environment_failure="stop")
+    )
     with pytest.raises(InputError, match=r"--environment: a step failed: "):
         grow(0, runner=strict)
 
@@ -370,7 +373,8 @@ def test_calls_that_hang_share_one_time_out():
         def step(self, action):
             time.sleep(20)
 
-    runner = EnvironmentRunner(Hanging, NullTokenizer(VOCAB, EOS), timeout=1.0, workers=6)
+    settings = EnvironmentConfig(environment_timeout=1.0, environment_workers=6)
+    runner = EnvironmentRunner(Hanging, NullTokenizer(VOCAB, EOS), settings)
     states, _ = runner.reset([{}] * 6)
     began = time.monotonic()
     _, outcomes = runner.step(states, [np.array([1])] * 6)
