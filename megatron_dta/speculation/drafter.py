@@ -135,10 +135,6 @@ class Drafter:
         return gone
 
     @property
-    def num_samples(self) -> int:
-        return len(self._samples)
-
-    @property
     def num_bytes(self) -> int:
         """Memory of the trees and their texts."""
         return self._forest.num_bytes

@@ -148,7 +148,7 @@ def test_flags_reach_the_drafter(tmp_path: Path) -> None:
         assert set(speculator.drafter.state_dict()["steps"].tolist()) == {1, 2, 3}
         trainer, _ = runs.run("--rollout-speculation das --das-max-tokens 100 --train-iters 4", "in-process")
         # Most were evicted before the last rollout batch, whose twelve samples came to them.
-        assert trainer.source._drafting.speculator.drafter.num_samples < 24
+        assert len(trainer.source._drafting.speculator.drafter._samples) < 24
         trainer, _ = runs.trainer("--rollout-speculation das --train-iters 1", "in-process")
         given = SpeculationConfig()
         params = trainer.source._drafting.speculator.drafter.params

@@ -64,14 +64,9 @@ class Scorer:
         self._lock = threading.Lock()
 
     @property
-    def can_fail(self) -> bool:
-        """Whether anything is counted."""
-        return self._drop or hasattr(self._function, "counts")
-
-    @property
     def counts(self) -> dict[str, int]:
         """See the attributes of the class; empty if nothing is counted."""
-        if not self.can_fail:
+        if not self._drop and not hasattr(self._function, "counts"):
             return {}
         timeouts = {} if self._seconds is None else {"reward_timeouts": self._timeouts}
         return {"reward_failures": self._failures, **timeouts, **getattr(self._function, "counts", {})}

@@ -158,11 +158,6 @@ class RolloutStream(SamplingThread):
             self._changed.notify_all()
         return rollouts, statistics
 
-    def finish_begun(self, timeout_s: float) -> bool:
-        """Nothing has to be finished for a checkpoint."""
-        del timeout_s
-        return True
-
     def state_dict(self) -> dict[str, Any]:
         """The finished groups, the numbers of those that are not, and what is sampled of these."""
         so_far = self._sampler.sampled_so_far()

@@ -34,7 +34,7 @@ def test_the_scope_chooses_the_trees(scope: str) -> None:
             each.discard(new)
         assert found == {"other": scope != "problem", "own": True}
     drafter.end_step(99)
-    assert (drafter.num_samples, drafter.stored_tokens, drafter._forest.num_nodes) == (0, 0, empty)
+    assert (len(drafter._samples), drafter.stored_tokens, drafter._forest.num_nodes) == (0, 0, empty)
     with pytest.raises(ValueError, match="scope must be one of"):
         DrafterParams(scope="all")
 

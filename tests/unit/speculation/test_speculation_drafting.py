@@ -83,7 +83,7 @@ def test_window_budget_and_state_of_the_drafter(max_tokens: int) -> None:
     assert drafter.stored_tokens == restored.stored_tokens
     drafter.discard(running)
     drafter.end_step(99)
-    assert (drafter.num_samples, drafter.stored_tokens, drafter._forest.num_nodes) == (0, 0, empty)
+    assert (len(drafter._samples), drafter.stored_tokens, drafter._forest.num_nodes) == (0, 0, empty)
     state = restored.state_dict()
     with pytest.raises(ValueError, match="damaged"):
         restored.load_state_dict(state | {"lengths": state["lengths"][:-1]})

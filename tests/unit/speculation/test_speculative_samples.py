@@ -112,7 +112,7 @@ def test_thousands_of_sequences_in_float32(temperature: float, top_p: float, see
     assert statistics["accepted_drafts"] > 0.01 * statistics["decoded_tokens"]
     assert statistics["drafted_tokens"] > statistics["accepted_drafts"]
     assert statistics["forwards"] < plain.statistics()["forwards"]
-    assert drafting.speculator.drafter.num_samples == compared
+    assert len(drafting.speculator.drafter._samples) == compared
     # The trees have what was sampled, and nothing of a draft besides.
     state = drafting.speculator.drafter.state_dict()
     stored = np.split(state["tokens"], np.cumsum(state["lengths"])[:-1])[int(state["num_prompts"]) :]
@@ -127,7 +127,7 @@ def test_an_error_leaves_drafts_and_pages_empty() -> None:
     requests = [GenerationRequest(i, prompt, 9, i) for i, prompt in enumerate(prompts)]
     clean = generate(engine, requests)
     drafter = drafting.speculator.drafter
-    before = drafter.num_samples, drafter.stored_tokens
+    before = len(drafter._samples), drafter.stored_tokens
     engine.submit([replace(request, max_tokens=20) for request in requests])
     with torch.no_grad():
         weight = model.output_weight()
@@ -139,7 +139,7 @@ def test_an_error_leaves_drafts_and_pages_empty() -> None:
         weight.copy_(kept)
     assert engine.pages_in_use == 0
     # Of those given up nothing stays in the trees.
-    assert (drafter.num_samples, drafter.stored_tokens) == before
+    assert (len(drafter._samples), drafter.stored_tokens) == before
     assert before[0] == len(requests)
     engine.start(NEVER, 4)
     again = generate(engine, requests)

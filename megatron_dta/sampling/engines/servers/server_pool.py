@@ -20,7 +20,7 @@ from megatron_dta.sampling.engines.servers.http_settings import checked_urls
 @dataclass(eq=False)
 class Server:
     url: str
-    client: ServerPool
+    pool: ServerPool
     alive: bool = True
     problem: str = ""
     open_requests: int = 0
@@ -31,7 +31,7 @@ class Server:
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> Any:
         """See ``HttpClient.ask``."""
-        return await self.client.ask(self, method, path, body, **options)
+        return await self.pool.ask(self, method, path, body, **options)
 
 
 @dataclass
@@ -172,6 +172,10 @@ class ServerPool(ABC):
         if home not in candidates:
             self._homes[affinity] = chosen
         return chosen
+
+    @abstractmethod
+    async def ask(self, server: Server, method: str, path: str, body: Mapping[str, Any] | None, **options: Any) -> Any:
+        """Send one request to one server; returns what it replies."""
 
     @abstractmethod
     async def _revived(self) -> list[Server]:

@@ -65,10 +65,6 @@ class HostWeights:
         """Consecutive buckets of one dtype."""
         return [tuple(run) for _, run in groupby(self.buckets, key=lambda bucket: bucket.dtype)]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(bucket.buffer.numel() for bucket in self.buckets)
-
 
 def empty_weights(
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], bucket_bytes: int, pinned: bool = False
