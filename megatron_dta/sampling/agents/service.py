@@ -77,7 +77,7 @@ class AgentService:
         if self._loop is None:
             self._loop = EngineLoop(self._engine, current_mesh)
             if is_first:
-                self._serve(mesh)
+                self._serve(mesh, params)
         if not is_first:
             with phase(self._engine, params, iteration):
                 self._loop.run(lambda: True)
@@ -97,14 +97,13 @@ class AgentService:
             self._server.close()
             self._server = None
 
-    def _serve(self, mesh: Mesh) -> None:
+    def _serve(self, mesh: Mesh, params: SamplingParams) -> None:
         from megatron_dta.sampling.gateway.http.application import Application
         from megatron_dta.sampling.gateway.http.server import GatewayServer
 
-        agent, sampling = self._config.agent, self._config.sampling
+        agent = self._config.agent
         settings = gateway_settings(self._config, agent.agent_concurrency)
-        params = SamplingParams(sampling.rollout_max_response_len, self._task.tokenizer.eos_id)
-        template = chat_template(sampling)
+        template = chat_template(self._config.sampling)
         self._gateway = Gateway(self._loop, self._task.tokenizer, template, params, settings)
         port = agent.gateway_port + mesh.data_rank if agent.gateway_port else 0
         self._server = GatewayServer(Application(self._gateway).asgi(), agent.gateway_host, port)

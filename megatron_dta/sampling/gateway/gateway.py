@@ -62,7 +62,7 @@ class Gateway:
         self.prompts = PromptBuilder(tokenizer, template, settings.max_positions - 1)
         self.parser = AnswerParser(settings.flags.tool_call_parser, settings.flags.reasoning_parser)
 
-    def room(self, prompt: GatewayPrompt, wanted: CallSettings) -> int:
+    def _room(self, prompt: GatewayPrompt, wanted: CallSettings) -> int:
         """The most tokens that an answer may have; ``RequestError`` if a sampling setting differs from the run's."""
         self._check_sampling(wanted)
         most = min(self.params.max_response_tokens, self.settings.max_positions - len(prompt.token_ids))
@@ -89,11 +89,8 @@ class Gateway:
         """All choices of a call, added to the session's tree. If the caller is cancelled none of them is."""
         end = self.sessions.reserve(session, wanted.choices)
         try:
-            room = self.room(prompt, wanted)
-            tasks = [
-                asyncio.ensure_future(self._last(self._sampled(session, prompt, wanted, room)))
-                for _ in range(wanted.choices)
-            ]
+            pieces = [self._sampled(session, prompt, wanted) for _ in range(wanted.choices)]
+            tasks = [asyncio.ensure_future(self._last(each)) for each in pieces]
             began = time.monotonic()
             try:
                 answers = await asyncio.gather(*tasks)
@@ -114,7 +111,7 @@ class Gateway:
         end = self.sessions.reserve(session, 1)
         is_done, began, pieces = False, time.monotonic(), None
         try:
-            pieces = self._sampled(session, prompt, wanted, self.room(prompt, wanted))
+            pieces = self._sampled(session, prompt, wanted)
             async for sampled in pieces:
                 if not sampled.finish:
                     yield sampled
@@ -130,9 +127,8 @@ class Gateway:
                 session.counts.abandoned_calls += pieces is not None
                 end()
 
-    def _sampled(
-        self, session: Session, prompt: GatewayPrompt, wanted: CallSettings, room: int
-    ) -> AsyncIterator[Sampled]:
+    def _sampled(self, session: Session, prompt: GatewayPrompt, wanted: CallSettings) -> AsyncIterator[Sampled]:
+        room = self._room(prompt, wanted)
         parent = session.held_before(prompt.node)
         key = session.random_key(prompt.token_ids)
         request = GenerationRequest(0, prompt.token_ids, room, key, parent)
