@@ -23,10 +23,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.model import Model, choose_attention
+from megatron_dta.model import Model, choose_attention, upload
 from megatron_dta.model.attention.decode_context import append_context
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import paged_context
@@ -243,7 +242,8 @@ class InProcessEngine(RolloutEngine):
         pieces = []
         for i in order:
             pieces += [plan.rows[i].tokens[starts[i] : starts[i] + plan.counts[i]], drafts[i]]
-        hidden = self._passes(self._to_device(np.concatenate(pieces).astype(np.int64)).unsqueeze(0), context)
+        (token_ids,) = upload([np.concatenate(pieces)], self._device)
+        hidden = self._passes(token_ids.unsqueeze(0), context)
         self._counts["forwards"] += 1
         ends = np.empty(len(order), np.int64)
         ends[order] = np.cumsum(counts[order])
@@ -251,9 +251,10 @@ class InProcessEngine(RolloutEngine):
         if not rows:
             return [], []
         last = [np.arange(ends[i] - widths[i] - 1, ends[i]) for i in ready]
-        noise = self._to_device(noise_of(rows, [drafts[i] for i in ready], self._params, self._iteration)[0])
-        hidden = hidden[self._to_device(np.concatenate(last))]
-        drawn = next_tokens(self._model, hidden, noise, self._params, self._is_paged)
+        (last,) = upload([np.concatenate(last)], self._device)
+        noise = noise_of(rows, [drafts[i] for i in ready], self._params, self._iteration)
+        (noise,) = upload([noise], self._device, torch.float64)
+        drawn = next_tokens(self._model, hidden[last], noise, self._params, self._is_paged)
         drawn = torch.stack([part.double() for part in drawn])
         self.drafting.catch_up()
         tokens, logprobs = drawn.cpu().numpy()  # the only place that waits; a float64 represents every token id exactly
@@ -394,7 +395,3 @@ class InProcessEngine(RolloutEngine):
             self._cache = PagedCache(layers, size, shape.num_groups, shape.head_size, shape.dtype, self._device)
         self._cache.grow(num_pages)
         return self._cache
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
