@@ -163,18 +163,11 @@ def replay_wave(
         speculator.record(proposal, accepted, tokens, offsets, seconds)
         host = _report_time(speculator, seconds, host)
         position[live] += new
-        at_end = live[position[live] == turn_end[live]]
-        for i in at_end.tolist():
-            sample = samples[i]
-            if position[i] == end[i]:
-                speculator.finish(slots[i])
-                speculator.report.stopped += sample.stopped
-            else:
-                speculator.append(slots[i], sample.answers[turn[i]])
-                turn[i] += 1
-                turn_end[i] = origin[i] + sample.turn_ends[turn[i]]
-        if len(at_end):
-            live = live[position[live] < end[live]]
+        live = _without_ended(speculator, samples, slots, live, position >= end)
+        for i in live[position[live] == turn_end[live]].tolist():
+            speculator.append(slots[i], samples[i].answers[turn[i]])
+            turn[i] += 1
+            turn_end[i] = origin[i] + samples[i].turn_ends[turn[i]]
     return speculator.end_step(step, window)
 
 

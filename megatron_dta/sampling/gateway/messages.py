@@ -24,8 +24,6 @@ from typing import Any
 from megatron_dta.sampling.gateway.errors import refuse
 from megatron_dta.sampling.gateway.session import Session
 
-TOOL_CALL_PARSERS = ("hermes", "llama3_json", "none")
-REASONING_PARSERS = ("none", "think")
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _END_OF_THOUGHT = "</think>"
 
@@ -62,12 +60,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerParser:
-    """Parses answers.
-
-    Attributes:
-        tool_calls: one of ``TOOL_CALL_PARSERS``.
-        reasoning: one of ``REASONING_PARSERS``.
-    """
+    """Parses answers, as ``--tool-call-parser`` and ``--reasoning-parser`` say."""
 
     tool_calls: str = "hermes"
     reasoning: str = "none"
