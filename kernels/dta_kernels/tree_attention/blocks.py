@@ -251,12 +251,13 @@ def _joined_rows(tile: np.ndarray, together: int) -> BlockTable:
     num_programs = -(-num_rows // together)
     padded = np.full((num_programs * together, num_columns), -1, dtype=np.int32)
     padded[:num_rows] = tile
-    by_program = padded.reshape(num_programs, together, num_columns).transpose(0, 2, 1)
-    live = (by_program >= 0).any(2)
-    program, column = np.nonzero(live)
-    visits = program, np.full(len(program), 2), column
+    of_each = [padded[index::together] for index in range(together)]
+    live = np.maximum.reduce(of_each) >= 0
+    found = np.flatnonzero(live)
+    program, column = np.divmod(found, num_columns)
+    tiles = np.stack([rows.ravel()[found] for rows in of_each], axis=1).ravel()
     no_runs = np.zeros((num_programs, 2), dtype=np.int64)
-    return _table(live, np.zeros_like(live), no_runs, visits, by_program[program, column].ravel())
+    return _table(live, np.zeros_like(live), no_runs, (program, np.full(len(found), 2), column), tiles)
 
 
 def _work(programs: np.ndarray) -> np.ndarray:
