@@ -130,7 +130,7 @@ def _plan_op_list(
     for op in merged.ops:
         segment = op.segments[own]
         lengths = [rank.forest.lengths[each] for rank, each in zip(ranks, op.segments, strict=True) if each >= 0]
-        most_tokens.append(max(lengths, default=0))
+        most_tokens.append(int(max(lengths, default=0)))
         if segment < 0 and op.is_backward:
             segment = open_empty.pop()
         elif segment < 0:
@@ -198,7 +198,8 @@ def _paired(
             # A second segment at work does not fit.
             return plan
     forests = [rank.forest for rank in ranks]
-    parents, lengths = [forest.segment_parent for forest in forests], [forest.lengths for forest in forests]
+    parents = [forest.segment_parent.tolist() for forest in forests]
+    lengths = [forest.lengths.tolist() for forest in forests]
     found = with_pairs(plan, segments, parents, lengths, limit)
     if left == math.inf:
         return found
