@@ -30,7 +30,8 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.costs.named_shapes import SHAPES
 from megatron_dta.planning.costs.state_bytes import StateBytes
-from megatron_dta.planning.segments.cut import SegmentPlan, plan_segments
+from megatron_dta.planning.segments.cut import plan_segments
+from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.runs import SegmentRuns
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import TreeStatistics, build_prefix_tree, tree_statistics

@@ -260,11 +260,6 @@ class DecoderShape:
         """Matrix entries that a token is multiplied with in all layers."""
         return sum(n * self.token_weights(layer) for layer, n in self.kinds(range(self.num_layers)))
 
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that a token passes through, including the output matrix."""
-        return self.layer_weights + self.hidden_size * self.vocab_size
-
     def layer_width(self, layer: int) -> int:
         """Width of the feed-forward part of a layer that a token passes through."""
         if not self.moe_layers[layer]:
