@@ -45,11 +45,7 @@ from megatron_dta.planning.costs.segment_bytes import SegmentBytes
 from megatron_dta.planning.costs.state_bytes import StateBytes
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.planner import DEFAULT_FACTOR, plan_pipeline
-from megatron_dta.planning.pipeline.schedule import (
-    PipelineOp,
-    PipelineSchedule,
-    next_op_is_backward,
-)
+from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule, next_op_is_backward
 from megatron_dta.planning.pipeline.segments import ideal_utilisation
 from megatron_dta.planning.pipeline.simulation import simulate
 from megatron_dta.planning.segments.plan import SegmentPlan

@@ -118,13 +118,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--cost-model", metavar="JSON", help="measured costs of this or another model (file of tools/fit_cost_model.py)"
     )
-    add(
-        "--top",
-        type=int,
-        metavar="N",
-        default=5,
-        help="meshes to plan in full (default: %(default)s)",
-    )
+    add("--top", type=int, metavar="N", default=5, help="meshes to plan in full (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     _check(arguments)

@@ -18,10 +18,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.config.checks.all import (
-    check_dropout,
-    check_rotary,
-)
+from megatron_dta.config.checks.all import check_dropout, check_rotary
 from megatron_dta.config.checks.experts import check_experts
 from megatron_dta.config.checks.hybrid import check_hybrid
 from megatron_dta.config.checks.lora import check_lora

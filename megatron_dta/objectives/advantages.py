@@ -121,10 +121,7 @@ class _Estimate:
     """The rewards of rollouts without advantages, and the statistics that the estimators need."""
 
     def __init__(
-        self,
-        rollouts: Sequence[Rollout],
-        settings: AdvantageSettings,
-        penalties: Sequence[np.ndarray] | None = None,
+        self, rollouts: Sequence[Rollout], settings: AdvantageSettings, penalties: Sequence[np.ndarray] | None = None
     ) -> None:
         self.rollouts, self.settings, self.penalties = rollouts, settings, penalties
         self.rewards = np.array([rollout.reward for rollout in rollouts], np.float64)

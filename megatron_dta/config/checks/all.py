@@ -146,10 +146,7 @@ def check_rotary(model: ModelConfig) -> None:
 
 def check_dropout(model: ModelConfig) -> None:
     """Reject any dropout; the model is not built with it either."""
-    for flag, value in (
-        ("--attention-dropout", model.attention_dropout),
-        ("--hidden-dropout", model.hidden_dropout),
-    ):
+    for flag, value in (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout)):
         if value != 0:
             raise InputError(
                 f"{flag} {value}: must be 0, because sequences that share a prefix would share its dropout mask, "

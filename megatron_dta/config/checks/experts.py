@@ -28,10 +28,7 @@ def check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
 def _check_no_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
     for settings, names in (
         (model, EXPERT_SETTINGS),
-        (
-            parallel,
-            ("expert_model_parallel_size", "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm"),
-        ),
+        (parallel, ("expert_model_parallel_size", "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm")),
     ):
         for setting in fields(settings):
             value = getattr(settings, setting.name)

@@ -216,12 +216,7 @@ class DecoderShape:
         return RankParameters(whole + (divided + self._shared) // tensor, routed)
 
     def stage_parameters(
-        self,
-        layers: Sequence[int],
-        virtual_stage: int,
-        tensor: int = 1,
-        experts: int = 1,
-        expert_tensor: int = 1,
+        self, layers: Sequence[int], virtual_stage: int, tensor: int = 1, experts: int = 1, expert_tensor: int = 1
     ) -> RankParameters:
         """Parameters of a virtual stage on one rank; ``layers`` has the number of layers of each virtual stage.
 

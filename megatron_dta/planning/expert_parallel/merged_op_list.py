@@ -172,11 +172,7 @@ class _Builder:
     """Builds one list, with one order of beginning segments and one weight."""
 
     def __init__(
-        self,
-        trees: Sequence[CostedTree],
-        budget: int,
-        order: Callable[[CostedTree, int], int],
-        weight: float,
+        self, trees: Sequence[CostedTree], budget: int, order: Callable[[CostedTree, int], int], weight: float
     ) -> None:
         self._ranks = [_Rank(tree, order) for tree in trees]
         self._budget, self._weight = budget, weight

@@ -17,12 +17,7 @@ import numpy as np
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.expert_parallel.merged_op_list import MergedOpList
 from megatron_dta.planning.expert_parallel.merged_segment_tree import MergedSegmentTree, largest_of_ranks
-from megatron_dta.planning.expert_parallel.rank_plan import (
-    RankPlan,
-    available_bytes,
-    largest_counts,
-    memory_tokens_of,
-)
+from megatron_dta.planning.expert_parallel.rank_plan import RankPlan, available_bytes, largest_counts, memory_tokens_of
 from megatron_dta.planning.segments.recompute import choose_kept_segments
 from megatron_dta.planning.segments.runs import ForkCounts
 from megatron_dta.planning.segments.schedule import Op, OpKind, allocate_slots, depth_first_schedule

@@ -127,12 +127,7 @@ def with_peak(choice: StepChoice, shape: PipelineShape) -> StepChoice:
 
 
 def out_of_memory_error(
-    memory: MemoryBudget,
-    rank: int,
-    missing: float,
-    tree: PrefixTree,
-    segment_tokens: int,
-    memory_tokens: int | None,
+    memory: MemoryBudget, rank: int, missing: float, tree: PrefixTree, segment_tokens: int, memory_tokens: int | None
 ) -> InputError:
     """The error for a step that lacks ``missing`` bytes on pipeline rank ``rank``; it names a limit that suffices."""
     constant, needed = memory.constant[rank] / GIB, memory.needed_gib(rank, missing)

@@ -110,10 +110,7 @@ class StepPlan:
 
 
 def plan_segmented_step(
-    samples: Sequence[TrainingSample],
-    choice: StepChoice,
-    pipeline: PipelineShape,
-    activation_tokens: int | None = None,
+    samples: Sequence[TrainingSample], choice: StepChoice, pipeline: PipelineShape, activation_tokens: int | None = None
 ) -> StepPlan:
     """Plan a step whose segments and kept activations are already chosen."""
     segments, lengths = choice.segments, [sample.needed_length() for sample in samples]
