@@ -51,9 +51,9 @@ from common.engine import (
     synchronize,
 )
 from common.profile import profile_step
+from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.common.measurement import Report
 from megatron_dta.model import current_mesh
 from megatron_dta.model.parallel.tensor_sum import tensor_sum
 from megatron_dta.sampling.engines.in_process.engine import InProcessEngine

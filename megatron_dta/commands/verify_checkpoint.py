@@ -65,12 +65,10 @@ def main() -> int:
     from megatron_dta.model import build_model, initialize_parallel
     from megatron_dta.parity.huggingface import load_huggingface, train_padding
     from megatron_dta.parity.one_step import differences, names_of_checkpoint, step_huggingface, step_ours
-    from megatron_dta.training.checkpoint.files import find_checkpoint
+    from megatron_dta.training.checkpoint.files import required_checkpoint
     from megatron_dta.training.checkpoint.save_load import load_weights
 
-    path = find_checkpoint(arguments.load)
-    if path is None:
-        raise InputError(f"--load {arguments.load}: holds no checkpoint")
+    path = required_checkpoint("--load", arguments.load)
     model_config = settings_of_both(arguments, path)
     samples = load_samples(arguments, model_config.vocab_size)
 
