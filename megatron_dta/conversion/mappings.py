@@ -22,8 +22,6 @@ from megatron_dta.conversion.parameters import (
     gated_head_group_blocks,
     head_group_blocks,
     interleaved_blocks,
-    plain_blocks,
-    stacked_blocks,
 )
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 
@@ -113,12 +111,10 @@ class Rule:
         names, rows = tuple(rename(name) for name in self.huggingface), shape.size_of(self.shape[0])
         if self.arrangement is not None:
             return self.arrangement(shape, names)
-        if len(names) == 1:
-            return plain_blocks(names[0], rows)
         if len(names) == 3:
             per_group = shape.num_attention_heads // shape.num_query_groups
             return head_group_blocks(names, shape.num_query_groups, per_group, shape.kv_channels)
-        return stacked_blocks(names, rows)
+        return concatenated_blocks(names, (rows // len(names),) * len(names))
 
 
 def _query_key_value(kind: str, dimensions: tuple[str, ...]) -> Rule:

@@ -275,7 +275,7 @@ def test_ranks_cover_every_number_once(architecture: str, size: int) -> None:
                 rows = slice(copy.tensor_row, copy.tensor_row + copy.rows)
                 block = (rows,) if part.columns is None else (rows, columns)
                 counts[copy.tensor][block] += 1
-                assert copy.part_row + copy.rows <= part.shape[0]
+                assert copy.row + copy.rows <= part.shape[0]
         for name, values in split.items():
             assert (counts[name] == 1).all(), name
             assert values.shape == counts[name].shape
