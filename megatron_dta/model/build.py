@@ -199,7 +199,7 @@ def set_norms(spec: ModuleSpec, norm: type, of_heads: bool) -> None:
 def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, object]:
     """Arguments of ``GPTModel`` besides its configuration and spec."""
     return dict(
-        vocab_size=model.padded_vocab_size_on(tensor_size),
+        vocab_size=model.padded_vocab_size(tensor_size),
         max_sequence_length=model.max_position_embeddings,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         # Megatron's plain rotary embedding for every kind of scaling; set_frequencies sets the scaled frequencies.

@@ -81,7 +81,7 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     mesh = run_mesh(config, int(world_size) if world_size.isdecimal() else 1)
     shape = DecoderShape.of(config.model)
     dtype = str(config.model.params_dtype).removeprefix("torch.")
-    show("model", f"{shape.num_parameters:,} parameters, {dtype}, vocabulary of {config.model.padded_vocab_size:,}")
+    show("model", f"{shape.num_parameters:,} parameters, {dtype}, vocabulary of {config.model.padded_vocab_size():,}")
     if config.model.lora_rank is not None:
         show("adapters", f"{adapter_parameters(config.model):,} parameters, which alone are trained")
     show("mesh", mesh_text(mesh))

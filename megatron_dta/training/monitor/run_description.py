@@ -137,7 +137,7 @@ def _model_text(run: BuiltRun) -> str:
     trained = f", {run.trained:,} trained" if run.trained < run.parameters else ""
     return (
         f"{run.parameters:,} parameters{trained}, {dtype}; {model.num_layers} layers of {model.hidden_size:,}, "
-        f"vocabulary of {model.padded_vocab_size:,}"
+        f"vocabulary of {model.padded_vocab_size():,}"
     )
 
 
