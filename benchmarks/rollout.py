@@ -41,15 +41,8 @@ from megatron_dta.train import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
-from common.engine import (
-    Setup,
-    add_arguments,
-    build_engine,
-    build_setup,
-    check_arguments,
-    counts_since,
-    synchronize,
-)
+from common.bandwidth import synchronize
+from common.engine import Setup, add_arguments, build_engine, build_setup, check_arguments, counts_since
 from common.profile import profile_step
 from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser, print_json

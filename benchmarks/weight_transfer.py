@@ -1,17 +1,20 @@
 """Measures the update of a server's weights, on one GPU: through its memory (CUDA IPC) against a folder.
 
     python benchmarks/weight_transfer.py --shape 8b [--ways ipc folder] [--folder /dev/shm/weights] [--repeats 3]
-        [--bucket-mib 512] [--output FILE.json]
+        [--bucket-mib 512] [--receiver stand-in|vllm] [--vllm-flags="--enforce-eager"] [--output FILE.json]
 
 The trainer's side is that of a run: a model on the mesh with random weights, the copy or the files that training waits
-for ("write"), and the engine that updates the servers ("update"). The server is another process on the same GPU, which
-does with the weights what vLLM does, and samples nothing (``common/weight_receiver.py``); "pause" is the time in which
-it may not sample. Afterwards its parameters are compared with the trainer's.
+for ("write"), and the engine that updates the servers ("update"). The server is another process on the same GPU. The
+stand-in does with the weights what vLLM does, and samples nothing (``common/weight_receiver.py``); with --receiver vllm
+it is vLLM itself, which this interpreter must be able to import. "pause" is the time in which the server may not
+sample, from the request to pause to the reply that it continues. Afterwards its parameters are compared with the
+trainer's: for vLLM by their SHA-256.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 import time
@@ -30,14 +33,20 @@ quieten_libraries()  # before Megatron is imported, which warns of missing packa
 
 from common.engine import MODELS
 from common.report import Report
+from common.vllm_server import vllm_server
 from common.weight_receiver import byte_sum
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.config import ModelConfig, SamplingConfig, TrainConfig
 from megatron_dta.config.derived.benchmark_model import settings_of
 from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.sampling.engines.build import server_engine
+from megatron_dta.sampling.engines.servers.engine import HttpEngine
+from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server
 from megatron_dta.sampling.engines.servers.replies import parse_json
+from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
+from megatron_dta.sampling.engines.servers.weights.groups import group_opener
+from megatron_dta.sampling.engines.servers.weights.host_weights import empty_weights
+from megatron_dta.sampling.engines.servers.weights.patches import expected_checksums
 from megatron_dta.training.weights.huggingface import hf_weights
 from megatron_dta.training.weights.servers import rollout_weights
 
@@ -50,18 +59,25 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=("ipc", "folder"), default=["ipc", "folder"])
     parser.add_argument("--folder", default="/dev/shm/rollout-weights", help="of the checkpoints")
     parser.add_argument("--bucket-mib", type=int, default=512, help="--rollout-weight-bucket-mb")
+    parser.add_argument("--receiver", choices=("stand-in", "vllm"), default="stand-in")
+    parser.add_argument(
+        "--vllm-flags",
+        type=shlex.split,
+        default=["--gpu-memory-utilization", "0.5", "--enforce-eager"],
+        help="of its server (default: half of the GPU, no CUDA graphs, for a quick start)",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="timed updates, after one that is not (default 3)")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     return parser.parse_args()
 
 
-def run_config(arguments: argparse.Namespace, way: str, url: str) -> TrainConfig:
-    """The settings of a run that updates the server at ``url``."""
+def run_config(arguments: argparse.Namespace, way: str) -> TrainConfig:
+    """The settings of a run that updates a server."""
     settings = settings_of(MODELS[arguments.shape]) | dict(untie_embeddings_and_output_weights=True)
     model = ModelConfig(**settings, max_position_embeddings=4096, bf16=True)
     sampling = SamplingConfig(
         rollout_engine="vllm",
-        rollout_server_url=[url],
+        rollout_server_url=["http://127.0.0.1:1"],
         rollout_weight_transfer=way,
         rollout_weight_bucket_mb=arguments.bucket_mib,
         rollout_weights_dir=arguments.folder,
@@ -69,8 +85,29 @@ def run_config(arguments: argparse.Namespace, way: str, url: str) -> TrainConfig
     return TrainConfig(model, sampling=sampling)
 
 
+class TimedProtocol(VllmProtocol):
+    """Notes how long the server pauses.
+
+    Attributes:
+        pauses: seconds, one for each update.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__(open_group=None if way == "folder" else group_opener(way, self.meets_by_unique_id))
+        self.pauses: list[float] = []
+        self._paused_at = 0.0
+
+    async def _pause(self, client: HttpClient, server: Server, running: bool) -> None:
+        self._paused_at = time.perf_counter()
+        await super()._pause(client, server, running)
+
+    async def _continue(self, client: HttpClient, server: Server, label: str) -> None:
+        await super()._continue(client, server, label)
+        self.pauses.append(time.perf_counter() - self._paused_at)
+
+
 @contextmanager
-def receiver(device: torch.device) -> Iterator[str]:
+def stand_in(device: torch.device) -> Iterator[str]:
     """The URL of a server in another process."""
     process = subprocess.Popen([sys.executable, str(RECEIVER), str(device)], stdout=subprocess.PIPE, text=True)
     try:
@@ -80,16 +117,36 @@ def receiver(device: torch.device) -> Iterator[str]:
         process.wait()
 
 
-def ask(url: str) -> Any:
-    with urllib.request.urlopen(url) as reply:
+def check_values(config: TrainConfig, model: torch.nn.Module, url: str, receiver: str) -> None:
+    """Raise ``ValueError`` unless the server's parameters are the trainer's."""
+    weights = hf_weights(config, model)
+    if receiver == "stand-in":
+        found = ask(f"{url}/sums")
+        expected = {name: byte_sum(values) for name, values in weights.iterate()}
+    else:
+        found = ask(f"{url}/weight_checker", b'{"action": "checksum"}')["checksums"]
+        host = empty_weights(weights.shapes(), config.sampling.rollout_weight_bucket_mb << 20)
+        for name, values in weights.iterate():
+            host.tensors[name].copy_(values)
+        expected = expected_checksums(host, found)
+    if expected != found:
+        wrong = [name for name in found if found[name] != expected.get(name)]
+        raise ValueError(f"the server has other weights than the trainer: {len(wrong)} of {len(found)}: {wrong[:3]}")
+
+
+def ask(url: str, body: bytes | None = None) -> Any:
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as reply:
         return parse_json(reply.read())
 
 
 def measure(arguments: argparse.Namespace, way: str, model: torch.nn.Module, device: torch.device) -> dict[str, Any]:
     """Medians over the updates of a new server."""
-    with receiver(device) as url:
-        config = run_config(arguments, way, url)
-        writer, engine = rollout_weights(config, model), server_engine(config, print)
+    config = run_config(arguments, way)
+    server = stand_in(device) if arguments.receiver == "stand-in" else vllm_server(config.model, arguments.vllm_flags)
+    with server as url:
+        protocol = TimedProtocol(way)
+        writer, engine = rollout_weights(config, model), HttpEngine(protocol, [url], report=print)
         write, update = [], []
         for version in range(1 + arguments.repeats):
             begin = time.perf_counter()
@@ -99,15 +156,13 @@ def measure(arguments: argparse.Namespace, way: str, model: torch.nn.Module, dev
             update.append(time.perf_counter() - written)
             write.append(written - begin)
             writer.delete_before(version)
-        pauses, sums = ask(f"{url}/pauses"), ask(f"{url}/sums")
         engine.close()
         writer.close()
-        if {name: byte_sum(values) for name, values in hf_weights(config, model).iterate()} != sums:
-            raise ValueError("the server has other weights than the trainer")
+        check_values(config, model, url, arguments.receiver)
     return {
         "write_s": median(write[1:]),
         "update_s": median(update[1:]),
-        "pause_s": median(pauses[1:]),
+        "pause_s": median(protocol.pauses[1:]),
         "first_write_s": write[0],
         "first_update_s": update[0],
     }
@@ -121,9 +176,11 @@ def main() -> None:
     device = initialize_parallel(0)
     if device.type != "cuda" and "ipc" in arguments.ways:
         raise InputError("--ways ipc needs a GPU; give --ways folder")
-    model = build_model(run_config(arguments, "folder", "http://127.0.0.1:1").model, device).eval()
-    num_bytes = sum(values.nbytes for _, values in hf_weights(run_config(arguments, "folder", ""), model).iterate())
-    settings = {name: getattr(arguments, name) for name in ("shape", "bucket_mib", "repeats", "folder")}
+    if device.type != "cuda" and arguments.receiver == "vllm":
+        raise InputError("--receiver vllm needs a GPU; leave it out")
+    model = build_model(run_config(arguments, "folder").model, device).eval()
+    num_bytes = sum(values.nbytes for _, values in hf_weights(run_config(arguments, "folder"), model).iterate())
+    settings = {name: getattr(arguments, name) for name in ("shape", "receiver", "bucket_mib", "repeats", "folder")}
     report = Report("update of a server's weights", settings, device, arguments.output)
     for way in arguments.ways:
         report.add({"way": way, "bytes": num_bytes, **measure(arguments, way, model, device)})

@@ -47,12 +47,19 @@ def key_gradient_candidates(
     base: TreeAttentionConfig, padded_head_size: int, hopper: bool
 ) -> Iterator[TreeAttentionConfig]:
     """Those of the kernel that computes dK and dV; its tiles are dQ's too."""
-    for settings in _KEY_GRADIENTS[padded_head_size]:
+    for rows, keys, *launch in _KEY_GRADIENTS[padded_head_size]:
         for descriptors in (False, True):
-            yield replace(base, key_gradients=KernelConfig(*settings, tma=descriptors))
+            settings = KernelConfig(rows, keys, *launch, tma=descriptors)
+            # The Hopper kernel for dQ reads the tiles of the Hopper kernel for dK and dV only.
+            queries = KernelConfig(rows, keys, 4, 2) if base.query_gradients.hopper else base.query_gradients
+            yield replace(base, key_gradients=settings, query_gradients=queries)
     yield replace(base, key_gradients=replace(base.key_gradients, max_pack=1))
     if hopper and padded_head_size <= 128:
-        yield replace(base, key_gradients=KernelConfig(64, 128, 4, 2, tma=True, hopper=True))
+        yield replace(
+            base,
+            key_gradients=KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
+            query_gradients=KernelConfig(128, 128, 4, 6, tma=True, hopper=True),
+        )
 
 
 def query_gradient_candidates(

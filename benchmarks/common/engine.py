@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
+from common.bandwidth import measured_bandwidth
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.config.derived.benchmark_model import settings_of
@@ -169,24 +168,3 @@ def warm_up(setup: Setup, engine: InProcessEngine, rows: int, params: SamplingPa
 def counts_since(before: dict[str, float], engine: InProcessEngine) -> dict[str, float]:
     """Changes of an engine's counters since ``before``."""
     return {name: count - before[name] for name, count in engine.statistics().items()}
-
-
-def measured_bandwidth(device: torch.device) -> float:
-    """Bytes read and written per second by a copy that is much larger than any cache."""
-    count = 2**28 if device.type == "cuda" else 2**26
-    source = torch.zeros(count, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    seconds = []
-    for _ in range(8):
-        synchronize(device)
-        began = time.perf_counter()
-        target.copy_(source)
-        synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return 2 * 4 * count / median(seconds[2:])
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; a CPU needs no wait."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -4,7 +4,7 @@
 
 It prints its URL. Like vLLM it copies what arrives into parameters that it keeps: from the trainer's buffer on the GPU
 (the ``ipc`` engine of weight transfer, each tensor copied out before it is loaded), or from the files of a folder. GET
-/pauses returns how long each pause was, GET /sums a sum over the bytes of every parameter.
+/sums returns a sum over the bytes of every parameter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import asyncio
 import base64
 import pickle
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,20 @@ class Receiver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._parameters: dict[str, Tensor] = {}
-        self._label, self._paused_at, self._pauses = "", 0.0, list[float]()
+        self._label = ""
         self._mapped: tuple[tuple[Any, ...], Tensor] | None = None
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=1 << 28)
         posts = {
-            "/pause": self._pause, "/resume": self._resume, "/update_weights": self._update,
+            "/pause": self._nothing, "/resume": self._nothing, "/update_weights": self._update,
             "/finish_weight_update": self._finish, "/collective_rpc": self._reload,
             "/update_weight_version": self._set_label, "/init_weight_transfer_engine": self._nothing,
             "/start_weight_update": self._nothing, "/reset_prefix_cache": self._nothing,
         }  # fmt: skip
         gets = {
             "/health": lambda: {}, "/get_world_size": lambda: {"world_size": 1},
-            "/weight_info": lambda: {"weight_version": self._label}, "/pauses": lambda: self._pauses,
-            "/sums": self._sums,
+            "/weight_info": lambda: {"weight_version": self._label}, "/sums": self._sums,
         }  # fmt: skip
         for path, answer in posts.items():
             app.router.add_post(path, _posted(answer))
@@ -54,14 +52,6 @@ class Receiver:
 
     def _nothing(self, body: Any) -> None:
         del body
-
-    def _pause(self, body: Any) -> None:
-        del body
-        self._paused_at = time.perf_counter()
-
-    def _resume(self, body: Any) -> None:
-        del body
-        self._pauses.append(time.perf_counter() - self._paused_at)
 
     def _set_label(self, body: dict[str, Any]) -> None:
         self._label = body["new_version"]

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from common.engine import Setup, build_engine, check_arguments, counts_since, synchronize, warm_up
+from common.bandwidth import synchronize
+from common.engine import Setup, build_engine, check_arguments, counts_since, warm_up
 from common.forced_engine import FixedDrafting, ForcedEngine, WaveTime
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import load_rollouts

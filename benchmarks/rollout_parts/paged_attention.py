@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.engine import MODELS, Setup, check_arguments, measured_bandwidth
+from common.bandwidth import measured_bandwidth
+from common.engine import MODELS, Setup, check_arguments
 from dta_kernels.paged_attention.launch import PagedConfig, Parts, paged_attention, paged_config, tiles_of
 from megatron_dta.common.errors import InputError
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from common.engine import Setup, build_engine, check_arguments, counts_since, synchronize, warm_up
+from common.bandwidth import synchronize
+from common.engine import Setup, build_engine, check_arguments, counts_since, warm_up
 from common.simulated_lengths import LengthDistribution, SimulatedLengths
 from megatron_dta.common.errors import InputError
 from megatron_dta.sampling.engines.interface import RolloutEngine

@@ -69,7 +69,7 @@ def test_the_hopper_kernels(head_size, keys, ratio):
         table,
         forward=KernelConfig(128, keys, 4, 2, tma=True, hopper=True),
         key_gradients=KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
-        query_gradients=KernelConfig(64, 128, 4, 2, tma=True),
+        query_gradients=KernelConfig(128, 128, 4, 6, tma=True, hopper=True),
         stored_scores_bytes=int(generator.choice([1 << 20, 512 << 20])),
         least_tiles=int(generator.choice([1, 16])),
     )

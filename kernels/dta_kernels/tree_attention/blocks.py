@@ -46,23 +46,31 @@ class BlockTable:
         programs: int32 [P, 8], the fields of each program: its own block; run begin and run end, the interval of other
             blocks that are full; list begin, list middle and list end, which refer to ``blocks``: full blocks are in
             ``[list begin, list middle)``, partial ones in ``[list middle, list end)``; the begin of its entries in
-            ``tiles``; its share of the column, twice the number of shares before it, plus 1 if it is the last.
+            ``tiles`` (of rows that several programs may share: the number of programs before it that are not the last
+            of their row); its share of the row or column, twice the number of shares before it, plus 1 if it is the
+            last.
         blocks: int32, lists of other blocks.
         tiles: int32, for every live pair of blocks in the order run, full, partial: its number when all live pairs
-            are counted row by row in that order.
+            are counted row by row in that order. A program of several rows has a number for each of them, -1 where the
+            row does not see the block.
     """
 
     programs: np.ndarray
     blocks: np.ndarray
     tiles: np.ndarray
 
+    @property
+    def num_unfinished(self) -> int:
+        """Number of programs that are not the last of their row or column."""
+        return int((self.programs[:, SHARE] % 2 == 0).sum())
+
 
 @dataclass(frozen=True)
 class BlockTables:
     """Tables of one segment's block matrix, or of some of its rows: by rows (query blocks) and by columns (key blocks).
 
-    Columns without a live block are omitted in all parts but the first. ``has_shares`` says whether several programs
-    share a column.
+    A program of ``rows`` may have several rows. Columns without a live block are omitted in all parts but the first.
+    ``has_shares`` says whether several programs share a column.
     """
 
     rows: BlockTable
@@ -78,40 +86,61 @@ class BlockMatrix:
     live: np.ndarray
     full: np.ndarray
 
-    def row_parts(self, most_tiles: int) -> list[slice]:
-        """Divide the rows into few consecutive parts of at most ``most_tiles`` live blocks (or a single row) each."""
+    def row_parts(self, most_tiles: int, together: int = 1) -> list[slice]:
+        """Divide the rows into few consecutive parts of at most ``most_tiles`` live blocks each.
+
+        Of ``together`` rows that one program computes none goes to another part, even if they have more blocks.
+        """
         parts, begin, tiles = [], 0, 0
-        for row, count in enumerate(self.live.sum(1).tolist()):
+        num_rows = self.live.shape[0]
+        counts = np.add.reduceat(self.live.sum(1), np.arange(0, num_rows, together))
+        for index, count in enumerate(counts.tolist()):
             if tiles and tiles + count > most_tiles:
-                parts.append(slice(begin, row))
-                begin, tiles = row, 0
+                parts.append(slice(begin, index * together))
+                begin, tiles = index * together, 0
             tiles += count
-        return [*parts, slice(begin, self.live.shape[0])]
+        return [*parts, slice(begin, num_rows)]
 
-    def rows(self) -> BlockTable:
-        """The table of all rows, without tiles."""
+    def rows(self, at_once: float | None = None) -> BlockTable:
+        """The table of all rows, without tiles.
+
+        Args:
+            at_once: rows that the GPU computes at once; the last ones are shared (``_share_last_rows``). None gives
+                each row one program.
+        """
         runs = _longest_runs(self.full)
-        return _table(self.live, self.full, runs, _visits(self.live, self.full, runs), np.zeros(0, np.int32))
+        table = _table(self.live, self.full, runs, _visits(self.live, self.full, runs), np.zeros(0, np.int32))
+        return table if at_once is None else _share_last_rows(table, at_once)
 
-    def tables(self, part: slice = slice(None), most_blocks: Callable[[int], int] | None = None) -> BlockTables:
+    def tables(
+        self,
+        part: slice = slice(None),
+        most_blocks: Callable[[int], int] | None = None,
+        together: int = 1,
+        at_once: float | None = None,
+    ) -> BlockTables:
         """Tables of the rows in ``part``; tiles are counted within it.
 
         Args:
             most_blocks: the maximum number of blocks that a program of a column visits, given that of all live blocks;
                 columns with more are shared by several programs. None gives each column one program.
+            together: rows of a program of ``rows``; with several, all its blocks are listed as partial ones.
+            at_once: as for ``rows``, of programs with ``together`` rows.
         """
         live, full = self.live[part], self.full[part]
         begin = part.start or 0
         runs = _longest_runs(full)
         visits = row, _, column = _visits(live, full, runs)
         numbers = np.arange(len(row), dtype=np.int32)
-        rows = _table(live, full, runs, visits, numbers)
-        tile = np.zeros(live.shape, dtype=np.int32)
+        tile = np.full(live.shape, -1, dtype=np.int32)
         tile[row, column] = numbers
+        rows = _table(live, full, runs, visits, numbers) if together == 1 else _joined_rows(tile, together)
+        if at_once is not None:
+            rows = _share_last_rows(rows, at_once)
         runs = _longest_runs(full.T)
         visits = column, _, row = _visits(live.T, full.T, runs)
         columns = _table(live.T, full.T, runs, visits, tile[row, column])
-        rows.programs[:, BLOCK] += begin
+        rows.programs[:, BLOCK] += begin // together
         columns.programs[:, [RUN_BEGIN, RUN_END]] += begin
         columns.blocks[:] += begin
         if begin:
@@ -216,24 +245,66 @@ def _table(
     return BlockTable(programs[heaviest_first], column[kind > 0].astype(np.int32), tiles)
 
 
-def _share_columns(table: BlockTable, most_blocks: int) -> BlockTable:
-    """The table with several programs in place of each one that visits more than ``most_blocks`` blocks.
+def _joined_rows(tile: np.ndarray, together: int) -> BlockTable:
+    """The table whose programs have several adjacent rows each, from the tiles of all blocks (-1 where not live)."""
+    num_rows, num_columns = tile.shape
+    num_programs = -(-num_rows // together)
+    padded = np.full((num_programs * together, num_columns), -1, dtype=np.int32)
+    padded[:num_rows] = tile
+    of_each = [padded[index::together] for index in range(together)]
+    live = np.maximum.reduce(of_each) >= 0
+    found = np.flatnonzero(live)
+    program, column = np.divmod(found, num_columns)
+    tiles = np.stack([rows.ravel()[found] for rows in of_each], axis=1).ravel()
+    no_runs = np.zeros((num_programs, 2), dtype=np.int64)
+    return _table(live, np.zeros_like(live), no_runs, (program, np.full(len(found), 2), column), tiles)
 
-    The programs of a column follow each other in their order: each one waits until the one before it has added its
-    sums, which must therefore have started.
+
+def _work(programs: np.ndarray) -> np.ndarray:
+    """Blocks that each program visits."""
+    return programs[:, RUN_END] - programs[:, RUN_BEGIN] + programs[:, LIST_END] - programs[:, LIST_BEGIN]
+
+
+def _share_columns(table: BlockTable, most_blocks: int) -> BlockTable:
+    """The table with several programs in place of each one that visits more than ``most_blocks`` blocks."""
+    return _divide(table, np.maximum(1, -(-_work(table.programs) // most_blocks)))
+
+
+def _share_last_rows(table: BlockTable, at_once: float, least_blocks: int = 6) -> BlockTable:
+    """The table with several programs for each of the last rows, which would leave most of the GPU idle.
+
+    If the GPU computes 16.5 rows at once, the last 6 of 72 run beside nothing else, for as long as one of them takes.
+    Two programs for each take half of that.
     """
     programs = table.programs
+    left = len(programs) % at_once if len(programs) > at_once else len(programs)
+    shares = np.ones(len(programs), dtype=np.int64)
+    if left:
+        last = slice(len(programs) - int(np.ceil(left)), None)
+        shares[last] = np.clip(_work(programs)[last] // least_blocks, 1, min(8, max(1, int(at_once // left))))
+    divided = _divide(table, shares)
+    is_unfinished = divided.programs[:, SHARE] % 2 == 0
+    divided.programs[:, TILE_BEGIN] = np.cumsum(is_unfinished) - is_unfinished
+    return divided
+
+
+def _divide(table: BlockTable, shares: np.ndarray) -> BlockTable:
+    """The table with ``shares`` programs in place of each one, those that visit most blocks first.
+
+    The programs of a row or column follow each other in their order: each one waits until those before it have added
+    or left their sums, which must therefore have started.
+    """
+    programs = table.programs
+    work = _work(programs)
     run = programs[:, RUN_END] - programs[:, RUN_BEGIN]
-    work = run + programs[:, LIST_END] - programs[:, LIST_BEGIN]
-    shares = np.maximum(1, -(-work // most_blocks))
     heaviest_first = np.argsort(-work / shares, kind="stable")
-    column = np.repeat(heaviest_first, shares[heaviest_first])
-    run, work, shares = run[column], work[column], shares[column]
-    # The number of a share within its column: a count that begins anew where the column changes.
-    number = np.arange(len(column))
-    number -= np.maximum.accumulate(np.where(np.diff(column, prepend=-1) != 0, number, 0))
+    index = np.repeat(heaviest_first, shares[heaviest_first])
+    run, work, shares = run[index], work[index], shares[index]
+    # The number of a share within its row or column: a count that begins anew where that changes.
+    number = np.arange(len(index))
+    number -= np.maximum.accumulate(np.where(np.diff(index, prepend=-1) != 0, number, 0))
     begin, end = work * number // shares, work * (number + 1) // shares
-    programs = programs[column]
+    programs = programs[index]
     programs[:, RUN_END] = programs[:, RUN_BEGIN] + np.minimum(end, run)
     programs[:, RUN_BEGIN] += np.minimum(begin, run)
     programs[:, LIST_END] = programs[:, LIST_BEGIN] + np.maximum(end - run, 0)

@@ -25,8 +25,8 @@ class KernelConfig:
         num_warps, num_stages: Triton's.
         tma: read tiles through tensor descriptors (Hopper and later).
         max_pack: maximum number of heads of a group in one tile.
-        hopper: use the kernel of ``hopper_forward`` or ``hopper_backward``, for compute capability 9, head sizes 64 and
-            128, 16-bit inputs; num_warps and num_stages are its own.
+        hopper: use the kernel of ``hopper_forward``, ``hopper_backward`` or ``hopper_query_gradients``, for compute
+            capability 9, head sizes 64 and 128, 16-bit inputs; num_warps and num_stages are its own.
     """
 
     rows: int
@@ -53,7 +53,7 @@ class TreeAttentionConfig:
 
     Attributes:
         key_gradients: also sets the size of the stored dS tiles.
-        query_gradients: its tile sizes are those of ``key_gradients``.
+        query_gradients: its tile sizes are those of ``key_gradients``; the Hopper kernel takes twice the rows.
         stored_scores_bytes: maximum memory for dS tiles; a single row of blocks may exceed it. A segment that needs
             more runs in several launches, each for some groups or some queries.
         least_tiles: minimum number of tiles of queries of a program that shares a block of keys with others.
@@ -96,12 +96,12 @@ _GLUON = {
     64: (
         KernelConfig(128, 128, 4, 2, tma=True, hopper=True),
         KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
-        KernelConfig(64, 128, 4, 2, tma=True),
+        KernelConfig(128, 128, 4, 6, tma=True, hopper=True),
     ),
     128: (
         KernelConfig(128, 128, 4, 2, tma=True, hopper=True),
         KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
-        KernelConfig(64, 128, 4, 2, tma=True),
+        KernelConfig(128, 128, 4, 6, tma=True, hopper=True),
     ),
 }
 # 16-bit inputs on other GPUs: less shared memory, no tensor descriptors.

@@ -4,7 +4,8 @@ One producer warp copies blocks of keys and values by TMA into two stages. Two g
 the query tile. A group issues the scores of the next block before it multiplies the previous block's probabilities with
 its values, and computes the exponentials while both run. Triton's own pipeliner leaves this time idle.
 
-The tables and the contract are those of ``forward``: 128 rows a tile, head sizes 64 and 128, 16-bit inputs.
+The tables and the contract are those of ``forward``: 128 rows a tile, head sizes 64 and 128, 16-bit inputs. The last
+programs of a launch may share a block of queries (``hopper_shares``).
 Triton's interpreter does not run Gluon, so ``tests/gpu/test_gpu_tree_attention.py`` is the only test of this kernel.
 Gluon is experimental: the table of settings selects these kernels only with the tested versions of Triton.
 """
@@ -20,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from dta_kernels.tree_attention.hopper_shares import leave_sums, lower_flag, place_of, raise_flag, take_sums
 
 
 @gluon.jit
@@ -71,9 +74,9 @@ def _masked(scores, t, full_count, block, key_end, num_keys, position, BLOCK_K: 
 
 
 @gluon.jit
-def _consumer(WG: gl.constexpr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, blocks, key_end, out, lse_HN,
-              run_begin, run_length, list_begin, full_count, count, first_query, head, num_queries, num_keys,
-              num_ancestors, scale_2, H: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
+def _consumer(WG: gl.constexpr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, programs, blocks, key_end,
+              out, lse_HN, partial, flags, run_begin, run_length, list_begin, full_count, count, first_query, head,
+              num_queries, num_keys, num_ancestors, scale_2, H: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
               BLOCK_K: gl.constexpr):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16]
@@ -122,28 +125,50 @@ def _consumer(WG: gl.constexpr, q_smem, k_smem, v_smem, k_full, k_empty, v_full,
     last = (count - 1) % 2
     mbarrier.wait(v_full.index(last), ((count - 1) // 2) & 1)
     acc = warpgroup_mma(p16, v_smem.index(last), acc, is_async=False)
-    sees = total > 0
-    safe = gl.where(sees, total, 1.0)
-    acc = acc / gl.convert_layout(safe, RO)[:, None]
-    lse = gl.where(sees, (largest + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
-    query = first_query + row // PACK
-    gl.store(lse_HN + (head + row % PACK).to(gl.int64) * num_queries + query, lse, mask=query < num_queries)
-    row_o = WG * 64 + gl.arange(0, 64, layout=RO)
-    channel = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
-    query_o = first_query + row_o // PACK
-    offsets = (query_o.to(gl.int64) * (H * D) + (head + row_o % PACK) * D)[:, None] + channel[None, :]
-    gl.store(out + offsets, acc.to(q.dtype), mask=(query_o < num_queries)[:, None])
+    place, number, is_last = place_of(programs, WG)
+    row_s = gl.arange(0, 64, layout=RS)
+    if is_last:
+        for index in range(number):
+            other = place - (number - index) * 2 * gl.num_programs(0)
+            other_acc, statistics = take_sums(partial, flags, other, D, OUT)
+            other_largest = gl.load(partial + statistics + row_s, cache_modifier=".cg")
+            other_total = gl.load(partial + statistics + 64 + row_s, cache_modifier=".cg")
+            new_largest = gl.maximum(largest, other_largest)
+            shift = gl.where(new_largest == float("-inf"), 0.0, new_largest)
+            decay, other_decay = gl.exp2(largest - shift), gl.exp2(other_largest - shift)
+            total = total * decay + other_total * other_decay
+            acc = acc * gl.convert_layout(decay, RO)[:, None]
+            acc += other_acc * gl.convert_layout(other_decay, RO)[:, None]
+            largest = new_largest
+            lower_flag(flags, other)
+        sees = total > 0
+        safe = gl.where(sees, total, 1.0)
+        acc = acc / gl.convert_layout(safe, RO)[:, None]
+        lse = gl.where(sees, (largest + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
+        query = first_query + row // PACK
+        gl.store(lse_HN + (head + row % PACK).to(gl.int64) * num_queries + query, lse, mask=query < num_queries)
+        row_o = WG * 64 + gl.arange(0, 64, layout=RO)
+        channel = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
+        query_o = first_query + row_o // PACK
+        offsets = (query_o.to(gl.int64) * (H * D) + (head + row_o % PACK) * D)[:, None] + channel[None, :]
+        gl.store(out + offsets, acc.to(q.dtype), mask=(query_o < num_queries)[:, None])
+    else:
+        statistics = leave_sums(acc, partial, place, D, OUT)
+        gl.store(partial + statistics + row_s, largest)
+        gl.store(partial + statistics + 64 + row_s, total)
+        raise_flag(flags, place)
 
 
 @gluon.jit(
     do_not_specialize=["num_queries", "num_keys", "num_ancestors"],
-    do_not_specialize_on_alignment=["key_end", "programs", "blocks"],
+    do_not_specialize_on_alignment=["key_end", "flags", "programs", "blocks"],
 )
 def forward_kernel(
-    q_NHD, k_desc, v_desc, out_NHD, lse_HN, key_end, programs, blocks, num_queries, num_keys, num_ancestors, scale,
+    q_NHD, k_desc, v_desc, out_NHD, lse_HN, partial, flags, key_end, programs, blocks, num_queries, num_keys,
+    num_ancestors, scale,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """Grid (H / PACK, blocks of 128 / PACK queries), 4 warps (and 5 more)."""
+    """Grid (H / PACK, blocks of 128 / PACK queries or shares of them), 4 warps (and 5 more)."""
     DTYPE: gl.constexpr = q_NHD.dtype.element_ty
     head = gl.program_id(0) * PACK
     program = programs + gl.program_id(1) * 8
@@ -180,12 +205,12 @@ def forward_kernel(
     scale_2 = scale * 1.4426950408889634
     gl.warp_specialize(
         [
-            (_consumer, (0, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, blocks, key_end, out_NHD, lse_HN,
-                         run_begin, run_length, list_begin, full_count, count, first_query, head, num_queries,
-                         num_keys, num_ancestors, scale_2, H, D, PACK, BLOCK_K)),
-            (_consumer, (1, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, blocks, key_end, out_NHD, lse_HN,
-                         run_begin, run_length, list_begin, full_count, count, first_query, head, num_queries,
-                         num_keys, num_ancestors, scale_2, H, D, PACK, BLOCK_K)),
+            (_consumer, (0, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, programs, blocks, key_end,
+                         out_NHD, lse_HN, partial, flags, run_begin, run_length, list_begin, full_count, count,
+                         first_query, head, num_queries, num_keys, num_ancestors, scale_2, H, D, PACK, BLOCK_K)),
+            (_consumer, (1, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, programs, blocks, key_end,
+                         out_NHD, lse_HN, partial, flags, run_begin, run_length, list_begin, full_count, count,
+                         first_query, head, num_queries, num_keys, num_ancestors, scale_2, H, D, PACK, BLOCK_K)),
             (_producer, (k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, blocks, run_begin,
                          run_length, list_begin, count, column, BLOCK_K)),
         ],

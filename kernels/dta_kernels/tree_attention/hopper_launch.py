@@ -1,4 +1,4 @@
-"""Launches the Hopper kernels of ``hopper_forward`` and ``hopper_backward``.
+"""Launches the Hopper kernels of ``hopper_forward``, ``hopper_backward`` and ``hopper_query_gradients``.
 
 Separate from ``launch``, so that Gluon, which is experimental in Triton, is imported only if it is used.
 """
@@ -15,9 +15,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dta_kernels.launch import Launcher
 from dta_kernels.tree_attention import hopper_backward as tree_attention_hopper_backward
 from dta_kernels.tree_attention import hopper_forward as tree_attention_hopper
+from dta_kernels.tree_attention import hopper_query_gradients as tree_attention_hopper_queries
 from dta_kernels.tree_attention.config import KernelConfig
 from dta_kernels.tree_attention.layer_cache import SharedByLayers
-from dta_kernels.tree_attention.plan import AttentionShape, TreeAttentionPlan
+from dta_kernels.tree_attention.plan import AttentionShape, DeviceTable, TreeAttentionPlan
 
 
 def forward_on_hopper(
@@ -40,9 +41,11 @@ def forward_on_hopper(
         for name, x in (("k", k_MGD), ("v", v_MGD))
     )
     launch = shared.get("forward", lambda: _forward_launcher(shape, pack, settings.keys))
+    heads = shape.num_heads // pack
     launch(
-        (shape.num_heads // pack, plan.forward.programs.shape[0]), q_NHD, keys, values, out_NHD, lse_HN, key_end_M,
-        plan.forward.programs, plan.forward.blocks, plan.num_queries, plan.num_keys, plan.num_ancestors, scale,
+        (heads, plan.forward.programs.shape[0]), q_NHD, keys, values, out_NHD, lse_HN,
+        *_room_for_shares(plan.forward, heads, D, lse_HN, shared), key_end_M, plan.forward.programs,
+        plan.forward.blocks, plan.num_queries, plan.num_keys, plan.num_ancestors, scale,
     )  # fmt: skip
 
 
@@ -85,6 +88,45 @@ def key_gradients_on_hopper(
     )  # fmt: skip
 
 
+def query_gradients_on_hopper(
+    plan: TreeAttentionPlan,
+    shared: SharedByLayers,
+    arrays: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: DeviceTable,
+    first_chunk: int,
+    chunks: int,
+    scale: float,
+) -> None:
+    """One launch for dQ of ``chunks`` tiles of heads, from the tiles of dS of these.
+
+    Args:
+        arrays: dS, k, dq, and any float32 tensor.
+    """
+    dscores, k_MGD, dq_NHD, sums = arrays
+    shape, settings = plan.shape, plan.config.query_gradients
+    _check(plan, settings, rows=128)
+    if plan.config.key_gradients.rows != 64 or settings.keys != 128:
+        raise ValueError("the Hopper kernel for dQ takes tiles of dS of 64 rows and 128 keys")
+    M, G, D = k_MGD.shape
+    tiles = shared.of_tensor("dS", dscores, lambda x: _descriptor(x, [x.numel() // 64, 64], [64, 64]))
+    keys = shared.of_tensor("k for dQ", k_MGD, lambda x: _descriptor(x, [M, G * D], [64, D]))
+    pack = plan.config.key_gradients.pack(shape.group_size)
+    launch = shared.get("query gradients", lambda: _query_gradients_launcher(shape, pack))
+    launch(
+        (chunks, rows.programs.shape[0]), tiles, keys, dq_NHD, *_room_for_shares(rows, chunks, D, sums, shared),
+        rows.programs, rows.blocks, rows.tiles, plan.num_queries, first_chunk, scale,
+    )  # fmt: skip
+
+
+def _room_for_shares(
+    rows: DeviceTable, heads: int, head_size: int, float32: Tensor, shared: SharedByLayers
+) -> tuple[Tensor, Tensor]:
+    """Memory for the sums of programs that share rows, and their flags, which every launch leaves at zero."""
+    places = rows.num_unfinished * heads * 2
+    flags = shared.get(("flags", places), lambda: float32.new_zeros(places, dtype=torch.int32))
+    return float32.new_empty(places * (64 * head_size + 128)), flags
+
+
 @lru_cache
 def _forward_launcher(shape: AttentionShape, pack: int, keys: int) -> Launcher:
     kernel = tree_attention_hopper.forward_kernel
@@ -96,6 +138,13 @@ def _forward_launcher(shape: AttentionShape, pack: int, keys: int) -> Launcher:
 def _key_gradients_launcher(shape: AttentionShape, pack: int, accumulate: bool) -> Launcher:
     kernel = tree_attention_hopper_backward.key_gradients_kernel
     constants = dict(H=shape.num_heads, G=shape.num_groups, D=shape.head_size, PACK=pack, ACCUMULATE=accumulate)
+    return Launcher(kernel, **constants, num_warps=4)
+
+
+@lru_cache
+def _query_gradients_launcher(shape: AttentionShape, pack: int) -> Launcher:
+    kernel = tree_attention_hopper_queries.query_gradients_kernel
+    constants = dict(H=shape.num_heads, G=shape.num_groups, D=shape.head_size, PACK=pack)
     return Launcher(kernel, **constants, num_warps=4)
 
 

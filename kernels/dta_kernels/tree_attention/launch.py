@@ -236,6 +236,14 @@ class _BackwardLaunch:
     def query_gradients(self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor) -> None:
         plan, settings = self.plan, self.plan.config.query_gradients
         tile, chunks = plan.config.key_gradients, plan.shape.group_size // self.pack
+        if settings.hopper:
+            from dta_kernels.tree_attention.hopper_launch import query_gradients_on_hopper
+
+            query_gradients_on_hopper(
+                plan, self.shared, (dscores, self.k, self.dq, self.delta), part.rows, first_group * chunks,
+                groups * chunks, self.scale,
+            )  # fmt: skip
+            return
         launch = self._launcher("query gradients", query_gradients_kernel, settings, tile)
         launch(
             (groups * chunks, part.rows.programs.shape[0]), dscores,

@@ -17,8 +17,10 @@ from dta_kernels.tree_attention.blocks import BlockMatrix, BlockTable, block_mat
 from dta_kernels.tree_attention.config import KernelConfig, TreeAttentionConfig, default_config, supports
 from dta_kernels.upload import upload
 
-# Smallest useful number of programs in a launch: two for each multiprocessor of a large GPU.
-_LEAST_PROGRAMS = 264
+# Of a large GPU, and of all Hopper GPUs but the smallest.
+_MULTIPROCESSORS = 132
+# Smallest useful number of programs in a launch.
+_LEAST_PROGRAMS = 2 * _MULTIPROCESSORS
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,17 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class DeviceTable:
+    """A ``BlockTable`` on the device."""
+
     programs: Tensor
     blocks: Tensor
     tiles: Tensor
+    num_unfinished: int
 
 
 @dataclass(frozen=True)
 class BackwardPart:
-    """Blocks of keys for dK and dV, and tiles of queries for dQ, of one part of the backward pass.
+    """Blocks of keys for dK and dV, and blocks of queries for dQ, of one part of the backward pass.
 
     ``has_shares`` says whether several programs share a block of keys.
     """
@@ -117,6 +122,7 @@ def plan_tree_attention(
     elements = shape.group_size // backward.pack(shape.group_size) * backward.rows * backward.keys
     most_tiles = config.stored_scores_bytes // (elements * shape.dtype.itemsize)
     num_tiles = int(by_keys.live.sum())
+    together = config.query_gradients.rows // backward.rows if config.query_gradients.hopper else 1
     # A launch with few groups and few key blocks leaves multiprocessors idle; more parts read and write sums again.
     least_groups = min(shape.num_groups, -(-_LEAST_PROGRAMS // -(-len(key_end) // backward.keys)))
     if num_tiles * least_groups <= most_tiles:
@@ -124,15 +130,23 @@ def plan_tree_attention(
         rows = [slice(None)]
     else:
         launches = -(-shape.num_groups // least_groups)
-        rows = by_keys.row_parts(most_tiles * launches // shape.num_groups)
+        rows = by_keys.row_parts(most_tiles * launches // shape.num_groups, together)
     stored_groups = -(-shape.num_groups // launches)
 
     def most_blocks(num_blocks: int) -> int:
         # No program has more than an equal share for each of as many as fill the GPU.
         return max(config.least_tiles, -(-num_blocks * stored_groups // _LEAST_PROGRAMS))
 
-    parts = [by_keys.tables(each, most_blocks) for each in rows]
-    tables = [matrix(config.forward).rows()] + [table for part in parts for table in (part.columns, part.rows)]
+    def at_once(settings: KernelConfig, num_heads: int) -> float | None:
+        # A program of the Hopper kernels takes a whole multiprocessor.
+        pack = (config.forward if settings is config.forward else backward).pack(shape.group_size)
+        return _MULTIPROCESSORS / (num_heads // pack) if settings.hopper else None
+
+    last = config.query_gradients, stored_groups * shape.group_size
+    parts = [by_keys.tables(each, most_blocks, together, at_once(*last)) for each in rows]
+    tables = [matrix(config.forward).rows(at_once(config.forward, shape.num_heads))] + [
+        table for part in parts for table in (part.columns, part.rows)
+    ]
     forward, *by_part = _upload_tables(tables, device)
     return TreeAttentionPlan(
         shape=shape,
@@ -149,7 +163,7 @@ def plan_tree_attention(
 def _upload_tables(tables: list[BlockTable], device: torch.device) -> list[DeviceTable]:
     arrays = [array for table in tables for array in (table.programs, table.blocks, table.tiles)]
     pieces = iter(upload(arrays, device, torch.int32))
-    return [DeviceTable(next(pieces).view(-1, 8), next(pieces), next(pieces)) for _ in tables]
+    return [DeviceTable(next(pieces).view(-1, 8), next(pieces), next(pieces), table.num_unfinished) for table in tables]
 
 
 def local_key_end_on_device(query_index_N: Tensor, key_end_M: Tensor) -> Tensor:

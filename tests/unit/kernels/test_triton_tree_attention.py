@@ -147,6 +147,73 @@ def test_shares_of_a_column_divide_its_blocks_in_their_order(seed):
     assert not whole.has_shares
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_programs_of_two_rows_have_the_tiles_of_both(seed):
+    generator = seed_all(seed + 300)
+    segment = random_segment(generator, int(generator.integers(20, 150)), turn=float(generator.choice([0.03, 0.2])))
+    matrix = block_matrix(segment.local_key_end(), len(segment.query_index), 2, 4)
+    most = int(generator.integers(1, 60))
+    parts = matrix.row_parts(most, 2)
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert all(part.start % 2 == 0 for part in parts)
+    found = np.full(matrix.live.shape, -1)
+    for part in parts:
+        tables = matrix.tables(part, together=2)
+        assert tables.num_tiles <= most or part.stop - part.start <= 2
+        columns = {}
+        for program in tables.columns.programs:
+            others = [*range(program[RUN_BEGIN], program[RUN_END])]
+            others += tables.columns.blocks[program[LIST_BEGIN] : program[LIST_END]].tolist()
+            tiles = tables.columns.tiles[program[TILE_BEGIN] :][: len(others)].tolist()
+            columns |= {(row, program[BLOCK]): tile for row, tile in zip(others, tiles, strict=True)}
+        for program in tables.rows.programs:
+            assert program[RUN_BEGIN] == program[RUN_END]
+            for entry in range(program[LIST_BEGIN], program[LIST_END]):
+                column, pair = tables.rows.blocks[entry], tables.rows.tiles[2 * entry : 2 * entry + 2].tolist()
+                assert max(pair) >= 0
+                for row, tile in zip((2 * program[BLOCK], 2 * program[BLOCK] + 1), pair, strict=True):
+                    if tile >= 0:
+                        assert found[row, column] == -1
+                        assert columns[row, column] == tile
+                        found[row, column] = tile
+    assert np.array_equal(found >= 0, matrix.live)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_last_rows_are_shared_in_their_order(seed):
+    generator = seed_all(seed + 400)
+    segment = random_segment(generator, int(generator.integers(60, 300)), turn=float(generator.choice([0.01, 0.1])))
+    matrix = block_matrix(segment.local_key_end(), len(segment.query_index), 4, 2)
+    whole, at_once = matrix.rows(), float(generator.uniform(1, 40))
+    shared = matrix.rows(at_once)
+
+    def blocks(table: BlockTable, program: np.ndarray) -> tuple[list[int], list[int]]:
+        run = [*range(program[RUN_BEGIN], program[RUN_END])]
+        full, partial = ((LIST_BEGIN, LIST_MIDDLE), (LIST_MIDDLE, LIST_END))
+        full, partial = (table.blocks[program[begin] : program[end]].tolist() for begin, end in (full, partial))
+        return run + full, partial
+
+    by_row: dict[int, list[tuple[list[int], list[int]]]] = {}
+    unfinished = 0
+    for program in shared.programs:
+        row = by_row.setdefault(program[BLOCK], [])
+        assert program[SHARE] // 2 == len(row)
+        assert program[TILE_BEGIN] == unfinished
+        unfinished += program[SHARE] % 2 == 0
+        row.append(blocks(shared, program))
+    assert unfinished == shared.num_unfinished
+    counts = []
+    for program in whole.programs:
+        shares = by_row[program[BLOCK]]
+        assert blocks(whole, program) == tuple([*itertools.chain(*kind)] for kind in zip(*shares, strict=True))
+        assert len(shares) == 1 or min(len(full) + len(partial) for full, partial in shares) >= 6
+        counts.append(len(shares))
+    # Only rows that would run beside too few others are shared, and so that all of them run at once.
+    last = len(counts) % at_once if len(counts) > at_once else len(counts)
+    assert max(counts[: len(counts) - int(np.ceil(last))], default=1) == 1
+    assert max(counts) <= min(8, max(1, at_once / last))
+
+
 @interpreter
 @pytest.mark.parametrize("seed", range(8))
 def test_random_forests_in_float32(seed):
