@@ -38,11 +38,11 @@ from common.attention_candidates import (
 )
 from common.attention_cases import AttentionCase, chain, choose_sequences, probe_case, segment_cases, whole_tree
 from common.attention_timing import Inputs, Kernels, check, measure_flex, measure_kernels, milliseconds, rates
+from common.report import Report
 from dta_kernels.tree_attention.config import TreeAttentionConfig, default_config, padded_head_size
 from dta_kernels.tree_attention.plan import AttentionShape
 from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.common.measurement import Report
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_prefix_tree
 

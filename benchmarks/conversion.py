@@ -69,12 +69,11 @@ def write_checkpoint(folder: Path, layers: int, divisor: int) -> int:
     shape = ModelShape(
         layers,
         config["hidden_size"],
+        config["intermediate_size"],
         config["num_attention_heads"],
         config["num_key_value_heads"],
         config["hidden_size"] // config["num_attention_heads"],
-        config["intermediate_size"],
         config["vocab_size"],
-        True,
     )
     tensors = tensors_of(parameters_of("LlamaForCausalLM", shape))
     layouts = lay_out({name: (dims, torch.bfloat16) for name, dims in tensors.items()}, 5_000_000_000)

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.common.measurement import Report
 from megatron_dta.speculation.native import NativeSuffixForest, NativeUnavailable
 from megatron_dta.speculation.suffix_forest import DraftParams, PythonSuffixForest, SuffixForest
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.report import Report
 from dta_kernels.layers import qkv_rope as qkv
 from dta_kernels.layers import reference
 from dta_kernels.layers.rms_norm import rms_norm, rms_norm_again, rms_norm_partial_gradients
 from dta_kernels.layers.swiglu import swiglu, swiglu_into
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.common.measurement import Report
 from megatron_dta.config.derived.benchmark_model import MODELS
 
 DTYPE, EPS = torch.bfloat16, 1e-6

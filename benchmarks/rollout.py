@@ -44,9 +44,9 @@ quieten_libraries()  # before Megatron is imported, which warns of missing packa
 from common.bandwidth import synchronize
 from common.engine import Setup, add_arguments, build_engine, build_setup, check_arguments, counts_since
 from common.profile import profile_step
+from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.common.measurement import Report
 from megatron_dta.model import current_mesh
 from megatron_dta.model.parallel.tensor_sum import tensor_sum
 from megatron_dta.sampling.engines.in_process.engine import InProcessEngine

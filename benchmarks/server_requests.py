@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.common.measurement import Report
 from megatron_dta.sampling.engines.interface import GenerationRequest
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.engines.servers.http_settings import HttpSettings

@@ -33,10 +33,10 @@ quieten_libraries()  # before Megatron is imported, which tells what is not inst
 
 from common.plan_accuracy import replay, stage_seconds
 from common.profile import profile_step
+from common.report import Report
 from common.training_step import EngineOptions, StepTimer, compared
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_output, print_json
 from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.common.measurement import Report
 from megatron_dta.config import ModelConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from megatron_dta.config.derived.device_queues import set_device_queues
@@ -292,7 +292,7 @@ def main() -> int:
         print(f"warning: {warning}", file=sys.stderr)
     benchmark = Benchmark(arguments)
     is_first = benchmark.mesh.rank == 0
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+    settings = vars(arguments)
     settings |= {"gemm_tflops": benchmark.timer.peak / 1e12, "processes": benchmark.mesh.world_size}
     report = Report("training step", settings, benchmark.device, arguments.output if is_first else None)
     for file in arguments.files:

@@ -40,9 +40,9 @@ from verl.workers.config import (
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
+from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser, check_at_least
 from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.common.measurement import Report
 from megatron_dta.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from megatron_dta.conversion.hf.config_output import huggingface_config
 from megatron_dta.integrations.verl.config import MegatronDtaEngineConfig

@@ -28,9 +28,9 @@ import numpy as np
 import torch
 
 from common.bandwidth import measured_bandwidth
+from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.common.measurement import Report
 from megatron_dta.config import ModelConfig
 from megatron_dta.config.derived.benchmark_model import settings_of
 from megatron_dta.conversion.hf.config_output import config_from_settings

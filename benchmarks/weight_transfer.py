@@ -32,11 +32,11 @@ from megatron_dta.train import quieten_libraries
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
 from common.engine import MODELS
+from common.report import Report
 from common.vllm_server import vllm_server
 from common.weight_receiver import byte_sum
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.common.measurement import Report
 from megatron_dta.config import ModelConfig, SamplingConfig, TrainConfig
 from megatron_dta.config.derived.benchmark_model import settings_of
 from megatron_dta.model import build_model, initialize_parallel

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.common.files import replacing
-from megatron_dta.common.measurement import Report
+from megatron_dta.common.measurement import measured_on
 from megatron_dta.training.monitor.metrics import read_metrics
 
 LEAST_GAIN = 0.2
@@ -112,9 +112,8 @@ def write_summary(
 
     settings = json.loads((run / "dta" / "settings.json").read_text())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    report = Report("GRPO learns addition in columns; phases with trees and without", settings, device, None)
     rewards = [[record["iteration"], record["reward"]] for record in records if "reward" in record]
-    result = report.results | {
+    result = measured_on("GRPO learns addition in columns; phases with trees and without", settings, device) | {
         "command": "bash examples/scratchpad.sh",
         "rows": rows,
         "held_out_reward": held_out,

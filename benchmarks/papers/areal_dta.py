@@ -229,7 +229,7 @@ def main() -> int:
     arguments = parse_arguments()
     preset, parts, on_gpu = choose_preset(arguments), arguments.parts, torch.cuda.is_available()
     rollouts = Rollouts(arguments, preset)
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+    settings = vars(arguments)
     report = PaperReport("areal_dta", arguments.output_dir, settings | {"preset": str(preset)})
     add_tables(report, parts, on_gpu)
     if "balance" in parts:

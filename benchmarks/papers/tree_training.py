@@ -100,7 +100,7 @@ class Experiment:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.scale = arguments, SCALES[arguments.scale]
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+        settings = vars(arguments)
         self.report = PaperReport("tree_training", arguments.output_dir, settings)
         self._sets: list[TreeSet] | None = None
         self._timer: StepTimer | None = None

@@ -39,24 +39,20 @@ from megatron_dta.capacity.step_time import (
 from megatron_dta.capacity.work import ReplicaWork, StepWork
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import CostFile
-from megatron_dta.planning.costs.memory_budget import GIB, ChunkTensors, StageBytes, peak_bytes
+from megatron_dta.planning.costs.memory_budget import GIB, MemoryBudget, StageBytes, peak_bytes
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import SegmentBytes
 from megatron_dta.planning.costs.state_bytes import StateBytes
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.planner import DEFAULT_FACTOR, plan_pipeline
-from megatron_dta.planning.pipeline.schedule import (
-    PipelineOp,
-    PipelineSchedule,
-    next_op_is_backward,
-)
+from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule, next_op_is_backward
 from megatron_dta.planning.pipeline.segments import ideal_utilisation
 from megatron_dta.planning.pipeline.simulation import simulate
-from megatron_dta.planning.segments.plan import SegmentPlan
+from megatron_dta.planning.segments.plan import SegmentTree
 from megatron_dta.planning.segments.recompute import choose_kept_segments, kept_on_stages
 from megatron_dta.planning.segments.runs import ForkCounts, SegmentRuns
-from megatron_dta.planning.segments.schedule import Op, depth_first_schedule
-from megatron_dta.planning.step.passes import PassPlan, PipelineShape, StepBudget, stage_program, states_of_ops
+from megatron_dta.planning.segments.schedule import depth_first_schedule
+from megatron_dta.planning.step.passes import PassPlan, PipelineShape, StepBudget, stage_chunks
 
 # Limit on the in-flight tokens of a pipeline stage, over those of a single stage.
 PIPELINE_FACTOR = DEFAULT_FACTOR
@@ -172,11 +168,10 @@ class Planner:
         recomputed = float(((1 - of_busiest) * segments.lengths).sum() / max(1, segments.lengths.sum()))
         computing = stage_time(self.shape, mesh, self.cluster, work, busiest, recomputed).computing
         kept = np.broadcast_to(kept | choice.full_recompute, (len(mesh.layers), segments.num_segments))
-        of_stages = [self._stage_bytes(choice, v) for v in range(len(mesh.layers))]
-        forks = _forks(work) if any(each.states is not None for each in of_stages) else None
-        flights = {
-            stage: _in_flight(segments, schedule, stage, mesh, kept, of_stages, forks) for stage in range(mesh.pipeline)
-        }
+        memory = MemoryBudget(0.0, (), tuple(self._stage_bytes(choice, v) for v in range(len(mesh.layers))))
+        shape = PipelineShape(mesh.pipeline, mesh.chunks, mesh.layers, memory=memory)
+        forks, plan = _forks(work) if memory.has_states else None, PassPlan(schedule, [], kept=kept)
+        flights = {stage: _in_flight(segments, plan, shape, stage, forks) for stage in range(mesh.pipeline)}
         bubble = computing * (wait - 1)
         return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed)
 
@@ -186,7 +181,10 @@ class Planner:
         layers = range(first, first + mesh.layers[virtual_stage])
         ranks = mesh.tensor * mesh.context
         states = StateBytes.of_shape(self.shape, DTYPE_BYTES[self.states.weights], ranks, layers)
-        return StageBytes(self._bytes(choice, layers), states)
+        each = self._bytes(choice, layers)
+        # The last stage alone keeps bytes once for all layers.
+        is_last = (len(mesh.layers) - 1 - virtual_stage) % mesh.pipeline == 0
+        return StageBytes(each if is_last else replace(each, kept_per_token=0.0), states)
 
     def _training_costs(self, choice: Choice) -> CostModel:
         return training_costs(self.shape, choice.mesh, self.measured, choice.segment_tokens)
@@ -329,28 +327,12 @@ def _forks(work: ReplicaWork) -> list[ForkCounts]:
 
 
 def _in_flight(
-    segments: SegmentPlan,
-    schedule: PipelineSchedule,
-    stage: int,
-    mesh: RunMesh,
-    kept: np.ndarray,
-    of_stages: Sequence[StageBytes],
-    forks: Sequence[ForkCounts] | None,
+    segments: SegmentTree, plan: PassPlan, shape: PipelineShape, stage: int, forks: Sequence[ForkCounts] | None
 ) -> InFlight:
-    """Peak of a stage under a schedule; ``of_stages`` are the bytes of all virtual stages."""
-    program = stage_program(segments, PassPlan(schedule, []), stage)
-    own = mesh.layers[stage :: mesh.pipeline]
+    """Peak of a stage under a plan, with the bytes of ``shape``."""
+    chunks = stage_chunks(segments, plan, shape, stage, forks)
     lengths, paths = segments.lengths.tolist(), segments.in_flight_tokens.tolist()
-    chunks = []
-    for chunk, layers in enumerate(own):
-        v = chunk * mesh.pipeline + stage
-        each = of_stages[v]
-        # Bytes that the last stage keeps once for all layers are counted with its last model chunk.
-        is_last = (len(mesh.layers) - 1) % mesh.pipeline == stage
-        of_stage = each.segments if is_last else replace(each.segments, kept_per_token=0.0)
-        ops = [Op(op.kind, op.segment) for op in program.ops if op.chunk == chunk]
-        states = states_of_ops(segments, ops, each.states, forks)
-        chunks.append(ChunkTensors(kept[v].tolist(), program.num_slots[chunk], layers, v > 0, of_stage, states))
-    peak = peak_bytes(program.ops, lengths, paths, chunks)
-    slots = sum(count * layers for count, layers in zip(program.num_slots, own, strict=True))
-    return InFlight(slots / max(1, sum(own)), max(lengths, default=0), segments.peak_in_flight_tokens, peak_bytes=peak)
+    peak = peak_bytes(plan.schedule.ops[stage], lengths, paths, chunks)
+    slots = sum(chunk.num_slots * chunk.layers for chunk in chunks)
+    layers = sum(chunk.layers for chunk in chunks)
+    return InFlight(slots / max(1, layers), max(lengths, default=0), segments.peak_in_flight_tokens, peak_bytes=peak)

@@ -80,12 +80,7 @@ class StepTime:
 
 
 def stage_time(
-    shape: DecoderShape,
-    mesh: RunMesh,
-    cluster: Cluster,
-    work: ReplicaWork,
-    stage: int,
-    recomputed: float = 0.0,
+    shape: DecoderShape, mesh: RunMesh, cluster: Cluster, work: ReplicaWork, stage: int, recomputed: float = 0.0
 ) -> StepTime:
     """Predict the computing parts of a stage; ``recomputed`` is the share of tokens whose forward runs twice."""
     layers = mesh.stage_layers(stage)

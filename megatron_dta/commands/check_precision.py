@@ -41,6 +41,7 @@ from megatron_dta.common.command_line import (
     print_json,
 )
 from megatron_dta.common.errors import InputError
+from megatron_dta.common.files import replacing
 from megatron_dta.common.measurement import measured_on
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks.transformer_engine import check_fp8, check_fp8_support, check_transformer_impl
@@ -270,14 +271,12 @@ def main() -> int:
         angles = (f"{gradient.cosine:.6f}", f"{gradient.distance:.4f}", f"{worst.cosine:.4f} {name}")
         table.add_row(each.name, f"{took:.3f}", *(f"{figure:.2e}" for figure in figures), *angles)
     Console(width=200).print(table)
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    summary = measured_on("steps compared with a reference of another precision", settings, step.device)
+    summary = measured_on("steps compared with a reference of another precision", vars(arguments), step.device)
     summary |= {"reference": found[0].name, "reference_seconds": seconds}
     if arguments.output is not None:
         results = summary | {"candidates": [as_json(*row, with_parameters=True) for row in rows]}
-        unfinished = arguments.output.with_name(arguments.output.name + ".unfinished")
-        unfinished.write_text(json_text(results, indent=1) + "\n")
-        unfinished.replace(arguments.output)
+        with replacing(arguments.output) as temporary:
+            temporary.write_text(json_text(results, indent=1) + "\n")
     if arguments.json:
         print_json(summary | {"candidates": [as_json(*row, with_parameters=False) for row in rows]})
     return 0

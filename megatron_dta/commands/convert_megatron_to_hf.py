@@ -27,7 +27,7 @@ from megatron_dta.conversion.job import Job, check_target, run_job
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.conversion.megatron_files import MegatronCheckpoint
 from megatron_dta.conversion.to_huggingface import ToHuggingFace, model_of_checkpoint
-from megatron_dta.training.checkpoint.files import find_checkpoint
+from megatron_dta.training.checkpoint.files import required_checkpoint
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -93,9 +93,7 @@ def main() -> None:
     arguments = parse_arguments()
     target, console = Path(arguments.save_hf), Console(highlight=False)
     check_target(target)
-    source = find_checkpoint(arguments.load)
-    if source is None:
-        raise InputError(f"--load {arguments.load}: holds no checkpoint")
+    source = required_checkpoint("--load", arguments.load)
     if not arguments.skip_checkpoint_checks:
         check_checkpoint(source)
     if arguments.hf_checkpoint is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,22 +83,16 @@ def _evaluate(config: TrainConfig, ks: list[int], answer_of: Callable[[str], str
 def load_engine(config: TrainConfig) -> tuple[RolloutEngine, SamplingTask]:
     """An engine in this process with the weights of ``--load``, and the task, which has held-out prompts."""
     # Megatron takes seconds to import, so flags are checked first.
-    from megatron_dta.model import build_model, initialize_parallel
     from megatron_dta.sampling.engines.build import build_engine
     from megatron_dta.sampling.task import build_task
-    from megatron_dta.training.checkpoint.files import find_checkpoint
-    from megatron_dta.training.checkpoint.save_load import load_weights
+    from megatron_dta.training.checkpoint.files import required_checkpoint
+    from megatron_dta.training.setup import build_loaded_model
 
-    checkpoint = find_checkpoint(config.checkpoint.load)
-    if checkpoint is None:
-        raise InputError(f"--load {config.checkpoint.load}: holds no checkpoint")
+    checkpoint = required_checkpoint("--load", config.checkpoint.load)
     task = build_task(config.sampling, config.model.max_position_embeddings, config.model.vocab_size, config.reward)
     if not task.eval_prompts:
         raise InputError("there are no held-out prompts: give --eval-prompt-data")
-    model_config = replace(config.model, vocab_size=config.model.vocab_size or task.tokenizer.vocab_size)
-    device = initialize_parallel(config.optimization.seed, config.parallel)
-    model = build_model(model_config, device, config.parallel)
-    load_weights(checkpoint, model_config, model, not config.checkpoint.skip_checkpoint_checks)
+    model = build_loaded_model(config, task.tokenizer, checkpoint)
     return build_engine(config.sampling, model, attention_impl=config.tree.tree_attention_impl), task
 
 

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,9 +36,10 @@ from megatron_dta.train import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
-from megatron_dta.common.command_line import CommandLineParser, print_json
+from megatron_dta.common.command_line import CommandLineParser, json_text, print_json
 from megatron_dta.common.errors import InputError
-from megatron_dta.common.measurement import Report
+from megatron_dta.common.files import replacing
+from megatron_dta.common.measurement import measured_on
 from megatron_dta.config import ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks.experts import check_experts
 from megatron_dta.config.checks.mesh import check_context_parallel, check_tensor_parallel, check_world_size
@@ -302,13 +304,17 @@ class DepthMeasurement:
 
 def fit_again(arguments: argparse.Namespace) -> None:
     """Fit the measurements of ``--refit`` again and write them with the new coefficients."""
-    report = Report("cost model", {}, torch.device("cpu"), arguments.output)
-    fitted = report.results
+    fitted = measured_on("cost model", {}, torch.device("cpu"))
     when = {name: fitted[name] for name in ("date", "commit")} | {"command": f"--refit {arguments.refit.name}"}
-    report.results = refit(arguments.refit, when)
-    report.write()
+    results = refit(arguments.refit, when)
+    _write(results, arguments.output)
     load_cost_file(arguments.output)
-    print_json({key: report.results[key] for key in SHOWN})
+    print_json({key: results[key] for key in SHOWN})
+
+
+def _write(results: dict[str, Any], output: Path) -> None:
+    with replacing(output) as temporary:
+        temporary.write_text(json_text(results, indent=1) + "\n")
 
 
 def main() -> int:
@@ -346,16 +352,14 @@ def main() -> int:
     forward, backward = fit_seconds(ops)
     costs = CostFile(str(arguments.output), shape, all_layers, forward, backward, fit_bytes(ops, counted))
     if mesh.rank == 0:
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-        report = Report("cost model", settings, device, arguments.output)
-        del report.results["rows"]
-        report.results |= costs.as_json() | {
+        results = measured_on("cost model", vars(arguments), device) | costs.as_json()
+        results |= {
             "errors": fit_errors(ops, forward, backward),
             "seconds_to_measure": time.perf_counter() - start,
             "measurements": [asdict(op) for op in ops],
         }
-        report.write()
-        print_json({key: report.results[key] for key in (*SHOWN, "seconds_to_measure")})
+        _write(results, arguments.output)
+        print_json({key: results[key] for key in (*SHOWN, "seconds_to_measure")})
     # Exit together: a rank that exits while others still use its connections makes them abort.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

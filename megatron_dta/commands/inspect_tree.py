@@ -30,9 +30,10 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.costs.named_shapes import SHAPES
 from megatron_dta.planning.costs.state_bytes import StateBytes
-from megatron_dta.planning.segments.cut import SegmentPlan, plan_segments
+from megatron_dta.planning.segments.cut import plan_segments
+from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.runs import SegmentRuns
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.rollouts import load_chosen_rollouts
 from megatron_dta.tree import TreeStatistics, build_prefix_tree, tree_statistics
 
 HYBRIDS = sorted(name for name, shape in SHAPES.items() if shape.linear_attention_layers)
@@ -158,12 +159,7 @@ def print_table(values: dict[str, int | float], title: str) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    rollouts = load_rollouts(
-        arguments.file,
-        sample_granularity=arguments.sample_granularity,
-        max_sequences=arguments.max_sequences,
-        max_length=arguments.max_length,
-    )
+    rollouts = load_chosen_rollouts(arguments)
     sequences = [rollout.token_ids for rollout in rollouts]
     begin = time.perf_counter()
     tree = build_prefix_tree(sequences)

@@ -35,7 +35,7 @@ from megatron_dta.planning.partition.divide import Partition, least_slowest, par
 from megatron_dta.planning.partition.sequence_costs import SequenceCosts
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.planning.step.passes import PipelineShape, StepBudget
-from megatron_dta.rollouts import Rollout, load_rollouts
+from megatron_dta.rollouts import Rollout, load_chosen_rollouts
 from megatron_dta.tree import PrefixTree, build_prefix_tree
 
 # The other methods: keys of --json and their names in the table.
@@ -179,12 +179,7 @@ def print_table(values: dict[str, object], title: str) -> None:
 def main() -> None:
     arguments = parse_arguments()
     model, source = read_costs(arguments)
-    rollouts = load_rollouts(
-        arguments.file,
-        sample_granularity=arguments.sample_granularity,
-        max_sequences=arguments.max_sequences,
-        max_length=arguments.max_length,
-    )
+    rollouts = load_chosen_rollouts(arguments)
     values = compare(rollouts, arguments, model) | {"costs": source}
     name = f"{Path(arguments.file).name}, one sequence per {arguments.sample_granularity}"
     counts = f"{values['sequences']:,} sequences, {values['unique_tokens']:,} of {values['tokens']:,} tokens unique"

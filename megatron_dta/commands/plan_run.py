@@ -37,7 +37,7 @@ from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import load_cost_file
 from megatron_dta.planning.costs.named_shapes import SHAPES
 from megatron_dta.planning.partition.divide import trained_parts
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.rollouts import load_chosen_rollouts
 
 SHAPE_FLAGS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -89,19 +89,9 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--tree-memory-tokens", type=int, metavar="N", help="limit on in-flight tokens (default: chosen by the planner)"
     )
-    add(
-        "--tree-activation-tokens",
-        type=int,
-        metavar="N",
-        help="in-flight tokens whose activations are kept (default: as many as fit)",
-    )
-    add(
-        "--recompute",
-        choices=("tree", "full"),
-        nargs="+",
-        default=["tree", "full"],
-        help="kinds to try: of segments (tree) or of layers, by Megatron (full; default: both)",
-    )
+    add("--tree-activation-tokens", type=int, metavar="N", help=HELP["tree_activation_tokens"])
+    kinds = ["tree", "full"]
+    add("--recompute", choices=kinds, nargs="+", default=kinds, help=HELP["recompute"])
     for name in DTYPE_FLAGS:
         add(_flag(name + "_dtype"), choices=tuple(DTYPE_BYTES), default="fp32", help=HELP[name + "_dtype"])
     add(
@@ -118,13 +108,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--cost-model", metavar="JSON", help="measured costs of this or another model (file of tools/fit_cost_model.py)"
     )
-    add(
-        "--top",
-        type=int,
-        metavar="N",
-        default=5,
-        help="meshes to plan in full (default: %(default)s)",
-    )
+    add("--top", type=int, metavar="N", default=5, help="meshes to plan in full (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     _check(arguments)
@@ -199,13 +183,7 @@ def read_step(arguments: argparse.Namespace) -> tuple[list[np.ndarray], list[np.
             arguments.samples_per_prompt or 1,
             arguments.attention_pairs,
         )
-    rollouts = load_rollouts(
-        arguments.file,
-        sample_granularity=arguments.sample_granularity,
-        max_sequences=arguments.max_sequences,
-        max_length=arguments.max_length,
-    )
-    return trained_parts(rollouts)
+    return trained_parts(load_chosen_rollouts(arguments))
 
 
 def read_states(arguments: argparse.Namespace) -> StateSettings:
@@ -222,23 +200,19 @@ def read_states(arguments: argparse.Namespace) -> StateSettings:
 def choices(arguments: argparse.Namespace, shape: DecoderShape, cluster: Cluster) -> list[Choice]:
     """Return the choices to evaluate. Raises InputError if the requested sizes allow none."""
     sizes = [getattr(arguments, name) for name in MESH_FLAGS]
-    found = list(
-        possible_choices(
-            shape,
-            cluster,
-            SearchSpace(
-                arguments.tree_segment_tokens,
-                sizes[0],
-                sizes[1],
-                sizes[2] or SearchSpace.chunks,
-                sizes[3],
-                arguments.tree_memory_tokens,
-                arguments.tree_activation_tokens,
-                sizes[4],
-                arguments.recompute,
-            ),
-        )
+    tensor, pipeline, chunks, experts, context = sizes
+    space = SearchSpace(
+        arguments.tree_segment_tokens,
+        tensor,
+        pipeline,
+        chunks or SearchSpace.chunks,
+        experts,
+        arguments.tree_memory_tokens,
+        arguments.tree_activation_tokens,
+        context,
+        arguments.recompute,
     )
+    found = list(possible_choices(shape, cluster, space))
     if not found:
         first = [each[0] if each else 1 for each in sizes]
         # Raises an error that names the flag.

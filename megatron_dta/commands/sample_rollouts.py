@@ -11,7 +11,6 @@ inspected, or trained on with ``--rollouts``.
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,21 +52,16 @@ def main() -> None:
 
     quieten_libraries()
     # Megatron takes seconds to import, so flags are checked first.
-    from megatron_dta.model import build_model, current_mesh, initialize_parallel
+    from megatron_dta.model import current_mesh
     from megatron_dta.sampling.engines.build import build_engine
     from megatron_dta.sampling.task import build_task
-    from megatron_dta.training.checkpoint.files import find_checkpoint
-    from megatron_dta.training.checkpoint.save_load import load_weights
+    from megatron_dta.training.checkpoint.files import required_checkpoint
     from megatron_dta.training.rollout_source import build_sampling_source
+    from megatron_dta.training.setup import build_loaded_model
 
-    checkpoint = find_checkpoint(config.checkpoint.load)
-    if checkpoint is None:
-        raise InputError(f"--load {config.checkpoint.load}: holds no checkpoint")
+    checkpoint = required_checkpoint("--load", config.checkpoint.load)
     task = build_task(config.sampling, config.model.max_position_embeddings, config.model.vocab_size, config.reward)
-    model_config = replace(config.model, vocab_size=config.model.vocab_size or task.tokenizer.vocab_size)
-    device = initialize_parallel(config.optimization.seed, config.parallel)
-    model = build_model(model_config, device, config.parallel)
-    load_weights(checkpoint, model_config, model, not config.checkpoint.skip_checkpoint_checks)
+    model = build_loaded_model(config, task.tokenizer, checkpoint)
     stop, impl = config.speculation.rollout_stop_degenerate, config.tree.tree_attention_impl
     engine = build_engine(config.sampling, model, None, stop, impl)
     source = build_sampling_source(engine, task, config)

@@ -44,7 +44,7 @@ from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.step.passes import PipelineShape, StepBudget, attention_pairs
 from megatron_dta.planning.step.plan import StepPlan
 from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.rollouts import load_chosen_rollouts
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -122,12 +122,7 @@ def layers_of(arguments: argparse.Namespace, model: CostModel) -> list[int]:
 
 def read_samples(arguments: argparse.Namespace) -> list[TrainingSample]:
     """Return the trained part of the file's sequences."""
-    rollouts = load_rollouts(
-        arguments.file,
-        sample_granularity=arguments.sample_granularity,
-        max_sequences=arguments.max_sequences,
-        max_length=arguments.max_length,
-    )
+    rollouts = load_chosen_rollouts(arguments)
     return [TrainingSample(*each) for each in zip(*trained_parts(rollouts), strict=True)]
 
 

@@ -63,14 +63,12 @@ def main() -> int:
     quieten_libraries()
     # Megatron takes seconds to import, so the command line is checked first.
     from megatron_dta.model import build_model, initialize_parallel
-    from megatron_dta.parity.huggingface import load_huggingface, train_padding
-    from megatron_dta.parity.one_step import differences, names_of_checkpoint, step_huggingface, step_ours
-    from megatron_dta.training.checkpoint.files import find_checkpoint
+    from megatron_dta.parity.huggingface import load_huggingface, to_huggingface, train_padding
+    from megatron_dta.parity.one_step import differences, step_huggingface, step_ours
+    from megatron_dta.training.checkpoint.files import required_checkpoint
     from megatron_dta.training.checkpoint.save_load import load_weights
 
-    path = find_checkpoint(arguments.load)
-    if path is None:
-        raise InputError(f"--load {arguments.load}: holds no checkpoint")
+    path = required_checkpoint("--load", arguments.load)
     model_config = settings_of_both(arguments, path)
     samples = load_samples(arguments, model_config.vocab_size)
 
@@ -79,8 +77,9 @@ def main() -> int:
     load_weights(path, model_config, model)
     reference = load_huggingface(arguments.hf_checkpoint).to(device)
     padding = train_padding(reference)
-    rename = names_of_checkpoint(family.architecture, model_config)
-    ours = step_ours(model, rename, samples, arguments.lr)
+    ours = step_ours(
+        model, lambda tensors: to_huggingface(tensors, model_config, family.architecture), samples, arguments.lr
+    )
     rows = differences(ours, step_huggingface(reference, samples, arguments.lr))
 
     tokens = sum(len(sample.token_ids) for sample in samples)

@@ -295,12 +295,7 @@ class ModelConfig:
             return [False] * self.num_layers
         return parse_linear_attention_freq(self.linear_attention_freq, self.num_layers)
 
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding: the vocabulary rounded up to ``make_vocab_size_divisible_by``."""
-        return self.padded_vocab_size_on(1)
-
-    def padded_vocab_size_on(self, tensor_size: int) -> int:
+    def padded_vocab_size(self, tensor_size: int = 1) -> int:
         """Rows of the embedding, divisible by ``tensor_size`` tensor-parallel ranks (Megatron's rule)."""
         if self.vocab_size is None:
             raise ValueError("vocab_size is not known yet: it comes from --vocab-size or from the tokenizer")

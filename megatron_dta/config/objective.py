@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from megatron_dta.config.options import option
 
+ADVANTAGE_ESTIMATORS = (
+    *("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("treepo", "treepo_segment"),
+)
+
 
 @dataclass
 class ObjectiveConfig:
@@ -99,15 +104,7 @@ class ObjectiveConfig:
     advantage_estimator: str = option(
         "grpo",
         "How rewards become advantages.",
-        choices=(
-            "grpo",
-            "dr_grpo",
-            "rloo",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-            "treepo",
-            "treepo_segment",
-        ),
+        choices=ADVANTAGE_ESTIMATORS,
     )
     advantage_whitening: str | None = option(
         None,

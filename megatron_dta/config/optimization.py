@@ -26,9 +26,7 @@ class OptimizationConfig:
     lr_warmup_iters: int = option(0, "Steps of linear warm-up.", minimum=0)
     lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.", minimum=0)
     lr_wsd_decay_style: str = option(
-        "exponential",
-        "Shape of the final decay of WSD.",
-        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        "exponential", "Shape of the final decay of WSD.", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
     lr_wsd_decay_iters: int | None = option(None, "Steps of the final decay of WSD.", minimum=1)
     weight_decay: float = option(0.01, "Weight decay; not applied to biases and norms.", minimum=0)

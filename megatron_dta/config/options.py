@@ -6,9 +6,11 @@ them. So a setting has one definition, one default and one help text, in Python 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import MISSING, Field, field
+from collections.abc import Collection, Sequence
+from dataclasses import MISSING, Field, field, fields
 from typing import Any
+
+from megatron_dta.common.errors import InputError
 
 REQUIRED = MISSING
 NO_FLAG = ""
@@ -50,3 +52,10 @@ def option(
 def flag_of(setting: Field) -> str:
     """The flag of a dataclass field made by ``option``, including its dashes."""
     return setting.metadata["flag"] or "--" + setting.name.replace("_", "-")
+
+
+def refuse_unread(settings: Any, names: Collection[str], needed: str) -> None:
+    """Raise ``InputError`` if one of these fields of ``settings`` is given, which are not read without ``needed``."""
+    for setting in fields(settings):
+        if setting.name in names and getattr(settings, setting.name) != setting.default:
+            raise InputError(f"{flag_of(setting)} has no effect without {needed}; leave it out or add that")

@@ -75,7 +75,6 @@ class CheckpointAdapters:
         found = LoraSettings.of(self.checkpoint.settings())
         if found is None:
             raise InputError(f"{path}: has no LoRA adapters")
-        # The pieces of one weight are requested consecutively.
         self.settings = found
         # The pieces of one weight are requested consecutively.
         self.matrices = lru_cache(maxsize=2)(self._matrices)

@@ -8,12 +8,11 @@ of its local layer specification.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.parameters import (
     Block,
     Parameter,
@@ -23,72 +22,37 @@ from megatron_dta.conversion.parameters import (
     gated_head_group_blocks,
     head_group_blocks,
     interleaved_blocks,
-    plain_blocks,
-    stacked_blocks,
 )
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """The settings that determine the names and shapes of a model's weights, under the settings' names."""
+class ModelShape(DecoderShape):
+    """The sizes that determine the names and shapes of a model's weights."""
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    ffn_hidden_size: int
-    vocab_size: int
-    untie_embeddings_and_output_weights: bool = False
     make_vocab_size_divisible_by: int = 1
-    num_experts: int | None = None
-    moe_ffn_hidden_size: int | None = None
-    moe_layers: tuple[bool, ...] = ()
-    moe_shared_expert_intermediate_size: int | None = None
-    linear_attention_layers: tuple[bool, ...] = ()
-    linear_conv_kernel_dim: int = 0
-    linear_key_head_dim: int = 0
-    linear_value_head_dim: int = 0
-    linear_num_key_heads: int = 0
-    linear_num_value_heads: int = 0
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> ModelShape:
-        """The shape of the model with these settings."""
-        values = {item.name: getattr(model, item.name) for item in fields(cls) if hasattr(model, item.name)}
-        lists = ("moe_layers", "linear_attention_layers")
-        return cls(**{**values, **{name: tuple(values.get(name, ())) for name in lists}})
 
     def padded_vocab_size(self, tensor_size: int) -> int:
         """Rows of the padded embedding with ``tensor_size`` tensor-parallel ranks."""
         unit = self.make_vocab_size_divisible_by * tensor_size
         return -(-self.vocab_size // unit) * unit
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer's feed-forward part is a mixture of experts."""
-        return bool(self.num_experts) and self.moe_layers[layer]
-
-    def is_recurrent(self, layer: int) -> bool:
-        """Whether a layer has gated delta net instead of attention."""
-        return any(self.linear_attention_layers) and self.linear_attention_layers[layer]
-
     @property
     def recurrent_sections(self) -> dict[str, int]:
         """Rows of the sections of gated delta net's input projection, in Megatron's order."""
-        keys, values = self.linear_num_key_heads * self.linear_key_head_dim, self.linear_num_value_heads
-        width = values * self.linear_value_head_dim
-        return {"query": keys, "key": keys, "value": width, "z": width, "beta": values, "alpha": values}
+        keys, width = self.linear_num_key_heads * self.linear_key_head_dim, self.linear_width
+        heads = self.linear_num_value_heads
+        return {"query": keys, "key": keys, "value": width, "z": width, "beta": heads, "alpha": heads}
 
     def size_of(self, dimension: str) -> int:
         """The size of a dimension that the tables name."""
-        heads, groups, head = self.num_attention_heads, self.num_query_groups, self.kv_channels
-        sections = self.recurrent_sections
+        sections, shared = self.recurrent_sections, self.moe_shared_expert_intermediate_size or 0
         sizes = {
             "hidden": self.hidden_size,
-            "head": head,
-            "query": heads * head,
-            "query_key_value": (heads + 2 * groups) * head,
-            "gated_query_key_value": 2 * (heads + groups) * head,
+            "head": self.kv_channels,
+            "query": self.query_width,
+            "query_key_value": self.query_width + 2 * self.kv_width,
+            "gated_query_key_value": 2 * (self.query_width + self.kv_width),
             "recurrent": sum(sections.values()),
             "filters": sections["query"] + sections["key"] + sections["value"],
             "filter_width": self.linear_conv_kernel_dim,
@@ -97,11 +61,11 @@ class ModelShape:
             "recurrent_heads": self.linear_num_value_heads,
             "feed_forward": self.ffn_hidden_size,
             "gate_up": 2 * self.ffn_hidden_size,
-            "expert": self.moe_ffn_hidden_size or self.ffn_hidden_size,
-            "expert_gate_up": 2 * (self.moe_ffn_hidden_size or self.ffn_hidden_size),
+            "expert": self.expert_width,
+            "expert_gate_up": 2 * self.expert_width,
             "experts": self.num_experts or 0,
-            "shared_experts": self.moe_shared_expert_intermediate_size or 0,
-            "shared_gate_up": 2 * (self.moe_shared_expert_intermediate_size or 0),
+            "shared_experts": shared,
+            "shared_gate_up": 2 * shared,
             "one": 1,
             "vocabulary": self.vocab_size,
         }
@@ -147,12 +111,10 @@ class Rule:
         names, rows = tuple(rename(name) for name in self.huggingface), shape.size_of(self.shape[0])
         if self.arrangement is not None:
             return self.arrangement(shape, names)
-        if len(names) == 1:
-            return plain_blocks(names[0], rows)
         if len(names) == 3:
             per_group = shape.num_attention_heads // shape.num_query_groups
             return head_group_blocks(names, shape.num_query_groups, per_group, shape.kv_channels)
-        return stacked_blocks(names, rows)
+        return concatenated_blocks(names, (rows // len(names),) * len(names))
 
 
 def _query_key_value(kind: str, dimensions: tuple[str, ...]) -> Rule:
@@ -331,8 +293,8 @@ def parameters_of(architecture: str, shape: ModelShape) -> list[Parameter]:
     rules = rules_of(architecture)
     parameters = [_parameter(rule, shape) for rule in rules if rule.place is Place.EMBEDDING]
     for layer in range(shape.num_layers):
-        mixture = shape.has_experts(layer)
-        attention = Place.RECURRENT if shape.is_recurrent(layer) else Place.ATTENTION
+        mixture = shape.moe_layers[layer]
+        attention = Place.RECURRENT if shape.is_linear(layer) else Place.ATTENTION
         places = {Place.LAYER, attention, Place.MIXTURE if mixture else Place.DENSE}
         parameters += [_parameter(rule, shape, layer) for rule in rules if rule.place in places]
         for expert in range(shape.num_experts or 0) if mixture else ():

@@ -233,7 +233,7 @@ def _shards_of(held: HeldPart) -> Iterator[HfShard]:
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     exported = held.exported()
     for copy in held.parameter.copies(held.part):
-        rows = exported[copy.part_row : copy.part_row + copy.rows]
+        rows = exported[copy.row : copy.row + copy.rows]
         pieces.setdefault(copy.tensor, []).append((copy.tensor_row, rows))
     for name, found in pieces.items():
         # A rank's heads are consecutive, so its rows of a tensor are, too, except those of a tensor with sections.
@@ -303,7 +303,7 @@ def _place(parameter: Parameter, part: Part, values: Tensor, tensors: dict[str, 
     """Copy a part's rows into the Hugging Face tensors, which are created as needed."""
     columns = slice(None) if part.columns is None else slice(*part.columns)
     for copy in parameter.copies(part):
-        rows = values[copy.part_row : copy.part_row + copy.rows]
+        rows = values[copy.row : copy.row + copy.rows]
         if copy.tensor not in tensors:
             tensors[copy.tensor] = values.new_empty(parameter.tensors[copy.tensor])
         target = tensors[copy.tensor][copy.tensor_row : copy.tensor_row + copy.rows]

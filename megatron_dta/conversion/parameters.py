@@ -42,15 +42,6 @@ class Block(NamedTuple):
     rows: int
 
 
-class Copy(NamedTuple):
-    """``rows`` rows of a part, starting at ``part_row``, equal those of ``tensor`` starting at ``tensor_row``."""
-
-    part_row: int
-    tensor: str
-    tensor_row: int
-    rows: int
-
-
 class StoredAt(NamedTuple):
     """A parameter's place in a distributed checkpoint, where one tensor may stack all layers or all experts.
 
@@ -165,14 +156,14 @@ class Parameter:
         own = (padded_vocab_size if self.sharding is Sharding.VOCABULARY else rows) // size
         return Part(((rank * own, (rank + 1) * own),), columns)
 
-    def copies(self, part: Part) -> Iterator[Copy]:
-        """Yield the rows of ``part`` as rows of Hugging Face tensors, in order, without padding."""
+    def copies(self, part: Part) -> Iterator[Block]:
+        """Yield the blocks of ``part``, with rows of the part, in order, without padding."""
         part_row = 0
         for start, stop in part.row_ranges:
             for block in self.blocks:
                 first, last = max(start, block.row), min(stop, block.row + block.rows)
                 if first < last:
-                    yield Copy(
+                    yield Block(
                         part_row + first - start, block.tensor, block.tensor_row + first - block.row, last - first
                     )
             part_row += stop - start
@@ -191,7 +182,7 @@ class Parameter:
         pieces: dict[str, list[tuple[int, Tensor]]] = {}
         whole = whole.flatten(1) if self.is_filter else whole
         for copy in self.copies(self.whole()):
-            rows = whole[copy.part_row : copy.part_row + copy.rows]
+            rows = whole[copy.row : copy.row + copy.rows]
             pieces.setdefault(copy.tensor, []).append((copy.tensor_row, rows))
         tensors = {name: _stacked(rows) for name, rows in pieces.items()}
         return {name: tensor.unsqueeze(1) if self.is_filter else tensor for name, tensor in tensors.items()}
@@ -203,17 +194,6 @@ class Parameter:
 def _stacked(pieces: list[tuple[int, Tensor]]) -> Tensor:
     pieces.sort(key=lambda piece: piece[0])
     return pieces[0][1] if len(pieces) == 1 else torch.cat([rows for _, rows in pieces])
-
-
-def plain_blocks(tensor: str, rows: int) -> tuple[Block, ...]:
-    """The block of a parameter that equals one tensor."""
-    return (Block(0, tensor, 0, rows),)
-
-
-def stacked_blocks(tensors: tuple[str, ...], rows: int) -> tuple[Block, ...]:
-    """The blocks of a parameter that concatenates tensors along the rows; ``rows`` is the total."""
-    each = rows // len(tensors)
-    return tuple(Block(index * each, tensor, 0, each) for index, tensor in enumerate(tensors))
 
 
 def head_group_blocks(

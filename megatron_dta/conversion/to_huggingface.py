@@ -132,7 +132,7 @@ class ToHuggingFace:
             if copies and self._adapters is not None and self._adapters.settings.adapts(parameter):
                 values = self._adapters.merged(parameter, piece, values)
             for copy in copies:
-                rows = values[copy.part_row : copy.part_row + copy.rows]
+                rows = values[copy.row : copy.row + copy.rows]
                 rows = rows.unsqueeze(1) if parameter.is_filter else rows
                 if columns is None or columns == (0, parameter.shape[1]):
                     output.write(copy.tensor, copy.tensor_row, rows)

@@ -208,7 +208,7 @@ class Scratch:
 def read_part(reader: SafetensorsFolder, parameter: Parameter, part: Part, into: Tensor) -> None:
     """Fill ``into``, a host tensor of the part's shape, with a part of a parameter."""
     for copy in parameter.copies(part):
-        rows = into[copy.part_row : copy.part_row + copy.rows]
+        rows = into[copy.row : copy.row + copy.rows]
         reader.read(copy.tensor, copy.tensor_row, rows, part.columns)
     parameter.zero_padding(part, into)
 

@@ -41,12 +41,7 @@ class BalanceLoss:
     """
 
     def __init__(
-        self,
-        step: StepPlan,
-        plan: DevicePlan,
-        layer_numbers: list[int],
-        config: TransformerConfig,
-        num_sequences: int,
+        self, step: StepPlan, plan: DevicePlan, layer_numbers: list[int], config: TransformerConfig, num_sequences: int
     ) -> None:
         self.plan, self.layer_numbers = plan, layer_numbers
         self.num_experts, topk = config.num_moe_experts, config.moe_router_topk

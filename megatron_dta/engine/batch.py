@@ -126,11 +126,10 @@ def prepare_batch(
     masks = [np.asarray(sample.loss_mask, dtype=bool) for sample in samples]
     fields: dict[str, np.ndarray | None] = {}
     for name in FIELDS:
-        arrays = [getattr(sample, name) for sample in samples]
-        missing = [i for i, array in enumerate(arrays) if array is None]
-        if 0 < len(missing) < len(samples):
-            raise ValueError(f"{name} is missing in sample {missing[0]}, though other samples have it")
-        fields[name] = None if missing or not samples else _trained(arrays, masks)
+        arrays = _of_all(samples, name)
+        fields[name] = None if arrays is None else _trained(arrays, masks)
+    routing = _of_all(samples, "routed_experts")
+    routed_experts = None if routing is None else stream_routing(plan.segments.tree, routing)
     part = part or StepPart()
     counts, preference_pairs = part.counts, part.preference_pairs
     num_sequences = len(samples) if counts is None else counts.sequences
@@ -147,16 +146,17 @@ def prepare_batch(
         if any(sample.owned is not None for sample in samples):
             owned = np.concatenate([sample.counted_mask[mask] for sample, mask in zip(samples, masks, strict=True)])
     return TreeBatch(
-        plan, masks, loss_weights_P, fields, num_sequences, owned, numbers, preference_pairs, _routing(samples, plan)
+        plan, masks, loss_weights_P, fields, num_sequences, owned, numbers, preference_pairs, routed_experts
     )
 
 
-def _routing(samples: Sequence[TrainingSample], plan: StepPlan) -> np.ndarray | None:
-    routing = [sample.routed_experts for sample in samples]
-    missing = [i for i, array in enumerate(routing) if array is None]
+def _of_all(samples: Sequence[TrainingSample], name: str) -> list[np.ndarray] | None:
+    """The field of all samples; None if none has it."""
+    arrays = [getattr(sample, name) for sample in samples]
+    missing = [i for i, array in enumerate(arrays) if array is None]
     if 0 < len(missing) < len(samples):
-        raise ValueError(f"routed_experts is missing in sample {missing[0]}, though other samples have it")
-    return None if missing or not samples else stream_routing(plan.segments.tree, routing)
+        raise ValueError(f"{name} is missing in sample {missing[0]}, though other samples have it")
+    return None if missing or not samples else arrays
 
 
 def _trained(arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -31,17 +31,13 @@ class OpClock:
         mesh.gather_over_replica(None)
         self._begin = self._now()
 
-    @contextmanager
-    def measure(self, op: PipelineOp) -> Iterator[None]:
-        """Record the duration of the block as that of ``op``."""
-        with self._mark(op.kind.value, op):
-            yield
+    def measure(self, op: PipelineOp) -> AbstractContextManager[None]:
+        """Record the duration of a block as that of ``op``."""
+        return self._mark(op.kind.value, op)
 
-    @contextmanager
-    def waiting(self, op: PipelineOp) -> Iterator[None]:
-        """Record the duration of the block as waiting for the input of ``op``."""
-        with self._mark("wait", op):
-            yield
+    def waiting(self, op: PipelineOp) -> AbstractContextManager[None]:
+        """Record the duration of a block as waiting for the input of ``op``."""
+        return self._mark("wait", op)
 
     @contextmanager
     def _mark(self, kind: str, op: PipelineOp) -> Iterator[None]:

@@ -20,13 +20,7 @@ from megatron_dta.model.build import build_model, build_stock_model
 from megatron_dta.model.layers.lora import LoraAdapter, adapters_of, without_adapters
 from megatron_dta.model.layers.transformer_engine import TreeTELinear, weights_quantized_once
 from megatron_dta.model.parallel.context_group import ContextGroup, context_group, context_sizes
-from megatron_dta.model.parallel.mesh import (
-    Mesh,
-    current_mesh,
-    destroy_parallel,
-    initialize_parallel,
-    training_mesh,
-)
+from megatron_dta.model.parallel.mesh import Mesh, current_mesh, destroy_parallel, initialize_parallel, training_mesh
 from megatron_dta.model.parallel.stage_channels import StageChannels, stage_channels
 from megatron_dta.model.parallel.staged_model import Model, StagedModel
 from megatron_dta.model.recurrent.gated_delta_net import GatedDeltaNet

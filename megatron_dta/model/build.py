@@ -18,10 +18,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.config.checks.all import (
-    check_dropout,
-    check_rotary,
-)
+from megatron_dta.config.checks.all import check_dropout, check_rotary
 from megatron_dta.config.checks.experts import check_experts
 from megatron_dta.config.checks.hybrid import check_hybrid
 from megatron_dta.config.checks.lora import check_lora
@@ -172,12 +169,14 @@ def block_spec(
 
     With ``fused`` the layers are those of ``fused_layer``.
     """
-    if parallel.sequence_parallel:
-        spec = sequence_parallel_spec(model, layers)
-    else:
-        # From a layer spec alone, Megatron would use Transformer Engine's final norm if that package is installed.
-        final_norm = ZeroCenteredRMSNorm if model.apply_layernorm_1p else WrappedTorchNorm
-        spec = TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=final_norm)
+    norm = SequenceParallelNorm if parallel.sequence_parallel else WrappedTorchNorm
+    norm = ZeroCenteredRMSNorm if model.apply_layernorm_1p else norm
+    specs = [layer_spec(model, layer) for layer in layers]
+    if norm is SequenceParallelNorm:
+        for layer in specs:
+            set_norms(layer, norm, model.qk_layernorm)
+    # From a layer spec alone, Megatron would use Transformer Engine's final norm if that package is installed.
+    spec = TransformerBlockSubmodules(specs, layer_norm=norm)
     if model.transformer_impl == "transformer_engine":
         check_fp8_support(model)
         use_transformer_engine(spec, not parallel.no_gradient_accumulation_fusion, rereads_input=fused)
@@ -187,15 +186,6 @@ def block_spec(
 
         fuse_layers(spec, model)
     return spec if parallel.no_gradient_accumulation_fusion else with_main_grad_layers(spec)
-
-
-def sequence_parallel_spec(model: ModelConfig, layers: range) -> TransformerBlockSubmodules:
-    """The spec of ``layers`` and the final norm, with norms that support sequence parallelism."""
-    norm = ZeroCenteredRMSNorm if model.apply_layernorm_1p else SequenceParallelNorm
-    specs = [layer_spec(model, layer) for layer in layers]
-    for spec in specs:
-        set_norms(spec, norm, model.qk_layernorm)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
 def set_norms(spec: ModuleSpec, norm: type, of_heads: bool) -> None:
@@ -209,7 +199,7 @@ def set_norms(spec: ModuleSpec, norm: type, of_heads: bool) -> None:
 def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, object]:
     """Arguments of ``GPTModel`` besides its configuration and spec."""
     return dict(
-        vocab_size=model.padded_vocab_size_on(tensor_size),
+        vocab_size=model.padded_vocab_size(tensor_size),
         max_sequence_length=model.max_position_embeddings,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         # Megatron's plain rotary embedding for every kind of scaling; set_frequencies sets the scaled frequencies.

@@ -23,42 +23,21 @@ order, so the order of the rollouts changes no bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.config.objective import ADVANTAGE_ESTIMATORS, ObjectiveConfig
 from megatron_dta.objectives.gae import mean_and_scale
 from megatron_dta.objectives.tree_advantages import LevelOptions, tree_advantages
 from megatron_dta.rollouts import Rollout
 
 STD_FLOOR = 1e-6
-ESTIMATORS = (
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "treepo",
-    "treepo_segment",
-)
-_WHITENED = ESTIMATORS[3:]
-
-
-class AdvantageSettings(Protocol):
-    """The settings that the estimators read, see ``config.ObjectiveConfig``."""
-
-    advantage_estimator: str
-    disable_grpo_std_normalization: bool
-    advantage_whitening: str | None
-    leaf_weights: str
-    treepo_size_weighted: bool
-    treepo_drop_root: bool
-    treepo_reject_zero_variance: bool
+_WHITENED = ADVANTAGE_ESTIMATORS[3:]
 
 
 def estimate_advantages(
-    rollouts: Sequence[Rollout], settings: AdvantageSettings, penalties: Sequence[np.ndarray] | None = None
+    rollouts: Sequence[Rollout], settings: ObjectiveConfig, penalties: Sequence[np.ndarray] | None = None
 ) -> list[np.ndarray]:
     """Advantages per token of each rollout, float32 [T]: its own if it has them, else the estimator's.
 
@@ -121,10 +100,7 @@ class _Estimate:
     """The rewards of rollouts without advantages, and the statistics that the estimators need."""
 
     def __init__(
-        self,
-        rollouts: Sequence[Rollout],
-        settings: AdvantageSettings,
-        penalties: Sequence[np.ndarray] | None = None,
+        self, rollouts: Sequence[Rollout], settings: ObjectiveConfig, penalties: Sequence[np.ndarray] | None = None
     ) -> None:
         self.rollouts, self.settings, self.penalties = rollouts, settings, penalties
         self.rewards = np.array([rollout.reward for rollout in rollouts], np.float64)
@@ -149,8 +125,8 @@ class _Estimate:
     def token_advantages(self) -> list[np.ndarray]:
         """float64 [T] of each rollout."""
         name = self.settings.advantage_estimator
-        if name not in ESTIMATORS:
-            raise InputError(f"--advantage-estimator {name}: choose from {', '.join(ESTIMATORS)}")
+        if name not in ADVANTAGE_ESTIMATORS:
+            raise InputError(f"--advantage-estimator {name}: choose from {', '.join(ADVANTAGE_ESTIMATORS)}")
         if name == "grpo":
             values = self._grpo(not self.settings.disable_grpo_std_normalization)
         elif name == "dr_grpo":

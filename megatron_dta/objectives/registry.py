@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.config.objective import ObjectiveConfig
 from megatron_dta.objectives.corrections import CORRECTION_LEVELS, CORRECTION_MODES, Correction
 from megatron_dta.objectives.dpo import dpo_loss, pair_terms
 from megatron_dta.objectives.fields import Objective
@@ -16,31 +16,11 @@ from megatron_dta.objectives.surrogates import SURROGATES, Clip
 from megatron_dta.objectives.value import value_loss
 
 
-class ObjectiveSettings(Protocol):
-    """The settings that objectives read, see ``config.ObjectiveConfig``; the flags have the same names."""
-
-    objective: str
-    eps_clip: float
-    eps_clip_high: float | None
-    dual_clip: float | None
-    kl_loss_coef: float
-    kl_loss_type: str
-    kl_coef: float
-    entropy_coef: float
-    use_tis: bool
-    tis_mode: str
-    tis_level: str
-    tis_clip: float
-    tis_clip_low: float
-    dpo_beta: float
-    dpo_label_smoothing: float
-
-
-def _make_sft(config: ObjectiveSettings) -> Objective:
+def _make_sft(config: ObjectiveConfig) -> Objective:
     return Objective("sft", sft_loss)
 
 
-def _make_policy(config: ObjectiveSettings) -> Objective:
+def _make_policy(config: ObjectiveConfig) -> Objective:
     _check_policy(config)
     correction = None
     if config.use_tis:
@@ -64,7 +44,7 @@ def _make_policy(config: ObjectiveSettings) -> Objective:
     )
 
 
-def _make_dpo(config: ObjectiveSettings) -> Objective:
+def _make_dpo(config: ObjectiveConfig) -> Objective:
     if not 0 < config.dpo_beta < float("inf"):
         raise InputError(f"--dpo-beta {config.dpo_beta}: must be above 0")
     if not 0 <= config.dpo_label_smoothing < 0.5:
@@ -73,14 +53,14 @@ def _make_dpo(config: ObjectiveSettings) -> Objective:
     return Objective("dpo", dpo_loss, requires=("reward",), needs_ref_logprobs=True, pair_function=pair_function)
 
 
-OBJECTIVES: dict[str, Callable[[ObjectiveSettings], Objective]] = {
+OBJECTIVES: dict[str, Callable[[ObjectiveConfig], Objective]] = {
     "sft": _make_sft,
     "dpo": _make_dpo,
     **dict.fromkeys(SURROGATES, _make_policy),
 }
 
 
-def make_objective(config: ObjectiveSettings) -> Objective:
+def make_objective(config: ObjectiveConfig) -> Objective:
     """The objective of ``config``; raises ``InputError`` with the flag of an invalid value."""
     if config.objective not in OBJECTIVES:
         raise InputError(f"--objective {config.objective}: choose from {', '.join(sorted(OBJECTIVES))}")
@@ -92,7 +72,7 @@ def make_value_objective(value_clip: float | None) -> Objective:
     return Objective("value", partial(value_loss, value_clip=value_clip))
 
 
-def _check_policy(config: ObjectiveSettings) -> None:
+def _check_policy(config: ObjectiveConfig) -> None:
     """Raise ``InputError`` for invalid settings. Comparisons are written so that NaN fails them."""
     if not 0 < config.eps_clip <= 1:
         raise InputError(f"--eps-clip {config.eps_clip}: must be above 0 and at most 1")

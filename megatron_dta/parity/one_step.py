@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
-from megatron_dta.conversion.mappings import ModelShape, parameters_of
+from megatron_dta.config import ObjectiveConfig, TreeConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import AttentionContext, TreeGPTModel
 from megatron_dta.objectives import make_objective
-from megatron_dta.parity.huggingface_experts import experts_are_stacked, stack_experts
 from megatron_dta.planning.step.sample import TrainingSample
 
 Rename = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -101,19 +99,6 @@ def step_huggingface(reference: torch.nn.Module, samples: Sequence[TrainingSampl
     gradients = _descend(reference, lr)
     weights = {name: parameter.detach() for name, parameter in reference.named_parameters()}
     return OneStep(all_logits, all_logprobs, total, gradients, weights)
-
-
-def names_of_checkpoint(architecture: str, model: ModelConfig) -> Rename:
-    """Megatron's parameters (or their gradients), by name -> the tensors of transformers' model."""
-    parameters = parameters_of(architecture, ModelShape.of(model))
-
-    def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        renamed: dict[str, Tensor] = {}
-        for parameter in parameters:
-            renamed.update(parameter.split(tensors[parameter.name]))
-        return stack_experts(renamed) if model.num_experts is not None and experts_are_stacked() else renamed
-
-    return rename
 
 
 def differences(found: OneStep, reference: OneStep) -> list[Difference]:

@@ -29,10 +29,7 @@ def run_tree(
     tree_model = build_model(model, next(iter(weights.values())).device)
     tree_model.load_state_dict(weights)
     engine = TreeEngine(
-        tree_model,
-        temperature,
-        tree.logprob_chunk_tokens,
-        tree_attention_impl=tree.tree_attention_impl,
+        tree_model, temperature, tree.logprob_chunk_tokens, tree_attention_impl=tree.tree_attention_impl
     )
     engine.offload_kv(tree.kv_offload_fraction)
     batch = prepare_batch(samples, tree, loss_aggregation)

@@ -12,7 +12,7 @@ from megatron_dta.planning.pipeline.schedule import (
     forward_only_pipeline,
     tree_1f1b,
 )
-from megatron_dta.planning.pipeline.simulation import Message, Timeline, message_order, rank_programs, simulate
+from megatron_dta.planning.pipeline.simulation import Message, Timeline, message_order, simulate
 from megatron_dta.planning.segments.cut import plan_segments
 from megatron_dta.planning.segments.plan import SegmentPlan, segment_parents
 from megatron_dta.planning.segments.recompute import choose_kept_segments
@@ -39,7 +39,6 @@ __all__ = [
     "partition_sequences",
     "plan_pipeline",
     "plan_segments",
-    "rank_programs",
     "segment_parents",
     "simulate",
     "tree_1f1b",

@@ -60,11 +60,7 @@ def plan_step(
 
 
 def _agreed(
-    choice: StepChoice,
-    samples: Sequence[TrainingSample],
-    tree_mode: str,
-    budget: StepBudget,
-    pipeline: PipelineShape,
+    choice: StepChoice, samples: Sequence[TrainingSample], tree_mode: str, budget: StepBudget, pipeline: PipelineShape
 ) -> tuple[StepChoice, int | None]:
     """The plan again, with the limits that the ranks of the group agree on where none are given, and the size of its
     segments; all ranks call this.

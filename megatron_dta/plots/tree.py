@@ -18,7 +18,7 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from megatron_dta.planning.segments.cut import SegmentPlan
+from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.plots.files import write_figure
 from megatron_dta.tree import PrefixTree, tree_statistics
 

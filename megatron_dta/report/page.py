@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dta.report.bars import phase_chart, rank_chart, timeline_chart
+from megatron_dta.report.bars import PHASES, phase_chart, rank_chart, timeline_chart
 from megatron_dta.report.draft_charts import draft_charts
 from megatron_dta.report.line_chart import COLORS, Series, line_chart, metric_charts, series_of, smoothed
 from megatron_dta.report.markup import Markup, join, number, tag
@@ -191,13 +191,8 @@ def _header(run: RunFiles) -> Markup:
     if unique:
         tiles.append(("reuse, all steps", f"{sum(record['tokens'] for record in trained) / unique:.2f}"))
         tiles.append(("unique tokens trained", number(unique)))
-    seconds = sum(
-        value
-        for record in run.records
-        for name, value in record.get("timing", {}).items()
-        if name in ("collect_seconds", "prepare_seconds", "plan_seconds", "train_seconds", "update_seconds")
-        or name in ("critic_seconds", "evaluate_seconds")
-    )
+    names = [f"{phase}_seconds" for phase in PHASES]
+    seconds = sum(record.get("timing", {}).get(name, 0.0) for record in run.records for name in names)
     if seconds:
         tiles.append(("seconds in all steps", number(seconds)))
     skipped = sum(bool(record.get("skipped")) for record in trained)

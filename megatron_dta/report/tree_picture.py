@@ -114,33 +114,28 @@ def tree_picture(title: str, rollouts: Sequence[Rollout], texts: Mapping[int, st
 def _layout(tree: PrefixTree) -> list[_Bar]:
     """Place the bar of each node."""
     lengths = np.sqrt(tree.node_lengths.astype(float))
-    depth = np.zeros(tree.num_nodes)
+    depth = lengths.copy()
+    for node, parent in enumerate(tree.node_parent.tolist()):
+        if parent >= 0:
+            depth[node] += depth[parent]
     hops = tree.node_depth.astype(float)
     # Between a node and its children; a tree of many levels has less room for each.
     gap = min(14.0, 0.4 * (WIDTH - LEFT - RIGHT) / max(1.0, float(hops.max(initial=0))))
-    for node in range(tree.num_nodes):
-        parent = int(tree.node_parent[node])
-        depth[node] = lengths[node] + (depth[parent] if parent >= 0 else 0.0)
     room = WIDTH - LEFT - RIGHT - gap * float(hops.max(initial=0))
     scale = room / float(depth.max())
-    left = [LEFT + scale * float(depth[n] - lengths[n]) + gap * float(hops[n]) for n in range(tree.num_nodes)]
-    width = [max(scale * float(length), 2.0) for length in lengths]
-    row = np.zeros(tree.num_nodes)
-    next_row = 0
+    left = LEFT + scale * (depth - lengths) + gap * hops
+    width = np.maximum(scale * lengths, 2.0)
     children: list[list[int]] = [[] for _ in range(tree.num_nodes)]
     ends = set(tree.sequence_node.tolist())
     for node in range(tree.num_nodes):
         if tree.node_parent[node] >= 0:
             children[int(tree.node_parent[node])].append(node)
-    for node in range(tree.num_nodes):  # preorder
-        # A rollout that ends inside another one has a row of its own, above it.
-        if not children[node] or node in ends:
-            row[node] = next_row
-            next_row += 1
+    # A rollout that ends inside another one has a row of its own, above it.
+    row = np.cumsum([not below or node in ends for node, below in enumerate(children)]) - 1.0
     for node in reversed(range(tree.num_nodes)):
         if children[node] and node not in ends:
             row[node] = (row[children[node][0]] + row[children[node][-1]]) / 2
-    return [_Bar(*place) for place in zip(left, width, ((row + 0.5) * ROW).tolist(), strict=True)]
+    return [_Bar(*place) for place in zip(left.tolist(), width.tolist(), ((row + 0.5) * ROW).tolist(), strict=True)]
 
 
 def _link(parent: _Bar, child: _Bar) -> Markup:

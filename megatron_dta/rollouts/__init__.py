@@ -9,8 +9,17 @@ field and the reason. A line of JSONL:
     {"token_ids": [5, 8, 13], "loss_mask": [false, false, true], "reward": 1.0, "group_id": "a"}
 """
 
-from megatron_dta.rollouts.load import load_rollouts, write_rollouts
+from megatron_dta.rollouts.load import load_chosen_rollouts, load_rollouts, write_rollouts
 from megatron_dta.rollouts.record import FIELD_NAMES, Rollout
 from megatron_dta.rollouts.sample_granularity import cut_length, cut_turns, mask_runs
 
-__all__ = ["FIELD_NAMES", "Rollout", "cut_length", "cut_turns", "load_rollouts", "mask_runs", "write_rollouts"]
+__all__ = [
+    "FIELD_NAMES",
+    "Rollout",
+    "cut_length",
+    "cut_turns",
+    "load_chosen_rollouts",
+    "load_rollouts",
+    "mask_runs",
+    "write_rollouts",
+]

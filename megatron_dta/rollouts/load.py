@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -79,6 +80,12 @@ def load_rollouts(
             "(--max-length, in training --seq-length)"
         )
     return samples[:max_sequences]
+
+
+def load_chosen_rollouts(arguments: argparse.Namespace) -> list[Rollout]:
+    """``load_rollouts`` of a command's FILE, --sample-granularity, --max-sequences and --max-length."""
+    limits = arguments.max_sequences, arguments.max_length
+    return load_rollouts(arguments.file, arguments.sample_granularity, None, *limits)
 
 
 def write_rollouts(path: str | Path, rollouts: Sequence[Rollout]) -> None:

@@ -45,16 +45,14 @@ def cut_length(rollout: Rollout, max_length: int) -> Rollout | None:
 
 def _head(rollout: Rollout, end: int, loss_mask: np.ndarray) -> Rollout:
     """The first ``end`` tokens with every per-token field cut to this length."""
-    routing = rollout.routed_experts
-    return replace(
-        rollout,
-        token_ids=rollout.token_ids[:end],
-        loss_mask=loss_mask,
-        advantages=None if rollout.advantages is None else rollout.advantages[:end],
-        logprobs=None if rollout.logprobs is None else rollout.logprobs[:end],
-        routed_experts=None if routing is None else routing[: len(routing) // len(rollout) * end],
-        **_head_of_path(rollout, end),
-    )
+    length, changed = len(rollout), {"loss_mask": loss_mask, **_head_of_path(rollout, end)}
+    for name in ("token_ids", "advantages", "logprobs", "routed_experts", "token_versions"):
+        values = getattr(rollout, name)
+        if values is not None:
+            changed[name] = values[: len(values) // length * end]
+    if rollout.token_versions is not None:
+        changed["policy_version"] = None  # the oldest of the versions that remain
+    return replace(rollout, **changed)
 
 
 def _head_of_path(rollout: Rollout, end: int) -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +266,7 @@ class Autotuner:
 
     def state_dict(self) -> dict[str, Any]:
         """The decisions, as plain values."""
-        correction = None if self._corrects_costs else self._engine.correction.as_dict()
+        correction = None if self._corrects_costs else asdict(self._engine.correction)
         return {"memory_gib": self.limit, "gpu_bytes": self._total, "correction": correction}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -8,20 +8,18 @@ random value head, or from ``--critic-load``.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
-from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.model import without_lora
 from megatron_dta.engine import TreeBatch, TreeEngine
 from megatron_dta.model import Model, build_model
 from megatron_dta.objectives import make_value_objective
 from megatron_dta.objectives.value import explained_variance
-from megatron_dta.training.checkpoint.files import find_checkpoint
+from megatron_dta.training.checkpoint.files import required_checkpoint
 from megatron_dta.training.checkpoint.frozen_base import base_part
 from megatron_dta.training.checkpoint.reader import check_files, read_checkpoint, read_common
 from megatron_dta.training.optimizer import TrainingOptimizer
@@ -97,9 +95,7 @@ def build_critic_model(config: TrainConfig, policy: Model, device: torch.device,
     if folder is None:
         _load_trunk(model, {str(i): base_part(chunk.state_dict()) for i, chunk in enumerate(policy.model_chunks)})
         return model
-    path = find_checkpoint(folder)
-    if path is None:
-        raise InputError(f"--critic-load {folder}: holds no checkpoint")
+    path = required_checkpoint("--critic-load", folder)
     check_files(path, not config.checkpoint.skip_checkpoint_checks)
     wanted = {str(i): chunk.sharded_state_dict() for i, chunk in enumerate(model.model_chunks)}
     if "critic" in read_common(path):
@@ -107,7 +103,7 @@ def build_critic_model(config: TrainConfig, policy: Model, device: torch.device,
     else:
         for chunk in wanted.values():
             chunk.pop(_HEAD, None)
-    _load_trunk(model, read_checkpoint(Path(path), wanted))
+    _load_trunk(model, read_checkpoint(path, wanted))
     return model
 
 

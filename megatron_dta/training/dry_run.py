@@ -36,6 +36,8 @@ from megatron_dta.objectives import Objective, make_objective
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import load_cost_file
 from megatron_dta.planning.costs.memory_budget import GIB
+from megatron_dta.planning.partition.divide import trained_parts
+from megatron_dta.planning.segments.cut import default_in_flight
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.planning.step.modes import plan_forest
 from megatron_dta.planning.step.passes import StepBudget
@@ -44,12 +46,13 @@ from megatron_dta.sampling.agents.service import load_agent
 from megatron_dta.sampling.engines.build import listed_servers, silent_servers
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import load_environment
-from megatron_dta.training.checkpoint.files import find_checkpoint, starting_point
+from megatron_dta.training.checkpoint.files import required_checkpoint, starting_point
 from megatron_dta.training.checkpoint.reader import read_common
 from megatron_dta.training.checkpoint.save_load import check_continues, check_weights
 from megatron_dta.training.data.stored import StoredRollouts, load_files
 from megatron_dta.training.monitor.metrics import check_loggers
 from megatron_dta.training.monitor.run_description import mesh_text, run_mesh, steps_text, tokenizer_lines
+from megatron_dta.training.rollout_source import steps_per_rollout_batch
 from megatron_dta.training.setup import read_data, with_known_sizes
 from megatron_dta.training.teachers import is_remote, teacher_folders, teacher_shape
 from megatron_dta.training.weights.huggingface import check_save_hf
@@ -78,7 +81,7 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     mesh = run_mesh(config, int(world_size) if world_size.isdecimal() else 1)
     shape = DecoderShape.of(config.model)
     dtype = str(config.model.params_dtype).removeprefix("torch.")
-    show("model", f"{shape.num_parameters:,} parameters, {dtype}, vocabulary of {config.model.padded_vocab_size:,}")
+    show("model", f"{shape.num_parameters:,} parameters, {dtype}, vocabulary of {config.model.padded_vocab_size():,}")
     if config.model.lora_rank is not None:
         show("adapters", f"{adapter_parameters(config.model):,} parameters, which alone are trained")
     show("mesh", mesh_text(mesh))
@@ -163,7 +166,7 @@ def _epochs_of_prompts(config: TrainConfig, count: int) -> str:
     """How often the run samples each of ``count`` prompts. A rollout batch may span the end of an epoch."""
     sampling = config.sampling
     batch = sampling.rollout_batch_size
-    batches = -(-config.optimization.train_iters // (sampling.num_steps_per_rollout * config.objective.ppo_epochs))
+    batches = -(-config.optimization.train_iters // steps_per_rollout_batch(config))
     text = f"{batches * batch / count:,.2f} in {batches:,} rollout batches of {batch:,} prompts"
     if config.filtering.dynamic_sampling or sampling.over_sampling_batch_size is not None:
         text = f"at least {text}; rejected groups are replaced by further prompts"
@@ -208,7 +211,7 @@ def _flight_of(
     tree = config.tree
     segment = tree.tree_segment_tokens or DEFAULT_SEGMENT_TOKENS
     longest = max(lengths)
-    budget = tree.tree_memory_tokens or max(3 * longest // 2, 8 * segment)
+    budget = tree.tree_memory_tokens or default_in_flight(longest, segment)
     if budget < longest and tree.tree_mode != "packed":
         raise InputError(
             f"--tree-memory-tokens {budget}: a rollout has {longest} tokens, which are all in flight at its end; "
@@ -216,7 +219,7 @@ def _flight_of(
         )
     tokens = float(budget)
     if rollouts:
-        sequences = [_up_to_last_trained(rollout) for rollout in rollouts]
+        sequences = trained_parts(rollouts)[0]
         plan = plan_forest(sequences, tree.tree_mode, StepBudget(segment, tree.tree_memory_tokens))
         total = sum(map(len, sequences))
         tokens = float(plan.peak_in_flight_tokens)
@@ -230,10 +233,6 @@ def _flight_of(
         # Later steps may hold the longest rollout.
         tokens = max(tokens, float(longest))
     return InFlight(tokens, float(segment), float(longest + segment), tree.tree_activation_tokens)
-
-
-def _up_to_last_trained(rollout: Rollout) -> np.ndarray:
-    return rollout.token_ids[: int(np.flatnonzero(rollout.loss_mask)[-1]) + 1]
 
 
 def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:
@@ -261,9 +260,7 @@ def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:
         ("--critic-load", config.critic.critic_load, objective.needs_critic),
     ):
         if folder is not None and needed:
-            path = find_checkpoint(folder)
-            if path is None:
-                raise InputError(f"{flag} {folder}: holds no checkpoint")
+            path = required_checkpoint(flag, folder)
             check_parts(path)
             check_weights(path, read_common(path), config.model)
             lines.append(f"{flag} {path}")

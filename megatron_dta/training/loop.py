@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -73,16 +73,16 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything except the iteration, which a checkpoint stores separately, as plain values and tensors."""
-        best = {} if self.best is None else {"best": self.best.state_dict()}
+        best = {} if self.best is None else {"best": asdict(self.best)}
         state = {"rollout_batches": self.rollout_batches, "waiting": pack_steps(self.waiting)}
-        return state | {"guard": self.guard.state_dict()} | best
+        return state | {"guard": asdict(self.guard)} | best
 
     @classmethod
     def from_state_dict(cls, iteration: int, state: dict[str, Any]) -> Progress:
         """Restore the progress from a checkpoint."""
         # Older checkpoints lack the last two fields and name the first one "collections".
         batches = state.get("rollout_batches", state.get("collections"))
-        guard = GuardState.from_state_dict(state.get("guard", {}))
+        guard = GuardState(**state.get("guard", {}))
         best = BestCheckpoint(**state["best"]) if "best" in state else None
         return cls(iteration, batches, unpack_steps(state["waiting"]), guard, best)
 

@@ -31,7 +31,7 @@ from megatron_dta.sampling.engines.build import listed_servers
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.autotune import Autotuner, build_autotuner
-from megatron_dta.training.checkpoint.files import find_checkpoint, remove_leftovers, starting_point
+from megatron_dta.training.checkpoint.files import remove_leftovers, required_checkpoint, starting_point
 from megatron_dta.training.checkpoint.finished import already_at
 from megatron_dta.training.checkpoint.random_state import seed_random_states
 from megatron_dta.training.checkpoint.run_folders import lock_run, run_folders
@@ -220,6 +220,19 @@ def _load_first_weights(config: TrainConfig, model: Model, start: Path | None, c
     console.print(f"starting from {weights}", soft_wrap=True, markup=False)
 
 
+def build_loaded_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Path | None) -> Model:
+    """Build the model with the weights of ``checkpoint`` or, without one, of --load-hf, for sampling alone."""
+    vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    config = replace(config, model=replace(config.model, vocab_size=vocab_size))
+    device = initialize_parallel(config.optimization.seed, config.parallel)
+    model = build_model(config.model, device, config.parallel)
+    if checkpoint is not None:
+        load_weights(checkpoint, config.model, model, not config.checkpoint.skip_checkpoint_checks)
+    else:
+        load_hf(config, model)
+    return model
+
+
 def metrics_path(config: TrainConfig) -> Path | None:
     """The path of the run's metrics file; None if neither --metrics-file nor --save is given."""
     if config.logging.metrics_file is not None:
@@ -302,9 +315,7 @@ def _build_reference(
         return None
     save = Path(config.checkpoint.save) / REFERENCE if config.checkpoint.save is not None else None
     if config.checkpoint.ref_load is not None:
-        path = find_checkpoint(config.checkpoint.ref_load)
-        if path is None:
-            raise InputError(f"--ref-load {config.checkpoint.ref_load}: holds no checkpoint")
+        path = required_checkpoint("--ref-load", config.checkpoint.ref_load)
         shape = config.model if has_adapters(path) else without_lora(config.model)
         reference = build_model(shape, device, config.parallel)
         load_weights(path, shape, reference, not config.checkpoint.skip_checkpoint_checks)

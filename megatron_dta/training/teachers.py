@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +43,6 @@ _SHARED = (
     "fused_layer_impl",
     "transformer_impl",
     "moe_grouped_gemm",
-    "vocab_size",
 )
 
 
@@ -69,9 +68,10 @@ def is_remote(folder: str) -> bool:
 
 def teacher_shape(config: TrainConfig, folder: str) -> ModelConfig:
     """The shape of the teacher in ``folder``; ``InputError`` if its vocabulary is not the policy's."""
-    names = {setting.name for setting in fields(ModelConfig)}
-    shared = {name: getattr(config.model, name) for name in _SHARED if name in names and name != "vocab_size"}
+    shared = {name: getattr(config.model, name) for name in _SHARED}
     settings = settings_from_hf(folder, {})
+    if "num_experts" not in settings:
+        del shared["moe_grouped_gemm"]
     if settings.get("vocab_size") != config.model.vocab_size:
         raise InputError(
             f"--teacher-load-hf {folder}: has a vocabulary of {settings.get('vocab_size')} and the policy of "

@@ -8,10 +8,4 @@ from megatron_dta.tree.build import build_forest_without_sharing, build_prefix_t
 from megatron_dta.tree.prefix_tree import PrefixTree
 from megatron_dta.tree.statistics import TreeStatistics, tree_statistics
 
-__all__ = [
-    "PrefixTree",
-    "TreeStatistics",
-    "build_forest_without_sharing",
-    "build_prefix_tree",
-    "tree_statistics",
-]
+__all__ = ["PrefixTree", "TreeStatistics", "build_forest_without_sharing", "build_prefix_tree", "tree_statistics"]

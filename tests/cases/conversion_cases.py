@@ -108,7 +108,8 @@ def shape_of(folder: Path) -> ModelShape:
     known = {field.name for field in dataclasses.fields(ModelShape)}
     experts = [1] * layers if frequency == 1 else frequency
     values = {name: value for name, value in settings.items() if name in known}
-    return ModelShape(**values, moe_layers=tuple(bool(entry) for entry in experts))
+    moe_layers = tuple(bool(entry) for entry in experts) if "num_experts" in settings else ()
+    return ModelShape(**values, moe_layers=moe_layers)
 
 
 def architecture_in(folder: Path) -> str:

@@ -36,7 +36,7 @@ def join_shards(shards: Sequence[dict[str, Tensor]], model: ModelConfig) -> dict
 
 def _part(name: str, tensor: Tensor, model: ModelConfig, rank: int, size: int) -> Tensor:
     if name.endswith(_VOCABULARY):
-        missing = model.padded_vocab_size_on(size) - tensor.shape[0]
+        missing = model.padded_vocab_size(size) - tensor.shape[0]
         return F.pad(tensor, (0, 0, 0, missing)).chunk(size)[rank]
     if name.endswith(_COLUMNS):
         return tensor.chunk(size, dim=1)[rank]
@@ -47,7 +47,7 @@ def _part(name: str, tensor: Tensor, model: ModelConfig, rank: int, size: int) -
 
 def _joined(name: str, parts: list[Tensor], model: ModelConfig) -> Tensor:
     if name.endswith(_VOCABULARY):
-        return torch.cat(parts)[: model.padded_vocab_size]
+        return torch.cat(parts)[: model.padded_vocab_size()]
     if name.endswith(_COLUMNS):
         return torch.cat(parts, dim=1)
     if name.endswith(_ROWS):

@@ -23,7 +23,6 @@ import secrets
 import signal
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -188,20 +187,9 @@ def _engine(config: TrainConfig, tokenizer: Tokenizer) -> RolloutEngine:
 
     if config.sampling.rollout_engine in SERVERS:
         return server_engine(config, report)
-    from megatron_dta.model import build_model, initialize_parallel
-    from megatron_dta.training.checkpoint.files import find_checkpoint
-    from megatron_dta.training.checkpoint.save_load import load_weights
-    from megatron_dta.training.weights.huggingface import load_hf
+    from megatron_dta.training.checkpoint.files import required_checkpoint
+    from megatron_dta.training.setup import build_loaded_model
 
-    vocab_size = config.model.vocab_size or tokenizer.vocab_size
-    config = replace(config, model=replace(config.model, vocab_size=vocab_size))
-    checkpoint = find_checkpoint(config.checkpoint.load) if config.checkpoint.load is not None else None
-    if config.checkpoint.load is not None and checkpoint is None:
-        raise InputError(f"--load {config.checkpoint.load}: holds no checkpoint")
-    device = initialize_parallel(config.optimization.seed, config.parallel)
-    model = build_model(config.model, device, config.parallel)
-    if checkpoint is not None:
-        load_weights(checkpoint, config.model, model, not config.checkpoint.skip_checkpoint_checks)
-    else:
-        load_hf(config, model)
+    load = config.checkpoint.load
+    model = build_loaded_model(config, tokenizer, None if load is None else required_checkpoint("--load", load))
     return build_engine(config.sampling, model, attention_impl=config.tree.tree_attention_impl, report=report)

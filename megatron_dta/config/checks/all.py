@@ -26,7 +26,7 @@ from megatron_dta.config.checks.mesh import (
 )
 from megatron_dta.config.checks.objectives import POLICY_GRADIENT, check_objective, objective_conditions
 from megatron_dta.config.checks.optimizer_states import check_states
-from megatron_dta.config.checks.rollouts import check_rollout_engine, rollout_conditions
+from megatron_dta.config.checks.rollouts import check_rollout_engine, rollout_conditions, samples
 from megatron_dta.config.checks.transformer_engine import check_transformer_impl
 from megatron_dta.config.checks.tree import check_tree
 from megatron_dta.config.checks.treepo import check_treepo, treepo_conditions
@@ -146,10 +146,7 @@ def check_rotary(model: ModelConfig) -> None:
 
 def check_dropout(model: ModelConfig) -> None:
     """Reject any dropout; the model is not built with it either."""
-    for flag, value in (
-        ("--attention-dropout", model.attention_dropout),
-        ("--hidden-dropout", model.hidden_dropout),
-    ):
+    for flag, value in (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout)):
         if value != 0:
             raise InputError(
                 f"{flag} {value}: must be 0, because sequences that share a prefix would share its dropout mask, "
@@ -168,7 +165,7 @@ def _check_recompute(config: TrainConfig) -> Iterator[str]:
 
 def _check_source(config: TrainConfig) -> Iterator[str]:
     data, sampling = config.data, config.sampling
-    sampled = bool(sampling.prompt_data or sampling.task)
+    sampled = samples(config)
     if data.rollouts and sampled:
         yield "--rollouts conflicts with sampling (--prompt-data, --task); keep one source of rollouts"
     if not data.rollouts and not sampled:
@@ -179,7 +176,7 @@ def _check_source(config: TrainConfig) -> Iterator[str]:
 
 def _check_data(config: TrainConfig) -> Iterator[str]:
     data, sampling, model = config.data, config.sampling, config.model
-    sampled = bool(sampling.prompt_data or sampling.task)
+    sampled = samples(config)
     if data.rollouts and data.global_batch_size is None:
         yield "--rollouts needs --global-batch-size, the number of rollouts per optimizer step"
     if data.rollouts and model.vocab_size is None and sampling.tokenizer_type is None:

@@ -21,6 +21,4 @@ def check_distillation(config: TrainConfig) -> Iterator[str]:
 
 def distillation_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     """Condition -> (whether it holds, the settings that have no effect otherwise)."""
-    return {
-        "--teacher-load-hf": (config.distillation.is_used, "teacher_kl teacher_coef teacher_only offload_teacher"),
-    }
+    return {"--teacher-load-hf": (config.distillation.is_used, "teacher_kl teacher_coef teacher_only offload_teacher")}

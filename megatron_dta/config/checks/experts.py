@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.model import ModelConfig
-from megatron_dta.config.options import flag_of
+from megatron_dta.config.options import refuse_unread
 from megatron_dta.config.parallel import ParallelConfig
 
-# Settings without effect unless --num-experts is given.
-EXPERT_SETTINGS = tuple(setting.name for setting in fields(ModelConfig) if setting.name.startswith("moe_"))
+_OF_PARALLEL = ("expert_model_parallel_size", "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm")
 
 
 def check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ``InputError`` for settings with which an expert model cannot be built."""
     if model.num_experts is None:
-        _check_no_experts(model, parallel)
+        refuse_unread(model, [name for name in vars(model) if name.startswith("moe_")], "--num-experts")
+        refuse_unread(parallel, _OF_PARALLEL, "--num-experts")
         return
     _check_dropless(model)
     _check_router(model)
     _check_balance(model)
     _check_layers(model)
     _check_division(model, parallel)
-
-
-def _check_no_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
-    for settings, names in (
-        (model, EXPERT_SETTINGS),
-        (
-            parallel,
-            ("expert_model_parallel_size", "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm"),
-        ),
-    ):
-        for setting in fields(settings):
-            value = getattr(settings, setting.name)
-            if setting.name in names and value != setting.default:
-                raise InputError(f"{flag_of(setting)} has no effect without --num-experts; leave it out or add that")
 
 
 def _check_dropless(model: ModelConfig) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.model import ModelConfig
-from megatron_dta.config.options import flag_of
+from megatron_dta.config.options import refuse_unread
 from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.planning.costs.decoder_shape import linear_heads_refusal
 
@@ -19,7 +17,8 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig) -> None:
         flag = "--apply-layernorm-1p" if model.apply_layernorm_1p else "--attention-output-gate"
         raise InputError(f"{flag} needs --transformer-impl local")
     if model.experimental_attention_variant is None:
-        _check_no_effect(model)
+        own = [name for name in vars(model) if name.startswith("linear_") or name == "gated_delta_rule_impl"]
+        refuse_unread(model, own, "--experimental-attention-variant")
         return
     if model.linear_attention_freq is None:
         raise InputError("--experimental-attention-variant gated_delta_net needs --linear-attention-freq, such as 4")
@@ -40,12 +39,3 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig) -> None:
     refusal = linear_heads_refusal(parallel.tensor_model_parallel_size, parallel.context_parallel_size, keys, values)
     if refusal is not None:
         raise InputError(refusal)
-
-
-def _check_no_effect(model: ModelConfig) -> None:
-    for setting in fields(ModelConfig):
-        is_own = setting.name.startswith("linear_") or setting.name == "gated_delta_rule_impl"
-        if is_own and getattr(model, setting.name) != setting.default:
-            raise InputError(
-                f"{flag_of(setting)} has no effect without --experimental-attention-variant; leave it out or add that"
-            )

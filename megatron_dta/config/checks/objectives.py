@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from megatron_dta.config.checks.rollouts import samples
 from megatron_dta.config.objective import CriticConfig
 from megatron_dta.config.train import TrainConfig
 
@@ -13,7 +14,7 @@ POLICY_GRADIENT = ("grpo", "ppo", "gspo", "gspo-token", "cispo")
 
 def check_objective(config: TrainConfig) -> Iterator[str]:
     """Yield a line for every requirement of the loss that is missing and for every contradiction."""
-    objective, sampled = config.objective, bool(config.sampling.prompt_data or config.sampling.task)
+    objective, sampled = config.objective, samples(config)
     name = objective.objective
     if name == "sft" and sampled and config.filtering.rejection_sampling is None:
         flag = "--prompt-data" if config.sampling.prompt_data else "--task"

@@ -14,7 +14,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config.checks.transformer_engine import check_fp8, check_fp8_support
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.optimization import OptimizationConfig
-from megatron_dta.config.options import flag_of
+from megatron_dta.config.options import flag_of, refuse_unread
 from megatron_dta.config.parallel import ParallelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
@@ -25,14 +25,10 @@ _OFFLOAD = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "no_p
 def check_states(model: ModelConfig, optimization: OptimizationConfig, parallel: ParallelConfig) -> None:
     """Raise ``InputError`` for settings of optimizer states and FP8 that conflict."""
     aware, offload = optimization.use_precision_aware_optimizer, optimization.optimizer_cpu_offload
-    for holds, needed, names in (
-        (aware, "--use-precision-aware-optimizer", ("main_grads_dtype", *_STATE_DTYPES)),
-        (offload, "--optimizer-cpu-offload", _OFFLOAD),
-    ):
-        for name in names:
-            setting = OptimizationConfig.__dataclass_fields__[name]
-            if not holds and getattr(optimization, name) != setting.default:
-                raise InputError(f"{flag_of(setting)} has no effect without {needed}; leave it out or add that")
+    if not aware:
+        refuse_unread(optimization, ("main_grads_dtype", *_STATE_DTYPES), "--use-precision-aware-optimizer")
+    if not offload:
+        refuse_unread(optimization, _OFFLOAD, "--optimizer-cpu-offload")
     if offload and not aware:
         raise InputError("--optimizer-cpu-offload needs --use-precision-aware-optimizer; add it")
     if aware and not parallel.use_distributed_optimizer:

@@ -195,10 +195,7 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
             "inference_dynamic_batching_block_size inference_dynamic_batching_buffer_size_gb "
             "inference_dynamic_batching_max_tokens rollout_cuda_graphs das_budget rollout_stop_degenerate",
         ),
-        "another --rollout-engine than replay": (
-            engine != "replay",
-            "inference_max_requests rollout_speculation",
-        ),
+        "another --rollout-engine than replay": (engine != "replay", "inference_max_requests rollout_speculation"),
         "--rollout-speculation das": (
             config.speculation.rollout_speculation == "das",
             "das_window das_max_tokens das_depth das_draft_tokens das_budget",

@@ -18,16 +18,9 @@ def parse_moe_layer_freq(text: str, num_layers: int) -> list[bool]:
     Raises:
         InputError: the text is neither, or the length of the list is not ``num_layers``.
     """
-    entries = _entries(
-        f"--moe-layer-freq {text}",
-        text,
-        "a number N for every N-th layer, or a list of 0 and 1 like [0]*1+[1]*3",
-        lambda every: [layer % every == 0 for layer in range(num_layers)],
-        num_layers,
-    )
-    if not any(entries):
-        raise InputError(f"--moe-layer-freq {text}: no layer has experts; leave --num-experts out")
-    return entries
+    forms = "a number N for every N-th layer, or a list of 0 and 1 like [0]*1+[1]*3"
+    none = "no layer has experts; leave --num-experts out"
+    return _entries(f"--moe-layer-freq {text}", text, num_layers, lambda layer, every: layer % every == 0, forms, none)
 
 
 def parse_linear_attention_freq(text: str, num_layers: int) -> list[bool]:
@@ -40,33 +33,32 @@ def parse_linear_attention_freq(text: str, num_layers: int) -> list[bool]:
     Raises:
         InputError: the text is neither, or the length of the list is not ``num_layers``.
     """
-    flag = f"--linear-attention-freq {text}"
-    entries = _entries(
-        flag,
-        text,
-        "a number N for attention in every N-th layer, or a list of 0 and 1 like ([1]*3+[0])*2",
-        lambda every: [(layer + 1) % every != 0 for layer in range(num_layers)],
-        num_layers,
-    )
-    if not any(entries):
-        raise InputError(f"{flag}: no layer has linear attention; leave --experimental-attention-variant out")
-    return entries
+    forms = "a number N for attention in every N-th layer, or a list of 0 and 1 like ([1]*3+[0])*2"
+    none = "no layer has linear attention; leave --experimental-attention-variant out"
+    given = f"--linear-attention-freq {text}"
+    return _entries(given, text, num_layers, lambda layer, every: (layer + 1) % every != 0, forms, none)
 
 
 def _entries(
-    flag: str, text: str, forms: str, from_interval: Callable[[int], list[bool]], num_layers: int
+    given: str, text: str, num_layers: int, is_chosen: Callable[[int, int], bool], forms: str, none: str
 ) -> list[bool]:
-    """The list that ``text`` writes out or, for a number, that ``from_interval`` makes of it."""
+    """The list that ``text`` writes out or, for a number, the layers for which ``is_chosen(layer, number)`` holds.
+
+    Args:
+        given: flag and value, for messages, like ``forms`` of a value and what it means that ``none`` is chosen.
+    """
     try:
         value = _value(ast.parse(text.strip(), mode="eval").body, num_layers)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise InputError(f"{flag}: give {forms}") from None
+        raise InputError(f"{given}: give {forms}") from None
     if isinstance(value, int):
         if value < 1:
-            raise InputError(f"{flag}: must be at least 1")
-        return from_interval(value)
+            raise InputError(f"{given}: must be at least 1")
+        value = [int(is_chosen(layer, value)) for layer in range(num_layers)]
     if len(value) != num_layers:
-        raise InputError(f"{flag}: has {len(value)} entries for --num-layers {num_layers}")
+        raise InputError(f"{given}: has {len(value)} entries for --num-layers {num_layers}")
+    if not any(value):
+        raise InputError(f"{given}: {none}")
     return [entry == 1 for entry in value]
 
 

@@ -167,10 +167,7 @@ def _torch_optimizer(optimizer: FSDPOptimizerConfig) -> dict[str, Any]:
         raise _refused("optim.num_cycles", optimizer.num_cycles, "the cosine decays once; use 0.5")
     if optimizer.override_optimizer_config:
         raise _refused("optim.override_optimizer_config", optimizer.override_optimizer_config, "use optim=megatron_dta")
-    return {
-        "lr_decay_style": optimizer.lr_scheduler_type,
-        "min_lr": (optimizer.min_lr_ratio or 0.0) * optimizer.lr,
-    }
+    return {"lr_decay_style": optimizer.lr_scheduler_type, "min_lr": (optimizer.min_lr_ratio or 0.0) * optimizer.lr}
 
 
 def _local_folder(model: HFModelConfig) -> str:

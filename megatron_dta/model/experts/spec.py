@@ -17,6 +17,7 @@ from megatron_dta.model.experts.grouped_experts import GroupedExperts
 from megatron_dta.model.experts.routed_layer import RoutedLayer, TreeMoELayer
 from megatron_dta.model.experts.router import TreeRouter
 from megatron_dta.model.experts.weights import SameOnEveryMesh
+from megatron_dta.model.layers.transformer_engine import feed_forward_submodules
 
 
 def expert_settings(model: ModelConfig) -> dict[str, Any]:
@@ -54,9 +55,8 @@ def expert_layer_spec(model: ModelConfig, router: type | None = TreeRouter) -> M
         num_experts=model.num_experts, qk_layernorm=model.qk_layernorm, normalization=model.normalization
     )
     mlp = spec.submodules.mlp
-    submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
     if router is not None:
-        submodules.router = router
+        feed_forward_submodules(mlp).router = router
     if router is TreeRouter:
         spec.module = RoutedLayer
         if isinstance(mlp, functools.partial):
@@ -70,8 +70,7 @@ def expert_layer_spec(model: ModelConfig, router: type | None = TreeRouter) -> M
 
 def replace_experts(spec: ModuleSpec, old: type[SequentialMLP], new: type[SequentialMLP]) -> None:
     """Replace experts of class ``old`` in a layer's spec by class ``new``; any other spec is unchanged."""
-    mlp = spec.submodules.mlp
-    submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+    submodules = feed_forward_submodules(spec.submodules.mlp)
     experts = getattr(submodules, "experts", None)
     if isinstance(experts, functools.partial) and experts.func is old:
         submodules.experts = functools.partial(new, *experts.args, **experts.keywords)

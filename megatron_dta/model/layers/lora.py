@@ -58,13 +58,7 @@ class LoraAdapter(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        linear: torch.nn.Module,
-        config: TransformerConfig,
-        rank: int,
-        alpha: float,
-        is_gated: bool,
-        seed: int,
+        self, linear: torch.nn.Module, config: TransformerConfig, rank: int, alpha: float, is_gated: bool, seed: int
     ) -> None:
         super().__init__()
         self.scale, self.enabled = alpha / rank, True

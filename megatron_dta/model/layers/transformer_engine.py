@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
@@ -47,11 +46,11 @@ def use_transformer_engine(
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.linear_qkv, attention.linear_proj = column, row
-        feed_forward = _feed_forward_submodules(layer.submodules.mlp)
+        feed_forward = feed_forward_submodules(layer.submodules.mlp)
         feed_forward.linear_fc1, feed_forward.linear_fc2 = column, row
 
 
-def _feed_forward_submodules(mlp: Any) -> MLPSubmodules:
+def feed_forward_submodules(mlp: Any) -> Any:
     """Submodules of the feed-forward part: in a ``ModuleSpec`` in Megatron-Core 0.16, in a partial in 0.19."""
     return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
 

@@ -226,14 +226,8 @@ def _sizes(parallel: ParallelConfig) -> dict[str, int | None]:
 
 
 def _sizes_of_mesh() -> dict[str, int | None]:
-    return {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-    }
+    getters = {name: f"get_{name.removesuffix('size')}world_size" for name in _sizes(ParallelConfig())}
+    return {name: getattr(parallel_state, getter)() for name, getter in getters.items()}
 
 
 def _high_priority_groups(parallel: ParallelConfig) -> list[str] | None:

@@ -10,7 +10,7 @@ floor, so the factor of the work is 5 / 4 = 1.25. The second is far below it, so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -45,10 +45,6 @@ class CostCorrection:
             (seconds * share * factors[0], seconds * (1 - share) * factors[1]) for seconds, share, factors in parts
         ]
         return CostModel.of_passes(*passes, model.segment_tokens)
-
-    def as_dict(self) -> dict[str, float]:
-        """The factors by name."""
-        return asdict(self)
 
     @classmethod
     def mean(cls, corrections: Sequence[CostCorrection]) -> CostCorrection:

@@ -216,12 +216,7 @@ class DecoderShape:
         return RankParameters(whole + (divided + self._shared) // tensor, routed)
 
     def stage_parameters(
-        self,
-        layers: Sequence[int],
-        virtual_stage: int,
-        tensor: int = 1,
-        experts: int = 1,
-        expert_tensor: int = 1,
+        self, layers: Sequence[int], virtual_stage: int, tensor: int = 1, experts: int = 1, expert_tensor: int = 1
     ) -> RankParameters:
         """Parameters of a virtual stage on one rank; ``layers`` has the number of layers of each virtual stage.
 
@@ -259,11 +254,6 @@ class DecoderShape:
     def layer_weights(self) -> int:
         """Matrix entries that a token is multiplied with in all layers."""
         return sum(n * self.token_weights(layer) for layer, n in self.kinds(range(self.num_layers)))
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that a token passes through, including the output matrix."""
-        return self.layer_weights + self.hidden_size * self.vocab_size
 
     def layer_width(self, layer: int) -> int:
         """Width of the feed-forward part of a layer that a token passes through."""

@@ -121,12 +121,11 @@ class CostShape:
         """
         sizes = {name: getattr(shape, name) for name in SHARED_WITH_DECODER}
         if shape.num_experts is not None:
-            names = ("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size")
-            sizes |= {name: getattr(shape, name) or 0 for name in names} | {"moe_ffn_hidden_size": shape.expert_width}
+            sizes |= {name: getattr(shape, name) or 0 for name in _OF_EXPERTS[:4]}
+            sizes["moe_ffn_hidden_size"] = shape.expert_width
             # All layers have experts, so the width of plain feed-forward layers does not matter.
             sizes["ffn_hidden_size"] = 1
-            names = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-            sizes |= dict(zip(names, expert_ranks, strict=True))
+            sizes |= dict(zip(_OF_EXPERTS[4:], expert_ranks, strict=True))
         if shape.linear_attention_layers:
             sizes |= {name: getattr(shape, name) for name in _OF_HYBRIDS[1:]}
             sizes["linear_attention_freq"] = period_of(shape)

@@ -14,11 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.model import (
-    BACKWARD_FLOOR_PER_LAYER,
-    FORWARD_FLOOR_PER_LAYER,
-    CostModel,
-)
+from megatron_dta.planning.costs.model import BACKWARD_FLOOR_PER_LAYER, FORWARD_FLOOR_PER_LAYER, CostModel
 
 # Achieved shares of the peak: products of layers, attention forward and backward, logits forward and backward.
 GEMM_SHARE, ATTENTION_SHARES, LOGIT_SHARES = 0.62, (0.626, 0.457), (0.454, 0.346)

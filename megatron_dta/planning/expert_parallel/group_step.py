@@ -17,7 +17,6 @@ from megatron_dta.planning.costs.segment_counts import segment_counts
 from megatron_dta.planning.expert_parallel.merged_op_list import cheaper_op_list
 from megatron_dta.planning.expert_parallel.merged_segment_tree import (
     MergedSegmentTree,
-    SegmentForest,
     build_merged_segment_tree,
     largest_of_ranks,
 )
@@ -84,7 +83,7 @@ class GroupStep:
             longest = max((len(self.sequences[i]) for part in parts for i in part), default=0)
             budget = replace(budget, memory_tokens=default_in_flight(longest, budget.segment_tokens))
         replicas = [replace(self, budget=budget).replica(part) for part in parts]
-        tree = build_merged_segment_tree([_forest(each) for each, _ in replicas], budget.memory_tokens)
+        tree = build_merged_segment_tree([each for each, _ in replicas], budget.memory_tokens)
         largest = tuple(tree.largest([counts[kind] for _, counts in replicas]) for kind in range(3))
         return GroupPlan(replicas, tree, largest, budget.memory_tokens)
 
@@ -102,7 +101,7 @@ class GroupStep:
         if stages > 1:
             # Exact for equal segments, and close for unequal ones.
             return seconds / stages * (tree.num_segments + stages - 1) / max(1, tree.num_segments)
-        merged = cheaper_op_list(tree, [_forest(each) for each, _ in plan.replicas], kept, plan.memory_tokens)
+        merged = cheaper_op_list(tree, [each for each, _ in plan.replicas], kept, plan.memory_tokens)
         if merged is None:
             return seconds
         of_ops = np.array([op.segments for op in merged.ops]).T
@@ -111,7 +110,3 @@ class GroupStep:
         runs_forward = np.array([not op.is_backward or op.recomputes for op in merged.ops])
         runs_backward = np.array([op.is_backward for op in merged.ops])
         return float(forward[runs_forward].sum() + backward[runs_backward].sum())
-
-
-def _forest(segments: SegmentPlan) -> SegmentForest:
-    return SegmentForest(segments.segment_parent.tolist(), segments.lengths.tolist())

@@ -12,7 +12,7 @@ The alternative, a merged segment tree (``merged_segment_tree``), runs the same 
 backward, so it can keep activations. But a rank whose branch has ended waits for the branches of the others, and for
 trees of different shapes most of its nodes are empty. ``synchronized_plan`` takes the cheaper of the two.
 
-Example: the lengths are in parentheses, and each segment costs its length plus 1 (see ``SegmentTree``).
+Example: the lengths are in parentheses, and each segment costs its length plus 1 (see ``CostedTree``).
 
     rank 0: segment 0 (4) with children 1 (3) and 2 (3)    rank 1: segment 0 (4) with child 1 (3)
 
@@ -47,10 +47,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_dta.planning.expert_parallel.merged_segment_tree import MergedSegmentTree, SegmentForest, SegmentTree
+from megatron_dta.planning.expert_parallel.merged_segment_tree import CostedTree, MergedSegmentTree
+from megatron_dta.planning.segments.plan import SegmentTree
 
 # Which of the segments that fit a rank begins first, and the weights of a backward's use against a forward's.
-_ORDERS: dict[str, Callable[[SegmentTree, int], int]] = {
+_ORDERS: dict[str, Callable[[CostedTree, int], int]] = {
     "last": lambda tree, segment: segment,
     "first": lambda tree, segment: -segment,
     "deepest below": lambda tree, segment: tree.heights[segment],
@@ -86,21 +87,21 @@ class MergedOpList:
 FORWARD, BACKWARD, RECOMPUTING_BACKWARD = 1, 2, 3
 
 
-def build_merged_op_list(forests: Sequence[SegmentForest], memory_tokens: int = 0) -> MergedOpList:
+def build_merged_op_list(forests: Sequence[SegmentTree], memory_tokens: int = 0) -> MergedOpList:
     """Build the cheapest list found for the forests of the ranks. Deterministic.
 
     Args:
         forests: segment forest of each rank.
         memory_tokens: limit on the tokens in flight on a rank; raised to the longest root path of any rank.
     """
-    trees = [SegmentTree(forest) for forest in forests]
+    trees = [CostedTree(forest) for forest in forests]
     budget = max([memory_tokens, *(tree.peak for tree in trees)])
     lists = (_Builder(trees, budget, order, weight).build() for order in _ORDERS.values() for weight in _WEIGHTS)
     return min(lists, key=lambda found: (found.cost, len(found.ops)))
 
 
 def cheaper_op_list(
-    tree: MergedSegmentTree, forests: Sequence[SegmentForest], kept: np.ndarray | None, memory_tokens: int
+    tree: MergedSegmentTree, forests: Sequence[SegmentTree], kept: np.ndarray | None, memory_tokens: int
 ) -> MergedOpList | None:
     """The list of ops for the forests of the ranks if it costs less than their merged segment tree, else None.
 
@@ -113,7 +114,7 @@ def cheaper_op_list(
     found = build_merged_op_list(forests, memory_tokens)
     if kept is None:
         return found
-    largest = tree.largest([SegmentTree(forest).costs for forest in forests])
+    largest = tree.largest([CostedTree(forest).costs for forest in forests])
     of_tree = int((largest * (FORWARD + np.where(kept, BACKWARD, RECOMPUTING_BACKWARD))).sum())
     return found if found.cost < of_tree else None
 
@@ -121,7 +122,7 @@ def cheaper_op_list(
 class _Rank:
     """State of one rank while a list is built."""
 
-    def __init__(self, tree: SegmentTree, order: Callable[[SegmentTree, int], int]) -> None:
+    def __init__(self, tree: CostedTree, order: Callable[[CostedTree, int], int]) -> None:
         self.tree, self._order = tree, order
         # Segments that can begin and segments that can end, sorted; the last one is tried first.
         self._can_begin = sorted((order(tree, root), root) for root in tree.roots)
@@ -171,11 +172,7 @@ class _Builder:
     """Builds one list, with one order of beginning segments and one weight."""
 
     def __init__(
-        self,
-        trees: Sequence[SegmentTree],
-        budget: int,
-        order: Callable[[SegmentTree, int], int],
-        weight: float,
+        self, trees: Sequence[CostedTree], budget: int, order: Callable[[CostedTree, int], int], weight: float
     ) -> None:
         self._ranks = [_Rank(tree, order) for tree in trees]
         self._budget, self._weight = budget, weight

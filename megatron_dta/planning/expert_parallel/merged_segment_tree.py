@@ -37,31 +37,25 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from megatron_dta.planning.segments.plan import path_totals
+from megatron_dta.planning.segments.plan import SegmentTree, path_totals
 
 FACTORS = (0.7, 1.0, 1.5, 4.0, 1e9)
 
 
-@dataclass(frozen=True)
-class SegmentForest:
-    """The segments of one rank, as it sends them to the other ranks.
+@dataclass(frozen=True, eq=False)
+class SegmentForest(SegmentTree):
+    """The segments of one rank, as it sends them to the other ranks."""
 
-    Attributes:
-        segment_parent: the parent of each segment, -1 at roots; segments in preorder.
-        lengths: tokens of each segment.
-    """
-
-    segment_parent: Sequence[int]
-    lengths: Sequence[int]
+    segment_parent: np.ndarray
+    lengths: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
-class MergedSegmentTree:
-    """The tree that all ranks run. It has the attributes of a ``SegmentPlan`` that schedules are built from.
+class MergedSegmentTree(SegmentTree):
+    """The tree that all ranks run.
 
     Attributes:
         segment_parent: int32 [C], -1 at roots; nodes in preorder.
@@ -73,34 +67,19 @@ class MergedSegmentTree:
     segment_of: np.ndarray
     lengths: np.ndarray
 
-    @property
-    def num_segments(self) -> int:
-        """Number of nodes."""
-        return len(self.segment_parent)
-
     def largest(self, counts: Sequence[Sequence[int]]) -> np.ndarray:
         """At each node the largest of the ranks' ``counts``, given for each segment of each rank: int64 [C]."""
         return largest_of_ranks(counts, self.segment_of)
 
-    @cached_property
-    def in_flight_tokens(self) -> np.ndarray:
-        """Tokens of each node's root path, int64 [C], counting the longest segment at each node."""
-        return path_totals(self.segment_parent.tolist(), self.lengths.tolist())
 
-    @property
-    def peak_in_flight_tokens(self) -> int:
-        """Tokens of the longest root path: an upper bound for every rank."""
-        return int(self.in_flight_tokens.max(initial=0))
-
-
-def build_merged_segment_tree(forests: Sequence[SegmentForest], memory_tokens: int = 0) -> MergedSegmentTree:
+def build_merged_segment_tree(forests: Sequence[SegmentTree], memory_tokens: int = 0) -> MergedSegmentTree:
     """Build the cheapest merged tree found for the forests of the ranks. Deterministic.
 
     Args:
         forests: segment forest of each rank.
         memory_tokens: limit on the tokens in flight on a rank; raised to the longest root path of any rank.
     """
-    trees = [SegmentTree(forest) for forest in forests]
+    trees = [CostedTree(forest) for forest in forests]
     budget = max([memory_tokens, *(tree.peak for tree in trees)])
     best: tuple[tuple[int, int], list[int], list[list[int]]] | None = None
     for factor in FACTORS:
@@ -127,7 +106,7 @@ def largest_of_ranks(counts: Sequence[Sequence[int]], segments: Sequence[np.ndar
     return np.max([np.append(np.asarray(own, dtype=np.int64), 0)[places] for own, places in pairs], axis=0)
 
 
-class SegmentTree:
+class CostedTree:
     """The segment tree of a rank, with the cost and height of every subtree.
 
     A segment costs its tokens plus a fixed cost of one token and an eighth of the mean segment length, which stands for
@@ -141,7 +120,7 @@ class SegmentTree:
         peak: tokens of the longest root path.
     """
 
-    def __init__(self, forest: SegmentForest) -> None:
+    def __init__(self, forest: SegmentTree) -> None:
         self.parents = [int(parent) for parent in forest.segment_parent]
         self.lengths = [int(length) for length in forest.lengths]
         fixed = sum(self.lengths) // (8 * max(1, len(self.lengths))) + 1
@@ -161,7 +140,7 @@ class SegmentTree:
 class _MergedWalk:
     """Walks all trees at once, with one factor and one order of children."""
 
-    def __init__(self, trees: Sequence[SegmentTree], budget: int, factor: float, largest_first: bool) -> None:
+    def __init__(self, trees: Sequence[CostedTree], budget: int, factor: float, largest_first: bool) -> None:
         self.trees, self.budget, self.factor, self.largest_first = trees, budget, factor, largest_first
         # For each rank: segments that can begin, sorted by the cost of their subtrees; tokens in flight; and the cost
         # left to run below each segment, with that of the whole forest in the last place (index -1).

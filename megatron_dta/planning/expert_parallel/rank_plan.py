@@ -39,7 +39,7 @@ class RankPlan:
         memory = None if shape is None else shape.memory
         segments = step.segments
         return cls(
-            SegmentForest(segments.segment_parent.tolist(), segments.lengths.tolist()),
+            SegmentForest(segments.segment_parent, segments.lengths),
             attention_pairs(segments).tolist(),
             np.diff(step.segment_edges).tolist(),
             step.memory_tokens,

@@ -24,10 +24,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_dta.planning.expert_parallel.merged_op_list import MergedOpList, cheaper_op_list
-from megatron_dta.planning.expert_parallel.merged_segment_tree import (
-    MergedSegmentTree,
-    build_merged_segment_tree,
-)
+from megatron_dta.planning.expert_parallel.merged_segment_tree import MergedSegmentTree, build_merged_segment_tree
 from megatron_dta.planning.expert_parallel.overlap import with_pairs
 from megatron_dta.planning.expert_parallel.rank_plan import RankPlan, available_bytes, largest_counts, memory_tokens_of
 from megatron_dta.planning.expert_parallel.within_memory import (
@@ -40,20 +37,12 @@ from megatron_dta.planning.expert_parallel.within_memory import (
     stages_within_memory,
 )
 from megatron_dta.planning.pipeline.costs import PipelineCosts
-from megatron_dta.planning.pipeline.schedule import (
-    PipelineOp,
-    PipelineSchedule,
-    forward_only_pipeline,
-)
+from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule, forward_only_pipeline
 from megatron_dta.planning.pipeline.simulation import message_order, simulate
 from megatron_dta.planning.segments.ancestors import RootPaths
 from megatron_dta.planning.segments.recompute import choose_kept_segments
 from megatron_dta.planning.segments.schedule import OpKind
-from megatron_dta.planning.step.passes import (
-    PassPlan,
-    PipelineShape,
-    plan_training_pass,
-)
+from megatron_dta.planning.step.passes import PassPlan, PipelineShape, plan_training_pass
 from megatron_dta.planning.step.plan import StepPlan
 
 
@@ -130,7 +119,7 @@ def _plan_op_list(
     for op in merged.ops:
         segment = op.segments[own]
         lengths = [rank.forest.lengths[each] for rank, each in zip(ranks, op.segments, strict=True) if each >= 0]
-        most_tokens.append(max(lengths, default=0))
+        most_tokens.append(int(max(lengths, default=0)))
         if segment < 0 and op.is_backward:
             segment = open_empty.pop()
         elif segment < 0:
@@ -198,7 +187,8 @@ def _paired(
             # A second segment at work does not fit.
             return plan
     forests = [rank.forest for rank in ranks]
-    parents, lengths = [forest.segment_parent for forest in forests], [forest.lengths for forest in forests]
+    parents = [forest.segment_parent.tolist() for forest in forests]
+    lengths = [forest.lengths.tolist() for forest in forests]
     found = with_pairs(plan, segments, parents, lengths, limit)
     if left == math.inf:
         return found

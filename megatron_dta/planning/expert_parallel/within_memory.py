@@ -17,12 +17,7 @@ import numpy as np
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.expert_parallel.merged_op_list import MergedOpList
 from megatron_dta.planning.expert_parallel.merged_segment_tree import MergedSegmentTree, largest_of_ranks
-from megatron_dta.planning.expert_parallel.rank_plan import (
-    RankPlan,
-    available_bytes,
-    largest_counts,
-    memory_tokens_of,
-)
+from megatron_dta.planning.expert_parallel.rank_plan import RankPlan, available_bytes, largest_counts, memory_tokens_of
 from megatron_dta.planning.segments.recompute import choose_kept_segments
 from megatron_dta.planning.segments.runs import ForkCounts
 from megatron_dta.planning.segments.schedule import Op, OpKind, allocate_slots, depth_first_schedule
@@ -109,7 +104,7 @@ def op_list_bytes(merged: MergedOpList, ranks: Sequence[RankPlan], shape: Pipeli
     num_slots = num_forks = 0
     counts, segments_of = [], []
     for number, rank in enumerate(ranks):
-        tree = _own_tree(rank)
+        tree = rank.forest
         ops = _own_ops([(op.is_backward, op.segments[number]) for op in merged.ops])
         num_slots = max(num_slots, allocate_slots(tree, ops)[1])
         segments = np.array([op.segments[number] for op in merged.ops if op.is_backward], dtype=np.int64)
@@ -174,15 +169,9 @@ def bytes_of_states(
             exits += int(rank.forks.inner_forks[op.segment]) * (1 if op.kind is OpKind.FORWARD else -1)
             most_exits = max(most_exits, exits)
         at_work = int((2 * rank.forks.num_states + 4 * rank.forks.widest_levels).max(initial=0))
-        _, num_forks = allocate_slots(_own_tree(rank), ops, rank.forks.open_forks)
+        _, num_forks = allocate_slots(rank.forest, ops, rank.forks.open_forks)
         most = max(most, each.open_fork * num_forks + each.exit * most_exits + 2 * each.state * at_work)
     return most
-
-
-def _own_tree(rank: RankPlan) -> MergedSegmentTree:
-    """A rank's segments as the tree of a single rank."""
-    parents, numbers = np.asarray(rank.forest.segment_parent, dtype=np.int32), np.arange(len(rank.forest.lengths))
-    return MergedSegmentTree(parents, numbers[None], np.asarray(rank.forest.lengths, dtype=np.int64))
 
 
 def _own_ops(ops: Sequence[tuple[bool, int]]) -> list[Op]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_dta.planning.partition.sequence_costs import SequenceCosts, shared_node
-from megatron_dta.planning.partition.sequence_runs import SequenceRuns
+from megatron_dta.planning.partition.sequence_costs import SequenceCosts, path_lengths
+from megatron_dta.planning.partition.sequence_runs import SequenceRuns, greedy_cut
 from megatron_dta.tree import PrefixTree
 
 
@@ -54,27 +54,18 @@ def contiguous(tree: PrefixTree, num_ranks: int) -> np.ndarray:
     if not tree.num_sequences:
         return np.zeros(0, dtype=np.int64)
     leaf = np.flatnonzero(tree.node_subtree_end == np.arange(1, tree.num_nodes + 1))
-    end = tree.node_position.astype(np.int64) + tree.node_lengths
-    join = shared_node(tree, leaf)
-    length, shared = end[leaf], np.where(join < 0, 0, end[join])
-    reach = np.cumsum(length - shared)  # Leaves j..i have reach[i] - reach[j] + length[j] unique tokens.
-    low, high = int(length.max()) - 1, int(reach[-1])
+    length, shared = path_lengths(tree, leaf)
+    added = length - shared
+
+    def runs(threshold: int) -> list[int]:
+        return list(greedy_cut(length, added, threshold))
+
+    low, high = int(length.max()) - 1, int(added.sum())
     while high - low > 1:
         middle = (low + high) // 2
-        if len(_runs(length, reach, middle)) <= num_ranks:
+        if len(runs(middle)) <= num_ranks:
             high = middle
         else:
             low = middle
-    begins = _runs(length, reach, high)
     first_leaf = np.searchsorted(leaf, tree.sequence_node)
-    return np.searchsorted(begins, first_leaf, side="right") - 1
-
-
-def _runs(length: np.ndarray, reach: np.ndarray, threshold: int) -> list[int]:
-    """First leaf of each run within ``threshold``; no single leaf may exceed it."""
-    begins = []
-    leaf = 0
-    while leaf < len(length):
-        begins.append(leaf)
-        leaf = int(np.searchsorted(reach, threshold + reach[leaf] - length[leaf], side="right"))
-    return begins
+    return np.searchsorted(runs(high), first_leaf, side="right") - 1

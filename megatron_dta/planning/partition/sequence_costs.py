@@ -89,7 +89,7 @@ class SequenceCosts:
             stop_node=stop_node,
             stop_label=stop_label,
             alone=path_cost[stop_node] + model.cost(0, 0, own_edges),
-            shared=np.where(join < 0, 0.0, path_cost[join]) if len(join) else np.zeros(0),
+            shared=np.where(join < 0, 0.0, path_cost[join]),
             labelled=labels is not None,
         )
 
@@ -124,6 +124,16 @@ def shared_node(tree: PrefixTree, stop_node: np.ndarray) -> np.ndarray:
     return np.concatenate([[-1], np.where(inside, before, tree.node_parent[next_node])]).astype(np.int64)
 
 
+def path_lengths(tree: PrefixTree, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of tokens on each node's path, and of those that it shares with the node before, int64 [K] each.
+
+    ``nodes`` is as in ``shared_node``.
+    """
+    end = tree.node_position.astype(np.int64) + tree.node_lengths
+    join = shared_node(tree, nodes)
+    return end[nodes], np.where(join < 0, 0, end[join])
+
+
 @dataclass(frozen=True)
 class RankCounts:
     """Exact numbers of tokens, (query, key) pairs and trained edges on every rank: int64 [ranks] each."""
@@ -137,16 +147,14 @@ class RankCounts:
         """Count the forests of the ranks' sequences."""
         tree = costs.tree
         nodes, stop = np.unique(tree.sequence_node, return_inverse=True)
-        nodes = nodes.astype(np.int64)
-        join = shared_node(tree, nodes)
-        end = tree.node_position.astype(np.int64) + tree.node_lengths
-        between = RangeMinimum(np.where(join < 0, 0, end[join]) if len(join) else join)
+        lengths, with_last = path_lengths(tree, nodes.astype(np.int64))
+        between = RangeMinimum(with_last)
         held = np.unique(rank_of_sequence.astype(np.int64) * max(len(nodes), 1) + stop)  # Sorted by rank, then stop.
         rank, stop = np.divmod(held, max(len(nodes), 1))
         same = np.flatnonzero(rank[1:] == rank[:-1]) + 1
         shared = np.zeros(len(held), dtype=np.int64)
         shared[same] = between(stop[same - 1] + 1, stop[same] + 1)
-        length = end[nodes[stop]]
+        length = lengths[stop]
         tokens, pairs = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
         np.add.at(tokens, rank, length - shared)
         np.add.at(pairs, rank, (length * (length + 1) - shared * (shared + 1)) // 2)

@@ -10,6 +10,7 @@ middle: two runs of cost 4 + 4 - 3 = 5 each.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +82,11 @@ class SequenceRuns:
     def __len__(self) -> int:
         return len(self.begin)
 
+    @property
+    def _added(self) -> np.ndarray:
+        """Cost of each run beyond what it shares with the run before it."""
+        return self.cost - self.shared[self.begin]
+
     def between(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         """Cost that runs ``first`` < ``second`` share, for arrays of runs."""
         return self.least_shared(self.end[first], self.begin[second] + 1)
@@ -100,60 +106,30 @@ class SequenceRuns:
     def cut(self, limit: float, apart: np.ndarray | None = None) -> np.ndarray:
         """Join runs into larger ones of at most ``limit`` at the lowest total cost; return the first run of each.
 
-        A single run above the limit stays alone. The result is a shortest path over the places to cut. The starts that
-        fit an end form a window that only moves forward, so a monotone queue finds each minimum in constant time.
+        A single run above the limit stays alone.
 
         Args:
             limit: largest cost of a joined run.
             apart: bool [K], True if a joined run must begin there.
         """
-        shared = self.shared[self.begin]
-        reach = np.cumsum(self.cost - shared)  # A joined run j..i costs reach[i] - reach[j] + cost[j].
         # Every run costs slightly more, so that of equal cuts the one with fewer runs wins.
-        extra = (self.cost - reach + FEWER_CHUNKS * limit).tolist()
-        limit *= 1 + FEWER_CHUNKS
-        total = reach.tolist()
-        forced = np.zeros(len(self), dtype=bool) if apart is None else apart
-        best, previous = [0.0] * (len(self) + 1), [0] * len(self)
-        queue: list[int] = []
-        head = 0
-        for i, begins in enumerate(forced.tolist()):
-            if begins:
-                head = len(queue)
-            here = best[i] + extra[i]
-            while len(queue) > head and best[queue[-1]] + extra[queue[-1]] >= here:
-                queue.pop()
-            queue.append(i)
-            while queue[head] != i and extra[queue[head]] + total[i] > limit:
-                head += 1
-            previous[i] = queue[head]
-            best[i + 1] = best[queue[head]] + extra[queue[head]] + total[i]
-        first = []
-        end = len(self)
-        while end > 0:
-            end = previous[end - 1]
-            first.append(end)
-        return np.array(first[::-1], dtype=np.int64)
+        per_run = FEWER_CHUNKS * limit
+        return cheapest_cut(self.cost, self._added, limit * (1 + FEWER_CHUNKS), per_run, apart)
 
     def runs_within(self, limit: float, most: int) -> np.ndarray | None:
         """Greedily join runs up to ``limit``; return their starts, or None if more than ``most`` are needed."""
-        shared = self.shared[self.begin]
-        reach = np.cumsum(self.cost - shared)
         begins = []
-        place = 0
-        while place < len(self):
-            if len(begins) == most or self.cost[place] > limit:
+        for begin in greedy_cut(self.cost, self._added, limit):
+            if len(begins) == most or self.cost[begin] > limit:
                 return None
-            begins.append(place)
-            place = int(np.searchsorted(reach, limit + reach[place] - self.cost[place], side="right"))
-            place = max(place, begins[-1] + 1)
+            begins.append(begin)
         return np.array(begins, dtype=np.int64)
 
     def even_runs(self, most: int) -> np.ndarray:
         """Join into at most ``most`` runs with the smallest maximum cost, by threshold search; return their starts."""
         if not len(self):
             return np.zeros(0, dtype=np.int64)
-        low, high = 0.0, float((self.cost - self.shared[self.begin]).sum())
+        low, high = 0.0, float(self._added.sum())
         best = self.runs_within(high, most)
         while best is None:  # Rounding errors of the sum.
             high *= 1 + 1e-9
@@ -166,3 +142,50 @@ class SequenceRuns:
             else:
                 best, high = runs, middle
         return best
+
+
+def cheapest_cut(
+    cost: np.ndarray, added: np.ndarray, limit: float, per_run: float, apart: np.ndarray | None = None
+) -> np.ndarray:
+    """First item of each run, int64, for runs within ``limit`` of the lowest total cost; a larger item stays alone.
+
+    A run j..i costs cost[j] + added[j + 1] + ... + added[i]. The best cut is a shortest path over the starts of runs.
+    Those that fit an end form a window that only moves forward, so a monotone queue finds each minimum in constant
+    time. Integers are added exactly.
+
+    Args:
+        limit: largest cost of a run, with ``per_run``.
+        per_run: further cost of every run.
+        apart: bool, True at items where a run must begin.
+    """
+    count, reach = len(cost), np.cumsum(added)
+    start, total = (cost - reach + per_run).tolist(), reach.tolist()  # A run j..i costs start[j] + total[i].
+    forced = [False] * count if apart is None else apart.tolist()
+    best, previous = [0] * (count + 1), [0] * count
+    queue: list[int] = []
+    head = 0
+    for i in range(count):
+        if forced[i]:
+            head = len(queue)
+        while len(queue) > head and best[queue[-1]] + start[queue[-1]] >= best[i] + start[i]:
+            queue.pop()
+        queue.append(i)
+        while queue[head] != i and start[queue[head]] + total[i] > limit:
+            head += 1
+        previous[i] = queue[head]
+        best[i + 1] = best[queue[head]] + start[queue[head]] + total[i]
+    first = []
+    end = count
+    while end > 0:
+        end = previous[end - 1]
+        first.append(end)
+    return np.array(first[::-1], dtype=np.int64)
+
+
+def greedy_cut(cost: np.ndarray, added: np.ndarray, limit: float) -> Iterator[int]:
+    """First item of each run, for runs as long as ``limit`` allows; costs as in ``cheapest_cut``."""
+    reach = np.cumsum(added)
+    begin = 0
+    while begin < len(cost):
+        yield begin
+        begin = max(begin + 1, int(np.searchsorted(reach, limit + reach[begin] - cost[begin], side="right")))

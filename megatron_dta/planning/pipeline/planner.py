@@ -26,13 +26,7 @@ import numpy as np
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.pipeline.bounds import makespan_bound
 from megatron_dta.planning.pipeline.costs import PipelineCosts
-from megatron_dta.planning.pipeline.list_schedule import (
-    Outcome,
-    Pipeline,
-    Policy,
-    list_schedule,
-    longest_path_tokens,
-)
+from megatron_dta.planning.pipeline.list_schedule import Outcome, Pipeline, Policy, list_schedule, longest_path_tokens
 from megatron_dta.planning.pipeline.schedule import PipelineSchedule, backward_order, peak_in_flight, tree_1f1b
 from megatron_dta.planning.pipeline.simulation import op_times, simulate
 from megatron_dta.planning.segments.schedule import OpKind

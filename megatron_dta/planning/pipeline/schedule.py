@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_dta.planning.segments.plan import tree_depth
 from megatron_dta.planning.segments.schedule import OpKind
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
@@ -127,14 +128,6 @@ def backward_order(segment_parent: np.ndarray | Sequence[int]) -> list[int]:
     return order
 
 
-def tree_depth(segment_parent: np.ndarray | Sequence[int]) -> int:
-    """Segments on the longest root path."""
-    levels: list[int] = []
-    for parent in np.asarray(segment_parent).tolist():
-        levels.append(1 + (levels[parent] if parent >= 0 else 0))
-    return max(levels, default=0)
-
-
 def tree_1f1b(segment_parent: np.ndarray | Sequence[int], num_stages: int) -> PipelineSchedule:
     """Build the static schedule: min(N, D + P - 1 - s) forwards on stage s, then B and F in turn, then the other B.
 
@@ -143,7 +136,7 @@ def tree_1f1b(segment_parent: np.ndarray | Sequence[int], num_stages: int) -> Pi
     min(N, D + P - 1 - s) segments in flight.
     """
     backwards = backward_order(segment_parent)
-    num_segments, depth = len(backwards), tree_depth(segment_parent)
+    num_segments, depth = len(backwards), tree_depth(np.asarray(segment_parent).tolist())
     ops: list[list[PipelineOp]] = []
     for stage in range(num_stages):
         warm_up = min(num_segments, depth + num_stages - 1 - stage)

@@ -4,10 +4,9 @@ Each rank runs its ops one after another. An op begins when its rank is free and
 result from another rank arrives ``send_seconds`` after its op ended. The simulation makes no choices, so it is exact
 for the given times.
 
-``message_order`` puts all messages between ranks into one global order, and ``rank_programs`` arranges the ops and
-messages of each rank in that order. If every rank follows its program, the first unfinished entry of the global order
-can always be completed by its ranks. Hence there is no deadlock, even if a send returns only after its receive has been
-posted and a pair of ranks has a single channel.
+``global_order`` puts all ops, and the messages between ranks, into one order. If every rank runs its own entries in
+that order, the first unfinished entry can always be completed by its ranks. Hence there is no deadlock, even if a send
+returns only after its receive has been posted and a pair of ranks has a single channel.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_dta.planning.pipeline.costs import PipelineCosts
-from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule, pair_seconds
+from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule, children_of, pair_seconds
 from megatron_dta.planning.segments.schedule import OpKind
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
@@ -98,8 +97,7 @@ def simulate(
     last = schedule.num_virtual_stages - 1
     # End of each op, None before it ran. ``open_children`` counts the children whose backward has not run.
     ended = {kind: [[None] * len(parents) for _ in range(last + 1)] for kind in OpKind}
-    open_children = [np.bincount(np.asarray([p for p in parents if p >= 0], dtype=np.int64), minlength=len(parents))]
-    open_children = [open_children[0].tolist() for _ in range(last + 1)] if parents else [[]] * (last + 1)
+    open_children = [[len(children) for children in children_of(parents)] for _ in range(last + 1)]
     starts: list[list[float]] = [[] for _ in schedule.ops]
     ends: list[list[float]] = [[] for _ in schedule.ops]
     free = [0.0] * schedule.num_stages
@@ -192,26 +190,12 @@ def _message_between(schedule: PipelineSchedule, op: PipelineOp, source: int, ta
     return Message(*stages, op.kind, op.segment, source)
 
 
-def rank_programs(schedule: PipelineSchedule, timeline: Timeline) -> list[list[PipelineOp | Message]]:
-    """Arrange the ops and messages of each rank in the global order. A message is in the lists of both of its ranks.
-
-    The position of a message is the end of its op in the timeline. On the receiver, it comes before the op that needs
-    it and after the ops that begin before that time.
-    """
-    programs: list[list[PipelineOp | Message]] = [[] for _ in schedule.ops]
-    for stage, entry in _global_order(schedule, timeline):
-        programs[stage].append(entry)
-        if isinstance(entry, Message):
-            programs[entry.receiver].append(entry)
-    return programs
-
-
 def message_order(schedule: PipelineSchedule, timeline: Timeline) -> list[Message]:
     """All messages between ranks, in the order in which every rank posts its sends and receives."""
-    return [entry for _, entry in _global_order(schedule, timeline) if isinstance(entry, Message)]
+    return [entry for _, entry in global_order(schedule, timeline) if isinstance(entry, Message)]
 
 
-def _global_order(schedule: PipelineSchedule, timeline: Timeline) -> list[tuple[int, PipelineOp | Message]]:
+def global_order(schedule: PipelineSchedule, timeline: Timeline) -> list[tuple[int, PipelineOp | Message]]:
     """Sort ops by start and messages by the end of their op; each entry has the stage that runs or sends it.
 
     An op follows the previous op of its rank and the message that it needs; a message follows its op. All other

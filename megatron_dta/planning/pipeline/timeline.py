@@ -115,9 +115,7 @@ def write_chrome_trace(path: str | Path, events: Sequence[TimelineEvent], name: 
 
     Raises InputError where the file cannot be written.
     """
-    entries: list[dict[str, object]] = [
-        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": name}},
-    ]
+    entries: list[dict[str, object]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": name}}]
     for stage in sorted({event.stage for event in events}):
         entries.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}})
     for event in events:

@@ -18,8 +18,6 @@ from megatron_dta.planning.segments.plan import SegmentPlan, segment_parents
 from megatron_dta.planning.segments.walk import MemoryPressure, SegmentWalk, Strategy, WalkResult
 from megatron_dta.tree import PrefixTree
 
-__all__ = ["SegmentPlan", "plan_segments", "segment_parents"]
-
 # Each strategy was chosen for its gain over those before it on agent trajectories, samples per prompt and search trees.
 STRATEGIES = (
     Strategy(1.0, tallest_first=False, tolerance=0.1, early_share=0.5),

@@ -40,8 +40,39 @@ def segment_parents(tree: PrefixTree, segment_start: np.ndarray) -> np.ndarray:
     return (np.searchsorted(segment_start, parent_token, side="right") - 1).astype(np.int32)
 
 
+class SegmentTree:
+    """What a schedule needs: the segments of one rank, or a merged segment tree that several ranks run together.
+
+    Attributes:
+        segment_parent: int32 [num_segments], an earlier segment, or -1 at a root; segments are in preorder.
+        lengths: number of tokens in each segment, int64 [num_segments].
+    """
+
+    segment_parent: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.segment_parent)
+
+    @cached_property
+    def in_flight_tokens(self) -> np.ndarray:
+        """Number of tokens in flight while each segment runs, its own and its ancestors', int64 [num_segments]."""
+        return path_totals(self.segment_parent.tolist(), self.lengths.tolist())
+
+    @property
+    def peak_in_flight_tokens(self) -> int:
+        """Largest number of tokens in flight at once."""
+        return int(self.in_flight_tokens.max(initial=0))
+
+    @property
+    def depth(self) -> int:
+        """Number of segments on the longest root path."""
+        return tree_depth(self.segment_parent.tolist())
+
+
 @dataclass(frozen=True, eq=False)
-class SegmentPlan:
+class SegmentPlan(SegmentTree):
     """A forest and the segments that its stream is cut into.
 
     Attributes:
@@ -56,10 +87,6 @@ class SegmentPlan:
     segment_parent: np.ndarray
     segment_tokens: int
 
-    @property
-    def num_segments(self) -> int:
-        return len(self.segment_parent)
-
     @cached_property
     def lengths(self) -> np.ndarray:
         """Number of tokens in each segment, int64 [num_segments]."""
@@ -71,23 +98,10 @@ class SegmentPlan:
         capacity = self.num_segments * self.segment_tokens
         return int(self.segment_start[-1]) / capacity if capacity else 1.0
 
-    @cached_property
-    def in_flight_tokens(self) -> np.ndarray:
-        """Number of tokens in flight while each segment runs, its own and its ancestors', int64 [num_segments]."""
-        return path_totals(self.segment_parent.tolist(), self.lengths.tolist())
 
-    @property
-    def peak_in_flight_tokens(self) -> int:
-        """Largest number of tokens in flight at once."""
-        return int(self.in_flight_tokens.max(initial=0))
-
-    @property
-    def depth(self) -> int:
-        """Number of segments on the longest root path of the segment tree."""
-        levels = [0] * self.num_segments
-        for segment, parent in enumerate(self.segment_parent.tolist()):
-            levels[segment] = 1 + (levels[parent] if parent >= 0 else 0)
-        return max(levels, default=0)
+def tree_depth(parents: Sequence[int]) -> int:
+    """Number of segments on the longest root path."""
+    return int(path_totals(parents, [1] * len(parents)).max(initial=0))
 
 
 def path_totals(parents: Sequence[int], values: Sequence[int]) -> np.ndarray:

@@ -40,10 +40,7 @@ KEPT_SHARES = (1.0, 0.7, 0.4, 0.0)
 
 
 def choose_step(
-    tree: PrefixTree,
-    loss_masks: Sequence[np.ndarray] | None,
-    shape: PipelineShape,
-    budget: StepBudget,
+    tree: PrefixTree, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape, budget: StepBudget
 ) -> StepChoice:
     """Choose the fastest plan over ``tree``. The choice is deterministic, so all ranks of a replica agree.
 
@@ -70,10 +67,7 @@ def _useful_sizes(sizes: Sequence[int], tree: PrefixTree, shape: PipelineShape) 
 
 
 def _for_pipeline(
-    tree: PrefixTree,
-    loss_masks: Sequence[np.ndarray] | None,
-    shape: PipelineShape,
-    limits: StepBudget,
+    tree: PrefixTree, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape, limits: StepBudget
 ) -> StepChoice:
     """``choose_step`` for several stages."""
     stages, longest = shape.num_stages, int(tree.sequence_lengths.max(initial=0))

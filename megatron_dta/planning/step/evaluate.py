@@ -13,14 +13,14 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.memory_budget import GIB, MemoryBudget, StageBytes
 from megatron_dta.planning.costs.segment_counts import segment_counts
 from megatron_dta.planning.costs.state_bytes import StepStates
-from megatron_dta.planning.segments.plan import SegmentPlan
+from megatron_dta.planning.segments.plan import SegmentPlan, SegmentTree
 from megatron_dta.planning.segments.recompute import (
     choose_kept_by_memory,
     choose_kept_segments,
     least_activation_tokens,
 )
 from megatron_dta.planning.segments.runs import SegmentRuns
-from megatron_dta.planning.step.passes import PassPlan, PipelineShape, SegmentTree, plan_passes, stage_peak_bytes
+from megatron_dta.planning.step.passes import PassPlan, PipelineShape, plan_passes, stage_peak_bytes
 from megatron_dta.tree import PrefixTree
 
 
@@ -127,12 +127,7 @@ def with_peak(choice: StepChoice, shape: PipelineShape) -> StepChoice:
 
 
 def out_of_memory_error(
-    memory: MemoryBudget,
-    rank: int,
-    missing: float,
-    tree: PrefixTree,
-    segment_tokens: int,
-    memory_tokens: int | None,
+    memory: MemoryBudget, rank: int, missing: float, tree: PrefixTree, segment_tokens: int, memory_tokens: int | None
 ) -> InputError:
     """The error for a step that lacks ``missing`` bytes on pipeline rank ``rank``; it names a limit that suffices."""
     constant, needed = memory.constant[rank] / GIB, memory.needed_gib(rank, missing)

@@ -17,7 +17,8 @@ import numpy as np
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.pipeline.segments import plan_pipeline_segments, tokens_of_floor
-from megatron_dta.planning.segments.cut import SegmentPlan, plan_segments
+from megatron_dta.planning.segments.cut import plan_segments
+from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.step.packs import pack_sequences
 from megatron_dta.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dta.planning.partition.range_minimum import RangeMinimum
-from megatron_dta.planning.partition.sequence_costs import shared_node
+from megatron_dta.planning.partition.sequence_costs import path_lengths
+from megatron_dta.planning.partition.sequence_runs import cheapest_cut, greedy_cut
 from megatron_dta.tree import PrefixTree
 
 # First fit also tries runs of at most the capacity divided by these numbers.
@@ -50,9 +51,7 @@ class Leaves:
     @classmethod
     def of(cls, tree: PrefixTree) -> Leaves:
         nodes = np.flatnonzero(tree.node_subtree_end == np.arange(1, tree.num_nodes + 1))
-        end = tree.node_position.astype(np.int64) + tree.node_lengths
-        join = shared_node(tree, nodes)
-        return cls(nodes, end[nodes], np.where(join < 0, 0, end[join]))
+        return cls(nodes, *path_lengths(tree, nodes))
 
 
 def pack_sequences(tree: PrefixTree, capacity: int) -> list[np.ndarray]:
@@ -76,7 +75,8 @@ def candidate_packs(tree: PrefixTree, leaves: Leaves, capacity: int) -> Iterator
     contiguous = contiguous_packs(length, shared, capacity)
     yield "contiguous", contiguous
     runs = [("of runs", contiguous)]
-    runs += [("of runs", runs_within(length, shared, capacity // part)) for part in PARTS]
+    shorter = (list(greedy_cut(length, length - shared, capacity // part)) for part in PARTS)
+    runs += [("of runs", _numbers(run, len(length))) for run in shorter]
     for kind, run in [*runs, ("of leaves", np.arange(len(length)))]:
         nodes = _nodes_of_runs(tree, leaves.nodes, run)
         if sum(map(len, nodes)) * int(contiguous[-1] + 1) <= MOST_COMPARISONS:
@@ -100,46 +100,17 @@ def packed_tokens(length: np.ndarray, shared: np.ndarray, pack: np.ndarray) -> i
 def contiguous_packs(length: np.ndarray, shared: np.ndarray, capacity: int) -> np.ndarray:
     """The pack of each leaf, int64 [L], by the contiguous runs that fit and have the fewest tokens in total.
 
-    A run j..i has length[j] + added[j + 1] + ... + added[i] tokens, where a leaf adds what it does not share with the
-    leaf before it. The best cut is a shortest path over the starts of runs; the starts that fit end i form a window
-    that only moves forward, so a monotone queue finds each minimum in constant time. Of equal cuts, one with the fewest
-    packs is taken.
+    A run of leaves has the tokens of the first, and of each other one those that it does not share with the leaf before
+    it. Of equal cuts, one with the fewest packs is taken.
     """
-    count = len(length)
-    total_added = np.cumsum(length - shared)
-    # Tokens of the run j..i = start_tokens[j] + total_added[i]. A token costs more than all packs together.
-    start_tokens, token_cost = (length - total_added).tolist(), count + 1
-    start_cost = [token_cost * tokens + 1 for tokens in start_tokens]
-    total_added = total_added.tolist()
-    best, first = [0] * (count + 1), [0] * count
-    queue: list[int] = []
-    head = 0
-    for i in range(count):
-        while len(queue) > head and best[queue[-1]] + start_cost[queue[-1]] >= best[i] + start_cost[i]:
-            queue.pop()
-        queue.append(i)
-        while start_tokens[queue[head]] + total_added[i] > capacity:
-            head += 1
-        first[i] = queue[head]
-        best[i + 1] = best[first[i]] + start_cost[first[i]] + token_cost * total_added[i]
-    begins = np.zeros(count, dtype=np.int64)
-    end = count
-    while end > 0:
-        end = first[end - 1]
-        begins[end] = 1
-    return np.cumsum(begins) - 1
+    token = len(length) + 1  # A token costs more than all packs together.
+    begins = cheapest_cut(token * length, token * (length - shared), token * capacity + 1, 1)
+    return _numbers(begins, len(length))
 
 
-def runs_within(length: np.ndarray, shared: np.ndarray, limit: int) -> np.ndarray:
-    """The run of each leaf, int64 [L], by greedy runs of at most ``limit`` tokens; a longer leaf is its own run."""
-    total_added = np.cumsum(length - shared)
-    begins = np.zeros(len(length), dtype=np.int64)
-    begin = 0
-    while begin < len(length):
-        begins[begin] = 1
-        last = int(np.searchsorted(total_added, limit + total_added[begin] - length[begin], side="right"))
-        begin = max(begin + 1, last)
-    return np.cumsum(begins) - 1
+def _numbers(begins: np.ndarray, count: int) -> np.ndarray:
+    """The number of each leaf's run, int64 [count], for runs that begin at these leaves."""
+    return np.repeat(np.arange(len(begins)), np.diff(np.append(begins, count)))
 
 
 def _nodes_of_runs(tree: PrefixTree, leaf: np.ndarray, run: np.ndarray) -> list[np.ndarray]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from megatron_dta.planning.pipeline.schedule import (
 )
 from megatron_dta.planning.pipeline.simulation import Message, Timeline, message_order, simulate
 from megatron_dta.planning.pipeline.timeline import TimelineEvent, timeline_events
-from megatron_dta.planning.segments.plan import SegmentPlan
+from megatron_dta.planning.segments.plan import SegmentPlan, SegmentTree
 from megatron_dta.planning.segments.recompute import kept_on_stages
 from megatron_dta.planning.segments.runs import ForkCounts, SegmentRuns
 from megatron_dta.planning.segments.schedule import Op, allocate_slots, depth_first_schedule
@@ -156,15 +156,6 @@ def plan_passes(
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers)
     timeline = simulate(forward_only, segments.segment_parent, costs)
     return training, PassPlan(forward_only, message_order(forward_only, timeline), timeline)
-
-
-class SegmentTree(Protocol):
-    """What a schedule needs: a ``SegmentPlan``, or a merged segment tree that several ranks run together."""
-
-    segment_parent: np.ndarray
-    lengths: np.ndarray
-    in_flight_tokens: np.ndarray
-    num_segments: int
 
 
 def plan_training_pass(

@@ -26,7 +26,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_dta.planning.segments.ancestors import RootPaths, root_paths
-from megatron_dta.planning.segments.cut import SegmentPlan
+from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.runs import SegmentRuns
 from megatron_dta.planning.step.evaluate import StepChoice
 from megatron_dta.planning.step.loss_batches import LossBatch, make_loss_batches
@@ -110,10 +110,7 @@ class StepPlan:
 
 
 def plan_segmented_step(
-    samples: Sequence[TrainingSample],
-    choice: StepChoice,
-    pipeline: PipelineShape,
-    activation_tokens: int | None = None,
+    samples: Sequence[TrainingSample], choice: StepChoice, pipeline: PipelineShape, activation_tokens: int | None = None
 ) -> StepPlan:
     """Plan a step whose segments and kept activations are already chosen."""
     segments, lengths = choice.segments, [sample.needed_length() for sample in samples]

@@ -34,10 +34,6 @@ class BestCheckpoint:
     metric: str
     value: float
 
-    def state_dict(self) -> dict[str, Any]:
-        """The fields as plain values, for a checkpoint."""
-        return asdict(self)
-
     def write(self, folder: Path) -> None:
         """Write ``best_checkpoint.json`` into the run's folder."""
         named = {"checkpoint": iteration_folder(self.iteration), **asdict(self)}

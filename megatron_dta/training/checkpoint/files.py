@@ -50,6 +50,14 @@ def find_checkpoint(folder: str | Path) -> Path | None:
     return path
 
 
+def required_checkpoint(flag: str, folder: str | Path) -> Path:
+    """``find_checkpoint``, but raises ``InputError`` with ``flag`` if there is none."""
+    found = find_checkpoint(folder)
+    if found is None:
+        raise InputError(f"{flag} {folder}: holds no checkpoint")
+    return found
+
+
 def starting_point(settings: CheckpointConfig) -> tuple[Path | None, bool]:
     """The checkpoint to start from, or None, and whether the run continues the checkpoint's run.
 

@@ -197,11 +197,7 @@ def _complete_state(
 
 
 def load_checkpoint(
-    path: Path,
-    config: TrainConfig,
-    model: Model,
-    optimizer: TrainingOptimizer,
-    critic: SavedPart | None = None,
+    path: Path, config: TrainConfig, model: Model, optimizer: TrainingOptimizer, critic: SavedPart | None = None
 ) -> tuple[int, dict[str, Any], list[str]]:
     """Restore weights, optimizer, schedule and random states from a checkpoint.
 

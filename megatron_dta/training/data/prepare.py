@@ -178,10 +178,7 @@ class SamplePreparation:
             samples = [replace(sample, tree_keys=own, path=None) for sample, own in zip(samples, keys, strict=True)]
         agreed = agree_on_routing([sample.keys for sample in samples], routing)
         routed = [replace(sample, routed_experts=own) for sample, own in zip(samples, agreed, strict=True)]
-        metrics = {
-            "routing_replaced": replaced_share(routing, agreed),
-            "routing_forked_tokens": unique[1] / unique[0],
-        }
+        metrics = {"routing_replaced": replaced_share(routing, agreed), "routing_forked_tokens": unique[1] / unique[0]}
         return routed, metrics
 
     def _passes(self, step: StepSamples, rollouts: list[Rollout]) -> dict[str, _Arrays]:

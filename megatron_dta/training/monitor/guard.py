@@ -14,8 +14,8 @@ The guard's state is saved in checkpoints, so a continued run behaves like an un
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -32,15 +32,6 @@ class GuardState:
     outliers: int = 0
     alarms: int = 0
     alarms_in_a_row: int = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The fields as plain values, for a checkpoint."""
-        return asdict(self)
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> GuardState:
-        """Restore the state; the empty state of an older checkpoint gives a new one."""
-        return cls(**state)
 
 
 class Guard:

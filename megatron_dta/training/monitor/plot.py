@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from megatron_dta.common.files import replacing
 from megatron_dta.training.monitor.metrics import read_metrics
 
 # Number of steps in the moving mean, which is drawn over the dots of single steps.
@@ -35,7 +35,6 @@ def plot_reward(metrics: Path, picture: Path) -> bool:
     axes.set(xlabel="optimizer step", ylabel="reward")
     axes.grid(alpha=0.3)
     axes.legend()
-    unfinished = picture.with_name(picture.name + ".tmp")
-    figure.savefig(unfinished, format="png", dpi=150)
-    os.replace(unfinished, picture)
+    with replacing(picture) as temporary:
+        figure.savefig(temporary, format="png", dpi=150)
     return True

@@ -126,10 +126,7 @@ def tokenizer_lines(tokenizer: Tokenizer) -> Iterator[Line]:
     eos, name = tokenizer.eos_id, type(tokenizer).__name__
     text = tokenizer.special_text(eos) or tokenizer.decode([eos])
     shown = f"{eos} {text!r}" if text else str(eos)
-    yield (
-        "tokenizer",
-        f"{name}, {tokenizer.vocab_size:,} tokens; responses end with {shown} ({tokenizer.eos_origin})",
-    )
+    yield ("tokenizer", f"{name}, {tokenizer.vocab_size:,} tokens; responses end with {shown} ({tokenizer.eos_origin})")
     if tokenizer.eos_origin == GUESSED:
         yield "", "no tokenizer_config.json names it: give --eos-id if another token ends a response"
 
@@ -140,7 +137,7 @@ def _model_text(run: BuiltRun) -> str:
     trained = f", {run.trained:,} trained" if run.trained < run.parameters else ""
     return (
         f"{run.parameters:,} parameters{trained}, {dtype}; {model.num_layers} layers of {model.hidden_size:,}, "
-        f"vocabulary of {model.padded_vocab_size:,}"
+        f"vocabulary of {model.padded_vocab_size():,}"
     )
 
 

@@ -60,11 +60,11 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
 def test_derived_model_settings() -> None:
     model = ModelConfig(num_layers=1, hidden_size=96, num_attention_heads=3, vocab_size=51, swiglu=True)
     assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (256, 32, 3)
-    assert model.padded_vocab_size == 51
+    assert model.padded_vocab_size() == 51
     padded = ModelConfig(
         num_layers=1, hidden_size=96, num_attention_heads=3, vocab_size=51, make_vocab_size_divisible_by=8
     )
-    assert (padded.ffn_hidden_size, padded.padded_vocab_size) == (384, 56)
+    assert (padded.ffn_hidden_size, padded.padded_vocab_size()) == (384, 56)
     assert ModelConfig(1, 8, 2, params_dtype=torch.float64).params_dtype is torch.float64
 
 

@@ -223,7 +223,7 @@ def test_flags_that_agree_or_are_free_are_accepted(tmp_path: Path) -> None:
     flags = "--num-layers 2 --group-query-attention --num-query-groups 2 --swiglu --rotary-base 10000 --vocab-size 100"
     free = "--max-position-embeddings 700 --init-method-std 0.5 --make-vocab-size-divisible-by 64 --bf16"
     model = parse_arguments(f"--hf-checkpoint {folder} {RUN} {flags} {free}".split()).model
-    assert (model.max_position_embeddings, model.init_method_std, model.padded_vocab_size) == (700, 0.5, 128)
+    assert (model.max_position_embeddings, model.init_method_std, model.padded_vocab_size()) == (700, 0.5, 128)
     with pytest.raises(InputError, match="--num-layers, --hidden-size, --num-attention-heads; give them, or --hf"):
         parse_arguments(RUN.split())
 

@@ -243,10 +243,18 @@ def test_a_tied_output_weight_may_be_repeated(tmp_path: Path) -> None:
 
 
 SHAPES = {
-    "LlamaForCausalLM": ModelShape(4, 32, 8, 4, 6, 24, 101, True),
-    "Qwen2ForCausalLM": ModelShape(2, 16, 8, 8, 4, 48, 64),
-    "Qwen3MoeForCausalLM": ModelShape(3, 16, 8, 4, 4, 8, 33, True, 8, 8, 16, (True, False, True)),
-    "MixtralForCausalLM": ModelShape(2, 16, 4, 4, 4, 8, 33, True, 8, 4, 8, (True, True)),
+    "LlamaForCausalLM": ModelShape(4, 32, 24, 8, 4, 6, 101),
+    "Qwen2ForCausalLM": ModelShape(2, 16, 48, 8, 8, 4, 64, untie_embeddings_and_output_weights=False),
+    "Qwen3MoeForCausalLM": ModelShape(
+        *(3, 16, 8, 8, 4, 4, 33),
+        num_experts=8,
+        moe_ffn_hidden_size=16,
+        moe_layers=(True, False, True),
+        make_vocab_size_divisible_by=8,
+    ),
+    "MixtralForCausalLM": ModelShape(
+        *(2, 16, 8, 4, 4, 4, 33), num_experts=4, moe_ffn_hidden_size=8, make_vocab_size_divisible_by=8
+    ),
 }
 
 
@@ -267,7 +275,7 @@ def test_ranks_cover_every_number_once(architecture: str, size: int) -> None:
                 rows = slice(copy.tensor_row, copy.tensor_row + copy.rows)
                 block = (rows,) if part.columns is None else (rows, columns)
                 counts[copy.tensor][block] += 1
-                assert copy.part_row + copy.rows <= part.shape[0]
+                assert copy.row + copy.rows <= part.shape[0]
         for name, values in split.items():
             assert (counts[name] == 1).all(), name
             assert values.shape == counts[name].shape
@@ -276,7 +284,7 @@ def test_ranks_cover_every_number_once(architecture: str, size: int) -> None:
 
 def test_head_groups_by_hand() -> None:
     """Two groups of two queries: query, query, key, value, and again."""
-    shape = ModelShape(1, 3, 4, 2, 1, 4, 5)
+    shape = ModelShape(1, 3, 4, 4, 2, 1, 5, untie_embeddings_and_output_weights=False)
     parameter = next(p for p in parameters_of("LlamaForCausalLM", shape) if "linear_qkv" in p.name)
     split = parameter.split(torch.arange(8).reshape(8, 1).expand(8, 3))
     rows = {name.split(".")[-2]: values[:, 0].tolist() for name, values in split.items()}

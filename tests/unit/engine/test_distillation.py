@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +13,23 @@ import torch
 from conftest import seed_all
 from dta_kernels.logprobs.logit_chunks import Head
 from dta_kernels.logprobs.reverse_kl import ReverseKLSettings, TeacherRows, linear_reverse_kl, reverse_kl_reference
-from megatron_dta.config import DistillationConfig, ModelConfig, ObjectiveConfig, TreeConfig
+from megatron_dta.config import (
+    DistillationConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    TrainConfig,
+    TreeConfig,
+)
+from megatron_dta.config.checks.experts import check_experts
+from megatron_dta.conversion.hf.config_output import config_from_settings
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import build_model, build_stock_model, initialize_parallel
 from megatron_dta.objectives import LossFields, make_objective
 from megatron_dta.objectives.weights import loss_weights
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.training.teachers import Teacher, Teachers
+from megatron_dta.training.teachers import Teacher, Teachers, teacher_shape
 from tree_engine_cases import TEMPERATURE, branching_sequences, model_config, weights_of
 
 OBJECTIVE = make_objective(ObjectiveConfig(objective="grpo", entropy_coef=0.02))
@@ -119,6 +131,17 @@ def test_trees_equal_one_sequence_at_a_time(tied: bool):
         for name, parameter in tree_model.named_parameters():
             grad = parameter.grad if parameter.grad is not None else parameter.main_grad
             assert torch.allclose(grad, gradients[name], rtol=0, atol=1e-12), name
+
+
+def test_a_teacher_without_experts_has_no_setting_of_experts(tmp_path: Path):
+    """Otherwise neither its model nor its shape could be made."""
+    experts = dict(num_experts=4, moe_grouped_gemm=True)
+    policy = model_config(**experts, untie_embeddings_and_output_weights=True)
+    dense = replace(policy, num_experts=None, moe_ffn_hidden_size=None, moe_grouped_gemm=False)
+    (tmp_path / "config.json").write_text(json.dumps(config_from_settings(dense)))
+    shape = teacher_shape(TrainConfig(model=policy), str(tmp_path))
+    assert DecoderShape.of(shape).num_experts is None
+    check_experts(shape, ParallelConfig())
 
 
 def test_sampled_tokens_are_scored_by_their_teachers():

@@ -92,7 +92,7 @@ def test_every_linear_layer_is_transformer_engines(monkeypatch, sequence_paralle
     assert len(spec.layer_specs) == 2
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
-        mlp = transformer_engine_layers._feed_forward_submodules(layer.submodules.mlp)
+        mlp = transformer_engine_layers.feed_forward_submodules(layer.submodules.mlp)
         names = [part.__name__ for part in (attention.linear_qkv, mlp.linear_fc1)]
         assert names == ["TEColumnParallelLinear"] * 2
         names = [part.__name__ for part in (attention.linear_proj, mlp.linear_fc2)]

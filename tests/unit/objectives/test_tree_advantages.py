@@ -11,8 +11,8 @@ import pytest
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ObjectiveConfig
+from megatron_dta.config.objective import ADVANTAGE_ESTIMATORS
 from megatron_dta.objectives import count_trained, estimate_advantages, loss_weights, sequence_weights
-from megatron_dta.objectives.advantages import ESTIMATORS
 from megatron_dta.rollouts import Rollout, cut_length, load_rollouts, write_rollouts
 from megatron_dta.rollouts.paths import decoded_tokens, tree_paths
 from megatron_dta.sampling.params import SamplingParams
@@ -171,7 +171,7 @@ def test_group_estimators_equal_loops(seed: int, weighted: bool):
         assert abs(found["rloo"][i] - (rollout.reward - others)) < 1e-6
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_whitening(name: str, weighted: bool):
     """Mean 0 and variance 1 over trained tokens, groups without spread left at exactly 0; the default of some."""
@@ -191,7 +191,7 @@ def test_whitening(name: str, weighted: bool):
     if name != "reinforce_plus_plus":
         assert all((white[i] == 0).all() for i in range(len(rollouts)) if owner[i] == 0)
     default = estimate_advantages(rollouts, replace(plain, advantage_whitening=None))
-    expected = white if name in ESTIMATORS[3:] else plain_values
+    expected = white if name in ADVANTAGE_ESTIMATORS[3:] else plain_values
     for a, b in zip(default, expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -215,7 +215,7 @@ def test_equal_weights_change_nothing_and_independent_rollouts_have_equal_weight
     _, rollouts, _ = sampled(3, fallback="none", initial_branches=9)
     assert {rollout.leaf_weight for rollout in rollouts} == {1 / 9}
     bare = [replace(r, leaf_weight=None, fallback=None, branches=None, segment_ends=None) for r in rollouts]
-    for name in ESTIMATORS:
+    for name in ADVANTAGE_ESTIMATORS:
         expected = estimate_advantages(rollouts, objective(name))
         for variant in (rollouts, bare):
             actual = estimate_advantages(variant, objective(name, leaf_weights="both"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -105,12 +105,12 @@ def test_a_known_correction_comes_back(stages: int, chunks: int) -> None:
     model = gpu_cost_model(SHAPE, H200, LayerSplit(), 8192)
     truth = CostCorrection(*rng.uniform(0.6, 1.9, 4))
     exact = fit_correction(model, measured_pass(rng, truth.apply(model), stages, chunks, 0.0))
-    for name, value in truth.as_dict().items():
+    for name, value in asdict(truth).items():
         assert getattr(exact, name) == pytest.approx(value, rel=1e-9), name
     noisy = measured_pass(rng, truth.apply(model), stages, chunks, 0.05)
     held_up = [replace(e, end=e.end + 9.0) if i % 37 == 5 else e for i, e in enumerate(noisy.events)]
     found = fit_correction(model, replace(noisy, events=held_up))
-    for name, value in truth.as_dict().items():
+    for name, value in asdict(truth).items():
         assert getattr(found, name) == pytest.approx(value, rel=0.1), name
 
 
@@ -127,4 +127,4 @@ def test_too_few_ops_correct_nothing_and_no_factor_is_absurd() -> None:
 
 def test_ranks_take_the_mean_of_what_they_found() -> None:
     mean = CostCorrection.mean([CostCorrection(1.0, 2.0, 4.0, 1.0), CostCorrection(4.0, 2.0, 1.0, 1.0)])
-    assert list(mean.as_dict().values()) == pytest.approx([2.0, 2.0, 2.0, 1.0])
+    assert list(asdict(mean).values()) == pytest.approx([2.0, 2.0, 2.0, 1.0])

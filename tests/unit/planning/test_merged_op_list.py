@@ -10,9 +10,9 @@ import pytest
 from conftest import seed_all
 from megatron_dta.planning.expert_parallel.merged_op_list import MergedOp, MergedOpList, build_merged_op_list
 from megatron_dta.planning.expert_parallel.merged_segment_tree import (
+    CostedTree,
     MergedSegmentTree,
     SegmentForest,
-    SegmentTree,
     build_merged_segment_tree,
 )
 from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
@@ -34,7 +34,7 @@ def plan_of(forest: SegmentForest) -> MergedSegmentTree:
 
 def check_slots(forests: list[SegmentForest], found: MergedOpList, memory_tokens: int) -> None:
     budget = max([memory_tokens, *(peak_of(forest) for forest in forests)])
-    trees = [SegmentTree(forest) for forest in forests]
+    trees = [CostedTree(forest) for forest in forests]
     cost = 0
     for number, op in enumerate(found.ops):
         # A backward right after the forward of the same segments uses its activations.
@@ -72,14 +72,14 @@ def test_every_rank_runs_its_own_tree_in_a_right_order(seed: int) -> None:
     sizes = [len(forest.lengths) for forest in forests]
     assert 2 * max(sizes) <= len(found.ops) <= 2 * sum(sizes) + 2
     assert build_merged_op_list(forests, memory_tokens) == found
-    least = max(sum(SegmentTree(forest).costs) for forest in forests)
+    least = max(sum(CostedTree(forest).costs) for forest in forests)
     assert found.cost >= least * 3
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_equal_trees_cost_nothing_more(seed: int) -> None:
     forest = random_forest(seed_all(200 + seed), 40)
-    costs = SegmentTree(forest).costs
+    costs = CostedTree(forest).costs
     inner = sum(costs[segment] for segment in set(forest.segment_parent) - {-1})
     assert build_merged_op_list([forest] * 4).cost == 3 * sum(costs) + inner  # only leaves run backward at once
     assert len(build_merged_op_list([forest] * 4).ops) == 80
@@ -112,7 +112,7 @@ def test_slots_beat_trees_where_shapes_differ() -> None:
         budget = 3 * max(peak_of(forest) for forest in forests) // 2
         found, tree = build_merged_op_list(forests, budget), build_merged_segment_tree(forests, budget)
         check_slots(forests, found, budget)
-        trees = [SegmentTree(forest) for forest in forests]
+        trees = [CostedTree(forest) for forest in forests]
         nodes = (max(t.costs[s] for t, s in zip(trees, node, strict=True) if s >= 0) for node in tree.segment_of.T)
         gains.append(4 * sum(nodes) / found.cost)
     print(gains)

@@ -15,13 +15,27 @@ from megatron_dta.planning import (
     forward_only_pipeline,
     message_order,
     plan_pipeline,
-    rank_programs,
     simulate,
     tree_1f1b,
 )
 from megatron_dta.planning.pipeline.list_schedule import longest_path_tokens
 from megatron_dta.planning.pipeline.schedule import check_schedule, children_of, needs_of, peak_in_flight
+from megatron_dta.planning.pipeline.simulation import Timeline, global_order
 from pipeline_cases import SHAPES, random_costs, random_tree
+
+
+def rank_programs(schedule: PipelineSchedule, timeline: Timeline) -> list[list[PipelineOp | Message]]:
+    """Arrange the ops and messages of each rank in the global order. A message is in the lists of both of its ranks.
+
+    The position of a message is the end of its op in the timeline. On the receiver, it comes before the op that needs
+    it and after the ops that begin before that time.
+    """
+    programs: list[list[PipelineOp | Message]] = [[] for _ in schedule.ops]
+    for stage, entry in global_order(schedule, timeline):
+        programs[stage].append(entry)
+        if isinstance(entry, Message):
+            programs[entry.receiver].append(entry)
+    return programs
 
 
 def run_with_rendezvous(

@@ -12,7 +12,7 @@ import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
 from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
+from megatron_dta.rollouts import Rollout, cut_length, cut_turns, load_rollouts, write_rollouts
 from rollout_cases import GOOD_NPZ, assert_same, random_rollout
 
 FORMS = (".jsonl", ".parquet")
@@ -187,6 +187,18 @@ def test_cutting_and_limits(tmp_path: Path, sample_granularity: str, caplog: pyt
     for limits in ({"max_length": 0}, {"max_sequences": -1}, {"vocab_size": 0}, {"sample_granularity": "step"}):
         with pytest.raises(InputError, match=f"{next(iter(limits))}"):
             load_rollouts(path, **limits)
+
+
+def test_versions_of_tokens_are_cut_with_them() -> None:
+    versions = [-1, 4, 4, -1, 3, 5]
+    rollout = Rollout([1, 2, 3, 4, 5, 6], [0, 1, 1, 0, 1, 1], advantages=[0.0] * 6, token_versions=versions)
+    cut = cut_length(rollout, 4)
+    assert (cut.token_versions.tolist(), cut.policy_version) == (versions[:4], 4)
+    turns = cut_turns(rollout, "t")
+    assert [(turn.token_versions.tolist(), turn.policy_version) for turn in turns] == [
+        ([-1, 4, 4], 4),
+        ([-1, -1, -1, -1, 3, 5], 3),
+    ]
 
 
 def test_bad_last_row_stops_a_run_that_would_not_reach_it(tmp_path: Path) -> None:
