@@ -28,7 +28,7 @@ def in_daemon_thread(call: Callable[[], Answer], name: str) -> Future[Answer]:
     return future
 
 
-def settle(future: Future[Answer], result: Answer | None = None, error: BaseException | None = None) -> bool:
+def complete(future: Future[Answer], result: Answer | None = None, error: BaseException | None = None) -> bool:
     """Give a future its error or its result; False if it is done, for example cancelled."""
     if future.done() or not future.set_running_or_notify_cancel():
         return False

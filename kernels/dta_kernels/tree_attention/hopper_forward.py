@@ -74,6 +74,48 @@ def _masked(scores, t, full_count, block, key_end, num_keys, position, BLOCK_K: 
 
 
 @gluon.jit
+def _finish(acc, largest, total, programs, partial, flags, out, lse_HN, first_query, head, num_queries,
+            WG: gl.constexpr, H: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, SCORES: gl.constexpr,
+            OUT: gl.constexpr):  # fmt: skip
+    """Write the output of a block, with what its other programs have left, or leave the sums for the last of them."""
+    RS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    RO: gl.constexpr = gl.SliceLayout(1, OUT)
+    place, number, is_last = place_of(programs, WG)
+    row_s = gl.arange(0, 64, layout=RS)
+    if is_last:
+        for index in range(number):
+            other = place - (number - index) * 2 * gl.num_programs(0)
+            other_acc, statistics = take_sums(partial, flags, other, D, OUT)
+            other_largest = gl.load(partial + statistics + row_s, cache_modifier=".cg")
+            other_total = gl.load(partial + statistics + 64 + row_s, cache_modifier=".cg")
+            new_largest = gl.maximum(largest, other_largest)
+            shift = gl.where(new_largest == float("-inf"), 0.0, new_largest)
+            decay, other_decay = gl.exp2(largest - shift), gl.exp2(other_largest - shift)
+            total = total * decay + other_total * other_decay
+            acc = acc * gl.convert_layout(decay, RO)[:, None]
+            acc += other_acc * gl.convert_layout(other_decay, RO)[:, None]
+            largest = new_largest
+            lower_flag(flags, other)
+        sees = total > 0
+        safe = gl.where(sees, total, 1.0)
+        acc = acc / gl.convert_layout(safe, RO)[:, None]
+        lse = gl.where(sees, (largest + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
+        row = WG * 64 + row_s
+        query = first_query + row // PACK
+        gl.store(lse_HN + (head + row % PACK).to(gl.int64) * num_queries + query, lse, mask=query < num_queries)
+        row_o = WG * 64 + gl.arange(0, 64, layout=RO)
+        channel = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
+        query_o = first_query + row_o // PACK
+        offsets = (query_o.to(gl.int64) * (H * D) + (head + row_o % PACK) * D)[:, None] + channel[None, :]
+        gl.store(out + offsets, acc.to(out.dtype.element_ty), mask=(query_o < num_queries)[:, None])
+    else:
+        statistics = leave_sums(acc, partial, place, D, OUT)
+        gl.store(partial + statistics + row_s, largest)
+        gl.store(partial + statistics + 64 + row_s, total)
+        raise_flag(flags, place)
+
+
+@gluon.jit
 def _consumer(WG: gl.constexpr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, programs, blocks, key_end,
               out, lse_HN, partial, flags, run_begin, run_length, list_begin, full_count, count, first_query, head,
               num_queries, num_keys, num_ancestors, scale_2, H: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
@@ -125,38 +167,8 @@ def _consumer(WG: gl.constexpr, q_smem, k_smem, v_smem, k_full, k_empty, v_full,
     last = (count - 1) % 2
     mbarrier.wait(v_full.index(last), ((count - 1) // 2) & 1)
     acc = warpgroup_mma(p16, v_smem.index(last), acc, is_async=False)
-    place, number, is_last = place_of(programs, WG)
-    row_s = gl.arange(0, 64, layout=RS)
-    if is_last:
-        for index in range(number):
-            other = place - (number - index) * 2 * gl.num_programs(0)
-            other_acc, statistics = take_sums(partial, flags, other, D, OUT)
-            other_largest = gl.load(partial + statistics + row_s, cache_modifier=".cg")
-            other_total = gl.load(partial + statistics + 64 + row_s, cache_modifier=".cg")
-            new_largest = gl.maximum(largest, other_largest)
-            shift = gl.where(new_largest == float("-inf"), 0.0, new_largest)
-            decay, other_decay = gl.exp2(largest - shift), gl.exp2(other_largest - shift)
-            total = total * decay + other_total * other_decay
-            acc = acc * gl.convert_layout(decay, RO)[:, None]
-            acc += other_acc * gl.convert_layout(other_decay, RO)[:, None]
-            largest = new_largest
-            lower_flag(flags, other)
-        sees = total > 0
-        safe = gl.where(sees, total, 1.0)
-        acc = acc / gl.convert_layout(safe, RO)[:, None]
-        lse = gl.where(sees, (largest + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
-        query = first_query + row // PACK
-        gl.store(lse_HN + (head + row % PACK).to(gl.int64) * num_queries + query, lse, mask=query < num_queries)
-        row_o = WG * 64 + gl.arange(0, 64, layout=RO)
-        channel = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
-        query_o = first_query + row_o // PACK
-        offsets = (query_o.to(gl.int64) * (H * D) + (head + row_o % PACK) * D)[:, None] + channel[None, :]
-        gl.store(out + offsets, acc.to(q.dtype), mask=(query_o < num_queries)[:, None])
-    else:
-        statistics = leave_sums(acc, partial, place, D, OUT)
-        gl.store(partial + statistics + row_s, largest)
-        gl.store(partial + statistics + 64 + row_s, total)
-        raise_flag(flags, place)
+    _finish(acc, largest, total, programs, partial, flags, out, lse_HN, first_query, head, num_queries, WG, H, D, PACK,
+            SCORES, OUT)  # fmt: skip
 
 
 @gluon.jit(

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from megatron_dta.common.futures import settle
+from megatron_dta.common.futures import complete
 from megatron_dta.model import Mesh, current_mesh
 from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, RolloutEngine
 from megatron_dta.sampling.gateway.errors import RequestError
@@ -105,13 +105,13 @@ class EngineLoop:
             except ValueError as error:
                 future = self._futures.pop(request.request_id, None)
                 if future is not None:
-                    settle(future, error=RequestError(400, str(error)))
+                    complete(future, error=RequestError(400, str(error)))
         if commands.release:
             self._engine.release(commands.release)
         for result in self._engine.poll():
             self._held.add(result.request_id)
             future = self._futures.pop(result.request_id, None)
-            if future is not None and not settle(future, result):
+            if future is not None and not complete(future, result):
                 # Nobody waits for it any more.
                 self.release(result.request_id)
 
@@ -127,4 +127,4 @@ class EngineLoop:
             if kind == "sample":
                 futures[-1 - len(futures)] = value[1]
         for future in futures.values():
-            settle(future, error=RequestError(503, "the gateway samples no more at present"))
+            complete(future, error=RequestError(503, "the gateway samples no more at present"))

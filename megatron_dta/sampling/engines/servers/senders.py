@@ -25,7 +25,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_dta.common.futures import settle
+from megatron_dta.common.futures import complete
 from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
 from megatron_dta.sampling.engines.servers.http_settings import HttpSettings
 from megatron_dta.sampling.engines.servers.late_requests import Running
@@ -103,12 +103,12 @@ class Senders:
             while True:
                 number, piece, error = channel.connection.recv()
                 # Nobody may wait for it any more.
-                settle(channel.open.get(number) or Future(), piece, error)
+                complete(channel.open.get(number) or Future(), piece, error)
         channel.stop()
         with self._ending:
             channel.has_ended, left = True, list(channel.open.values())
         for future in left:
-            settle(future, error=TransientFailureError("the process that sent the request has ended"))
+            complete(future, error=TransientFailureError("the process that sent the request has ended"))
 
 
 def add_senders(client: HttpClient, protocol: ServerProtocol) -> None:
