@@ -11,8 +11,6 @@ from typing import Any
 from megatron_dta.common.errors import InputError
 
 _SECONDS_TO_STOP = 10.0
-# Further ones are answered with status 503.
-_MOST_CONNECTIONS = 2048
 
 
 def check_packages(flag: str) -> None:
@@ -27,12 +25,13 @@ class GatewayServer:
 
     Args:
         port: 0 for any free one.
+        max_connections: further ones are answered with status 503.
 
     Attributes:
         url: without a path.
     """
 
-    def __init__(self, application: Any, host: str, port: int) -> None:
+    def __init__(self, application: Any, host: str, port: int, max_connections: int = 2048) -> None:
         import uvicorn
 
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -51,7 +50,7 @@ class GatewayServer:
             access_log=False,
             server_header=False,
             lifespan="off",
-            limit_concurrency=_MOST_CONNECTIONS,
+            limit_concurrency=max_connections,
             h11_max_incomplete_event_size=64 * 1024,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=2,
