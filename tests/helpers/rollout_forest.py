@@ -80,7 +80,9 @@ def roots_of(drive: Drive) -> list[GenerationRequest]:
     prompts = random_prompts(rng, rng.integers(1, 16, drive.prompts))
     prompts[-1] = np.concatenate([prompts[0], prompts[-1]])
     return [
-        GenerationRequest(1000 * (3 * i + j), prompt, int(rng.integers(1, drive.longest)), int(rng.integers(0, 2**63)), hold=True)
+        GenerationRequest(
+            1000 * (3 * i + j), prompt, int(rng.integers(1, drive.longest)), int(rng.integers(0, 2**63)), hold=True
+        )
         for i, prompt in enumerate(prompts)
         for j in range(3)
     ]
