@@ -64,7 +64,10 @@ def degenerate_length(tokens: np.ndarray) -> int | None:
     ends = []
     for period in range(1, min(_LONGEST_BLOCK, len(tokens) - 1) + 1):
         needed = max(_LOOP_TOKENS, _LOOP_BLOCKS * period) - period
-        different = np.flatnonzero(tokens[period:] != tokens[:-period])
+        is_different = tokens[period:] != tokens[:-period]
+        if len(is_different) - np.count_nonzero(is_different) < needed:
+            continue
+        different = np.flatnonzero(is_different)
         begins = np.append(0, different + 1)
         runs = np.append(different, len(tokens) - period) - begins
         long = np.flatnonzero(runs >= needed)

@@ -25,7 +25,7 @@ class Drive:
     """A random forest of requests: what is asked, and in which order calls are made.
 
     The forest follows from ``seed`` and the results alone, so two engines that sample alike get the same requests,
-    whatever ``order`` is.
+    whatever ``order`` is. First responses are shorter than ``longest``.
     """
 
     seed: int
@@ -33,6 +33,7 @@ class Drive:
     prompts: int = 6
     hints: bool = True
     depth: int = 3
+    longest: int = 30
 
 
 def run_forest(engine: Any, drive: Drive) -> dict[int, tuple[GenerationRequest, GenerationResult]]:
@@ -79,7 +80,9 @@ def roots_of(drive: Drive) -> list[GenerationRequest]:
     prompts = random_prompts(rng, rng.integers(1, 16, drive.prompts))
     prompts[-1] = np.concatenate([prompts[0], prompts[-1]])
     return [
-        GenerationRequest(1000 * (3 * i + j), prompt, int(rng.integers(1, 30)), int(rng.integers(0, 2**63)), hold=True)
+        GenerationRequest(
+            1000 * (3 * i + j), prompt, int(rng.integers(1, drive.longest)), int(rng.integers(0, 2**63)), hold=True
+        )
         for i, prompt in enumerate(prompts)
         for j in range(3)
     ]

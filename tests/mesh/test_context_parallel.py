@@ -89,7 +89,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def suite() -> MeshSuite:
-    samples = random_training_samples(branching_sequences(seed_all(SEED), count=6, longest=10), seed=SEED)
+    samples = random_training_samples(branching_sequences(seed_all(SEED), count=6, longest=8), seed=SEED)
     models = {name: model_config(vocab_size=8, **settings) for name, settings in MODELS.items()}
     return MeshSuite(models, MESHES, {"": samples}, make_weights=moe_weights)
 

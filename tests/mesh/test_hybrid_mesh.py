@@ -60,7 +60,7 @@ MESHES = {
 MEMORY = {
     "pp2 limited": ("pp2", "uneven", 0.5),
     "pp2 ample": ("pp2", "uneven", 64.0),
-    "pp2-vp2 limited": ("pp2-vp2", "uneven", 0.5),
+    "pp2-vp2 limited": ("pp2-vp2", "uneven", 0.42),
     "ep2 limited": ("ep2", "experts", 0.35),
     "ep2 ample": ("ep2", "experts", 64.0),
     "ep2-idle limited": ("ep2-idle", "experts", 0.5),
@@ -86,7 +86,7 @@ def slow_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def suite() -> MeshSuite:
-    samples = random_training_samples(branching_sequences(seed_all(17), count=6, longest=10), seed=17)
+    samples = random_training_samples(branching_sequences(seed_all(17), count=6, longest=8), seed=17)
     rollouts = load_rollouts(rollout_file("gsm8k_openai_4x400.npz"), max_sequences=6, max_length=120)
     real = random_training_samples([rollout.token_ids % 8 for rollout in rollouts], seed=17)
     models = {name: model_config(vocab_size=8, **settings) for name, settings in MODELS.items()}

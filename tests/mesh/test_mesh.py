@@ -80,7 +80,7 @@ COMBINATIONS = [
 
 @pytest.fixture(scope="module")
 def suite() -> MeshSuite:
-    samples = random_training_samples(branching_sequences(seed_all(SEED), count=6, longest=10), seed=SEED)
+    samples = random_training_samples(branching_sequences(seed_all(SEED), count=6, longest=8), seed=SEED)
     models = {name: model_config(**settings) for name, settings in ARCHITECTURES.items()}
     return MeshSuite(models, MESHES, {"": samples, "untrained trunk": _with_untrained_trunk()})
 

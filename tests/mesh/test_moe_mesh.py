@@ -107,7 +107,7 @@ def _combinations() -> list[tuple[str, ...]]:
 
 @pytest.fixture(scope="module")
 def suite() -> MeshSuite:
-    forests = {"": (SEED, 6, 10), "unlike": (SEED, 8, 14), "shapes": (41, 6, 12)}
+    forests = {"": (SEED, 6, 8), "unlike": (SEED, 8, 12), "shapes": (41, 6, 12)}
     samples = {
         name: random_training_samples(branching_sequences(seed_all(seed), count, longest), seed=seed)
         for name, (seed, count, longest) in forests.items()

@@ -24,7 +24,7 @@ from triton_device import interpreter
 
 TENSOR = dict(tensor_model_parallel_size=2)
 MESHES = {"tp2": ParallelConfig(**TENSOR), "tp2-sp": ParallelConfig(**TENSOR, sequence_parallel=True)}
-DRIVE = Drive(seed=17, prompts=2, depth=1)
+DRIVE = Drive(seed=17, prompts=2, depth=1, longest=16)
 FUSED = dict(fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16)
 
 

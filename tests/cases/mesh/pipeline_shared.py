@@ -106,7 +106,7 @@ SEED = 23
 def _samples(forest: str) -> list:
     generator = seed_all(SEED)
     if forest == "bushy":
-        sequences = branching_sequences(generator, count=6, longest=10)
+        sequences = branching_sequences(generator, count=6, longest=8)
     elif forest == "deep":
         trunk = generator.integers(0, VOCABULARY, size=63)
         sequences = [np.append(trunk[:n], generator.integers(0, VOCABULARY, size=3)) for n in (60, 41, 22, 3)]

@@ -29,7 +29,7 @@ def kill(folder: Path, *options: str) -> str:
 
 def test_killed_runs_end_like_unbroken_ones(tmp_path: Path) -> None:
     output = kill(
-        tmp_path, "--runs", "async-save", "--kills", "2", "--processes", "1", "2", "--train-iters", "7", *KEPT
+        tmp_path, "--runs", "async-save", "--kills", "2", "--processes", "1", "2", "--train-iters", "6", *KEPT
     )
     assert output.count("metrics bit for bit the same") == 2
 
@@ -37,6 +37,6 @@ def test_killed_runs_end_like_unbroken_ones(tmp_path: Path) -> None:
 def test_every_kind_of_run_is_killed(tmp_path: Path) -> None:
     # Asynchronous saves are killed above, and are plain runs otherwise.
     kinds = ["treepo-das", "critic", "async-rollouts"]
-    output = kill(tmp_path, "--runs", *kinds, "--kills", "1", "--processes", "2", "--train-iters", "5")
+    output = kill(tmp_path, "--runs", *kinds, "--kills", "1", "--processes", "2", "--train-iters", "4")
     assert output.count("metrics bit for bit the same") == len(kinds)
     assert "3 kills of 3 runs, 3 of which ended as if unbroken" in output

@@ -113,7 +113,8 @@ def test_what_cannot_be_is_said():
 def test_das_reports_makespans_that_fit_together(tmp_path: Path):
     rollouts = tmp_path / "rollouts.jsonl"
     write_repetitive(rollouts, seed_all(1))
-    flags = "--past 2 --batch 4 --runs 1 --waves 2 --memory-bandwidth-gbs 1000 --das-budget always --control --json"
+    flags = "--past 2 --batch 4 --runs 1 --waves 2 --memory-bandwidth-gbs 1000 --das-budget always --control --json "
+    flags += "--burst 2"
     result = run("das", "--rollouts", str(rollouts), *flags.split())
     assert result.returncode == 0, result.stderr
     row, control = json.loads(result.stdout.splitlines()[-1])["rows"]

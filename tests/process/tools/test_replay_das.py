@@ -133,8 +133,8 @@ def test_small_file(tmp_path: Path, suffix: str) -> None:
     """Keys and their meaning; without a compiler the same figures; a picture."""
     path = tmp_path / f"rollouts.{suffix}"
     write_rollouts(path, small_rollouts(3))
-    flags = ("--past", 2, "--live-batch", 5, "--plot", tmp_path / "das.png")
-    values = TOOL.json(path, *flags)
+    flags = ("--past", 2, "--live-batch", 5)
+    values = TOOL.json(path, *flags, "--plot", tmp_path / "das.png")
     deciles = values["tokens_per_forward_by_decile"]
     assert len(deciles) == 10
     assert 1 < values["tokens_per_forward"] < 24

@@ -24,9 +24,9 @@ from pipeline_cases import SHAPES, all_schedules, random_costs, random_tree, slo
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_forest(seed: int) -> None:
-    """Runs to its end, keeps all orders and the limit, is no faster than the bound; 15 forests each."""
+    """Runs to its end, keeps all orders and the limit, is no faster than the bound; 10 forests each."""
     rng = seed_all(seed)
-    for number in range(15):
+    for number in range(10):
         count, stages, chunks = int(rng.integers(0, 20)), int(rng.integers(1, 7)), int(rng.integers(1, 4))
         parents, lengths = random_tree(rng, count, SHAPES[number % len(SHAPES)]), rng.integers(1, 50, count)
         costs = random_costs(rng, stages * chunks, lengths)

@@ -153,7 +153,7 @@ def test_trouble_is_tried_again(trouble: object, monkeypatch: pytest.MonkeyPatch
         assert compute_reward(function, "p", {}, "x", []) == 0.25
         assert function.counts == {"reward_retries": 2, "reward_timeouts": 2 * slow}
     with RewardServer(trouble) as server:
-        function = remote(server, attempts=2, **patience)
+        function = remote(server, attempts=2, timeout_s=0.1 if slow else 20.0)
         with pytest.raises(InputError, match="failed 2 times, the last time: ") as caught:
             compute_reward(function, "p7", {}, "x", [])
         assert "'p7'" in str(caught.value)

@@ -299,3 +299,8 @@ def test_stop_by_scan_and_by_token(seed: int) -> None:
         assert found == end
         assert (end is None) == (kind == "sane")
         assert end is None or 700 < end < 700 + 400
+    # No more than what is needed.
+    loop = np.tile(np.arange(len(block)), 600)[:900]
+    end = degenerate_length(loop)
+    assert degenerate_length(loop[:end]) == end
+    assert degenerate_length(loop[: end - 1]) is None
