@@ -129,6 +129,20 @@ class Unreliable(Remembering):
         return super().step(action)
 
 
+def test_the_first_failure_is_logged(caplog: pytest.LogCaptureFixture):
+    class Broken(Remembering):
+        def step(self, action):
+            raise KeyError("the user's bug")
+
+    runner = EnvironmentRunner(Broken, CharacterTokenizer(), EnvironmentConfig(environment_failure="drop"))
+    for _ in range(2):
+        states, _ = runner.reset([{}, {}])
+        runner.step(states, [np.array([1]), np.array([1])])
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message == """--environment: a step failed (--environment-failure drop): KeyError: "the user's bug\""""
+    assert runner.counts["environment_failures"] == 4
+
+
 def test_failures_and_timeouts_end_their_paths_and_are_counted():
     runner = EnvironmentRunner(Unreliable, NullTokenizer(VOCAB, EOS), EnvironmentConfig(environment_timeout=0.3))
     _, trees, _, runner = grow(0, runner=runner, width=4, segment_tokens=6)
