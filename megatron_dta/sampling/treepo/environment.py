@@ -170,7 +170,8 @@ class EnvironmentRunner:
 
     def _checked(self, result: Any) -> StepOutcome:
         if not isinstance(result, tuple) or len(result) != 3:
-            raise TypeError(f"step must return (observation, reward, done), got {type(result).__name__}")
+            found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+            raise TypeError(f"step must return (observation, reward, done), got {found}")
         observation, reward, done = result
         if not isinstance(reward, numbers.Real | np.bool_) or not math.isfinite(float(reward)):
             raise TypeError(f"step must return a finite reward, got {reward!r}")

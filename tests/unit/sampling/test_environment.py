@@ -169,7 +169,7 @@ def test_failures_and_timeouts_end_their_paths_and_are_counted():
         (([99], 0.0, True), "outside of the vocabulary"),
         (("1", float("nan"), True), "finite reward"),
         (("1", 0.0, "yes"), "as a bool"),
-        (("1", 0.0), "must return"),
+        (("1", 0.0), "must return (observation, reward, done), got a tuple of 2"),
     ],
 )
 def test_nonsense_is_a_failure(answer, failure: str):
