@@ -3,7 +3,7 @@
 #
 #   bash examples/quickstart.sh
 #
-# Makes a virtual environment, installs, and then in two to three minutes on 2 cores:
+# Makes a virtual environment, installs, and then in about five minutes on 2 cores:
 #   1. supervised warm-up: a few steps on solved problems, so that the model knows what an answer looks like
 #   2. GRPO: 8 samples a problem, trained as prefix trees, judged on problems that no step ever saw
 #   3. pictures: the reward, a prefix tree of rollouts, and a page with everything (report.html)

@@ -70,7 +70,7 @@ def settings_from(named: dict[str, Any]) -> TrainConfig:
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser, with an argument group per topic of ``TrainConfig``. Its result holds only the given flags."""
     parser = _Parser(
-        prog="python -m megatron_dta.train",
+        prog="megatron-dta train",
         description="Exact RL training on prefix trees. An argument @FILE stands for the arguments in that file.",
         formatter_class=argparse.HelpFormatter,
         fromfile_prefix_chars="@",

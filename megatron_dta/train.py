@@ -80,13 +80,12 @@ def _train(config: TrainConfig, console: Console) -> int:
 
 
 def quieten_libraries() -> None:
-    """Hide warnings on which users cannot act: missing optional packages and future renames in PyTorch."""
+    """Hide warnings on which users cannot act: missing packages and internals of PyTorch and Megatron."""
     warnings.filterwarnings("ignore", message=".*Apex (are|is) not installed")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    if os.environ.get("RANK", "0") != "0":
-        # Megatron's optimizer reads .grad of tensors that are not leaves; one warning is enough.
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    # Megatron's distributed optimizer reads .grad of tensors that are not leaves.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ logits         the logit chunk that exists at a time, and its gradient
 workspace      temporary memory of the running segment, messages, and a fixed amount for the CUDA context, NCCL and the
                allocator
 
-Bytes per token are those of ``planning.costs.segment_bytes``, counted or measured (``tools/fit_cost_model.py``).
+Bytes per token are those of ``planning.costs.segment_bytes``, counted or measured (``megatron-dta fit-cost-model``).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> list[str]:
     parser.add_argument(
         "--cost-model",
         metavar="JSON",
-        help="file of tools/fit_cost_model.py, or a file of coefficients, in place of counted costs; --num-layers "
+        help="file of megatron-dta fit-cost-model, or a file of coefficients, in place of counted costs; --num-layers "
         "scales the measured layers",
     )
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Trains a small random model on a rollout file as trees and one sequence at a time, and compares every gradient.
 
-    python tools/check_parity.py rollouts.jsonl --max-sequences 16 --max-length 256
+    megatron-dta check-parity rollouts.jsonl --max-sequences 16 --max-length 256
 
 Each tree mode runs with kept and with recomputed activations, and is compared in float64 with the stock Megatron model
 and in float32 with Hugging Face transformers (pip install "megatron_dta[parity]"). Advantages, old logprobs and masks

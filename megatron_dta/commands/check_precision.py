@@ -1,7 +1,7 @@
 """Compares a training step in FP8, or with Transformer Engine's layers, with the same step in bfloat16 or float32.
 
-    python tools/check_precision.py rollouts.jsonl --hf-checkpoint DIR --fp8-format hybrid
-    python tools/check_precision.py rollouts.jsonl --model qwen3-1.7b --fp8-format e4m3 --fp8-recipe tensorwise
+    megatron-dta check-precision rollouts.jsonl --hf-checkpoint DIR --fp8-format hybrid
+    megatron-dta check-precision rollouts.jsonl --model qwen3-1.7b --fp8-format e4m3 --fp8-recipe tensorwise
 
 All steps use the same weights (those of --hf-checkpoint, or random ones of the shape --model, rounded to bfloat16), the
 same sequences and the same plan. For each candidate, the command reports the differences of the trained tokens'

@@ -1,6 +1,6 @@
 """Converts a Hugging Face checkpoint into a Megatron distributed checkpoint, a few tensors at a time.
 
-    python tools/convert_hf_to_megatron.py --hf-checkpoint models/llama --save checkpoints/llama \
+    megatron-dta convert-hf-to-megatron --hf-checkpoint models/llama --save checkpoints/llama \
         --tensor-model-parallel-size 8 --processes 4
 
 The mesh sizes determine how tensors are divided into files, so that each rank of that mesh reads few whole pieces; the

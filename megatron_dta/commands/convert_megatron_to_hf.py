@@ -1,6 +1,6 @@
 """Converts a Megatron distributed checkpoint, as saved by training, into a Hugging Face checkpoint.
 
-    python tools/convert_megatron_to_hf.py --load runs/first --hf-checkpoint models/llama --save-hf models/trained
+    megatron-dta convert-megatron-to-hf --load runs/first --hf-checkpoint models/llama --save-hf models/trained
 
 Configuration, tokenizer and generation settings are copied from --hf-checkpoint byte for byte; its config.json must
 describe the model. Without --hf-checkpoint they follow from the settings of the run, for example of a run from random

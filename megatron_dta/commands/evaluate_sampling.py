@@ -1,6 +1,6 @@
 """Evaluates a checkpoint by pass@k and maj@k, with independent rollouts and with trees of equal decoded tokens.
 
-    python tools/evaluate_sampling.py --load runs/first [the model's and the sampler's flags, --treepo-...]
+    megatron-dta evaluate-sampling --load runs/first [the model's and the sampler's flags, --treepo-...]
         [--k 1 4 16] [--answer boxed|text|PATTERN] [--output FILE.json]
 
 The first --eval-iters held-out prompts are answered (default: all). Trees have --n-samples-per-eval-prompt leaves and
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _UNREAD = ("treepo_fallback_weight", "treepo_allocation_temperature_end", "treepo_allocation_temperature_iters")
 _SHAPE = " ".join(setting.name for setting in fields(TreePOConfig) if setting.name not in _UNREAD)
 FLAGS = ToolFlags(
-    "tools/evaluate_sampling.py",
+    "megatron-dta evaluate-sampling",
     ("model", "reward"),
     f"{MESH} {TASK} {ENGINE} {_SHAPE} eval_prompt_data eval_temperature n_samples_per_eval_prompt eval_iters",
 )

@@ -1,9 +1,9 @@
 """Measures forwards and backwards of segments on this machine and fits the cost model that plans training steps.
 
-    python tools/fit_cost_model.py --model qwen3-1.7b --bf16 --output costs.json
-    torchrun --nproc-per-node 4 tools/fit_cost_model.py --model llama3-70b --num-layers 8 --bf16 \\
+    megatron-dta fit-cost-model --model qwen3-1.7b --bf16 --output costs.json
+    torchrun --nproc-per-node 4 --no-python megatron-dta fit-cost-model --model llama3-70b --num-layers 8 --bf16 \\
         --tensor-model-parallel-size 4 --sequence-parallel --output costs.json
-    python tools/fit_cost_model.py --refit costs.json --output new.json
+    megatron-dta fit-cost-model --refit costs.json --output new.json
 
 Segments run through the training engine: chains of six lengths, with many or few tokens before them and many or few
 trained tokens, and forests of short sequences, which have many tokens and few attention pairs. Short segments are timed
@@ -14,7 +14,7 @@ than the model's, and the file is valid for any depth, but only for this shape, 
 parallelism. On a GPU, the bytes of activations are measured as well, and the workspace counted for a backward is
 checked. Ranks that share experts (--expert-model-parallel-size) measure equal segments at the same time.
 --refit FILE fits the measurements in FILE again, without a GPU, and writes them with the new coefficients to --output.
-Pass the file as --cost-model to training, benchmarks/train.py, tools/simulate_pipeline.py and tools/plan_partition.py.
+Pass the file as --cost-model to training, benchmarks/train.py, simulate-pipeline, plan-partition and plan-run.
 """
 
 from __future__ import annotations

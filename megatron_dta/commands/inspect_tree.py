@@ -1,6 +1,6 @@
 """Reports how much prefix sharing saves in a rollout file, and how its tree is cut into segments.
 
-    python tools/inspect_tree.py FILE [--sample-granularity turn] [--json] [--plot tree.png]
+    megatron-dta inspect-tree FILE [--sample-granularity turn] [--json] [--plot tree.png]
 
 FILE is a rollout file (.jsonl, .parquet or .npz). Token reuse is the number of tokens of all sequences over that of
 unique tokens; attention reuse is the same ratio of (query, key) pairs of causal attention. Fill is the mean length of a

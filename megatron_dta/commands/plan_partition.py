@@ -1,6 +1,6 @@
 """Divides the sequences of a rollout file over data-parallel ranks and reports how balanced the ranks are.
 
-    python tools/plan_partition.py FILE --data-parallel-size 8 [--sample-granularity turn] [--json]
+    megatron-dta plan-partition FILE --data-parallel-size 8 [--sample-granularity turn] [--json]
 
 FILE is a rollout file (.jsonl, .parquet or .npz). Costs are the seconds of a rank's forward and backward predicted by
 the cost model (megatron_dta/planning/costs/model.py); a shared prefix counts on each rank that computes it. Duplicated

@@ -1,15 +1,15 @@
 """Predicts memory per rank and seconds per step of a run, and searches for the fastest mesh of a model on a cluster.
 
-    python tools/plan_run.py FILE --model llama3-70b --gpu h200 --num-gpus 64
-    python tools/plan_run.py --sequences 512 --unique-tokens 2000000 --longest-path 16000 --samples-per-prompt 8 ...
-    python tools/plan_run.py FILE --args-file examples/llama3_70b.args --num-gpus 64
+    megatron-dta plan-run FILE --model llama3-70b --gpu h200 --num-gpus 64
+    megatron-dta plan-run --sequences 512 --unique-tokens 2000000 --longest-path 16000 --samples-per-prompt 8 ...
+    megatron-dta plan-run FILE --args-file examples/llama3_70b.args --num-gpus 64
 
 FILE is a rollout file (.jsonl, .parquet or .npz) that represents one optimizer step; without FILE, give the step's
 sizes as numbers. The model is a name, a Hugging Face config.json (--hf-config) or flags of the training command. With
 --args-file, the model, mesh and settings come from an argument file, and only that mesh is evaluated. All settings that
 no flag fixes are searched. The planners of training divide the sequences, cut them into segments and schedule them.
 Seconds are predicted from operation counts and the achieved shares of the hardware peaks; --cost-model corrects the
-shares by measurements (tools/fit_cost_model.py). If no mesh fits into memory, the nearest ones are shown with the
+shares by measurements (megatron-dta fit-cost-model). If no mesh fits into memory, the nearest ones are shown with the
 missing memory, and the exit status is 1.
 """
 
@@ -105,9 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--no-distributed-optimizer", action="store_true", help="keep all optimizer states on every replica")
     add("--no-optimizer", action="store_true", help="plan forward and backward only, as in benchmarks/train.py")
     add("--logprob-chunk-tokens", type=int, metavar="N", help=HELP["logprob_chunk_tokens"])
-    add(
-        "--cost-model", metavar="JSON", help="measured costs of this or another model (file of tools/fit_cost_model.py)"
-    )
+    add("--cost-model", metavar="JSON", help="measured costs of this or another model (file of fit-cost-model)")
     add("--top", type=int, metavar="N", default=5, help="meshes to plan in full (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()

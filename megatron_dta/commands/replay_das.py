@@ -1,6 +1,6 @@
 """Replays stored samples with speculative decoding from suffix trees (DAS) and reports the time that it saves.
 
-    python tools/replay_das.py FILE --past 4 --live-batch 390 --stop-degenerate [--json] [--plot OUT.png]
+    megatron-dta replay-das FILE --past 4 --live-batch 390 --stop-degenerate [--json] [--plot OUT.png]
 
 FILE is a rollout file (.jsonl, .parquet or .npz); tokens of its loss mask count as generated. The first samples of each
 problem (group) are history. The others are decoded again, in waves of about --live-batch samples that start together.

@@ -1,6 +1,6 @@
 """Writes a report of a training run as one HTML page that works without a network.
 
-    python tools/report_run.py RUN [--output report.html]
+    megatron-dta report-run RUN [--output report.html]
 
 RUN is the --save folder of a run, finished or in progress. The page has curves of reward and loss, savings of prefix
 sharing, trees of selected prompts with rewards and advantages on their branches, a search in their rollouts (train with

@@ -1,12 +1,12 @@
 """Prints or runs the command that starts a vLLM or SGLang rollout server for a training run.
 
-    python tools/rollout_server_command.py @run.args --port 8000 -- --tensor-parallel-size 2
-    python tools/rollout_server_command.py --exec --rollout-engine sglang --load-hf MODEL --rollout-speculation das
+    megatron-dta rollout-server-command @run.args --port 8000 -- --tensor-parallel-size 2
+    megatron-dta rollout-server-command --exec --rollout-engine sglang --load-hf MODEL --rollout-speculation das
 
 The flags are those of the training command, so both can share an argument file. The command reads --rollout-engine, the
 model, and the settings of speculation (--rollout-speculation das, --das-*) and logprobs (--rollout-temperature).
 Arguments after -- are passed to the server. With several servers, give all --rollout-server-url, as the servers share
-the window. In a Slurm job: DTA_SERVER_COMMAND="python tools/rollout_server_command.py --exec @run.args --port 8000".
+the window. In a Slurm job: DTA_SERVER_COMMAND="megatron-dta rollout-server-command --exec @run.args --port 8000".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_dta.sampling.engines.servers.command import server_command
 from megatron_dta.training_flags import ToolFlags
 
 FLAGS = ToolFlags(
-    "tools/rollout_server_command.py",
+    "megatron-dta rollout-server-command",
     ("model",),
     "load_hf hf_checkpoint rollout_engine temperature rollout_top_p rollout_server_url rollout_speculation das_window "
     "das_max_tokens das_depth das_draft_tokens rollout_batch_size over_sampling_batch_size n_samples_per_prompt "

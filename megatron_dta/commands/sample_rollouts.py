@@ -1,6 +1,6 @@
 """Samples rollouts from a checkpoint into a file, with the flags of training.
 
-    python tools/sample_rollouts.py --output rollouts.jsonl --load runs/first [the model's and the sampler's flags]
+    megatron-dta sample-rollouts --output rollouts.jsonl --load runs/first [the model's and the sampler's flags]
 
 The output is the rollout batch that training would sample from these weights as number ``--rollout-batch-index``, with
 the same prompts and random numbers. Sampling runs in this process and without drafts, also if an argument file (@FILE)
@@ -23,7 +23,7 @@ from megatron_dta.train import quieten_libraries
 from megatron_dta.training_flags import ENGINE, MESH, TASK, ToolFlags, passed_over
 
 FLAGS = ToolFlags(
-    "tools/sample_rollouts.py",
+    "megatron-dta sample-rollouts",
     ("model", "reward", "treepo", "environment", "agent"),
     f"{MESH} {TASK} {ENGINE} rollout_batch_size over_sampling_batch_size n_samples_per_prompt num_steps_per_rollout "
     "train_iters rollout_stop_degenerate dynamic_sampling dynamic_sampling_max_rounds overlong_buffer_len "

@@ -1,6 +1,6 @@
 """Plans the pipeline of a training step over a rollout file, as training does, and simulates it without a GPU.
 
-    python tools/simulate_pipeline.py FILE --pipeline-model-parallel-size 4 [--json] [--plot t.png] [--trace t.json]
+    megatron-dta simulate-pipeline FILE --pipeline-model-parallel-size 4 [--json] [--plot t.png] [--trace t.json]
 
 FILE is a rollout file (.jsonl, .parquet or .npz). Utilisation is computing time over the total time of all stages. The
 ideal utilisation N / (N + P - 1) is that of N equal microbatches on P stages; the bound is an upper limit for any

@@ -1,6 +1,6 @@
 """Compares a Megatron checkpoint with the Hugging Face checkpoint that it was made from, or that was made from it.
 
-    python tools/verify_checkpoint.py --hf-checkpoint models/llama --load checkpoints/llama
+    megatron-dta verify-checkpoint --hf-checkpoint models/llama --load checkpoints/llama
 
 Both models run in float32 on the same tokens. The command compares logits, logprobs, the gradient of every tensor, and
 every tensor after one step of gradient descent. Differences are relative to the largest magnitude in the tensor; the

@@ -45,4 +45,6 @@ def describe_error(error: BaseException) -> str:
         message = "no message"
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    if isinstance(error, SyntaxError) and frames and frames[-1].filename.startswith("<frozen"):
+        place = ""  # the importer; the message of a file that cannot be compiled names the line itself
     return one_line(f"{type(error).__name__}: {message}{place}")

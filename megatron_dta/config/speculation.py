@@ -15,7 +15,7 @@ class SpeculationConfig:
     rollout_speculation: str = option(
         "none",
         "Draft several tokens per pass from suffix trees of recent rollouts and verify them: the same samples in "
-        "fewer passes. Servers of vLLM or SGLang draft themselves when tools/rollout_server_command.py starts them "
+        "fewer passes. Servers of vLLM or SGLang draft themselves when megatron-dta rollout-server-command starts them "
         "so.",
         choices=("none", "das"),
     )

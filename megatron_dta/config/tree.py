@@ -54,7 +54,7 @@ class TreeConfig:
     )
     cost_model: str | None = option(
         None,
-        "File of measured seconds and bytes, written by tools/fit_cost_model.py for this model's shape, dtype, and "
+        "File of measured seconds and bytes, written by megatron-dta fit-cost-model for this model's shape, dtype, and "
         "tensor and expert parallelism, by which work is planned (default: the rates of the GPU's data sheet, "
         "corrected by the second step; on a CPU counts of operations).",
     )

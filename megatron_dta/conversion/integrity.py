@@ -25,6 +25,7 @@ from megatron_dta.conversion.megatron_files import read_metadata_of
 
 CHECKSUMS = "checksums.json"
 SKIP_FLAG = "--skip-checkpoint-checks"
+_EARLIER = "load an earlier checkpoint (write its number into latest_checkpointed_iteration.txt)"
 _ALGORITHM = "crc32"
 _BUFFER_BYTES = 1 << 22
 # Number of files read concurrently; zlib releases Python's global interpreter lock.
@@ -79,7 +80,7 @@ def read_checksums(path: Path) -> Checksums:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{file}: is damaged; load an earlier checkpoint, or give {SKIP_FLAG}") from error
+        raise InputError(f"{file}: is damaged; {_EARLIER}, or give {SKIP_FLAG}") from error
     return found
 
 
@@ -110,7 +111,7 @@ def verify_checksums(path: Path, share: tuple[int, int] = (0, 1)) -> None:
         if found[name] != expected[name]:
             raise InputError(
                 f"{path / name}: is damaged: {_described(found[name])} here and {_described(expected[name])} when it "
-                f"was saved; load an earlier checkpoint, or give {SKIP_FLAG} to take it as it is"
+                f"was saved; {_EARLIER}, or give {SKIP_FLAG} to take it as it is"
             )
 
 

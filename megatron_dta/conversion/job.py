@@ -128,7 +128,8 @@ def _resume(folder: Path, job: Job, files: dict[str, int]) -> dict[str, Any]:
     if not manifest.exists():
         if any(folder.iterdir()):
             raise InputError(f"{folder}: is in the way and was not made by a conversion; delete or move it")
-        replace_text(manifest, stamp)
+        with _deleted_on_failure(folder):
+            replace_text(manifest, stamp)
     elif manifest.read_text() != stamp:
         raise InputError(f"{folder}: holds an unfinished conversion of other input or to other output; delete it")
     records = {}

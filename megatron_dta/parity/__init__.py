@@ -1,7 +1,7 @@
 """Checks exactness: compares tree training with two references that run one sequence at a time.
 
 The references are the stock Megatron model in float64, with its own attention and a plain log-softmax, and Hugging Face
-transformers in float32 with the same weights. ``tools/check_parity.py`` and the test suite use this package.
+transformers in float32 with the same weights. ``megatron-dta check-parity`` and the test suite use this package.
 """
 
 from megatron_dta.parity.cases import random_training_samples

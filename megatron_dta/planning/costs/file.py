@@ -1,4 +1,4 @@
-"""Reads and writes a measured cost model: the file that ``tools/fit_cost_model.py`` writes and ``--cost-model`` reads.
+"""Reads and writes a measured cost model: ``megatron-dta fit-cost-model`` writes the file, ``--cost-model`` reads it.
 
 The forward of a segment takes (and its backward, with other coefficients)
 
@@ -215,7 +215,7 @@ class CostFile:
                 name = "dtype" if field.name == "dtype" else "--" + field.name.replace("_", "-")
                 raise InputError(
                     f"--cost-model {self.path}: was measured with {name} {measured}, but the model has {needed}; "
-                    "measure this model with tools/fit_cost_model.py"
+                    "measure this model with megatron-dta fit-cost-model"
                 )
 
     def as_json(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def load_cost_file(path: str | Path) -> CostFile:
         if isinstance(values.get(name), dict) and "segment_and_layer" in values[name]:
             raise InputError(
                 f"{path}: was fitted in an older form; fit it again from its measurements: "
-                f"tools/fit_cost_model.py --refit {path} --output FILE"
+                f"megatron-dta fit-cost-model --refit {path} --output FILE"
             )
     measured = values.get("bytes")
     optional = (
@@ -264,10 +264,10 @@ def load_cost_file(path: str | Path) -> CostFile:
 
 
 def read_measured(path: str | Path) -> dict[str, Any]:
-    """Read a file of ``tools/fit_cost_model.py``; only its kind, version and number of layers are checked."""
+    """Read a file of ``megatron-dta fit-cost-model``; only its kind, version and number of layers are checked."""
     values = _read(path)
     if values.get("what") != WHAT:
-        raise InputError(f"{path}: is not a file of tools/fit_cost_model.py (its 'what' is not {WHAT!r})")
+        raise InputError(f"{path}: is not a file of megatron-dta fit-cost-model (its 'what' is not {WHAT!r})")
     version = values.get("version", 1)
     if isinstance(version, bool) or version not in (1, VERSION):
         raise InputError(f"{path}: is of version {version!r}, but this program reads up to {VERSION}; fit it again")

@@ -55,7 +55,7 @@ def _measurements(path: str | Path, values: Mapping[str, Any]) -> list[MeasuredO
     """Read the file's measured ops; raises InputError unless they have the two depths of each pass that a fit needs."""
     given = values.get("measurements")
     if not isinstance(given, list) or not given:
-        raise InputError(f"{path}: has no measurements to fit again; measure with tools/fit_cost_model.py")
+        raise InputError(f"{path}: has no measurements to fit again; measure with megatron-dta fit-cost-model")
     ops = []
     for number, each in enumerate(given):
         # Bytes that were not measured are null.

@@ -82,7 +82,26 @@ def load_reward_function(spec: str, settings: RewardConfig | None = None) -> Rew
     function = load_from_file(f"--reward-function {spec}", path, name)
     if inspect.iscoroutinefunction(function):
         raise InputError(f"--reward-function {spec}: {name} is asynchronous; give a function that returns its value")
+    _check_parameters(f"--reward-function {spec}", name, function)
     return function
+
+
+def _check_parameters(where: str, name: str, function: RewardFunction) -> None:
+    """Refuse a function that cannot be called as its parameters announce, before anything is sampled."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # functions of other languages have none
+        return
+    arguments = _arguments(function, Response("", {"answer": None}, "", []))
+    named = {key: value for key, value in arguments.items() if isinstance(key, str)}
+    try:
+        signature.bind(**named) if named else signature.bind(*arguments.values())
+    except TypeError as error:
+        plural = "s" if is_batched(function) else ""
+        expected = ", ".join(named) or f"prompt{plural}, response{plural}, token_ids"
+        raise InputError(
+            f"{where}: {one_line(f'{name}{signature}')}: {error}; give it the parameters ({expected})"
+        ) from None
 
 
 def _with_settings(name: str, settings: RewardConfig) -> RewardFunction:

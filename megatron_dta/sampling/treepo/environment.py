@@ -12,6 +12,7 @@ never trained), the reward of the turn, and whether the episode is over. A turn 
 A tree continues one episode in several ways, so every step runs on a copy, made by ``fork()`` if the class has it and
 else by ``copy.deepcopy``. Several steps run at once, each in its own thread. A step that raises, takes longer than
 ``--environment-timeout`` or returns an invalid value ends its path (``EndReason.ENVIRONMENT_FAILED``) and is counted.
+The first failure is logged.
 ``--environment-failure`` decides whether the rollout is trained with the reward so far, is left out of training, or the
 run stops.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +41,8 @@ from megatron_dta.sampling.treepo.tool_environment import ToolEnvironment
 
 if TYPE_CHECKING:
     from megatron_dta.model import Mesh
+
+logger = logging.getLogger(__name__)
 
 
 class Environment(Protocol):
@@ -141,6 +145,10 @@ class EnvironmentRunner:
                 self.counts["environment_timeouts"] += outcome.failure.startswith(_TIMEOUT)
                 if self._settings.environment_failure == "stop":
                     raise InputError(f"--environment: a step failed: {outcome.failure}")
+                # The first one only: some steps may fail in every batch, and the metrics count them.
+                if self.counts["environment_failures"] == 1 and self._is_first():
+                    way = self._settings.environment_failure
+                    logger.warning("--environment: a step failed (--environment-failure %s): %s", way, outcome.failure)
 
     def _run(self, calls: Sequence[tuple[Callable, tuple]]) -> list[Any]:
         """The values of the calls, or an error line for each failed call."""
@@ -162,7 +170,8 @@ class EnvironmentRunner:
 
     def _checked(self, result: Any) -> StepOutcome:
         if not isinstance(result, tuple) or len(result) != 3:
-            raise TypeError(f"step must return (observation, reward, done), got {type(result).__name__}")
+            found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+            raise TypeError(f"step must return (observation, reward, done), got {found}")
         observation, reward, done = result
         if not isinstance(reward, numbers.Real | np.bool_) or not math.isfinite(float(reward)):
             raise TypeError(f"step must return a finite reward, got {reward!r}")

@@ -45,8 +45,9 @@ def find_checkpoint(folder: str | Path) -> Path | None:
         )
     path = folder / (text if text == "release" else iteration_folder(int(text)))
     if not (path / "metadata.json").is_file():
-        others = ", ".join(sorted(found.name for found in folder.glob("iter_*"))) or "no other checkpoint"
-        raise InputError(f"{tracker}: names {path.name}, which is missing or incomplete; there is {others}")
+        others = ", ".join(sorted(found.parent.name for found in folder.glob("iter_*/metadata.json")))
+        remedy = f"write the number of another one into it: {others}" if others else "there is no other one"
+        raise InputError(f"{tracker}: names {path.name}, which is missing or incomplete; {remedy}")
     return path
 
 

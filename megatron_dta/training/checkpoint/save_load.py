@@ -312,7 +312,7 @@ def check_weights(path: Path, common: dict[str, Any], model_config: ModelConfig)
     if _has_adapters(path, common) and model_config.lora_rank is None:
         raise InputError(
             f"{path}: has LoRA adapters; give --lora-rank {saved['--lora-rank']}, or merge them with "
-            "tools/convert_megatron_to_hf.py"
+            "megatron-dta convert-megatron-to-hf"
         )
     _check_same_model(path, saved, model_config, with_dtype=False, with_adapters=_has_adapters(path, common))
     if common["megatron_dta"].get(ADAPTERS_ONLY):

@@ -77,7 +77,7 @@ class RunConsole:
 
     def _warn_without_signal(self, record: Record) -> None:
         """Warn of consecutive steps with only zero advantages: at the first one and whenever the count has doubled."""
-        if record.get("zero_advantages") != 1.0:
+        if record.get("zero_advantages") != 1.0 or "teacher_kl" in record:  # a teacher's divergence is a loss, too
             self._without_signal = 0
             return
         self._without_signal += 1
@@ -126,6 +126,7 @@ def step_line(record: Record, train_iters: int, seconds_per_step: float) -> str:
     figures = (
         # Name, value, format, and drop order: figures with the highest number are dropped first.
         ("reward", record.get("reward"), ".3f", 0),
+        ("accuracy", record.get("dpo_accuracy"), ".0%", 1),
         ("loss", record.get("loss"), ".4f", 3),
         ("grad", record.get("grad_norm"), ".3f", 1),
         ("length", record.get("response_tokens"), None, 1),

@@ -288,6 +288,16 @@ def test_a_full_disk_leaves_nothing(original: Path, tmp_path: Path, monkeypatch:
         pytest.raises(InputError, match=r"cannot be written \(File too large\); nothing"),
     ):
         to_huggingface(original / "megatron" / "release", original / "hf", tmp_path / "out")
+    with monkeypatch.context() as full:  # not even the fingerprint fits
+
+        def no_space(path: Path, text: str) -> None:
+            path.touch()
+            raise OSError(28, "No space left on device")
+
+        full.setattr(job_module, "replace_text", no_space)
+        with pytest.raises(InputError, match=r"cannot be written \(No space left on device\); nothing"):
+            to_megatron(original / "hf", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
     monkeypatch.setattr(job_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(InputError, match=r"has 1,000 bytes free; the conversion needs \d"):
         to_megatron(original / "hf", tmp_path / "out")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
+
+import pytest
 
 from conftest import REPOSITORY
+from megatron_dta.train import quieten_libraries
 
 TOOLS = sorted(
     path
@@ -40,3 +44,13 @@ def test_imports_say_nothing() -> None:
     assert (result.returncode, result.stderr) == (0, "")
     # Those that import Megatron at once; the others do so when their flags are checked, or never.
     assert {"rollout.py", "train.py", "check_parity.py"} <= set(result.stdout.split())
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_distributed_optimizer_says_nothing_on_any_rank(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quieten_libraries()
+        warnings.warn("The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.", stacklevel=1)
+    assert caught == []

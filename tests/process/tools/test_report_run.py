@@ -285,3 +285,13 @@ def test_everything_is_escaped() -> None:
     assert tag("b", "<i>&\x07", title='"<') == '<b title="&quot;&lt;">&lt;i&gt;&amp;\\x07</b>'
     assert color_of(None, 1.0) == "#d5d5d5"
     assert color_of(0.0, 1.0) == "#ffffff"
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(json.dumps({"iteration": 1, "loss": 1.0}) + "\n")
+    (tmp_path / "file").touch()
+    done = run_python(["tools/report_run.py", str(run), "--output", str(tmp_path / "file" / "report.html")])
+    message = f"error: {tmp_path}/file/report.html: cannot be written: Not a directory\n"
+    assert (done.returncode, done.stderr) == (2, message)

@@ -89,3 +89,10 @@ def test_recipes_of_objectives_are_accepted(name: str, flags: str) -> None:
         flags = flags.replace(left_open, choice)
     stored = "--objective sft" in flags or "--dpo" in flags or "--objective dpo" in flags
     parse_arguments(shlex.split(f"{SHAPE} --vocab-size 64 {STORED if stored else DATA} --train-iters 4 {flags}"))
+
+
+def test_the_package_names_commands_that_a_wheel_has() -> None:
+    """Messages and help say ``megatron-dta NAME``: the scripts in tools/ exist in a checkout only."""
+    scripts = [path.name for path in (REPOSITORY / "tools").glob("*.py")]
+    sources = [path for path in (REPOSITORY / "megatron_dta").rglob("*.py")]
+    assert [path.name for path in sources if any(f"tools/{name}" in path.read_text() for name in scripts)] == []

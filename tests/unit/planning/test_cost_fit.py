@@ -176,7 +176,7 @@ def test_another_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("part", "key", "value", "message"),
     [
-        ("", "what", "training step", "not a file of tools/fit_cost_model.py"),
+        ("", "what", "training step", "not a file of megatron-dta fit-cost-model"),
         ("", "version", 3, "is of version 3, but this program reads up to 2"),
         ("", "version", True, "is of version True"),
         ("", "num_layers", 0, "num_layers must be a whole number above 0"),
@@ -185,7 +185,7 @@ def test_another_model_is_refused() -> None:
         ("forward", "token_and_layer", -1.0, "forward.token_and_layer must be a number not below 0"),
         ("forward", "token_and_layer", True, "forward.token_and_layer must be a number not below 0"),
         ("backward", "pair", 1.0, "backward.pair is not known"),
-        ("backward", "segment_and_layer", 1.0, "was fitted in an older form; .* tools/fit_cost_model.py --refit"),
+        ("backward", "segment_and_layer", 1.0, "was fitted in an older form; .* megatron-dta fit-cost-model --refit"),
         ("backward", "edge", float("nan"), "backward.edge must be"),
         ("shape", "dtype", 2, "shape.dtype must be a name"),
         ("shape", "sequence_parallel", 1, "shape.sequence_parallel must be true or false"),

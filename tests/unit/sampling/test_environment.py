@@ -129,6 +129,20 @@ class Unreliable(Remembering):
         return super().step(action)
 
 
+def test_the_first_failure_is_logged(caplog: pytest.LogCaptureFixture):
+    class Broken(Remembering):
+        def step(self, action):
+            raise KeyError("the user's bug")
+
+    runner = EnvironmentRunner(Broken, CharacterTokenizer(), EnvironmentConfig(environment_failure="drop"))
+    for _ in range(2):
+        states, _ = runner.reset([{}, {}])
+        runner.step(states, [np.array([1]), np.array([1])])
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message == """--environment: a step failed (--environment-failure drop): KeyError: "the user's bug\""""
+    assert runner.counts["environment_failures"] == 4
+
+
 def test_failures_and_timeouts_end_their_paths_and_are_counted():
     runner = EnvironmentRunner(Unreliable, NullTokenizer(VOCAB, EOS), EnvironmentConfig(environment_timeout=0.3))
     _, trees, _, runner = grow(0, runner=runner, width=4, segment_tokens=6)
@@ -155,7 +169,7 @@ def test_failures_and_timeouts_end_their_paths_and_are_counted():
         (([99], 0.0, True), "outside of the vocabulary"),
         (("1", float("nan"), True), "finite reward"),
         (("1", 0.0, "yes"), "as a bool"),
-        (("1", 0.0), "must return"),
+        (("1", 0.0), "must return (observation, reward, done), got a tuple of 2"),
     ],
 )
 def test_nonsense_is_a_failure(answer, failure: str):

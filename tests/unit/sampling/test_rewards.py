@@ -93,6 +93,12 @@ def test_bad_reward_values(user_file: Path, name: str, message: str):
 def test_bad_reward_flags(user_file: Path, tmp_path: Path):
     syntax = tmp_path / "syntax.py"
     syntax.write_text("def f(:\n")
+    forms = tmp_path / "forms.py"
+    forms.write_text(
+        "def two(prompt, response): return 1.0\n"
+        "def batch(prompts, responses): return [1.0]\n"
+        "def verl(solution_str, threshold): return 1.0\n"
+    )
     for spec, message in (
         ("best", "must be exact_match, math_verify, code_tests, remote or FILE.py:NAME"),
         (str(user_file), "must be exact_match"),
@@ -100,7 +106,13 @@ def test_bad_reward_flags(user_file: Path, tmp_path: Path):
         (f"{tmp_path}/none.py:f", "of a file that exists"),
         (f"{user_file}:missing", "no function or class missing"),
         (f"{user_file}:value", "no function or class value"),
-        (f"{syntax}:f", "the file does not run: SyntaxError"),
+        (f"{syntax}:f", r"the file does not run: SyntaxError: invalid syntax \(syntax.py, line 1\)$"),
+        (
+            f"{forms}:two",
+            r"two\(prompt, response\): too many .*; give it the parameters \(prompt, response, token_ids\)",
+        ),
+        (f"{forms}:batch", r"give it the parameters \(prompts, responses, token_ids\)"),
+        (f"{forms}:verl", r"missing .*'threshold'; give it the parameters \(solution_str\)"),
     ):
         with pytest.raises(InputError, match=message) as caught:
             load_reward_function(spec)

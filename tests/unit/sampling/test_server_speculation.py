@@ -191,7 +191,7 @@ def test_servers_that_draft_otherwise_are_refused(setup: Setup, change: dict | N
     with pytest.raises(ServerError, match=match) as raised:
         engine.start(PARAMS, 0)
     assert setup.servers[1].url in str(raised.value)
-    assert "tools/rollout_server_command.py" in str(raised.value)
+    assert "megatron-dta rollout-server-command" in str(raised.value)
     # Who does not ask for drafts does not ask how they are made.
     setup.engine().start(PARAMS, 0)
 

@@ -180,8 +180,12 @@ def test_missing_checkpoints(tmp_path: Path) -> None:
     run.save(tmp_path, 1)
     run.save(tmp_path, 2)
     (tmp_path / TRACKER).write_text("3")
-    with pytest.raises(InputError, match=r"names iter_0000003, which is missing.*there is iter_0000001, iter_0000002"):
+    (tmp_path / "iter_0000003").mkdir()
+    message = "which is missing or incomplete; write the number of another one into it: iter_0000001, iter_0000002"
+    with pytest.raises(InputError, match=f"names iter_0000003, {message}$"):
         find_checkpoint(tmp_path)
+    (tmp_path / TRACKER).write_text("2")
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000002"
     (tmp_path / TRACKER).write_text("seven")
     with pytest.raises(InputError, match="holds 'seven' instead of the number"):
         find_checkpoint(tmp_path)

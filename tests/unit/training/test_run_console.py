@@ -64,6 +64,8 @@ def test_lines_of_steps_fit_a_terminal() -> None:
     assert "loss -0.1235" in short
     assert short.endswith("0.05 s  left 1m00s")
     assert "left" not in step_line(record(4), 4, 1.0)
+    # Pairs: the reward of chosen and rejected text is fixed, so the share that the model prefers is what counts.
+    assert "accuracy 75%" in step_line(record(1, dpo_accuracy=0.75, dpo_margin=0.1), 4, 1.0)
     # Supervised training compares no groups, and its loss is what counts.
     supervised = {"iteration": 1, "loss": float("nan"), "uniform_groups": 1.0, "timing": {}}
     assert step_line(supervised, 1, 1.0) == "step 1/1  loss nan"
@@ -121,6 +123,12 @@ def test_steps_without_any_difference_are_warned_of() -> None:
         *("steps 1 to 2", "steps 1 to 4", "step 7", "steps 7 to 8", "steps 7 to 10", "steps 7 to 14", "step 17"),
         "steps 17 to 18",
     ]
+
+
+def test_a_teacher_is_a_signal() -> None:
+    console, output = console_of(f"{SAMPLED} --train-iters 20 --max-position-embeddings 32 --log-interval 50")
+    console.report(record(1, zero_advantages=1.0, uniform_groups=1.0, reward=0.0, teacher_kl=3.0))
+    assert "nothing to learn" not in output.getvalue()
 
 
 @pytest.mark.parametrize("reward", [0.5, None])

@@ -63,7 +63,7 @@ class ServerDrafts:
             if different is not None:
                 raise SpeculationError(
                     f"{server}: {different}, as --rollout-speculation das and --das-* want it; start the server with "
-                    "the command that tools/rollout_server_command.py prints, or change the flags"
+                    "the command that megatron-dta rollout-server-command prints, or change the flags"
                 )
             self._asked.add(server.url)
         self._before = await self._server_counts()

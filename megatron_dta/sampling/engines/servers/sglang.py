@@ -5,7 +5,7 @@ group with the trainer, ``/update_weights_from_distributed``.
 
     python -m sglang.launch_server --model-path MODEL --port 30000
 
-Other settings are given there as usual; ``tools/rollout_server_command.py`` prints the command for speculative
+Other settings are given there as usual; ``megatron-dta rollout-server-command`` prints the command for speculative
 decoding. A reply then reports its drafts, ``/server_info`` the draft settings, and ``/add_external_corpus`` takes a
 corpus: a file of JSON strings, one per line, that the server reads. Seeds of requests have an effect only with
 ``--enable-deterministic-inference``.

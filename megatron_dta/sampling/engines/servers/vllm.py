@@ -10,9 +10,10 @@ there. The control endpoints exist in the server's development mode:
 server's own loader finds the place of each; ``/weight_checker`` gives checksums. ``{"backend": "ipc"}`` also needs
 VLLM_ALLOW_INSECURE_SERIALIZATION=1, because the handles of memory are pickled.
 
-Other settings, such as parallelism and memory, are given there as usual. ``tools/rollout_server_command.py`` prints the
-command for speculative decoding. A drafter with weights of its own keeps the weights it was started with. The counts of
-drafts come from ``/metrics``, the draft settings from ``/server_info?config_format=json`` of the development mode.
+Other settings, such as parallelism and memory, are given there as usual. ``megatron-dta rollout-server-command`` prints
+the command for speculative decoding. A drafter with weights of its own keeps the weights it was started with. Counts
+of drafts come from ``/metrics``, the settings of drafts from ``/server_info?config_format=json`` of the development
+mode.
 
 **Experts.** For ``--moe-routing-replay`` the server is started with ``--enable-return-routed-experts`` (0.22 or newer).
 A reply then holds a NumPy file in base64: of every token but the last, by layer, its experts.
