@@ -31,7 +31,8 @@ class SessionLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a+b")  # noqa: SIM115 (open until ``close``)
         except OSError as error:
-            raise InputError(f"--output {path}: cannot be written ({error.strerror})") from error
+            files = [f"{above} is a file, not a folder" for above in path.parents if above.is_file()]
+            raise InputError(f"--output {path}: cannot be written ({(files or [error.strerror])[0]})") from error
         self._remove_cut_line()
 
     def _remove_cut_line(self) -> None:

@@ -18,7 +18,9 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.sampling.gateway.http import application
+from megatron_dta.sampling.gateway.session_log import SessionLog
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
 
@@ -255,3 +257,12 @@ def test_a_call_that_takes_too_long(tmp_path: Path) -> None:
         assert (status, "--gateway-call-timeout" in error["error"]["message"]) == (504, True)
         settled(gateway, engine, session)
         assert session.counts.abandoned_calls == 1
+
+
+def test_a_log_below_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file / "log.jsonl", file / "folder" / "log.jsonl"):
+        with pytest.raises(InputError) as refusal:
+            SessionLog(path)
+        assert str(refusal.value) == f"--output {path}: cannot be written ({file} is a file, not a folder)"
