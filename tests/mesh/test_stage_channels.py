@@ -86,5 +86,5 @@ def test_a_channel_has_one_direction_and_outputs_are_free_once_sent(tmp_path) ->
             directions.setdefault(group, set()).add((sender, receiver))
         assert sorted(directions.values(), key=sorted) == [{(0, 1)}, {(1, 0)}]
         assert {name for name, *_ in calls} == {"isend", "irecv"}
-        assert sent > 10
+        assert sent >= 8
         assert alive == 0
