@@ -17,7 +17,7 @@ from dta_kernels.tree_attention.blocks import BlockMatrix, BlockTable, block_mat
 from dta_kernels.tree_attention.config import KernelConfig, TreeAttentionConfig, default_config, supports
 from dta_kernels.upload import upload
 
-# Of a large GPU, and of all Hopper GPUs but the smallest.
+# Of an H100 or H200.
 _MULTIPROCESSORS = 132
 # Smallest useful number of programs in a launch.
 _LEAST_PROGRAMS = 2 * _MULTIPROCESSORS
@@ -137,16 +137,13 @@ def plan_tree_attention(
         # No program has more than an equal share for each of as many as fill the GPU.
         return max(config.least_tiles, -(-num_blocks * stored_groups // _LEAST_PROGRAMS))
 
-    def at_once(settings: KernelConfig, num_heads: int) -> float | None:
-        # A program of the Hopper kernels takes a whole multiprocessor.
-        pack = (config.forward if settings is config.forward else backward).pack(shape.group_size)
-        return _MULTIPROCESSORS / (num_heads // pack) if settings.hopper else None
-
-    last = config.query_gradients, stored_groups * shape.group_size
-    parts = [by_keys.tables(each, most_blocks, together, at_once(*last)) for each in rows]
-    tables = [matrix(config.forward).rows(at_once(config.forward, shape.num_heads))] + [
-        table for part in parts for table in (part.columns, part.rows)
-    ]
+    # Programs for each block of rows: heads, or tiles of heads whose dS is stored at once.
+    heads = shape.num_heads // config.forward.pack(shape.group_size)
+    chunks = stored_groups * shape.group_size // backward.pack(shape.group_size)
+    last = _rows_at_once(config.query_gradients, chunks)
+    parts = [by_keys.tables(each, most_blocks, together, last) for each in rows]
+    tables = [matrix(config.forward).rows(_rows_at_once(config.forward, heads))]
+    tables += [table for part in parts for table in (part.columns, part.rows)]
     forward, *by_part = _upload_tables(tables, device)
     return TreeAttentionPlan(
         shape=shape,
@@ -158,6 +155,14 @@ def plan_tree_attention(
         stored_groups=stored_groups,
         stored_elements=stored_groups * elements * max(part.num_tiles for part in parts),
     )
+
+
+def _rows_at_once(settings: KernelConfig, programs: int) -> float | None:
+    """Blocks of rows that run at once, each in ``programs`` programs; None for kernels whose rows are not shared.
+
+    A program of the Hopper kernels takes a whole multiprocessor.
+    """
+    return _MULTIPROCESSORS / programs if settings.hopper else None
 
 
 def _upload_tables(tables: list[BlockTable], device: torch.device) -> list[DeviceTable]:
