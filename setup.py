@@ -54,6 +54,8 @@ setup(
         "math": ["math-verify"],
         # The client of --rollout-engine vllm and sglang, and the gateway for agents.
         "servers": ["aiohttp", *GATEWAY],
+        # Weights over NCCL to vLLM (--rollout-weight-transfer nccl): NVIDIA's binding of NCCL.
+        "nccl": ["nccl4py>=0.6,<0.7"],
         # The Hugging Face reference of tools/check_parity.py and the test-suite.
         "parity": ["transformers>=4.57,<6", "safetensors"],
         # The training engine of verl; the other packages are imported by verl's workers without being declared.

@@ -58,9 +58,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in tests/gpu, and run long files first, in the order of ``longest_first.txt``."""
     for item in items:
         if item.path.parent == GPU_TESTS:
-            item.add_marker(pytest.mark.gpu)
-            if not sys.modules["torch"].cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+            two = item.get_closest_marker("two_gpus") is not None
+            if not two:
+                item.add_marker(pytest.mark.gpu)
+            if sys.modules["torch"].cuda.device_count() < 1 + two:
+                item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs" if two else "needs a CUDA GPU"))
     places = {line: place for place, line in enumerate(LONGEST_FIRST.read_text().split())}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 

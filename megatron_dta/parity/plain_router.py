@@ -37,7 +37,7 @@ class PlainRouter(TopKRouter):
             chosen = chosen / (chosen.sum(1, keepdim=True) + 1e-20)
         elif not sigmoid and not config.moe_router_pre_softmax:
             chosen = chosen / chosen.sum(1, keepdim=True)
-        self.loads += routed.sum(0)
+        self.loads = self.loads.to(routed.device) + routed.sum(0)
         self.losses.append(self._auxiliary_loss(logits, scores, length))
         return chosen * (config.moe_router_topk_scaling_factor or 1.0), routed
 

@@ -16,7 +16,7 @@ from mesh_cases import MeshSuite, joined
 from mesh_worker import RankResult, run_cases, run_on_ranks
 from tree_engine_cases import QWEN2, QWEN3, TEMPERATURE, branching_sequences, model_config
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+pytestmark = pytest.mark.two_gpus
 
 LONGEST_S = 280
 WIDE = {"hidden_size": 256, "kv_channels": 64, "params_dtype": torch.float32}

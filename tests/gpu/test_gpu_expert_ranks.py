@@ -18,7 +18,7 @@ from mesh_worker import RankResult, run_cases, run_on_ranks
 from moe_cases import DEEPSEEK, QWEN3_MOE, moe_weights
 from tree_engine_cases import branching_sequences, model_config
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+pytestmark = pytest.mark.two_gpus
 
 LONGEST_S = 280
 WIDE = {"hidden_size": 128, "kv_channels": 64, "moe_grouped_gemm": True, "params_dtype": torch.float32}

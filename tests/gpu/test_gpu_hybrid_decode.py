@@ -12,11 +12,6 @@ from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_capture
 from rollout_forest import Drive, assert_same, run_forest, started
 from sampling_cases import make_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here"),
-]
-
 SHAPE = HYBRID | dict(group_query_attention=True, num_query_groups=2, disable_bias_linear=True, kv_channels=16)
 
 

@@ -13,7 +13,7 @@ from hybrid_cases import HYBRID
 from megatron_dta.config import ParallelConfig
 from rollout_forest import PARAMS
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+pytestmark = pytest.mark.two_gpus
 
 STAGES = partial(ParallelConfig, pipeline_model_parallel_size=2)
 LAYERS = dict(num_layers=4)

@@ -16,7 +16,7 @@ from mesh_worker import run_on_ranks
 from rollout_forest import NEVER, PARAMS, started
 from sampling_cases import random_prompts
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+pytestmark = pytest.mark.two_gpus
 
 TENSOR = ParallelConfig(tensor_model_parallel_size=2)
 GRAPHS = dict(static_passes=True)

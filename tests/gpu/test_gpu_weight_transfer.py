@@ -15,7 +15,7 @@ import torch
 from megatron_dta.sampling.engines.servers.weights.groups import NcclGroup, StoreGroup
 from megatron_dta.sampling.engines.servers.weights.host_weights import empty_weights
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = pytest.mark.two_gpus
 SHAPES = {f"layer{i}": ((4096, 4096), torch.bfloat16) for i in range(32)} | {"odd": ((7, 3), torch.float32)}
 COMMON = """
 import base64, json, os, sys, time
@@ -24,16 +24,17 @@ from datetime import timedelta
 torch.cuda.set_device(1)
 meeting, sizes, stops = json.loads(sys.argv[1])
 """
-# What vLLM's communicator does with a unique id, and what SGLang does with a store.
+# What vLLM's communicator does with a unique id (tests/servers has vLLM itself), and SGLang with a store.
 JOIN = {
     "vllm": """
-import torch.cuda.nccl as nccl
-communicator = nccl.init_rank(2, base64.b64decode(meeting["unique_id"]), 1)
-nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[communicator])
+from nccl import core as nccl
+unique_id = nccl.UniqueId.from_bytes(base64.b64decode(meeting["unique_id"]))
+communicator = nccl.Communicator.init(2, 1, unique_id)
+number = torch.zeros(1, device="cuda")
+communicator.allreduce(number, number, nccl.SUM)
 torch.cuda.synchronize()
 def receive(buffer):
-    # torch's broadcast is always from rank 0
-    nccl.broadcast([buffer], comms=[communicator])
+    communicator.broadcast(buffer, buffer, root=0)
 """,
     "sglang": """
 from torch import distributed as dist

@@ -1,4 +1,4 @@
-"""Real vLLM servers on this machine's CPU, for tests; ``DTA_VLLM_PYTHON`` names an interpreter that has vLLM."""
+"""Real vLLM servers on this machine, for tests; ``DTA_VLLM_PYTHON`` names an interpreter that has vLLM."""
 
 from __future__ import annotations
 
@@ -43,40 +43,60 @@ class VllmProcess:
     Args:
         folder: for its log, and for the plugin's entry point.
         model: the weights that it begins with.
-        backend: of its weight transfer, "gloo" or "sparse_gloo".
+        backend: of its weight transfer, "gloo" or "sparse_gloo", and "nccl" on a GPU.
         processes: among which its weights are divided (tensor parallelism).
         plain: linear layers keep their weights as they were loaded.
+        gpu: index of the GPU that it uses; None: the CPU, for which vLLM was built.
     """
 
-    def __init__(self, folder: Path, model: Path, backend: str, processes: int = 1, plain: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        backend: str,
+        processes: int = 1,
+        plain: bool = False,
+        gpu: int | None = None,
+    ) -> None:
         self._folder, self._model, self._backend = folder, model, backend
-        self._processes, self._plain = processes, plain
+        self._processes, self._plain, self._gpu = processes, plain, gpu
         self._port = _free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._log = folder / f"vllm-{self._port}.log"
         self._program: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def _environment(self) -> dict[str, str]:
+        common = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        if self._gpu is not None:
+            # FlashInfer's kernels would be compiled by nvcc at the first request.
+            common |= {"CUDA_VISIBLE_DEVICES": str(self._gpu), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+            return os.environ | common
         plugin = self._folder / "dta_gloo-1.dist-info"
         plugin.mkdir(exist_ok=True)
         (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: dta-gloo\nVersion: 1\n")
         (plugin / "entry_points.txt").write_text(_PLUGIN)
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-            "PYTHONPATH": os.pathsep.join([str(self._folder), str(Path(__file__).parent)]),
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            # Processes wait for each other on fewer cores than there are of them.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            **({"DTA_PLAIN_LINEAR": "1"} if self._plain else {}),
-        }
+        return (
+            os.environ
+            | common
+            | {
+                "PYTHONPATH": os.pathsep.join([str(self._folder), str(Path(__file__).parent)]),
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                # Processes wait for each other on fewer cores than there are of them.
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": "1",
+                **({"DTA_PLAIN_LINEAR": "1"} if self._plain else {}),
+            }
+        )
+
+    def start(self) -> None:
         command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)]
         command += ["--host", "127.0.0.1", "--port", str(self._port), "--dtype", "float32"]
         command += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "512"]
         command += ["--tensor-parallel-size", str(self._processes)]
         command += ["--weight-transfer-config", json.dumps({"backend": self._backend})]
+        if self._gpu is not None:
+            command += ["--gpu-memory-utilization", "0.2", "--attention-backend", "TRITON_ATTN"]
+        environment = self._environment()
         with self._log.open("ab") as log:
             self._program = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

@@ -354,14 +354,16 @@ def _expert_data_ranks(context_size: int) -> tuple[int, ...]:
 
 
 def _initialize_process_group(backend: str, timeout: timedelta) -> None:
+    # Without a device NCCL guesses it from the rank at the first barrier, and warns of that.
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
     if torch.distributed.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
         if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
             # torchrun keeps its store over restarts, including the addresses of the previous processes. (On several
             # nodes, the restart counts of the launchers may differ.)
             store = torch.distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        torch.distributed.init_process_group(
-            backend=backend, store=store, rank=rank, world_size=world_size, timeout=timeout
-        )
     else:
-        torch.distributed.init_process_group(backend=backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+        store, rank, world_size = torch.distributed.HashStore(), 0, 1
+    torch.distributed.init_process_group(
+        backend=backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+    )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -75,7 +76,7 @@ class HeldWeights:
     three with ``--rollout-max-staleness``.
 
     Raises:
-        InputError: a GPU is to send the weights of a model that is not on one.
+        InputError: a GPU is to send the weights of a model that is not on one, or nccl4py is missing.
     """
 
     def __init__(self, config: TrainConfig, model: torch.nn.Module) -> None:
@@ -84,6 +85,11 @@ class HeldWeights:
         way = config.sampling.rollout_weight_transfer
         if way in ("nccl", "ipc") and not self._on_gpu:
             raise InputError(f"--rollout-weight-transfer {way} needs a GPU; on CPUs give folder, or gloo with sglang")
+        if way == "nccl" and config.sampling.rollout_engine == "vllm" and find_spec("nccl") is None:
+            raise InputError(
+                "--rollout-weight-transfer nccl reaches vLLM through nccl4py, which is missing: pip install nccl4py, "
+                "or give --rollout-weight-transfer folder"
+            )
         self._held: dict[int, HostWeights] = {}
         self._free: list[HostWeights] = []
 

@@ -13,7 +13,6 @@ The groups are independent of the trainer's own. All methods block and may be ca
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import time
@@ -32,7 +31,6 @@ from torch import distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
 _POLL_S = 0.0005
-_CAPSULE = b"torch.cuda.nccl.Communicator"
 
 
 @dataclass(frozen=True)
@@ -147,58 +145,56 @@ class StoreGroup(SharedGroup):
 
 
 class NcclGroup(SharedGroup):
-    """A communicator of NCCL that is formed by its unique id, as vLLM's weight transfer has it since 0.33."""
+    """A communicator of NCCL that is formed by its unique id, as vLLM's weight transfer has it since 0.33.
+
+    torch makes no communicator from an id that others chose, so this one is made by nccl4py, NVIDIA's binding of NCCL.
+    """
 
     def __init__(self, world_size: int, timeout_s: float, device: torch.device) -> None:
+        from nccl import core as nccl
+
+        self._nccl = nccl
         self._timeout, self._device = timedelta(seconds=timeout_s), device
         self.device = device
-        self.meeting = Meeting(world_size, "nccl", unique_id=torch.cuda.nccl.unique_id())
-        self._communicator: object | None = None
-        # Memory that one stream has freed is not used by another, so each update has the same ones.
+        self._unique_id = nccl.get_unique_id()
+        self.meeting = Meeting(world_size, "nccl", unique_id=bytes(self._unique_id))
+        self._communicator: nccl.Communicator | None = None
+        # Memory that one stream has freed is not used by another, so each update has the same buffers.
         self._copies, self._sends = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def join(self) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._sends):
-            world_size, unique_id = self.meeting.world_size, self.meeting.unique_id
-            self._communicator = torch.cuda.nccl.init_rank(world_size, unique_id, 0)
+            self._communicator = self._nccl.Communicator.init(self.meeting.world_size, 0, self._unique_id)
             # The servers begin with the sum of one element.
-            torch.cuda.nccl.all_reduce([torch.zeros(1, device=self._device)], comms=[self._communicator])
+            number = torch.zeros(1, device=self._device)
+            self._communicator.allreduce(number, number, self._nccl.SUM, stream=self._sends.cuda_stream)
             _wait(self._sends.record_event(), self._timeout)
 
     def broadcast(self, buffer: Tensor) -> None:
         self.broadcast_all([buffer])
 
     def broadcast_all(self, buffers: Sequence[Tensor]) -> None:
-        # While a buffer is sent from one room, the next one is copied from the host to the other.
-        most = max(buffer.numel() for buffer in buffers)
+        # While a buffer is sent from one staging buffer, the next one is copied from the host to the other.
+        largest = max(buffer.numel() for buffer in buffers)
         with torch.cuda.device(self._device):
             with torch.cuda.stream(self._copies):
-                rooms = [torch.empty(most, dtype=torch.uint8, device=self._device) for _ in buffers[:2]]
+                staging = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in buffers[:2]]
             sent: list[torch.cuda.Event] = []
-            for place, buffer in enumerate(buffers):
-                if place >= len(rooms):
-                    _wait(sent[place - len(rooms)], self._timeout)
-                values = rooms[place % 2][: buffer.numel()]
+            for index, buffer in enumerate(buffers):
+                if index >= len(staging):
+                    _wait(sent[index - len(staging)], self._timeout)
+                values = staging[index % 2][: buffer.numel()]
                 with torch.cuda.stream(self._copies):
                     values.copy_(buffer, non_blocking=True)
                 self._sends.wait_stream(self._copies)
-                with torch.cuda.stream(self._sends):
-                    # torch limits the number of elements, NCCL only sends bytes.
-                    words = values.view(torch.int64) if values.numel() % 8 == 0 else values
-                    torch.cuda.nccl.broadcast([words], comms=[self._communicator])
+                self._communicator.broadcast(values, values, root=0, stream=self._sends.cuda_stream)
                 sent.append(self._sends.record_event())
             _wait(sent[-1], self._timeout)
 
     def abort(self) -> None:
         communicator, self._communicator = self._communicator, None
-        if communicator is None:
-            return
-        python, capsule = ctypes.pythonapi, ctypes.py_object(communicator)
-        python.PyCapsule_GetPointer.restype = ctypes.c_void_p
-        python.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-        pointer = python.PyCapsule_GetPointer(capsule, _CAPSULE)
-        python.Py_IncRef(capsule)  # its destructor must not see the communicator that is gone
-        ctypes.CDLL("libnccl.so.2").ncclCommAbort(ctypes.c_void_p(pointer))
+        if communicator is not None:
+            communicator.abort()
 
 
 class SharedBuffer(SharedGroup):
