@@ -21,10 +21,10 @@ import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import run_entry_point
 from megatron_dta.tree import PrefixTree, build_prefix_tree
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_dta.common.errors import run_entry_point
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from megatron_dta.common.console import Console
     from megatron_dta.config import TrainConfig
 
 
@@ -28,9 +27,8 @@ def main() -> int:
     # instead of 0.1 s, measured with a small model and two threads). OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Imported here so that a wrong flag is reported before the import of Megatron, which takes seconds.
-    from rich.console import Console
-
     from megatron_dta.arguments import parse_arguments
+    from megatron_dta.common.console import Console
     from megatron_dta.config.derived.device_queues import set_device_queues
 
     config = parse_arguments()
@@ -38,14 +36,14 @@ def main() -> int:
     warning = set_device_queues(os.environ, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     # All processes compute the same metrics; the first one reports them.
     is_first = os.environ.get("RANK", "0") == "0"
-    console = Console(highlight=False, quiet=not is_first)
+    console = Console(quiet=not is_first)
     if warning is not None:
-        console.print(f"warning: {warning}", soft_wrap=True, markup=False)
+        console.print(f"warning: {warning}", soft_wrap=True)
     if config.logging.dry_run:
         from megatron_dta.training.dry_run import dry_run
 
         if is_first:
-            dry_run(config, lambda line: console.print(line, soft_wrap=True, markup=False))
+            dry_run(config, lambda line: console.print(line, soft_wrap=True))
         return 0
 
     from megatron_dta.training.checkpoint.finished import finished
@@ -53,7 +51,7 @@ def main() -> int:
     done = finished(config)
     if done is not None:
         for line in done:
-            console.print(line, soft_wrap=True, markup=False)
+            console.print(line, soft_wrap=True)
         return 0
     return _train(config, console)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from megatron_dta.common.console import Console
 from megatron_dta.train import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
@@ -59,7 +59,7 @@ def train(folder: Path, flags: list[str], budget: int | None = None, keep_weight
     saved = folder / "checkpoint"
     flags = [*flags, "--metrics-file", str(folder / METRICS)]
     config = parse_arguments([*flags, "--save", str(saved)] if keep_weights else flags)
-    trainer = build_trainer(config, Console(highlight=False))
+    trainer = build_trainer(config, Console())
     if budget is not None:
         trainer.preparation = UntilBudget(trainer, budget)
     try:

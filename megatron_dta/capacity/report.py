@@ -7,11 +7,10 @@ import shlex
 from dataclasses import asdict, replace
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.capacity.search import Planner, Prediction
+from megatron_dta.common.console import Console
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.costs.named_shapes import HUB_NAMES, SHAPES
@@ -155,7 +154,7 @@ def print_misses(found: dict[str, Any]) -> None:
 def _title(found: dict[str, Any]) -> str:
     planner: Planner = found["planner"]
     step, cluster = planner.step, planner.cluster
-    return escape(
+    return (
         f"{planner.shape.num_parameters / 1e9:,.1f} billion parameters on {cluster.num_gpus:,} GPUs; "
         f"{len(step.sequences):,} sequences, {step.unique_tokens:,} of {step.tokens:,} tokens unique, longest "
         f"{step.longest:,}; {found['looked_at']:,} meshes in {found['seconds']:.1f} s"

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from megatron_dta.common.console import Console
 from megatron_dta.train import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages

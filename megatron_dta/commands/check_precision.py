@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from megatron_dta.common.console import Console
 from megatron_dta.train import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages

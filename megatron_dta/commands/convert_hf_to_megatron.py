@@ -15,9 +15,9 @@ import json
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from megatron_dta.common.command_line import CommandLineParser
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ParallelConfig, TrainConfig
 from megatron_dta.config.train import settings_by_flag
@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Check everything, then convert."""
     arguments = parse_arguments()
-    source, target, console = Path(arguments.hf_checkpoint), Path(arguments.save), Console(highlight=False)
+    source, target, console = Path(arguments.hf_checkpoint), Path(arguments.save), Console()
     check_target(target)
     choices = ("make_vocab_size_divisible_by", "max_position_embeddings")
     explicit = {name: getattr(arguments, name) for name in choices if getattr(arguments, name) is not None}

@@ -15,9 +15,9 @@ import shutil
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from megatron_dta.common.command_line import CommandLineParser
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.conversion.adapters import LoraSettings, ToPeft, base_of
 from megatron_dta.conversion.hf.config import architecture, read_hf_config
@@ -91,7 +91,7 @@ def _job(arguments: argparse.Namespace, source: Path, template: Path) -> Job:
 def main() -> None:
     """Check everything, then convert."""
     arguments = parse_arguments()
-    target, console = Path(arguments.save_hf), Console(highlight=False)
+    target, console = Path(arguments.save_hf), Console()
     check_target(target)
     source = required_checkpoint("--load", arguments.load)
     if not arguments.skip_checkpoint_checks:

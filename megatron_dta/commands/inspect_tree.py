@@ -15,8 +15,6 @@ import argparse
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.common.command_line import (
@@ -26,6 +24,7 @@ from megatron_dta.common.command_line import (
     check_picture,
     print_json,
 )
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.costs.named_shapes import SHAPES
@@ -143,7 +142,7 @@ LABELS = {
 
 
 def print_table(values: dict[str, int | float], title: str) -> None:
-    table = Table(title=escape(title), title_justify="left")
+    table = Table(title=title, title_justify="left")
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     for key, value in values.items():

@@ -21,12 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.capacity.predicted_costs import add_cost_flags, read_costs
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.expert_parallel.group_step import GroupStep
@@ -152,7 +151,7 @@ def compare(rollouts: list[Rollout], arguments: argparse.Namespace, model: CostM
 
 
 def print_table(values: dict[str, object], title: str) -> None:
-    table = Table(title=escape(title), title_justify="left")
+    table = Table(title=title, title_justify="left")
     table.add_column("figure", no_wrap=True)
     methods = {"this planner": values, **{label: values[name] for name, label in OTHERS.items() if name in values}}
     for name in methods:
@@ -171,7 +170,7 @@ def print_table(values: dict[str, object], title: str) -> None:
     for label, show in rows.items():
         table.add_row(label, *(show(method) for method in methods.values()))
     bound = f"no partition has a slowest rank below {values['least_slowest_cost']:.4f} seconds"
-    table.caption = escape(f"{bound}; seconds: {values['costs']}")
+    table.caption = f"{bound}; seconds: {values['costs']}"
     table.caption_justify = "left"
     Console().print(table)
 

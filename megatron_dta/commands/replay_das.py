@@ -29,11 +29,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_picture, print_json
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.plots.speculation import plot_speculation
 from megatron_dta.rollouts import load_rollouts
@@ -223,7 +222,7 @@ def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list, tup
 
 
 def print_table(values: dict[str, object], title: str) -> None:
-    table = Table(title=escape(title), title_justify="left")
+    table = Table(title=title, title_justify="left")
     table.add_column("figure", no_wrap=True)
     runs = [name for name in ("warm", "cold", "unlimited", "control") if name in values]
     for name in runs:

@@ -17,8 +17,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.capacity.predicted_costs import SHAPE, add_cost_flags, read_costs
@@ -29,6 +27,7 @@ from megatron_dta.common.command_line import (
     check_picture,
     print_json,
 )
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.partition.divide import trained_parts
@@ -167,7 +166,7 @@ def figures(step: StepPlan, shape: PipelineShape, send_seconds: float) -> tuple[
 
 
 def print_table(values: dict, title: str) -> None:
-    table = Table(title=escape(title), title_justify="left")
+    table = Table(title=title, title_justify="left")
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     peak, alone = max(values["peak_in_flight_tokens"]), values["depth_first_in_flight_tokens"]

@@ -16,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from megatron_dta.common.command_line import CommandLineParser, print_json
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf.config import architecture, read_hf_config, settings_from_hf

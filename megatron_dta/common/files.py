@@ -29,10 +29,16 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace the content of ``path`` atomically and flush it to disk: a kill leaves the old text or the new one."""
+def replace_text(path: Path, text: str, mode: int | None = None) -> None:
+    """Replace the content of ``path`` atomically and flush it to disk: a kill leaves the old text or the new one.
+
+    Args:
+        mode: the permissions of the file; by default those that the process gives to new files.
+    """
     unfinished = path.with_name(path.name + ".tmp")
     with open(unfinished, "w", encoding="utf-8") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from megatron_dta.common.secrets import redacted_values
 from megatron_dta.config.agents import AgentConfig
 from megatron_dta.config.data import DataConfig
 from megatron_dta.config.distillation import DistillationConfig
@@ -60,8 +61,9 @@ def settings_of(config: TrainConfig) -> Iterator[tuple[str, Field, Any]]:
 
 
 def settings_by_flag(config: TrainConfig) -> dict[str, Any]:
-    """Flag -> value for every setting; values that are not plain Python values are converted to strings."""
+    """Flag -> value for every setting, as it is stored: without credentials, other objects as strings."""
     plain = (type(None), bool, int, float, str, list)
     return {
-        flag_of(setting): value if isinstance(value, plain) else str(value) for _, setting, value in settings_of(config)
+        flag_of(setting): redacted_values(value if isinstance(value, plain) else str(value))
+        for _, setting, value in settings_of(config)
     }

@@ -121,7 +121,7 @@ def _sessions(files: Sequence[tuple[int, Path]]) -> list[SavedSession]:
 def _saved_step(iteration: int, path: Path) -> SavedStep:
     named = _json_object(path.with_name(path.stem + TOKENS_SUFFIX))
     for token, text in named.items():
-        if not token.isdecimal() or not isinstance(text, str):
+        if not re.fullmatch(r"\d{1,18}", token, re.ASCII) or not isinstance(text, str):
             raise InputError(f"{path.stem + TOKENS_SUFFIX}: {token[:40]!r} must be a token id with its text")
     rollouts = load_rollouts(path)
     texts = {int(token): text for token, text in named.items()} or None

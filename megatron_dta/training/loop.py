@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.engine import StepResult, TreeBatch, TreeEngine

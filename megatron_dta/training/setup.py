@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import LoggingConfig, TrainConfig
 from megatron_dta.config.checks.optimizer_states import check_state_support
@@ -57,7 +57,7 @@ from megatron_dta.training.data.stored import (
     text_reader,
 )
 from megatron_dta.training.loop import Progress, Trainer
-from megatron_dta.training.monitor.metrics import MetricsLog, check_loggers, write_settings
+from megatron_dta.training.monitor.metrics import MetricsLog, check_loggers, lost_records, write_settings
 from megatron_dta.training.monitor.rollout_samples import RolloutSamples
 from megatron_dta.training.monitor.run_description import BuiltRun, describe_run, parameter_counts
 from megatron_dta.training.optimizer import TrainingOptimizer
@@ -82,7 +82,7 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
     costs = load_cost_file(config.tree.cost_model) if config.tree.cost_model is not None else None
     stored, held_out, task = read_data(config, objective)
     for line in task.notes if task is not None else ():
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
     config = with_known_sizes(config, task)
 
     device = initialize_parallel(config.optimization.seed, config.parallel)
@@ -110,7 +110,7 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
         iteration, state, changed = load_checkpoint(start, config, model, optimizer, critic)
         progress, source_state = Progress.from_state_dict(iteration, state), state.get("source", {})
         planning = state.get("planning", {})
-        _report_continuation(start, iteration, changed, config.optimization.train_iters, console)
+        _report_continuation(start, iteration, changed, config, console)
 
     own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
     if not own:
@@ -135,7 +135,7 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
     stored_rollouts = stored.rollouts if stored is not None else []
     lines = _description(config, optimizer, constant, tuner.describe(), task, stored_rollouts)
     for line in _copies(config, engine, resumes) + lines:
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
     return Trainer(
         config=config,
         model=model,
@@ -159,11 +159,16 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
     )
 
 
-def _report_continuation(start: Path, iteration: int, changed: list[str], last: int, console: Console) -> None:
-    """Print where the run continues and what has changed in its settings."""
+def _report_continuation(
+    start: Path, iteration: int, changed: list[str], config: TrainConfig, console: Console
+) -> None:
+    """Print where the run continues and what has changed since then."""
     console.print(f"continuing {start} after step {iteration}", soft_wrap=True)
+    if not console.quiet and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save):
+        changed = [*changed, *filter(None, [lost_records(metrics_path(config), iteration)])]
     for line in changed:
         console.print(f"changed since the checkpoint: {line}", soft_wrap=True, style="yellow")
+    last = config.optimization.train_iters
     if iteration >= last:
         console.print(already_at(iteration, last), soft_wrap=True)
 
@@ -217,7 +222,7 @@ def _load_first_weights(config: TrainConfig, model: Model, start: Path | None, c
         load_hf(config, model)
     source = start or config.checkpoint.load_hf
     weights = f"the weights of {source}" if source is not None else f"random weights, seed {config.optimization.seed}"
-    console.print(f"starting from {weights}", soft_wrap=True, markup=False)
+    console.print(f"starting from {weights}", soft_wrap=True)
 
 
 def build_loaded_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Path | None) -> Model:
@@ -272,7 +277,7 @@ def _rollout_samples(config: TrainConfig, task: SamplingTask | None, console: Co
         config.logging.log_interval,
         steps_per_rollout_batch(config),
         _tokenizer(config, task),
-        lambda line: console.print(line, soft_wrap=True, markup=False),
+        lambda line: console.print(line, soft_wrap=True),
     )
 
 

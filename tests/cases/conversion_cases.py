@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
 from forked import forkserver
+from megatron_dta.common.console import Console
 from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf.config import architecture, model_settings, read_hf_config
 from megatron_dta.conversion.job import run_job

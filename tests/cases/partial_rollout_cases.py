@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.console import Console
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.engines.servers.http_settings import HttpSettings
 from megatron_dta.sampling.sources.rank0_source import unpack_rollout

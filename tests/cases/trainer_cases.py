@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.console import Console
 from megatron_dta.rollouts import Rollout
 from megatron_dta.training.loop import Trainer
 from megatron_dta.training.setup import build_trainer

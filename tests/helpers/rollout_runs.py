@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from conversion_cases import save_huggingface
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.console import Console
 from megatron_dta.training.loop import Trainer
 from megatron_dta.training.setup import build_trainer
 from megatron_dta.training.weights.huggingface import hf_weights

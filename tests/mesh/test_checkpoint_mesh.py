@@ -17,6 +17,7 @@ from checkpoint_worker import (
     save_in_background,
     step_while_writing,
 )
+from megatron_dta.common.errors import InputError
 from megatron_dta.config import ParallelConfig
 from megatron_dta.training.checkpoint.files import find_checkpoint, prune_checkpoints
 from mesh_worker import run_on_ranks
@@ -191,3 +192,10 @@ def test_pruning(tmp_path: Path, keep: int, tracker: int, left: list[int]) -> No
     assert (tmp_path / "reference").exists()
     assert (tmp_path / "iter_notes").exists()
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "1e3", "²", "-1", ""])
+def test_a_tracker_without_a_number_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(InputError, match="instead of the number of a checkpoint; correct it or remove it"):
+        find_checkpoint(tmp_path)

@@ -166,8 +166,7 @@ def train(rank: int, commands: list[str]) -> list[tuple[dict[str, torch.Tensor],
     """Run commands one after another; the trained weights under Hugging Face's names, and what was printed."""
     import os
 
-    from rich.console import Console
-
+    from megatron_dta.common.console import Console
     from megatron_dta.model import destroy_parallel
     from megatron_dta.training.setup import build_trainer
     from megatron_dta.training.weights.huggingface import hf_weights
@@ -225,8 +224,7 @@ def fail_to_save(rank: int, command: str) -> str:
     import os
     from unittest import mock
 
-    from rich.console import Console
-
+    from megatron_dta.common.console import Console
     from megatron_dta.training.setup import build_trainer
 
     os.environ["WORLD_SIZE"] = "2"
@@ -264,8 +262,7 @@ def test_flags_that_conflict(run_folder: Path, flags: str, message: str) -> None
 
 
 def test_an_existing_folder_is_refused_before_training(run_folder: Path, tmp_path: Path) -> None:
-    from rich.console import Console
-
+    from megatron_dta.common.console import Console
     from megatron_dta.training.setup import build_trainer
 
     (tmp_path / "note").write_text("")

@@ -108,9 +108,8 @@ STOPPING = (
 
 
 def stopping_run(rank: int, flags: str) -> None:
-    from rich.console import Console
-
     from megatron_dta.arguments import parse_arguments
+    from megatron_dta.common.console import Console
     from megatron_dta.training.setup import build_trainer
 
     trainer = build_trainer(parse_arguments(flags.split()), Console(quiet=True))
@@ -180,9 +179,8 @@ def test_flags_without_effect(tmp_path: Path) -> None:
 
 def trained_samples(rank: int, job: tuple[str, bool]) -> list[tuple[str, list[int]]]:
     """What a rank's trees hold, after a run or as soon as it has loaded its checkpoint: (problem, text)."""
-    from rich.console import Console
-
     from megatron_dta.arguments import parse_arguments
+    from megatron_dta.common.console import Console
     from megatron_dta.model import current_mesh
     from megatron_dta.training.setup import build_trainer
 

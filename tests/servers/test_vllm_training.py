@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 import vllm_process
 from conftest import seed_all
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.console import Console
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.engines import build
 from megatron_dta.training.loop import Trainer

@@ -21,12 +21,12 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dta.common.command_line import CommandLineParser
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError, raise_all
 from megatron_dta.config.checks.all import check_engine
 from megatron_dta.config.checks.rollouts import SERVERS
@@ -182,8 +182,10 @@ def _engine(config: TrainConfig, tokenizer: Tokenizer) -> RolloutEngine:
     """The engine of the flags, with its model's weights."""
     from megatron_dta.sampling.engines.build import build_engine, server_engine
 
+    console = Console(stderr=True)
+
     def report(line: str) -> None:
-        print(line, file=sys.stderr)
+        console.print(line, soft_wrap=True)
 
     if config.sampling.rollout_engine in SERVERS:
         return server_engine(config, report)

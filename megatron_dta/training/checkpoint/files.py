@@ -11,6 +11,7 @@ a job may call the functions that change files.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def find_checkpoint(folder: str | Path) -> Path | None:
     if not tracker.exists():
         return None
     text = tracker.read_text(errors="replace").strip()
-    if text != "release" and not text.isdecimal():
+    if text != "release" and not re.fullmatch(r"\d{1,18}", text, re.ASCII):
         raise InputError(
             f"{tracker}: holds {text[:40]!r} instead of the number of a checkpoint; correct it or remove it"
         )

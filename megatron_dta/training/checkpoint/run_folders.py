@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rich.console import Console
-
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.model import current_mesh
@@ -58,7 +57,7 @@ def lock_run(config: TrainConfig, console: Console) -> RunLock | None:
     lock, error = None, None
     if config.checkpoint.save is not None and current_mesh().rank == 0:
         try:
-            lock = RunLock(config.checkpoint.save, lambda line: console.print(line, soft_wrap=True, markup=False))
+            lock = RunLock(config.checkpoint.save, lambda line: console.print(line, soft_wrap=True))
         except InputError as caught:
             error = caught
     refuse_on_all(error)

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from megatron_dta.common.console import Console
 from megatron_dta.config import TrainConfig
 from megatron_dta.training.monitor.benefits import benefit_sentences
 from megatron_dta.training.monitor.metrics import TIMING, read_metrics
@@ -44,10 +43,10 @@ class RunConsole:
 
     def print(self, line: str) -> None:
         """Print a line without wrapping it, since it may contain long paths."""
-        self._console.print(line, soft_wrap=True, markup=False)
+        self._console.print(line, soft_wrap=True)
 
     def warn(self, line: str) -> None:
-        self._console.print(line, style="yellow", soft_wrap=True, markup=False)
+        self._console.print(line, style="yellow", soft_wrap=True)
 
     def report(self, record: Record) -> None:
         """Print a step's line if --log-interval includes the step, its evaluation, and any warnings."""

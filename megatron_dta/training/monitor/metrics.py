@@ -80,8 +80,8 @@ def check_loggers(settings: LoggingConfig) -> None:
 
 
 def write_settings(folder: str | Path, settings: dict[str, Any]) -> None:
-    """Write ``settings.json`` into the run's folder, for users and for reports."""
-    replace_text(Path(folder) / SETTINGS, json.dumps(settings, indent=1) + "\n")
+    """Write ``settings.json`` into the run's folder, for users and for reports; only its owner may read it."""
+    replace_text(Path(folder) / SETTINGS, json.dumps(settings, indent=1) + "\n", mode=0o600)
 
 
 def cut_back(path: Path, iteration: int) -> None:
@@ -89,6 +89,16 @@ def cut_back(path: Path, iteration: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [line for line, record in _read_lines(path) if record["iteration"] <= iteration]
     replace_text(path, "".join(kept))
+
+
+def lost_records(path: Path, iteration: int) -> str | None:
+    """Says which of the steps up to ``iteration`` have no record in the metrics file; None if all have."""
+    recorded = {record["iteration"] for record in read_metrics(path)}
+    lost = [step for step in range(1, iteration + 1) if step not in recorded]
+    if not lost:
+        return None
+    first = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps, the first is step {lost[0]}"
+    return f"{path} has no record of {first}; reports and the last lines of the run leave them out"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -42,9 +42,8 @@ OWN = {"unique_tokens", "token_reuse", "segments", "peak_in_flight_tokens", "rec
 
 def train_on_rank(rank: int, jobs: list[tuple[str, str | None]]) -> list[dict[str, Any]]:
     """Run commands one after another; a job's second part names a rank that gets a SIGTERM after its second step."""
-    from rich.console import Console
-
     from megatron_dta.arguments import parse_arguments
+    from megatron_dta.common.console import Console
     from megatron_dta.model import destroy_parallel
     from megatron_dta.training.loop import Trainer
     from megatron_dta.training.setup import build_trainer

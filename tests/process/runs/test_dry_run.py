@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from conftest import REPOSITORY, seed_all
 from conversion_cases import save_huggingface
 from forked import run_python
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import write_rollouts
 from megatron_dta.training.dry_run import dry_run

@@ -23,7 +23,7 @@ FLAGS = (
 WITHOUT_PRIVILEGES = """
 import ctypes, io, json, os, sys
 from pathlib import Path
-from rich.console import Console
+from megatron_dta.common.console import Console
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.training.setup import build_trainer

@@ -9,12 +9,12 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from conftest import seed_all
 from fuzz_inputs import Prompts
 from lora_training_cases import hf_rollouts
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf.config_output import config_from_settings

@@ -70,9 +70,8 @@ def test_costs_are_those_of_the_passes(static: bool, monkeypatch: pytest.MonkeyP
 
 def costs_of_a_run(rank: int, flags: str) -> tuple[bool, ForwardCost, ForwardCost]:
     """Whether costs were known before the first collection, and those that it went by."""
-    from rich.console import Console
-
     from megatron_dta.arguments import parse_arguments
+    from megatron_dta.common.console import Console
     from megatron_dta.training.setup import build_trainer
 
     os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size())

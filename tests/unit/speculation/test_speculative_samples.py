@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from conftest import seed_all
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.console import Console
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
 from megatron_dta.sampling.engines.in_process.suffix_drafting import SuffixDrafting

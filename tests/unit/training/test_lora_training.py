@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -19,6 +18,7 @@ from conversion_cases import save_huggingface, tensors_in
 from lora_cases import is_adapter
 from lora_training_cases import convert, hf_rollouts
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.conversion.adapters import CheckpointAdapters
 from megatron_dta.engine import TreeEngine, prepare_batch

@@ -11,7 +11,14 @@ import pytest
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import LoggingConfig
-from megatron_dta.training.monitor.metrics import MetricsLog, check_loggers, cut_back, read_metrics
+from megatron_dta.training.monitor.metrics import (
+    MetricsLog,
+    check_loggers,
+    cut_back,
+    lost_records,
+    read_metrics,
+    write_settings,
+)
 from megatron_dta.training.monitor.plot import plot_reward
 
 
@@ -54,6 +61,24 @@ def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     path.write_text('{"iteration": 1}\n[2]\n{"iteration": 3}\n')
     with pytest.raises(InputError, match="row 2"):
         cut_back(path, 3)
+
+
+def test_lost_records_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert "no record of 4 steps, the first is step 1;" in lost_records(path, 4)
+    write(path, range(5))
+    assert lost_records(path, 4) is None
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(rows[:2] + rows[3:]))
+    assert "no record of step 2;" in lost_records(path, 4)
+    path.write_text("".join(rows[:3]))
+    assert "no record of 2 steps, the first is step 3;" in lost_records(path, 4)
+
+
+def test_settings_are_readable_by_their_owner_only(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+    write_settings(tmp_path, {"--lr": 1.0})
+    assert (tmp_path / "settings.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_what_is_not_finite_becomes_null(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from conftest import seed_all
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.console import Console
 from megatron_dta.planning.step.flops import StepCounts
 from megatron_dta.rollouts import Rollout, write_rollouts
 from megatron_dta.sampling.prompts.tokenizer import build_tokenizer

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from conftest import seed_all
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import Rollout, write_rollouts
 from megatron_dta.training.setup import build_trainer
