@@ -24,7 +24,7 @@ LONGEST_S = 280
 WIDE = {"hidden_size": 128, "kv_channels": 64, "moe_grouped_gemm": True, "params_dtype": torch.float32}
 MODELS = {"qwen3": QWEN3_MOE | WIDE, "shared expert": DEEPSEEK | WIDE}
 EP = ParallelConfig(expert_model_parallel_size=2)
-PARTITION = [[4, 5, 7, 9, 10, 12, 13], [0, 1, 2, 3, 6, 8, 11]]
+PARTITION = [[4, 5, 7, 9, 10, 12, 13, 15], [0, 1, 2, 3, 6, 8, 11, 14, 16]]
 MESHES = {
     "ep2": (2, EP, PARTITION),
     "ep2-turns": (2, replace(EP, overlap_moe_expert_parallel_comm=True), PARTITION),
