@@ -52,7 +52,7 @@ setup(
         "hybrid": ["triton", "fla-core>=0.6.0", "einops"],
         "wandb": ["wandb"],
         "math": ["math-verify"],
-        # The client of --rollout-engine vllm and sglang, and the gateway for agents.
+        # The client of rollout servers, reward servers and teachers, and the servers of agents and teachers.
         "servers": ["aiohttp", *GATEWAY],
         # Weights over NCCL to vLLM (--rollout-weight-transfer nccl): NVIDIA's binding of NCCL.
         "nccl": ["nccl4py>=0.6,<0.7"],

@@ -37,12 +37,12 @@ from common.vllm_server import vllm_server
 from common.weight_receiver import byte_sum
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.errors import InputError, run_entry_point
+from megatron_dta.common.http.replies import parse_json
 from megatron_dta.config import ModelConfig, SamplingConfig, TrainConfig
 from megatron_dta.config.derived.benchmark_model import settings_of
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.engines.servers.http_client import Server
-from megatron_dta.sampling.engines.servers.replies import parse_json
 from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
 from megatron_dta.sampling.engines.servers.weights.groups import group_opener
 from megatron_dta.sampling.engines.servers.weights.host_weights import empty_weights

@@ -97,10 +97,14 @@ class SamplingConfig:
         "are added get the weights and then requests, those that are removed get no new requests.",
     )
     rollout_timeout_seconds: float = option(
-        600.0, "Timeout in seconds for one request or weight update of a server.", above=0
+        600.0,
+        "Timeout in seconds for one request to a rollout server or a served teacher, or one weight update.",
+        above=0,
     )
     rollout_attempts: int = option(
-        6, "Attempts per request, over all servers together, before the step fails.", minimum=1
+        6,
+        "Attempts per request, over all rollout servers together or to a served teacher, before the step fails.",
+        minimum=1,
     )
     rollout_request_processes: int = option(
         0,

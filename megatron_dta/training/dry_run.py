@@ -27,6 +27,7 @@ from megatron_dta.capacity.settings import states_of_run
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, TrainConfig
 from megatron_dta.config.derived.lora_sizes import adapter_parameters
+from megatron_dta.config.distillation import is_address
 from megatron_dta.conversion.hf.config import architecture, read_hf_config
 from megatron_dta.conversion.integrity import check_parts
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
@@ -54,7 +55,7 @@ from megatron_dta.training.monitor.metrics import check_loggers
 from megatron_dta.training.monitor.run_description import mesh_text, run_mesh, steps_text, tokenizer_lines
 from megatron_dta.training.rollout_source import steps_per_rollout_batch
 from megatron_dta.training.setup import read_data, with_known_sizes
-from megatron_dta.training.teachers import is_remote, teacher_folders, teacher_shape
+from megatron_dta.training.teachers import teacher_folders, teacher_shape
 from megatron_dta.training.weights.huggingface import check_save_hf
 
 Report = Callable[[str], None]
@@ -307,7 +308,7 @@ def _memory(
 def _teacher_shapes(config: TrainConfig) -> dict[str, ModelConfig]:
     """The shapes by name of the teachers that will be in the run's processes."""
     folders = teacher_folders(config.distillation.teacher_load_hf or [])
-    return {name: teacher_shape(config, folder) for name, folder in folders.items() if not is_remote(folder)}
+    return {name: teacher_shape(config, folder) for name, folder in folders.items() if not is_address(folder)}
 
 
 def _show_memory(config: TrainConfig, memory: tuple[int, RankMemory, float], show: Callable[[str, str], None]) -> None:

@@ -22,7 +22,9 @@ import numpy as np
 import torch
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.common.http.session import Limits, http_parts
 from megatron_dta.config import DistillationConfig, ModelConfig, TrainConfig, TreeConfig
+from megatron_dta.config.distillation import is_address
 from megatron_dta.conversion.hf.config import settings_from_hf
 from megatron_dta.engine import TreeBatch, TreeEngine
 from megatron_dta.engine.teacher_pass import TeacherTarget
@@ -52,18 +54,15 @@ def teacher_folders(settings: Sequence[str]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for entry in settings:
-        name, separator, folder = ("", "", entry) if is_remote(entry) else entry.partition("=")
-        folder = folder if separator or is_remote(entry) else name
+        name, separator, folder = ("", "", entry) if is_address(entry) else entry.partition("=")
+        folder = folder if separator or is_address(entry) else name
         name = name if separator else Path(folder).name
         if not name or not folder or name in found:
             raise InputError(f"--teacher-load-hf {entry}: give NAME=FOLDER, each name once")
+        if is_address(folder) and http_parts(folder) is None:
+            raise InputError(f"--teacher-load-hf {entry}: the address must be like http://HOST:PORT")
         found[name] = folder
     return found
-
-
-def is_remote(folder: str) -> bool:
-    """Whether an entry of ``--teacher-load-hf`` is the address of a served teacher."""
-    return folder.startswith(("http://", "https://"))
 
 
 def teacher_shape(config: TrainConfig, folder: str) -> ModelConfig:
@@ -222,8 +221,9 @@ def build_teachers(
         return None
     found: dict[str, Teacher | RemoteTeacher] = {}
     for name, folder in teacher_folders(settings.teacher_load_hf or []).items():
-        if is_remote(folder):
-            found[name] = RemoteTeacher(folder, policy, settings.teacher_kl == "full-vocabulary")
+        if is_address(folder):
+            limits = Limits(config.sampling.rollout_timeout_seconds, attempts=config.sampling.rollout_attempts)
+            found[name] = RemoteTeacher(folder, policy, settings.teacher_kl == "full-vocabulary", limits)
             continue
         shape = teacher_shape(config, folder)
         model = build_model(shape, device, config.parallel)

@@ -163,7 +163,7 @@ def check_refusals(url: str, arguments: list[str], tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("MEGATRON_DTA_TEACHER_KEY", "another key, which is wrong")
     refused = run_python([*arguments[: arguments.index("--save")], "--save", str(tmp_path / "refused")])
     assert refused.returncode == 2
-    assert "status 401" in refused.stderr
+    assert "GET /v1/teacher is refused with 401: the key is not that of MEGATRON_DTA_TEACHER_KEY" in refused.stderr
     monkeypatch.setenv("MEGATRON_DTA_TEACHER_KEY", "a key of enough characters")
 
 

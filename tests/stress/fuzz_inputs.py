@@ -29,7 +29,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import shared  # noqa: F401 (before the helpers)
@@ -263,7 +262,7 @@ class Rewards:
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         del folder
-        self._rng, self._url = rng, urlsplit("http://127.0.0.1:1/x")
+        self._rng, self._where = rng, "reward server http://127.0.0.1:1/x"
 
     def one(self) -> str:
         """One reward; "taken" or "refused"."""
@@ -302,7 +301,7 @@ class Rewards:
             content = rng.randbytes(rng.randrange(60))
         if rng.random() < 0.3:
             content = damage(content or b"x", rng)
-        return lambda *_: _reward_in(content, self._url)
+        return lambda *_: _reward_in(content, self._where)
 
     def _outcome(self) -> Any:
         rng = self._rng

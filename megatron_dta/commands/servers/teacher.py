@@ -18,7 +18,7 @@ import queue
 import signal
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_dta.common.command_line import CommandLineParser
@@ -190,7 +190,7 @@ def _server(
     from megatron_dta.sampling.gateway.errors import RequestError, refuse
     from megatron_dta.sampling.gateway.http.application import BodyBudget, limited_body
     from megatron_dta.sampling.gateway.http.server import GatewayServer, check_packages
-    from megatron_dta.training.teacher_samples import unpack_samples
+    from megatron_dta.training.teacher_samples import TeacherFacts, digest, digest_array, unpack_samples
 
     check_packages("megatron-dta teacher")
     key, one_at_a_time = os.environ.get(KEY, ""), asyncio.Lock()
@@ -209,9 +209,12 @@ def _server(
 
         return answer
 
+    facts = TeacherFacts(
+        engine.true_vocab_size, engine.config.hidden_size, head[1], bool(head[2]), digest(head[0].reshape(-1).data)
+    )
+
     async def about(request: Request) -> Response:
-        names = {"vocab_size": engine.true_vocab_size, "hidden_size": engine.config.hidden_size}
-        return JSONResponse({**names, "dtype": head[1], "fp32_lm_head": bool(head[2])})
+        return JSONResponse(asdict(facts))
 
     async def weights(request: Request) -> Response:
         return Response(pack({"head": head[0]}))
@@ -220,7 +223,8 @@ def _server(
         kind = request.url.path.rpartition("/")[2]
         try:
             temperature = float(request.query_params.get("temperature", "1"))
-            arrays = unpack(await limited_body(request, most, budget))
+            body = await limited_body(request, most, budget)
+            arrays = unpack(body)
             unpack_samples(arrays, engine.true_vocab_size, config.model.max_position_embeddings)
         except ValueError as error:
             raise refuse(str(error)) from error
@@ -229,7 +233,9 @@ def _server(
         job = _Job(kind, arrays, temperature, Future())
         async with one_at_a_time:
             jobs.put(job)
-            return Response(pack(await asyncio.wrap_future(job.result)))
+            found = await asyncio.wrap_future(job.result)
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        return Response(pack({**found, "reply_to": digest_array(digest(facts.head_digest, target, body))}))
 
     routes = [Route(f"/v1/{name}", guarded(score), methods=["POST"]) for name in ("logprobs", "rows")]
     routes += [Route("/v1/teacher", guarded(about)), Route("/v1/head", guarded(weights))]

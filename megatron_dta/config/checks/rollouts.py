@@ -180,8 +180,12 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
         ),
         "--rollout-engine vllm or sglang": (
             engine in SERVERS and samples(config),
-            "rollout_server_url rollout_server_file rollout_timeout_seconds rollout_attempts rollout_request_processes "
-            "rollout_weights_dir rollout_weight_transfer rollout_weight_delta rollout_max_staleness partial_rollout",
+            "rollout_server_url rollout_server_file rollout_request_processes rollout_weights_dir "
+            "rollout_weight_transfer rollout_weight_delta rollout_max_staleness partial_rollout",
+        ),
+        "--rollout-engine vllm or sglang, or --teacher-load-hf http://HOST:PORT": (
+            (engine in SERVERS and samples(config)) or config.distillation.has_served,
+            "rollout_timeout_seconds rollout_attempts",
         ),
         "--partial-rollout": (config.sampling.partial_rollout, "partial_rollout_stale"),
         "--rollout-weight-transfer nccl, gloo or ipc": (

@@ -3,41 +3,34 @@
     POST URL   {"prompt": the prompt's record, "response": text, "response_token_ids": [ids]}
     answer     200 {"reward": 0.5}
 
-After a failed connection, a late or truncated reply, or the statuses 408, 429 and 5xx, the request is sent again to the
-next server after a growing pause. Any other status, and a reply of another form, is an error at once. Proxies,
-redirects and compressed replies are not supported. Failed attempts are counted (``reward_retries``,
-``reward_timeouts``).
+After a failure that may pass (``common.http.session``) the request is sent again to the next server after a growing
+pause. Any other status, and a reply of another form, is an error at once. Failed attempts are counted
+(``reward_retries``, ``reward_timeouts``).
 """
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import json
 import math
-import socket
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
-from urllib.parse import SplitResult
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.sampling.engines.servers.http_settings import http_parts
-from megatron_dta.sampling.engines.servers.replies import (
+from megatron_dta.common.http.replies import (
+    RefusedError,
+    TimedOutError,
     TransientFailureError,
     as_float,
     field_of,
-    format_error,
     message_in,
     parse_json,
     shown,
 )
+from megatron_dta.common.http.session import HttpSession, Limits, http_parts
 
 MOST_REPLY_BYTES = 1 << 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
-_TRANSIENT = (408, 429)
 
 
 class RemoteReward:
@@ -53,100 +46,48 @@ class RemoteReward:
         self._urls = [_checked(url) for url in urls]
         if not self._urls:
             raise InputError("--reward-function remote needs --reward-server-url http://HOST:PORT/PATH")
-        self._timeout_s, self._attempts = timeout_s, attempts
-        self._turn, self._lock = itertools.count(), threading.Lock()
+        limits = Limits(timeout_s, min(10.0, timeout_s), attempts, FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._http = HttpSession("reward servers", limits)
+        self._turns = itertools.count()
         self.counts = {"reward_retries": 0, "reward_timeouts": 0}
 
     def __call__(self, prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
         """The server's reward; ``InputError`` names the reason if there is none."""
-        body = json.dumps({"prompt": prompt, "response": response, "response_token_ids": response_token_ids}).encode()
-        with self._lock:
-            turn = next(self._turn)
-        for attempt in range(self._attempts):
-            url = self._urls[(turn + attempt) % len(self._urls)]
-            if attempt:
-                self._count("reward_retries")
-                time.sleep(min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S))
+        body = json.dumps({"prompt": prompt, "response": response, "response_token_ids": response_token_ids})
+        return self._http.start(self._ask(body)).result()
+
+    async def _ask(self, body: str) -> float:
+        turn, url = next(self._turns), ""
+
+        async def attempt(number: int) -> bytes | bytearray:
+            nonlocal url
+            url = self._urls[(turn + number - 1) % len(self._urls)]
             try:
-                return _reward_in(self._post(url, body), url)
-            except TimeoutError:
+                return await self._http.send("POST", url, "", body, MOST_REPLY_BYTES)
+            except TimedOutError:
                 self._count("reward_timeouts")
-                reason = f"no reply within {self._timeout_s:g} s"
-            except TransientFailureError as error:
-                reason = str(error)
-            except (OSError, http.client.HTTPException) as error:
-                reason = format_error(error)
-        raise InputError(f"reward server {url.geturl()}: failed {self._attempts} times, the last time: {reason}")
+                raise
+
+        try:
+            content = await self._http.retried(attempt, on_retry=lambda: self._count("reward_retries"))
+        except TransientFailureError as error:
+            attempts = self._http.limits.attempts
+            raise InputError(f"reward server {url}: failed {attempts} times, the last time: {error}") from error
+        except RefusedError as error:
+            raise InputError(f"reward server {url}: {error}") from error
+        return _reward_in(content, f"reward server {url}")
 
     def _count(self, name: str) -> None:
-        with self._lock:
-            self.counts[name] += 1
-
-    def _post(self, url: SplitResult, body: bytes) -> bytes:
-        """One attempt, within the timeout in total."""
-        deadline = time.monotonic() + self._timeout_s
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(url.hostname, url.port, timeout=self._timeout_s)
-        try:
-            connection.connect()
-            # The socket's timeout applies to each read; this timer ends replies that arrive slowly, headers included.
-            limit = threading.Timer(max(0.0, deadline - time.monotonic()), _shut_down, [connection.sock])
-            limit.daemon = True
-            limit.start()
-            try:
-                path = (url.path or "/") + (f"?{url.query}" if url.query else "")
-                headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-                connection.request("POST", path, body, headers)
-                content = _read_reply(connection.getresponse(), f"reward server {url.geturl()}")
-            except (OSError, ValueError, http.client.HTTPException, TransientFailureError) as error:
-                if time.monotonic() >= deadline:
-                    raise TimeoutError from error
-                raise
-            finally:
-                limit.cancel()
-            # To the reader, a connection that was shut down looks like the end of the headers or the body.
-            if time.monotonic() >= deadline:
-                raise TimeoutError
-            return content
-        finally:
-            connection.close()
+        self.counts[name] += 1
 
 
-def _shut_down(connection: socket.socket) -> None:
-    """Shut down the socket, which ends a pending read or write."""
-    with suppress(OSError):
-        # The shutdown method of a TLS socket would remove the TLS layer under the reader.
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-
-def _read_reply(reply: http.client.HTTPResponse, where: str) -> bytes:
-    """The body of an answer with status 200; ``InputError`` if the server refuses."""
-    content = bytearray()
-    while part := reply.read1(1 << 16):
-        content += part
-        if len(content) > MOST_REPLY_BYTES:
-            raise InputError(f"{where}: the reply is longer than {MOST_REPLY_BYTES} bytes")
-    if reply.status >= 500 or reply.status in _TRANSIENT:
-        raise TransientFailureError(f"status {reply.status}: {message_in(bytes(content))}")
-    if reply.status != 200:
-        raise InputError(f"{where}: refuses with {reply.status}: {message_in(bytes(content))}")
-    length = reply.getheader("Content-Length")
-    if length is not None and length.isdecimal() and int(length[:20]) != len(content):
-        raise TransientFailureError(f"the reply is cut after {len(content)} of {length[:20]} bytes")
-    if reply.getheader("Content-Encoding", "identity").lower() != "identity":
-        raise InputError(f"{where}: the reply is compressed, which was not asked for")
-    return bytes(content)
-
-
-def _checked(url: str) -> SplitResult:
-    parts = http_parts(url)
-    if parts is None:
+def _checked(url: str) -> str:
+    if http_parts(url) is None:
         raise InputError(f"--reward-server-url {url}: must be like http://HOST:PORT/PATH")
-    return parts
+    return url
 
 
-def _reward_in(content: bytes, url: SplitResult) -> float:
-    where = f"reward server {url.geturl()}"
+def _reward_in(content: bytes | bytearray, where: str) -> float:
     try:
         value = field_of(parse_json(content), "reward", kind=(int, float))
     except TransientFailureError as error:

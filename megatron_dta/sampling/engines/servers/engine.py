@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_dta.common.http.replies import TransientFailureError, shortened
 from megatron_dta.sampling.engines.interface import (
     ENGINE_COUNTS,
     FinishReason,
@@ -47,7 +48,6 @@ from megatron_dta.sampling.engines.servers.protocol import (
     ServerProtocol,
     request_seed,
 )
-from megatron_dta.sampling.engines.servers.replies import TransientFailureError, shortened
 from megatron_dta.sampling.engines.servers.sampled_tokens import SampledTokens
 from megatron_dta.sampling.engines.servers.senders import add_senders
 from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation

@@ -1,17 +1,11 @@
-"""HTTP client for several equal inference servers: pooled connections, timeouts, retries, and failover.
-
-The library is aiohttp, because many hundreds of long requests are open at once. Its event loop runs in a thread, so
-callers need not be asynchronous.
+"""Sends requests to several equal inference servers: retries and failover over ``common.http``.
 
     failure                                       reaction
-    connection, timeout, 408, 429, 5xx, a reply   retried after a growing, jittered pause; after the second failure of
-    that is cut, too long or of the wrong form    a request on one server, on another server
+    one that may pass (``common.http.session``)   retried after a growing, jittered pause; after the second failure of
+                                                  a request on one server, on another server
     ... and the server fails its health check     the server is left out; all its requests move at once
     another status                                the request is wrong: raised at once, not retried
     a server has other weights than it should     left out (it was restarted, or another trainer uses it)
-
-There are no redirects, no cookies and no compressed replies: requests go only to the given addresses, and the memory of
-a reply is bounded.
 
 A server that was left out returns when its weights are next updated or, if no other server is left, when it proves to
 have the current weights. Which server gets a request: ``server_pool``.
@@ -22,9 +16,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import os
-import random
-import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
@@ -33,32 +24,26 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts.batch_source import RolloutError
-from megatron_dta.sampling.engines.servers.http_settings import HttpSettings
-from megatron_dta.sampling.engines.servers.replies import (
-    MOST_ERROR_BYTES,
+from megatron_dta.common.http.replies import (
     MOST_REPLY_BYTES,
+    RefusedError,
+    TimedOutError,
     TransientFailureError,
-    format_error,
     message_in,
     parse_json,
-    read_at_most,
 )
+from megatron_dta.common.http.session import HttpSession
+from megatron_dta.rollouts.batch_source import RolloutError
+from megatron_dta.sampling.engines.servers.http_settings import HttpSettings
 from megatron_dta.sampling.engines.servers.server_pool import Server, ServerPool
 
 API_KEY_VARIABLE = "ROLLOUT_SERVER_API_KEY"
-_TRANSIENT = frozenset((408, 429))
 
 Answer = TypeVar("Answer")
 
 
 class ServerError(RolloutError):
     """The servers could not do what was asked; the line names server, request and reason."""
-
-
-class TimedOutError(TransientFailureError):
-    """There was no reply within the timeout of one attempt."""
 
 
 class WrongWeightsError(Exception):
@@ -85,6 +70,7 @@ class HttpClient(ServerPool):
     """Sends requests to servers of one kind.
 
     Attributes:
+        http: sends them.
         closed: whether ``close`` was called.
         on_close: is called by it first.
         still_current: whether a server that was left out has the current weights and may get requests again.
@@ -105,45 +91,29 @@ class HttpClient(ServerPool):
         settings: HttpSettings | None = None,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        try:
-            import aiohttp
-        except ModuleNotFoundError as error:
-            raise InputError(
-                "rollout servers need the package aiohttp; install it, or megatron_dta with its extra servers"
-            ) from error
-        self._aiohttp = aiohttp
         self.settings, self._health_path = settings or HttpSettings(), health_path
         super().__init__(urls, self.settings.max_requests, report)
         self.still_current: Callable[[Server], Awaitable[bool]] = _never
-        # The state of the global generator belongs to checkpoints.
-        self._random = random.Random()
         self._name, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self._reviving = asyncio.Lock()
         self._may_send = asyncio.Event()
         self._may_send.set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout servers", daemon=True)
-        self._thread.start()
-        self._session = self.start(self._open_session()).result()
+        self.http = HttpSession("rollout servers", self.settings, API_KEY_VARIABLE)
         self.closed, self.on_close = False, lambda: None
-        # Programs that end without closing their engine should not print warnings.
+        # Programs that end without closing their engine should leave no process behind.
         atexit.register(self.close)
 
     def start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
         """Run a coroutine on the client's loop; may be called from any thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self.http.start(work)
 
     def close(self) -> None:
         """Close all connections and cancel open requests. May be called twice."""
-        if self.closed:
-            return
-        self.closed = True
-        atexit.unregister(self.close)
-        self.on_close()
-        self.start(self._close_session()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if not self.closed:
+            self.closed = True
+            atexit.unregister(self.close)
+            self.on_close()
+            self.http.close()
 
     async def post_anywhere(
         self,
@@ -192,7 +162,7 @@ class HttpClient(ServerPool):
                 break
             self.counts.retried += 1
             if healthy:
-                await self.pause(attempt)
+                await self.http.pause(attempt)
         left = f"; {len(self.alive)} of {len(self.servers)} servers are left" if len(self.servers) > 1 else ""
         raise ServerError(f"{label}: failed {self.settings.attempts} times, the last time on {server}: {reason}{left}")
 
@@ -231,18 +201,22 @@ class HttpClient(ServerPool):
         Raises:
             ServerError: the request failed or was refused.
         """
-        attempts = attempts or self.settings.attempts
-        for attempt in range(1, attempts + 1):
+
+        async def attempt(number: int) -> Any:
+            del number
             try:
                 return read(await self.send(server, method, path, body, any_form=True))
             except TimedOutError as error:
                 raise ServerError(f"{server}: {error}") from error
-            except TransientFailureError as error:
-                reason = str(error)
-            if attempt < attempts:
-                self.counts.retried += 1
-                await self.pause(attempt)
-        raise ServerError(f"{server}: {method} {path} failed {attempts} times: {reason}")
+
+        attempts = attempts or self.settings.attempts
+        try:
+            return await self.http.retried(attempt, attempts, self._count_retry)
+        except TransientFailureError as error:
+            raise ServerError(f"{server}: {method} {path} failed {attempts} times: {error}") from error
+
+    def _count_retry(self) -> None:
+        self.counts.retried += 1
 
     async def find_healthy(self) -> list[Server]:
         """Check all servers, including those left out. Returns the healthy ones."""
@@ -262,7 +236,7 @@ class HttpClient(ServerPool):
                 if self.alive or self._is_lost:
                     break
                 if attempt > 1:
-                    await self.pause(attempt - 1)
+                    await self.http.pause(attempt - 1)
                 for server in self.servers:
                     if not server.alive and await self.is_healthy(server) and await self._has_current_weights(server):
                         self.take_back(server)
@@ -282,19 +256,12 @@ class HttpClient(ServerPool):
     async def is_healthy(self, server: Server) -> bool:
         """Whether a server answers its health check."""
         async with server.checking:
-            timeout = self._aiohttp.ClientTimeout(total=self.settings.connect_timeout_s)
             try:
-                address = server.url + self._health_path
-                async with (
-                    asyncio.timeout(self.settings.connect_timeout_s),
-                    self._session.get(address, timeout=timeout, allow_redirects=False) as reply,
-                ):
-                    if reply.status == 200:
-                        return True
-                    server.problem = server.problem or f"GET {self._health_path} gives {reply.status}"
-            except (self._aiohttp.ClientError, TimeoutError, OSError) as error:
-                server.problem = server.problem or f"GET {self._health_path}: {format_error(error)}"
-            return False
+                await self.http.send("GET", server.url, self._health_path, timeout_s=self.settings.connect_timeout_s)
+                return True
+            except (TransientFailureError, RefusedError) as error:
+                server.problem = server.problem or str(error)
+                return False
 
     async def exchange(self, server: Server, path: str, body: Mapping[str, Any], place: Place) -> Any:
         """One attempt of ``post_anywhere``; returns what its ``read`` takes."""
@@ -310,69 +277,18 @@ class HttpClient(ServerPool):
         any_form: bool = False,
     ) -> Any:
         """Send one request once; returns its reply. Raises ``TransientFailureError`` or ``ServerError``."""
-        request = f"{method} {path}"
         try:
-            address = server.url + path
-            # The library's own timeout does not cover everything that it waits for.
-            async with (
-                asyncio.timeout(self.settings.timeout_s),
-                self._session.request(method, address, json=body, allow_redirects=False) as reply,
-            ):
-                status, coding = reply.status, reply.headers.get("Content-Encoding", "identity")
-                parts = reply.content.iter_any()
-                if status != 200:
-                    content = await read_at_most(parts, MOST_ERROR_BYTES, cut=True)
-                elif coding.lower() != "identity":
-                    raise TransientFailureError("the reply is compressed, which was not asked for")
-                else:
-                    content = await read_at_most(parts, most_bytes)
-        except TransientFailureError as error:
-            raise TransientFailureError(f"{request}: {error}") from error
-        except TimeoutError as error:
-            if str(error):  # the connection was not established
-                raise TransientFailureError(f"{request}: {format_error(error)}") from error
-            raise TimedOutError(f"{request}: no reply within {self.settings.timeout_s:g} s") from error
-        except (self._aiohttp.ClientError, OSError) as error:
-            raise TransientFailureError(f"{request}: {format_error(error)}") from error
-        if status >= 500 or status in _TRANSIENT:
-            raise TransientFailureError(f"{request} gives {status}: {message_in(content)}")
-        if status != 200:
-            raise ServerError(f"{server}: {request} is refused with {status}: {message_in(content)}")
+            content = await self.http.send(method, server.url, path, body, most_bytes)
+        except RefusedError as error:
+            raise ServerError(f"{server}: {error}") from error
         try:
             return parse_json(content)
         except TransientFailureError as error:
-            raise TransientFailureError(f"{request}: {error}") from error
+            raise TransientFailureError(f"{method} {path}: {error}") from error
         except ValueError as error:
             if any_form:
                 return content.decode(errors="replace")
-            raise TransientFailureError(f"{request}: the reply is not JSON: {message_in(content)}") from error
-
-    async def pause(self, attempt: int) -> None:
-        """Wait after attempt number ``attempt``."""
-        longest = min(self.settings.backoff_s * 2 ** (attempt - 1), self.settings.backoff_limit_s)
-        await asyncio.sleep(longest * (0.5 + 0.5 * self._random.random()))
-
-    async def _open_session(self) -> Any:
-        key = os.environ.get(API_KEY_VARIABLE)
-        timeout = self._aiohttp.ClientTimeout(
-            total=self.settings.timeout_s, sock_connect=self.settings.connect_timeout_s
-        )
-        return self._aiohttp.ClientSession(
-            # The servers' slots limit the open connections.
-            connector=self._aiohttp.TCPConnector(limit=0),
-            timeout=timeout,
-            # A few bytes may decompress to any number of bytes.
-            auto_decompress=False,
-            cookie_jar=self._aiohttp.DummyCookieJar(),
-            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
-        )
-
-    async def _close_session(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self._session.close()
+            raise TransientFailureError(f"{method} {path}: the reply is not JSON: {message_in(content)}") from error
 
 
 async def _never(server: Server) -> bool:

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import SplitResult, urlsplit
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.common.http.session import Limits, http_parts
 
 
 @dataclass(frozen=True)
-class HttpSettings:
-    """Timeouts and limits of requests.
+class HttpSettings(Limits):
+    """Timeouts and limits of requests; ``attempts`` are over all servers, and a health check takes at most
+    ``connect_timeout_s``.
 
     Attributes:
-        timeout_s: for one generation request or one step of a weight update, up to the end of the reply.
-        connect_timeout_s: for opening a connection, and for a health check.
-        attempts: maximum number of times that a request is sent, over all servers.
-        backoff_s, backoff_limit_s: first and longest pause between attempts; pauses double, and half of each is random.
         continues: running requests continue on new weights; see ``engine``.
         max_requests: maximum number of open requests per server.
         slower_by: factor by which a server must be slower than another one for its requests to be moved; see
@@ -28,11 +25,6 @@ class HttpSettings:
         revisit_s: pause between visits to servers that are left out, and between readings of the list of servers.
     """
 
-    timeout_s: float = 600.0
-    connect_timeout_s: float = 10.0
-    attempts: int = 6
-    backoff_s: float = 0.5
-    backoff_limit_s: float = 30.0
     max_requests: int = 256
     continues: bool = False
     slower_by: float = 2.0
@@ -57,15 +49,6 @@ def listed_urls(path: Path) -> list[str]:
     if not found:
         raise InputError(f"--rollout-server-file {path}: lists no server; write one URL a line")
     return checked_urls(found, f"--rollout-server-file {path}:")
-
-
-def http_parts(url: str) -> SplitResult | None:
-    """The parts of the URL of a server; None if it is none."""
-    try:
-        parts = urlsplit(url)
-        return parts if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 else None
-    except ValueError:
-        return None
 
 
 def checked_urls(urls: Sequence[str], source: str = "--rollout-server-url") -> list[str]:

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dta.common.http.replies import TransientFailureError, field_of, list_of, shown
 from megatron_dta.sampling.engines.interface import GenerationRequest
 from megatron_dta.sampling.engines.servers.http_client import Server, ServerError
-from megatron_dta.sampling.engines.servers.replies import TransientFailureError, field_of, list_of, shown
 from megatron_dta.sampling.engines.servers.routing import RoutingShape
 from megatron_dta.sampling.engines.servers.speculation import DraftCounts, ServerSpeculation
 from megatron_dta.sampling.engines.servers.weights.groups import GroupOpener, Meeting, group_opener

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_dta.common.http.replies import TransientFailureError
 from megatron_dta.sampling.engines.servers.http_client import ServerError
-from megatron_dta.sampling.engines.servers.replies import TransientFailureError
 
 if TYPE_CHECKING:
     from megatron_dta.sampling.engines.servers.protocol import Asked, Piece

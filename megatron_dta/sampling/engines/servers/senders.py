@@ -26,11 +26,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_dta.common.futures import complete
+from megatron_dta.common.http.replies import TransientFailureError
 from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
 from megatron_dta.sampling.engines.servers.http_settings import HttpSettings
 from megatron_dta.sampling.engines.servers.late_requests import Running
 from megatron_dta.sampling.engines.servers.protocol import Asked, Piece, ServerProtocol
-from megatron_dta.sampling.engines.servers.replies import TransientFailureError
 
 
 @dataclass(eq=False)

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dta.common.http.replies import TransientFailureError, as_float, field_of, list_of, shown
 from megatron_dta.sampling.engines.servers.http_client import Server, ServerError
 from megatron_dta.sampling.engines.servers.protocol import (
     NEUTRAL_SAMPLING,
@@ -40,7 +41,6 @@ from megatron_dta.sampling.engines.servers.protocol import (
     make_piece,
     refuse_logprobs,
 )
-from megatron_dta.sampling.engines.servers.replies import TransientFailureError, as_float, field_of, list_of, shown
 from megatron_dta.sampling.engines.servers.routing import integers_of, with_routing
 from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
 from megatron_dta.sampling.engines.servers.weights.groups import Meeting

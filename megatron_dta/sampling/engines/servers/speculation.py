@@ -31,8 +31,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dta.common.http.replies import shortened, shown
 from megatron_dta.config import TrainConfig
-from megatron_dta.sampling.engines.servers.replies import shortened, shown
 from megatron_dta.speculation.suffix_forest import DraftParams
 
 # A server tokenizes the corpus' text again, which may give a few more tokens than were sampled.

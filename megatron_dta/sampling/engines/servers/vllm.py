@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dta.common.http.replies import TransientFailureError, field_of
 from megatron_dta.sampling.engines.servers.http_client import Server, ServerError
 from megatron_dta.sampling.engines.servers.protocol import (
     NEUTRAL_SAMPLING,
@@ -47,7 +48,6 @@ from megatron_dta.sampling.engines.servers.protocol import (
     make_piece,
     refuse_logprobs,
 )
-from megatron_dta.sampling.engines.servers.replies import TransientFailureError, field_of
 from megatron_dta.sampling.engines.servers.routing import array_of, with_routing
 from megatron_dta.sampling.engines.servers.speculation import DraftCounts, ServerSpeculation
 from megatron_dta.sampling.engines.servers.weights.groups import Meeting

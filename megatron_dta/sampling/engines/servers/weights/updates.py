@@ -72,7 +72,7 @@ class ServerWeights:
                     break
                 if attempt < self._client.settings.attempts:
                     # Servers may still be starting.
-                    await self._client.pause(attempt)
+                    await self._client.http.pause(attempt)
             reasons = "; ".join(f"{server}: {server.problem}" for server in self._client.servers)
             raise ServerError(f"no rollout server could take the new weights ({reasons})")
 

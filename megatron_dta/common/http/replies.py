@@ -31,7 +31,15 @@ class TransientFailureError(Exception):
     """An attempt failed, and another one may succeed."""
 
 
-async def read_at_most(parts: AsyncIterator[bytes], most_bytes: int, cut: bool = False) -> bytes:
+class TimedOutError(TransientFailureError):
+    """There was no reply within the timeout of one attempt."""
+
+
+class RefusedError(Exception):
+    """A server refused a request, which is wrong."""
+
+
+async def read_at_most(parts: AsyncIterator[bytes], most_bytes: int, cut: bool = False) -> bytearray:
     """The body that arrives in ``parts``; a longer one is an error, or is cut."""
     content = bytearray()
     async for part in parts:
@@ -40,10 +48,11 @@ async def read_at_most(parts: AsyncIterator[bytes], most_bytes: int, cut: bool =
             raise TransientFailureError(f"the reply is longer than {most_bytes} bytes")
         if len(content) > most_bytes:
             break
-    return bytes(content[:most_bytes])
+    del content[most_bytes:]
+    return content
 
 
-def parse_json(content: bytes) -> Any:
+def parse_json(content: bytes | bytearray) -> Any:
     """The value; ``ValueError`` if it is not JSON, ``TransientFailureError`` for NaN, infinities and deep nesting."""
 
     def refuse(name: str) -> None:
@@ -108,7 +117,7 @@ def shown(value: Any) -> str:
     return shortened(text)
 
 
-def message_in(content: bytes) -> str:
+def message_in(content: bytes | bytearray) -> str:
     """The message in an error reply of any form, on one line."""
     text = content.decode(errors="replace")
     try:

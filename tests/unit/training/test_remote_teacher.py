@@ -1,0 +1,212 @@
+"""The client of served teachers believes nothing: every lie ends in one line with the address and the reason."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("aiohttp")
+
+from lying_teacher import HEAD, LOGPROBS, ROWS, SAMPLES, STATES, LyingTeacher, client, honest
+from megatron_dta.common.array_message import pack, unpack
+from megatron_dta.common.errors import InputError
+from megatron_dta.training.remote_teacher import KEY, RemoteTeacher
+from megatron_dta.training.teacher_samples import tensor_bytes
+from raw_server import RawRequest, RawServer, reply
+
+
+def use(teacher: RemoteTeacher) -> None:
+    teacher.logprobs(SAMPLES)
+    teacher.rows(SAMPLES)
+
+
+def test_an_honest_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "a key of enough characters")
+    with RawServer(honest().answer) as server:
+        teacher = client(server)
+        logprobs = teacher.logprobs(SAMPLES)
+        assert [values.tolist() for values in logprobs] == [[0, -0.5, -1, 0], [0, 0], [0, 0, -2]]
+        row, states = teacher.rows(SAMPLES)
+        assert row.tolist() == ROWS.tolist()
+        assert torch.equal(states, STATES)
+        assert torch.equal(teacher.head().weight, HEAD)
+        assert [len(values) for values in teacher.logprobs(SAMPLES[1:2])] == [2]
+        assert len(server.requests) == 4
+        assert {request.headers["authorization"] for request in server.requests} == {
+            "Bearer a key of enough characters"
+        }
+        assert unpack(server.requests[2].body)["lengths"].tolist() == [4, 3]
+
+
+def fact(name: str, value: object) -> Callable[[LyingTeacher], None]:
+    return lambda teacher: teacher.facts.update({name: value})
+
+
+def array(path: str, name: str, values: object) -> Callable[[LyingTeacher], None]:
+    return lambda teacher: teacher.arrays[path].update({name: np.asarray(values)})
+
+
+def whole(path: str, *pieces: bytes) -> Callable[[LyingTeacher], None]:
+    return lambda teacher: teacher.replies.update({path: pieces})
+
+
+def logprob(index: int, value: float) -> Callable[[LyingTeacher], None]:
+    changed = LOGPROBS.copy()
+    changed[index] = value
+    return array("/v1/logprobs", "logprobs", changed)
+
+
+def swapped_reply_to(teacher: LyingTeacher) -> None:
+    teacher.reply_to = lambda right: right[::-1].copy()
+
+
+def endless(size: int) -> Iterator[bytes]:
+    yield b"HTTP/1.1 200 OK\r\n\r\n"
+    while True:
+        yield b"x" * size
+
+
+def nan_states() -> np.ndarray:
+    states = STATES.clone()
+    states[1, 1] = torch.nan
+    return tensor_bytes(states)[0]
+
+
+def header(text: str) -> bytes:
+    return reply(text.encode() + b"\n")
+
+
+SCORES, ROW = "/v1/logprobs", "/v1/rows"
+LIES = {
+    "other vocabulary": (fact("vocab_size", 8), "has a vocabulary of 8 and the policy of 7"),
+    "vocabulary as text": (fact("vocab_size", "7"), "vocab_size must be a whole number"),
+    "vocabulary as truth": (fact("vocab_size", True), "vocab_size must be a whole number"),
+    "no width": (fact("hidden_size", 0), "describes no teacher"),
+    "endless width": (fact("hidden_size", 10**30), "describes no teacher"),
+    "unknown dtype": (fact("dtype", "torch.complex64"), "describes no teacher"),
+    "dtype as list": (fact("dtype", ["torch.float32"]), "dtype must be a string"),
+    "flag as number": (fact("fp32_lm_head", 1), "describes no teacher"),
+    "no digest": (fact("head_digest", None), "head_digest must be a string"),
+    "a list": (whole("/v1/teacher", reply(b"[]")), "the reply must be an object"),
+    "NaN in JSON": (whole("/v1/teacher", reply(b'{"vocab_size": NaN}')), "which is not a number in JSON"),
+    "deep JSON": (whole("/v1/teacher", reply(b"[" * 100_000)), "nested too deeply"),
+    "not UTF-8": (whole("/v1/teacher", reply(b"\xff\xfe{}")), "GET /v1/teacher: "),
+    "head of other rows": (array("/v1/head", "head", tensor_bytes(HEAD[:6])[0]), "head: has the shape (6, 12)"),
+    "head of other width": (array("/v1/head", "head", tensor_bytes(HEAD[:, :2])[0]), "head: has the shape (7, 8)"),
+    "another head": (array("/v1/head", "head", tensor_bytes(HEAD + 1)[0]), "not the output weight that"),
+    "head as floats": (array("/v1/head", "head", HEAD.numpy()), "head: must be an array [.., ..] of uint8"),
+    "head without end": (whole("/v1/head", *[b"HTTP/1.1 200 OK\r\n\r\n"], *[b"x" * 70_000] * 3), "is longer than"),
+    "too few logprobs": (array(SCORES, "logprobs", LOGPROBS[:2]), "has 2 values, and the samples have 3 trained"),
+    "too many logprobs": (array(SCORES, "logprobs", np.zeros(4, np.float32)), "has 4 values"),
+    "a matrix": (array(SCORES, "logprobs", LOGPROBS[:, None]), "logprobs: must be an array [..] of float32"),
+    "whole numbers": (array(SCORES, "logprobs", np.zeros(3, np.int64)), "logprobs: must be an array [..] of float32"),
+    "NaN": (logprob(1, np.nan), "logprobs: nan is not a logprob"),
+    "infinite": (logprob(1, -np.inf), "logprobs: -inf is not a logprob"),
+    "positive": (logprob(2, 0.5), "logprobs: 0.5 is not a logprob"),
+    "far below": (logprob(0, -1e30), "is not a logprob"),
+    "another array": (array(SCORES, "more", LOGPROBS), "must have the arrays logprobs, got"),
+    "to another request": (swapped_reply_to, "the reply is to another request"),
+    "too few rows": (array(ROW, "row", ROWS[:2]), "row: has 2 values"),
+    "rows outside": (array(ROW, "row", np.array([0, 1, 3])), "row: must be in [0, 3), got 0 to 3"),
+    "rows below": (array(ROW, "row", np.array([-1, 1, 2])), "row: must be in [0, 3), got -1 to 2"),
+    "rows as floats": (array(ROW, "row", ROWS.astype(np.float64)), "row: must be an array [..] of int64"),
+    "other width": (array(ROW, "states", tensor_bytes(STATES[:, :2])[0]), "states: has the shape (3, 8)"),
+    "more states than tokens": (array(ROW, "states", np.zeros((10, 12), np.uint8)), "states: has the shape (10, 12)"),
+    "no states": (array(ROW, "states", np.zeros((0, 12), np.uint8)), "states: has the shape (0, 12)"),
+    "states that are no numbers": (array(ROW, "states", nan_states()), "states: must be finite"),
+    "claims gigabytes": (whole(SCORES, header('{"arrays":[["logprobs","float32",[1000000000000]]]}')), "ends before"),
+    "claims more than there is": (whole(SCORES, header('{"arrays":[["a","float32",[1e999]]]}')), "no first line"),
+    "negative sizes": (whole(SCORES, header('{"arrays":[["a","float32",[-1, -1]]]}')), "no first line"),
+    "endlessly wide": (whole(SCORES, header('{"arrays":[["a","bool",[0,%s]]]}' % ("9" * 400))), "no first line"),
+    "objects": (whole(SCORES, header('{"arrays":[["a","object",[1]]]}')), "have a dtype of"),
+    "continues": (whole(SCORES, reply(pack({"logprobs": LOGPROBS}) + b"x")), "continues after its arrays"),
+    "longer than asked for": (whole(SCORES, reply(b"x" * 100_000)), "the reply is longer than 65560 bytes"),
+    "compressed": (whole(SCORES, reply(b"x", "200 OK", "Content-Encoding: gzip")), "is compressed"),
+    "cut": (whole(SCORES, reply(b"x" * 50)[:-9]), "POST /v1/logprobs"),
+    "no HTTP": (whole(SCORES, b"hello\r\n\r\n"), "POST /v1/logprobs"),
+    "two lengths": (whole(SCORES, reply(b"x", "200 OK", "Content-Length: 7")), "POST /v1/logprobs"),
+    "nothing": (whole(SCORES, b""), "POST /v1/logprobs"),
+    "an error of many lines": (whole(SCORES, reply(b"a\r\n\x1b[2J\nb", "400 Bad")), "is refused with 400: a"),
+    "an endless error": (whole(SCORES, reply(b"e" * 1_000_000, "404 No")), "is refused with 404: eee"),
+    "another status": (whole(SCORES, reply(b"", "204 Nothing")), "is refused with 204"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lies_end_in_a_line(lie: str) -> None:
+    change, told = LIES[lie]
+    teacher = honest()
+    change(teacher)
+    with RawServer(teacher.answer) as server:
+        with pytest.raises(InputError) as caught:
+            use(client(server))
+        message = str(caught.value)
+        assert told in message
+        assert message.startswith(f"--teacher-load-hf {server.url}: ")
+        assert message.isprintable()
+        assert len(message) < 700
+
+
+def test_the_key_goes_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither to the target of a redirect, to another host or this one, nor to a proxy."""
+    monkeypatch.setenv(KEY, "a key of enough characters")
+    teacher = honest()
+    with RawServer(honest().answer) as other, RawServer(teacher.answer) as server:
+        monkeypatch.setenv("HTTP_PROXY", other.url)
+        for status in ("301 Moved", "302 Found", "303 Other", "307 Temporary", "308 Permanent"):
+            for target in (other.url, server.url.replace("127.0.0.1", "localhost")):
+                teacher.replies = {"/v1/teacher": [reply(b"", status, f"Location: {target}/v1/teacher")]}
+                with pytest.raises(InputError, match=f"is refused with {status[:3]}: redirects are not followed"):
+                    client(server)
+        assert not other.requests
+        assert {request.target for request in server.requests} == {"/v1/teacher"}
+    for key in ("line\nbreak", "ümlaut"):
+        monkeypatch.setenv(KEY, key)
+        with pytest.raises(InputError, match=f"{KEY}: the key must be printable ASCII"):
+            client(server)
+
+
+def test_waits_are_bounded() -> None:
+    """Replies that come a byte at a time, in head or body, or not at all; a server that is not there."""
+
+    def slowly(first: bytes, piece: bytes) -> Iterator[bytes]:
+        yield first
+        for _ in range(60):
+            time.sleep(0.05)
+            yield piece
+
+    heads = {"body": (b"HTTP/1.1 200 OK\r\n\r\n", b" "), "head": (b"HTTP/1.1 200 OK\r\n", b"X"), "none": (b"", b"")}
+    heads["interim"] = (b"", b"HTTP/1.1 100 Continue\r\n\r\n")
+    for first, piece in heads.values():
+        began = time.monotonic()
+        with RawServer(lambda request, own=(first, piece): slowly(*own)) as server:
+            with pytest.raises(InputError, match=r"no reply within 0.2 s \(--rollout-timeout-seconds\)"):
+                client(server, timeout_s=0.2, attempts=3)
+            assert len(server.requests) == 1
+        assert time.monotonic() - began < 20
+    with pytest.raises(InputError, match="failed 2 times"):
+        client(server, attempts=2)
+
+
+def test_trouble_that_passes_is_tried_again() -> None:
+    teacher, left = honest(), [reply(b"", "503 Busy"), b"", reply(b"{}"), reply(json.dumps({}).encode())]
+
+    def answer(request: RawRequest) -> list[bytes]:
+        return [left.pop()] if left else list(teacher.answer(request))
+
+    with RawServer(answer) as server:
+        use(client(server, attempts=5))
+        assert len(server.requests) == 4 + 4
+
+
+def test_long_replies_take_no_memory() -> None:
+    """A reply without end is given up once it is longer than any right one."""
+    teacher = honest()
+    teacher.replies[ROW] = endless(1 << 16)
+    with RawServer(teacher.answer) as server, pytest.raises(InputError, match="the reply is longer than"):
+        use(client(server))
