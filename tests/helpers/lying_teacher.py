@@ -70,10 +70,10 @@ def honest() -> LyingTeacher:
     return LyingTeacher(asdict(FACTS), arrays, lambda right: right, {})
 
 
-def client(server: RawServer, timeout_s: float = 5.0, attempts: int = 1) -> RemoteTeacher:
+def client(server: RawServer, timeout_s: float = 60.0, attempts: int = 1) -> RemoteTeacher:
     """The client of a run with one process."""
     part = SimpleNamespace(true_vocab_size=VOCABULARY, post_process=True, vocabulary_shard=None)
     part.output_weight = lambda: HEAD
     policy = SimpleNamespace(temperature=0.7, tree_models=[part], device=torch.device("cpu"))
     with alone():
-        return RemoteTeacher(server.url, policy, True, Limits(timeout_s, timeout_s, attempts, 0.01, 0.02))
+        return RemoteTeacher(server.url, policy, True, Limits(timeout_s, 60.0, attempts, 0.01, 0.02))
