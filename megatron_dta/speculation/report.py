@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 from megatron_dta.speculation.lengths import LengthClass
 
 DECILES = TENTHS = 10
+# Number of recent rounds without drafts that rounds with drafts are compared with.
+RECENT_ROUNDS = 1024
 
 
 class PlainForwards:
@@ -55,7 +58,10 @@ class SpeculationReport:
         queries: requested drafts.
         draft_seconds: CPU time to make the drafts and record their outcomes.
         hidden_seconds: CPU time to record forwards without drafts while the device runs the next ones.
-        outside_seconds: the part of ``draft_seconds`` that no entry of ``seconds`` of a forward with drafts contains.
+        outside_seconds: the part of ``draft_seconds`` in rounds without drafts.
+        drafted_rounds: (live sequences, wall seconds) of each round with drafts.
+        plain_rounds: (live sequences, wall seconds of a forward) of recent rounds without drafts, less the drafter's
+            part; later reports continue it.
         plain_forwards: forwards that the same samples would have taken without drafts.
         drafter_bytes, drafter_tokens: memory of the trees and tokens in them, at the end.
         stopped: samples of a replay that were cut because their text degenerated.
@@ -73,6 +79,8 @@ class SpeculationReport:
     draft_seconds: float = 0.0
     hidden_seconds: float = 0.0
     outside_seconds: float = 0.0
+    drafted_rounds: list[tuple[int, float]] = field(default_factory=list)
+    plain_rounds: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
     plain_forwards: int = 0
     drafter_bytes: int = 0
     drafter_tokens: int = 0
@@ -140,22 +148,25 @@ class SpeculationReport:
         classes = np.asarray(self.classes, np.int64)
         return {c.name.lower(): np.flatnonzero(classes == c) for c in LengthClass}
 
-    def savings(self) -> tuple[int, float, float]:
-        """Forwards that drafts saved, the estimated seconds of these forwards, and the seconds that drafts cost.
+    def savings(self) -> tuple[int, float | None]:
+        """Forwards that drafts saved, and the estimated seconds by which they shortened decoding; negative if longer.
 
-        A forward with drafts is compared with plain forwards of as many live sequences, or interpolated between them.
+        A round with drafts is compared with the median forward without drafts of as many live sequences, interpolated
+        between their numbers. The median of these ratios counts for all rounds, since other programs may have slowed
+        some down. The seconds are None if there were rounds with drafts only.
         """
-        live, seconds = np.array(self.live, np.int64), np.array(self.seconds)
-        is_drafted = np.array(self.tokens, np.int64) > live
-        saved = self.plain_forwards - len(live)
-        if not is_drafted.any() or is_drafted.all():
-            return saved, 0.0, self.outside_seconds
-        plain_live = live[~is_drafted]
+        saved = self.plain_forwards - len(self.live)
+        if not self.drafted_rounds:
+            return saved, -self.outside_seconds
+        if not self.plain_rounds:
+            return saved, None
+        plain_live, plain_seconds = np.array(self.plain_rounds).T
         counts = np.unique(plain_live)
-        medians = [float(np.median(seconds[~is_drafted][plain_live == count])) for count in counts]
-        plain = np.interp(live[is_drafted], counts, medians)
-        cost = max(0.0, float(np.sum(seconds[is_drafted] - plain))) + self.outside_seconds
-        return saved, max(0, saved) * float(np.mean(plain)), cost
+        medians = [float(np.median(plain_seconds[plain_live == count])) for count in counts]
+        live, seconds = np.array(self.drafted_rounds).T
+        plain = np.interp(live, counts, medians)
+        longer = float(np.median(seconds / plain)) - 1
+        return saved, saved * float(np.mean(plain)) - longer * float(np.sum(plain)) - self.outside_seconds
 
     def figures(self) -> dict[str, object]:
         """All figures for JSON, without the per-forward lists."""
@@ -195,7 +206,7 @@ class SpeculationReport:
         names += ("draft_queries", "draft_seconds", "hidden_seconds", "drafter_bytes", "drafter_tokens")
         values: dict[str, float | None] = {name: float(figures[name]) for name in names}
         values["acceptance"] = _ratio(figures["accepted_tokens"], figures["drafted_tokens"])
-        values |= dict(zip(("saved_forwards", "saved_seconds", "cost_seconds"), self.savings(), strict=True))
+        values |= dict(zip(("saved_forwards", "saved_seconds"), self.savings(), strict=True))
         for name in ("tokens_per_forward", "wasted_tokens"):
             values |= {f"{name}_{each}": value for each, value in figures[f"{name}_by_class"].items()}
             by_decile = enumerate(figures[f"{name}_by_decile"], 1)
@@ -206,7 +217,7 @@ class SpeculationReport:
 
 
 def drafting_benefit(records: Iterable[Mapping[str, Any]]) -> str | None:
-    """One sentence on what drafts saved and cost in a run; None if there were no drafts."""
+    """One sentence on what drafts gained or lost in a run; None if there were no drafts."""
     # All steps of one rollout batch repeat its figures, so only the first one counts.
     timings = [record.get("timing", {}) for record in records if not record.get("rollout_batch_step")]
 
@@ -215,9 +226,11 @@ def drafting_benefit(records: Iterable[Mapping[str, Any]]) -> str | None:
 
     saved, plain, generated = total("saved_forwards"), total("plain_forwards"), total("generated_tokens")
     if plain:
-        seconds, cost = total("saved_seconds"), total("cost_seconds")
-        about = f" (about {seconds:.1f} s)" if saved > 0 else ""
-        return f"DAS: drafts saved {max(0, saved):,.0f} of {plain:,.0f} forwards{about}, cost {cost:.1f} s."
+        shorter = "; how many seconds is unknown, as no forward ran without drafts"
+        if any("speculation_saved_seconds" in timing for timing in timings):
+            seconds = total("saved_seconds")
+            shorter = f"; decoding took about {abs(seconds):.1f} s {'less' if seconds >= 0 else 'longer'} with them"
+        return f"DAS: drafts saved {max(0, saved):,.0f} of {plain:,.0f} forwards{shorter}."
     if generated:
         return f"DAS: the servers' drafts gave {total('accepted_tokens'):,.0f} of {generated:,.0f} sampled tokens."
     return None

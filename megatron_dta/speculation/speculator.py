@@ -45,7 +45,6 @@ _MOST_SHARERS = 4
 _CLASS_CAPS = np.array([0, 6, 255])
 """Maximum drafted tokens per forward of short, medium and long samples with the budget "class"."""
 
-
 _SAMPLE = np.dtype(
     [
         *((name, np.int64) for name in ("text", "first_class", "generated", "steps", "drafted", "accepted")),
@@ -87,7 +86,8 @@ class Speculator:
         self.table, self.history = AcceptanceTable(), LengthHistory()
         self.report = SpeculationReport()
         self._step, self._forwards, self._acceptance = 0, 0, ASSUMED_ACCEPTANCE
-        self._next_plan, self._last_round, self._proposing = 0, (0, 0, 0, 0.0), 0.0
+        self._next_plan, self._last_round = 0, (0, 0, 0, 0.0)
+        self._proposing = self._outside = 0.0  # of the drafter: before a forward; in the last round without drafts
         self._free: list[int] = []
         self._problems: list[str] = []
         self._samples = np.zeros(0, _SAMPLE)  # by slot
@@ -195,17 +195,20 @@ class Speculator:
         self._last_round = live, count, 1, gain
         self._plain.forwards += 1
         self.report.add_forward(live, count, seconds)
-        own = time.perf_counter() - begin
-        self.report.draft_seconds += own
-        self.report.outside_seconds += own if count > live else own + self._proposing
+        recording = time.perf_counter() - begin
+        self.report.draft_seconds += recording
+        self._outside = 0.0 if count > live else recording + self._proposing
+        self.report.outside_seconds += self._outside
 
     def took(self, seconds: float) -> None:
         """Record the wall seconds of the last recorded forward or burst, including the host's part."""
         (live, tokens, passes, gain), self._last_round = self._last_round, (0, 0, 0, 0.0)
         if tokens > live:
             self.gate.record_drafted(live, tokens, gain, seconds)
+            self.report.drafted_rounds.append((live, seconds))
         elif live:
             self.gate.record_plain(live, passes, seconds)
+            self.report.plain_rounds.append((live, (seconds - self._outside) / passes))
 
     def record_burst(
         self, slots: np.ndarray, appended: Sequence[np.ndarray], seconds: float, was_asked: bool = True
@@ -226,7 +229,8 @@ class Speculator:
         self.drafter.extend(self._samples["text"][slots], np.concatenate(appended).astype(np.int32), offsets)
         for live in (len(slots) - np.searchsorted(np.sort(counts), np.arange(passes), side="right")).tolist():
             self.report.add_forward(live, live, seconds / passes)
-        self.report.outside_seconds += self._proposing if was_asked else 0.0
+        self._outside = self._proposing if was_asked else 0.0
+        self.report.outside_seconds += self._outside
         self.report.hidden_seconds += time.perf_counter() - begin
 
     def append(self, slot: int, tokens: np.ndarray) -> None:
@@ -275,7 +279,8 @@ class Speculator:
     def end_step(self, step: int, window: int | None = None) -> SpeculationReport:
         """End policy step ``step``: evict samples older than ``window`` (default: the drafter's), decay the estimates,
         and return the report of the step."""
-        report, self.report = self.current_report(), SpeculationReport()
+        report = self.current_report()
+        self.report = SpeculationReport(plain_rounds=report.plain_rounds.copy())
         self._acceptance = self._fitted_acceptance(report, self._samples[:0])
         self.history.end_step()
         self.table.end_step()
@@ -299,14 +304,12 @@ class Speculator:
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         for name, part in (("drafter", self.drafter), ("table", self.table), ("history", self.history)):
-            prefix = f"{name}."
-            part.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
+            part.load_state_dict({k[len(name) + 1 :]: v for k, v in state.items() if k.startswith(f"{name}.")})
         self._step, self._acceptance = int(state["step"]), tuple(np.asarray(state["acceptance"]).tolist())
         self._samples, self._free, self._problems, self._plain = self._samples[:0], [], [], PlainForwards()
 
     def _grow(self) -> None:
-        size = len(self._samples)
-        more = max(64, size)
+        more = max(64, size := len(self._samples))
         self._samples = np.concatenate([self._samples, np.zeros(more, _SAMPLE)])
         self._problems += [""] * more
         self._free = list(range(size + more - 1, size - 1, -1))
