@@ -15,13 +15,16 @@ Text is encoded unchanged: no BOS is added and no chat template is applied. Writ
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_dta.common.errors import InputError, one_line
+from megatron_dta.common.time_limit import within_limit
 
 TOKENIZER_TYPES = ("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer")
 ARITHMETIC_ALPHABET = "0123456789+-*= "
@@ -108,6 +111,8 @@ class HuggingFaceTokenizer:
     """A ``tokenizer.json``; the end of sequence is ``eos_id``, that of tokenizer_config.json, or a well-known token."""
 
     def __init__(self, path: str | Path, eos_id: int | None = None) -> None:
+        # Single texts need no further threads, after whose use the library warns in every forked process.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from tokenizers import Tokenizer as FastTokenizer
 
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
@@ -126,7 +131,17 @@ class HuggingFaceTokenizer:
             self.eos_id, self.eos_origin = self._find_eos(file)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        # encode_batch lets other threads run, encode does not.
+        call = partial(self._tokenizer.encode_batch, [text], add_special_tokens=False)
+        try:
+            (encoding,) = within_limit(call, f"tokenizer.json cannot encode {text[:40]!r}")
+        except InputError as error:
+            raise InputError(f"{error}; one of its regular expressions may be too slow for this text") from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # a regular expression that gave up
+                raise
+            raise InputError(f"tokenizer.json cannot encode {text[:40]!r}: {one_line(str(error))[:200]}") from None
+        return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         return self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True)

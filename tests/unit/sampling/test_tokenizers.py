@@ -10,6 +10,7 @@ import pytest
 
 import tokenizers_cases
 from conftest import rollout_file
+from megatron_dta.common import time_limit
 from megatron_dta.common.errors import InputError
 from megatron_dta.sampling.prompts.load import Prompt, PromptReader, prompts_at
 from megatron_dta.sampling.prompts.tokenizer import (
@@ -213,3 +214,19 @@ def test_the_order_of_prompts_is_a_function_of_the_place():
             first : first + count
         ]
     assert [prompt.prompt_id for prompt in prompts_at(prompts, 0, 70, seed=4)] != stream
+
+
+def test_a_slow_regular_expression_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the pieces takes long, and the longest one is more than the library tries."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    slow = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    slow.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    slow.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path), eos_id=1)
+    assert tokenizer.encode("ab").tolist() == [0, 1]
+    with pytest.raises(InputError, match=r"tokenizer.json cannot encode 'a+b': .*retry"):
+        tokenizer.encode("a" * 40 + "b")
+    monkeypatch.setattr(time_limit, "SECONDS", 0.1)
+    with pytest.raises(InputError, match=r"cannot encode .*: no result after 0 s; one of its regular expressions"):
+        tokenizer.encode(("a" * 20 + "b") * 12)
