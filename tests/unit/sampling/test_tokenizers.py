@@ -225,7 +225,7 @@ def test_a_slow_regular_expression_is_named(tmp_path: Path, monkeypatch: pytest.
     slow.save(str(tmp_path / "tokenizer.json"))
     tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path), eos_id=1)
     assert tokenizer.encode("ab").tolist() == [0, 1]
-    with pytest.raises(InputError, match=r"tokenizer.json cannot encode 'a+b': .*retry"):
+    with pytest.raises(InputError, match=r"tokenizer.json cannot encode 'a+': .*retry"):
         tokenizer.encode("a" * 40 + "b")
     monkeypatch.setattr(time_limit, "SECONDS", 0.1)
     with pytest.raises(InputError, match=r"cannot encode .*: no result after 0 s; one of its regular expressions"):
