@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.files import replacing
+from megatron_dta.rollouts.lines import numbered_lines
 from megatron_dta.rollouts.record import (
     FIELD_NAMES,
     Rollout,
@@ -25,15 +26,14 @@ from megatron_dta.rollouts.record import (
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Rollout]]:
     """Yield (line, rollout), with lines counted from 1; raises ``InputError`` at the first invalid line."""
-    with path.open("rb") as file:
-        for row, line in enumerate(file, start=1):
-            if line.isspace():
-                continue
-            try:
-                rollout = rollout_from_fields(_parse(line))
-            except InputError as error:
-                raise row_error(path, row, error) from None
-            yield row, rollout
+    for row, line in numbered_lines(path):
+        if line.isspace():
+            continue
+        try:
+            rollout = rollout_from_fields(_parse(line))
+        except InputError as error:
+            raise row_error(path, row, error) from None
+        yield row, rollout
 
 
 def write_jsonl(path: Path, rollouts: Iterable[Rollout]) -> None:

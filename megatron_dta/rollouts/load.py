@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts.jsonl import read_jsonl, write_jsonl
+from megatron_dta.rollouts.lines import data_suffix
 from megatron_dta.rollouts.npz import read_npz
 from megatron_dta.rollouts.paths import NodeCheck
 from megatron_dta.rollouts.record import Rollout, check_required, check_vocabulary, row_error
@@ -109,15 +110,16 @@ def write_rollouts(path: str | Path, rollouts: Sequence[Rollout]) -> None:
 
 def _records(path: Path) -> Iterator[tuple[int, Rollout, np.ndarray | None]]:
     """Yield (row, rollout, turns); turns are None if they follow from the loss mask."""
-    if path.suffix not in (".jsonl", ".parquet", ".npz"):
+    suffix = data_suffix(path)
+    if suffix not in (".jsonl", ".parquet", ".npz"):
         raise InputError(f"{path}: rollouts are read from .jsonl, .parquet or .npz, not '{path.suffix}'")
     if not path.exists():
         raise InputError(f"{path}: no such file")
     try:
-        if path.suffix == ".npz":
+        if suffix == ".npz":
             yield from read_npz(path)
             return
-        if path.suffix == ".jsonl":
+        if suffix == ".jsonl":
             reader = read_jsonl
         else:
             from megatron_dta.rollouts.parquet import read_parquet as reader

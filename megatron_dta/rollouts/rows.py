@@ -1,4 +1,4 @@
-"""Reads rows of JSONL and Parquet files as dictionaries with any fields: prompts, conversations, preferences.
+"""Reads rows of JSONL, JSON and Parquet files as dictionaries with any fields: prompts, conversations, preferences.
 
 A Parquet row gives the same dictionary as the equivalent JSONL row. Null fields are left out at every level, because
 Arrow gives every message of a column the fields that any of them has.
@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.rollouts.lines import numbered_lines
 from megatron_dta.rollouts.record import row_error
 
 _READ_ROWS = 1024
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row, fields), with rows counted from 1 (lines of JSONL); raises ``InputError`` at an invalid row."""
+    """Yield (row, fields); raises ``InputError`` at an invalid row.
+
+    Rows are counted from 1: lines of JSONL, objects of a JSON array.
+    """
     try:
-        yield from (_parquet_rows if path.suffix == ".parquet" else _jsonl_rows)(path)
+        yield from (_parquet_rows if path.suffix == ".parquet" else _json_rows)(path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -55,22 +60,35 @@ def named_value(record: dict[str, Any], key: str, flag: str) -> Any:
     return value
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    row = 0
-    with path.open(encoding="utf-8") as lines:
-        try:
-            for row, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise row_error(path, row, f"not valid JSON: {error}") from None
-                if not isinstance(record, dict):
-                    raise row_error(path, row, f"must be a JSON object, got {type(record).__name__}")
-                yield row, record
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path}: row {row + 1} or later: not UTF-8: {error}") from None
+def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file with one in each line, or of a JSON array."""
+    lines = ((row, line) for row, line in numbered_lines(path) if not line.isspace())
+    first = next(lines, None)
+    if first is None:
+        return
+    if first[1].lstrip().startswith(b"["):
+        whole = b"".join([first[1], *(line for _, line in lines)])
+        for row, value in enumerate(_parsed(path, first[0], whole), start=1):
+            yield row, _object(path, row, value)
+        return
+    for row, line in chain([first], lines):
+        yield row, _object(path, row, _parsed(path, row, line))
+
+
+def _parsed(path: Path, row: int, text: bytes) -> Any:
+    try:
+        return json.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise row_error(path, row, f"not UTF-8: {error}") from None
+    except (ValueError, RecursionError) as error:
+        cut = "" if text.endswith(b"\n") else "; the file seems cut short here"
+        raise row_error(path, row, f"not valid JSON: {error}{cut}") from None
+
+
+def _object(path: Path, row: int, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise row_error(path, row, f"must be a JSON object, got {type(value).__name__}")
+    return value
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -23,6 +23,7 @@ import numpy as np
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import Rollout, cut_length
+from megatron_dta.rollouts.lines import data_suffix
 from megatron_dta.rollouts.rows import field_names, named_value, read_rows, value_at
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.conversations import ConversationEncoder, MaskedTokens
@@ -36,7 +37,7 @@ _PROMPTS, _RESPONSES = ("prompt", "question"), ("response", "completion")
 def holds_text(path: str | Path, input_key: str | None = None) -> bool:
     """Whether the rows of a file are text instead of token ids."""
     path = Path(path)
-    if path.suffix not in (".jsonl", ".parquet"):
+    if data_suffix(path) not in (".jsonl", ".json", ".parquet"):
         return False
     names = field_names(path)
     known = {"messages", "chosen", *_PROMPTS, *_RESPONSES, *((input_key or "").split(".")[:1])}

@@ -1,0 +1,71 @@
+"""Files as people have them: gzipped, with a byte order mark, as one JSON array; all others are named in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.rollouts.rows import field_names, read_rows
+from megatron_dta.sampling.prompts.text_rollouts import holds_text
+
+ROWS = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "ä", "response": None}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", LINES),
+        ("rows.jsonl", BOM + LINES.replace(b"\n", b"\r\n")),
+        ("rows.jsonl.gz", gzip.compress(LINES)),
+        ("gzipped.jsonl", gzip.compress(BOM + LINES)),
+        ("rows.json", json.dumps(ROWS).encode()),
+        ("rows.json", BOM + b"\n" + json.dumps(ROWS, indent=1, ensure_ascii=False).encode()),
+        ("rows.json.gz", gzip.compress(json.dumps(ROWS, indent=1).encode())),
+    ],
+)
+def test_rows_are_the_same_in_all_forms(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert [row for _, row in read_rows(path)] == ROWS
+    assert field_names(path) == {"prompt", "answer"}
+    assert holds_text(path)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{", b"PAR1", b"(\xb5/\xfd\0", b"PK\x03\x04", gzip.compress(LINES)[:-9]])
+def test_other_content_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"UTF-16|\.parquet|zstd|zip archive|damaged or cut short") as caught:
+        list(read_rows(path))
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (LINES + b'{"prompt": "1+', r"row 3: not valid JSON: .*; the file seems cut short here"),
+        (b"[" + LINES, r"row 1: not valid JSON"),
+        (b'[{"prompt": "1"}, 2]', r"row 2: must be a JSON object, got int"),
+        (LINES + b"[1]\n", r"row 3: must be a JSON object, got list"),
+    ],
+)
+def test_a_broken_row_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        list(read_rows(path))
+
+
+def test_rollouts_may_be_gzipped(tmp_path: Path) -> None:
+    row = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "reward": 1.0, "group_id": "a"}
+    path = tmp_path / "rollouts.jsonl.gz"
+    path.write_bytes(gzip.compress(BOM + json.dumps(row).encode()))
+    (rollout,) = load_rollouts(path)
+    assert rollout.token_ids.tolist() == [1, 2, 3]
