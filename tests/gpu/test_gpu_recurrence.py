@@ -9,7 +9,15 @@ from dta_kernels.recurrence import library
 from dta_kernels.recurrence.contract import Runs
 from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
 
-pytestmark = pytest.mark.skipif(library.installed_version() is None, reason="needs fla-core (extra hybrid)")
+
+
+def why_skipped() -> str | None:
+    if library.installed_version() is None:
+        return "needs fla-core (extra hybrid)"
+    return library.why_triton_is_wrong(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+
+
+pytestmark = pytest.mark.skipif(why_skipped() is not None, reason=why_skipped() or "")
 
 
 @pytest.mark.parametrize("lengths", [[1], [64, 1, 3], [200, 65, 1, 1, 130]], ids=str)

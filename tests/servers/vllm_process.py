@@ -116,10 +116,11 @@ class VllmProcess:
     def kill(self) -> None:
         """End all of its processes at once, without a chance to finish anything."""
         if self._program is not None:
-            parent = psutil.Process(self._program.pid)
-            for process in (parent, *parent.children(recursive=True)):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+            with suppress(psutil.NoSuchProcess):
+                parent = psutil.Process(self._program.pid)
+                for process in (parent, *parent.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
             self._program.wait()
             self._program = None
 
