@@ -10,7 +10,6 @@ from dta_kernels.recurrence.contract import Runs
 from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
 
 
-
 def why_skipped() -> str | None:
     if library.installed_version() is None:
         return "needs fla-core (extra hybrid)"
