@@ -243,15 +243,25 @@ class RewardConfig:
     reward_attempts: int = option(4, "Attempts per request to reward servers before it counts as failed.", minimum=1)
     code_time_seconds: float = option(
         5.0,
-        "CPU time in seconds for a program of --reward-function code_tests; after twice this time it is stopped in "
-        "any case.",
+        "CPU time in seconds for each test of a program of --reward-function code_tests; a program that waits for twice "
+        "this time is stopped too.",
         above=0,
     )
     code_memory_mb: int = option(
-        1024, "Address space in MiB for a program of --reward-function code_tests.", minimum=64
+        1024, "Memory in MiB for a program of --reward-function code_tests, and for its files.", minimum=64
     )
     code_processes: int = option(
         8, "Maximum number of processes and threads of a program of --reward-function code_tests.", minimum=1
+    )
+    code_sandbox_url: list[str] | None = option(
+        None,
+        "Servers with the API of SandboxFusion that run the programs of --reward-function code_tests, such as "
+        "http://HOST:PORT/run_code; requests alternate between them (default: programs run here, in bubblewrap).",
+    )
+    code_unconfined: bool = option(
+        False,
+        "Where bubblewrap does not work, run the programs of --reward-function code_tests with resource limits only: "
+        "they can do what this user can.",
     )
 
 

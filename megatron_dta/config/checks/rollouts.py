@@ -172,8 +172,15 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
             reward in ("math_verify", "code_tests", "remote"),
             "reward_workers",
         ),
-        "--reward-function code_tests": (reward == "code_tests", "code_time_seconds code_memory_mb code_processes"),
-        "--reward-function remote": (reward == "remote", "reward_server_url reward_attempts"),
+        "--reward-function code_tests": (
+            reward == "code_tests",
+            "code_time_seconds code_memory_mb code_processes code_sandbox_url code_unconfined",
+        ),
+        "--reward-function remote": (reward == "remote", "reward_server_url"),
+        "--reward-function remote or --code-sandbox-url": (
+            reward == "remote" or (reward == "code_tests" and config.reward.code_sandbox_url is not None),
+            "reward_attempts",
+        ),
         "--reward-function remote or FILE.py:NAME": (
             reward is not None and (reward == "remote" or ":" in reward),
             "reward_timeout_seconds",

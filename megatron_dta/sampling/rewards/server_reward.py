@@ -43,48 +43,64 @@ class RemoteReward:
     is_concurrent = True
 
     def __init__(self, urls: Sequence[str], timeout_s: float = 60.0, attempts: int = 4) -> None:
-        self._urls = [_checked(url) for url in urls]
-        if not self._urls:
-            raise InputError("--reward-function remote needs --reward-server-url http://HOST:PORT/PATH")
-        limits = Limits(timeout_s, min(10.0, timeout_s), attempts, FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        self._http = HttpSession("reward servers", limits)
-        self._turns = itertools.count()
-        self.counts = {"reward_retries": 0, "reward_timeouts": 0}
+        self._servers = JsonServers("--reward-server-url", urls, timeout_s, attempts)
+        self.counts = self._servers.counts
 
     def __call__(self, prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
         """The server's reward; ``InputError`` names the reason if there is none."""
-        body = json.dumps({"prompt": prompt, "response": response, "response_token_ids": response_token_ids})
-        return self._http.start(self._ask(body)).result()
+        body = {"prompt": prompt, "response": response, "response_token_ids": response_token_ids}
+        return _reward_in(*self._servers.ask(body))
 
-    async def _ask(self, body: str) -> float:
+
+class JsonServers:
+    """Servers that take turns at answering requests of JSON.
+
+    Args:
+        flag: names the servers.
+        most_bytes: maximum length of a reply.
+    """
+
+    def __init__(
+        self, flag: str, urls: Sequence[str], timeout_s: float, attempts: int, most_bytes: int = MOST_REPLY_BYTES
+    ) -> None:
+        if not urls:
+            raise InputError(f"{flag} http://HOST:PORT/PATH is missing")
+        for url in urls:
+            if http_parts(url) is None:
+                raise InputError(f"{flag} {url}: must be like http://HOST:PORT/PATH")
+        limits = Limits(timeout_s, min(10.0, timeout_s), attempts, FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._http = HttpSession("reward servers", limits)
+        self._urls, self._most_bytes, self._turns = urls, most_bytes, itertools.count()
+        self.counts = {"reward_retries": 0, "reward_timeouts": 0}
+
+    def ask(self, body: Mapping[str, Any]) -> tuple[bytes | bytearray, str]:
+        """The reply, and the server's name for messages; ``InputError`` if there is none."""
+        return self._http.start(self._ask(json.dumps(body))).result()
+
+    async def _ask(self, body: str) -> tuple[bytes | bytearray, str]:
         turn, url = next(self._turns), ""
 
         async def attempt(number: int) -> bytes | bytearray:
             nonlocal url
             url = self._urls[(turn + number - 1) % len(self._urls)]
             try:
-                return await self._http.send("POST", url, "", body, MOST_REPLY_BYTES)
+                return await self._http.send("POST", url, "", body, self._most_bytes)
             except TimedOutError:
                 self._count("reward_timeouts")
                 raise
 
         try:
-            content = await self._http.retried(attempt, on_retry=lambda: self._count("reward_retries"))
+            return await self._http.retried(
+                attempt, on_retry=lambda: self._count("reward_retries")
+            ), f"reward server {url}"
         except TransientFailureError as error:
             attempts = self._http.limits.attempts
             raise InputError(f"reward server {url}: failed {attempts} times, the last time: {error}") from error
         except RefusedError as error:
             raise InputError(f"reward server {url}: {error}") from error
-        return _reward_in(content, f"reward server {url}")
 
     def _count(self, name: str) -> None:
         self.counts[name] += 1
-
-
-def _checked(url: str) -> str:
-    if http_parts(url) is None:
-        raise InputError(f"--reward-server-url {url}: must be like http://HOST:PORT/PATH")
-    return url
 
 
 def _reward_in(content: bytes | bytearray, where: str) -> float:

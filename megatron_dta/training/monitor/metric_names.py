@@ -54,7 +54,6 @@ METRICS: dict[str, dict[str, str]] = {
         "math_timeouts": "responses that math_verify could not judge within its time and memory limits; reward 0",
         "math_errors": "responses on which the package math-verify raised an error; their reward is 0",
         "code_timeouts": "programs of code_tests that were stopped; their reward is 0",
-        "code_unisolated": "programs that ran with resource limits only, without user namespaces or bwrap",
         "tool_calls": "tool calls in environments that derive from ToolEnvironment",
         "tool_errors": "tool calls that were answered with an error, because the call was invalid or the tool raised",
         "environment_steps": "environment steps",

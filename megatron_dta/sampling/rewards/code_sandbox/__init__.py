@@ -1,12 +1,12 @@
-"""Runs programs written by a model, separated from the tests that judge them.
+"""Runs programs written by a model in a sandbox, and compares what they print or return with what is expected.
 
-Three kinds of processes work on one response, all started by ``run.py``:
+    forms         reads the tests of a prompt's record: texts on standard input, or calls of a function
+    confinement   the command line of bubblewrap and the system calls that programs may not use
+    running       starts a program and its judge, and stops what takes too long
+    service       runs programs on a sandbox server instead
+    inside/       scripts that run within the sandbox; they import only the standard library, so that they start fast
 
-    runner    starts programs, enforces their limits and ends all processes that they leave behind
-    judge     holds the tests, asks the program for values through a socket, compares outputs, and writes the verdict
-    program   the code of the response; it has access neither to the tests nor to a descriptor of the judge
-
-``kernel.py`` wraps the kernel's means to confine a process, ``isolation.py`` combines them, and ``bridge.py`` exchanges
-calls and values between judge and program. ``run.py`` is a script. It and the modules beside it import nothing else
-from this project, because they must start fast.
+The program's process gets the inputs. It writes bytes into a pipe, which the judge reads, a second confined process,
+which gets the expected outputs. The trainer sees neither the bytes nor anything else of the program, only the judge's
+verdict.
 """
