@@ -243,8 +243,8 @@ class RewardConfig:
     reward_attempts: int = option(4, "Attempts per request to reward servers before it counts as failed.", minimum=1)
     code_time_seconds: float = option(
         5.0,
-        "CPU time in seconds for each test of a program of --reward-function code_tests; a program that waits for twice "
-        "this time is stopped too.",
+        "CPU time in seconds for each test of a program of --reward-function code_tests; a program that waits for "
+        "about twice this time is stopped too.",
         above=0,
     )
     code_memory_mb: int = option(

@@ -1,4 +1,4 @@
-"""Programs and settings for tests of ``code_tests`` with every kind of isolation."""
+"""Programs and settings for tests of ``code_tests``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from megatron_dta.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards.code_reward import CodeTests
 
 QUICK = RewardConfig(code_time_seconds=1.0, code_memory_mb=256, code_processes=4)
-ADD = "assert add(2, 3) == 5\nassert add(-1, 1) == 0"
+ADD = {"fn_name": "add", "inputs": [[2, 3], [-1, 1]], "outputs": [5, 0]}
 
 
-def isolated(isolation: str, settings: RewardConfig = QUICK) -> CodeTests:
-    """Programs run in this way, or the test is skipped."""
-    function = CodeTests(settings, (isolation,))
+def confined(settings: RewardConfig = QUICK) -> CodeTests:
+    """Programs run in bubblewrap, or the test is skipped."""
     try:
-        assert function.isolation == isolation
+        return CodeTests(settings)
     except InputError as error:
-        pytest.skip(f"{isolation} does not work here: {error}")
-    return function
+        pytest.skip(str(error))
 
 
 def fenced(code: str) -> str:

@@ -1,9 +1,9 @@
 """Programs that try to get a reward, to hang, to end the run or to leave something behind; none solves anything.
 
-    python tests/stress/hostile_programs.py --count 500 [--seed 0] [--workers 4] [--isolation namespaces]
+    python tests/stress/hostile_programs.py --count 500 [--seed 0] [--workers 4]
 
-runs them through ``code_tests`` and prints what went wrong: a reward above 0, an exception, a program that was judged
-for longer than its limits allow, a process that survived, or a file outside the program's folder.
+runs them through ``code_tests`` in bubblewrap and prints what went wrong: a reward above 0, an exception, a program
+that was judged for longer than its limits allow, a process that survived, or a file outside the program's folder.
 """
 
 from __future__ import annotations
@@ -20,19 +20,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_dta.config.sampling import RewardConfig
-from megatron_dta.sampling.rewards.code_reward import ISOLATIONS, CodeTests
+from megatron_dta.sampling.rewards.code_reward import CodeTests
 
 SETTINGS = RewardConfig(code_time_seconds=1.0, code_memory_mb=256, code_processes=8)
 MARK = "97531"
 # fmt: off
 RECORDS: list[dict[str, Any]] = [
-    {"tests": "assert add(2, 3) == 5\nassert add(-1, 1) == 0"},
-    {"tests": "import math\nassert abs(add(0.5, 1.5) - 2.0) < 1e-6\nassert math.isclose(add(1, 2), 3)"},
-    {"tests": "def check(candidate):\n    if candidate(20, 22) != 42:\n        raise ValueError\ncheck(add)"},
-    {"tests": "assert sorted([add(1, 1), add(5, 5)]) == [2, 10]\nassert isinstance(add(1, 1), int)\n{add(4, 4): 1}[8]"},
-    {"tests": "from unittest import TestCase\nTestCase().assertEqual(add(2, 2), 4)\nassert add(3, 4) in (7,)"},
-    {"tests": [{"input": "2 3\n", "output": "5\n"}, {"input": "20 22\n", "output": "42\n"}]},
-    {"tests": [{"input": "add 7 8", "output": "15"}]},
+    {"tests": {"fn_name": "add", "inputs": [[2, 3], [-1, 1]], "outputs": [5, 0]}},
+    {"tests": [{"fn_name": "add", "input": [20, 22], "output": [42]}]},
+    {"tests": {"inputs": ["2 3\n", "20 22\n"], "outputs": ["5\n", "42\n"]}},
+    {"tests": [{"input": "add 7 8", "output": "15.5"}]},
 ]
 # fmt: on
 
@@ -62,8 +59,6 @@ def programs(count: int, seed: int, outside: str) -> Iterator[Hostile]:
     for index in range(count):
         name = names[index % len(names)]
         attack = ATTACKS[name].replace("@OUT@", outside).replace("@MARK@", MARK)
-        attack = attack.replace("@GIVE@", draws.choice(["5", "True", "None", "{}", "['yours', 0]", "['node', 7]"]))
-        attack = attack.replace("@TAG@", draws.choice(["mine", "yours", "builtin", "numpy", "namedtuple", "view", "x"]))
         yield Hostile(name, _dressed(attack, draws), draws.choice(RECORDS))
 
 
@@ -84,15 +79,15 @@ def _dressed(attack: str, draws: random.Random) -> str:
     return attack
 
 
-def survivors(parent: int) -> list[str]:
-    """Command lines of processes that programs of ``parent`` have left."""
+def survivors() -> list[str]:
+    """Command lines of processes that programs have left."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:
             line = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if ("sleep" in line and line.split()[-1:] == [MARK]) or f'"parent": {parent}' in line:
+        if "sleep" in line and line.split()[-1:] == [MARK]:
             found.append(line)
     return found
 
@@ -106,24 +101,23 @@ def judge(function: CodeTests, hostile: Hostile) -> list[str]:
         return [f"{hostile.name}: raised {error!r}\n{hostile.code}"]
     wrong = [f"{hostile.name}: reward {reward}\n{hostile.code}\n{hostile.record}"] if reward != 0 else []
     seconds = time.monotonic() - began
-    return wrong + ([f"{hostile.name}: took {seconds:.0f} s\n{hostile.code}"] if seconds > 60 else [])
+    return wrong + ([f"{hostile.name}: took {seconds:.0f} s\n{hostile.code}"] if seconds > 90 else [])
 
 
-def attack(count: int, seed: int, folder: Path, workers: int, isolations: tuple[str, ...]) -> tuple[list[str], dict]:
-    """Run ``count`` programs while a checkpoint lies in ``folder``; what went wrong, and what was counted."""
-    function = CodeTests(SETTINGS, isolations)
+def attack(function: CodeTests, count: int, seed: int, folder: Path, workers: int) -> list[str]:
+    """Run ``count`` programs while a checkpoint lies in ``folder``; what went wrong."""
     (folder / "run").mkdir()
     checkpoint = folder / "run" / "checkpoint"
     checkpoint.write_text("weights")
     before = _listing(folder)
     with ThreadPoolExecutor(workers) as pool:
-        found = pool.map(lambda each: judge(function, each), programs(count, seed, str(checkpoint)))
+        found = pool.map(lambda program: judge(function, program), programs(count, seed, str(checkpoint)))
         wrong = [line for lines in found for line in lines]
-    wrong += [f"a process survived: {line}" for line in survivors(os.getpid())]
+    wrong += [f"a process survived: {line}" for line in survivors()]
     if _listing(folder) != before or checkpoint.read_text() != "weights":
         wrong.append(f"files outside: {_listing(folder)}")
     wrong += [f"a file outside: {path}" for path in (f"/dev/shm/{MARK}", f"/var/tmp/{MARK}") if os.path.lexists(path)]
-    return wrong, function.counts
+    return wrong
 
 
 def _listing(folder: Path) -> list[str]:
@@ -135,15 +129,14 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--isolation", choices=ISOLATIONS)
     parser.add_argument("--outside", type=Path, help="A folder to make a checkpoint in (default: the working folder).")
     arguments = parser.parse_args()
-    isolations = ISOLATIONS if arguments.isolation is None else (arguments.isolation,)
+    function = CodeTests(SETTINGS)
     with tempfile.TemporaryDirectory(dir=arguments.outside or Path.cwd()) as folder:
         began = time.monotonic()
-        wrong, counts = attack(arguments.count, arguments.seed, Path(folder), arguments.workers, isolations)
+        wrong = attack(function, arguments.count, arguments.seed, Path(folder), arguments.workers)
     print(*wrong, sep="\n")
-    print(f"{arguments.count} programs, {len(wrong)} wrong, {time.monotonic() - began:.0f} s, {counts}")
+    print(f"{arguments.count} programs, {len(wrong)} wrong, {time.monotonic() - began:.0f} s, {function.counts}")
     return int(bool(wrong))
 
 

@@ -98,6 +98,7 @@ class JsonServers:
             raise InputError(f"reward server {url}: failed {attempts} times, the last time: {error}") from error
         except RefusedError as error:
             raise InputError(f"reward server {url}: {error}") from error
+        return content, f"reward server {url}"
 
     def _count(self, name: str) -> None:
         self.counts[name] += 1

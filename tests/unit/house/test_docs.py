@@ -84,7 +84,7 @@ def test_metrics_exist() -> None:
     for name in ("custom_reward.md", "custom_environment.md"):
         text = (REPOSITORY / "docs" / name).read_text()
         for found in re.findall(
-            r"`((?:reward|code|environment)_(?:failures|timeouts|retries|unisolated|steps))`", text
+            r"`((?:reward|code|environment)_(?:failures|timeouts|retries|steps))`", text
         ):
             assert found in known
 
@@ -102,8 +102,9 @@ def test_the_reward_works(tmp_path: Path) -> None:
     ):
         record = json.loads(line)
         right = "def add(a, b): return a + b" if "add" in line else "print(sum(map(int, input().split())))"
-        assert compute_reward(CodeTests(RewardConfig()), "p", record, f"```python\n{right}\n```", []) == 1
-        assert compute_reward(CodeTests(RewardConfig()), "p", record, "```python\nprint(1)\n```", []) == 0
+        tests = CodeTests(RewardConfig(code_unconfined=True))
+        assert compute_reward(tests, "p", record, f"```python\n{right}\n```", []) == 1
+        assert compute_reward(tests, "p", record, "```python\nprint(1)\n```", []) == 0
 
 
 def test_the_environments_work(tmp_path: Path) -> None:

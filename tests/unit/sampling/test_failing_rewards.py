@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import threading
 import time
@@ -13,117 +12,17 @@ from pathlib import Path
 import pytest
 
 from conftest import seed_all
-from failing_rewards_cases import ADD, QUICK, fenced, isolated
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common import slow_calls
 from megatron_dta.common.errors import InputError
-from megatron_dta.config.sampling import RewardConfig
 from megatron_dta.rollouts.batch_source import RolloutError
-from megatron_dta.sampling.rewards import code_reward, server_reward
-from megatron_dta.sampling.rewards.code_reward import ISOLATIONS, CodeTests, program_in
-from megatron_dta.sampling.rewards.code_sandbox import kernel
+from megatron_dta.sampling.rewards import server_reward
 from megatron_dta.sampling.rewards.registry import load_reward_function
 from megatron_dta.sampling.rewards.scoring import Response, Scorer
 from megatron_dta.sampling.rewards.server_reward import RemoteReward
 from one_reward import compute_reward
 from reward_server import RewardServer
 from trainer_cases import make_trainer, rows_of, run
-
-
-@pytest.mark.parametrize(
-    ("code", "reward"),
-    [
-        ("def add(a, b):\n    return a + b", 1),
-        ("def add(a, b):\n    return a - b", 0),
-        ("def add(a, b:\n    return", 0),
-        ("import sys\nsys.exit(0)", 0),
-        ("import os\nos._exit(0)", 0),
-        ("def add(a, b): return a + b\nraise KeyError", 0),
-        ("x = bytearray(1 << 30)\ndef add(a, b): return a + b", 0),
-        ("def add(a, b): return a + b\nopen('big', 'wb').write(b'x' * (1 << 22))", 0),
-        ("", 0),
-        ("\x00", 0),
-        ("print('\ud800')", 0),
-    ],
-)
-def test_programs_are_judged_by_their_tests(code: str, reward: int) -> None:
-    function = CodeTests(QUICK)
-    assert compute_reward(function, "p", {"tests": ADD}, fenced(code), []) == reward
-    assert function.counts["code_timeouts"] == 0
-
-
-@pytest.mark.parametrize(
-    "code", ["while True: pass", "import time\ntime.sleep(60)", "import os\nwhile os.fork() >= 0: pass\ntime.sleep(9)"]
-)
-def test_programs_that_run_for_ever_are_stopped_and_counted(code: str) -> None:
-    function, began = CodeTests(QUICK), time.monotonic()
-    assert compute_reward(function, "p", {"tests": ADD}, f"def add(a, b): return a + b\n{code}", []) == 0
-    assert time.monotonic() - began < 60, "about 4 seconds on an idle machine"
-    if "fork" not in code:
-        assert function.counts["code_timeouts"] == 1
-
-
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_what_a_program_leaves_behind_ends_with_it(isolation: str) -> None:
-    code = (
-        "import os, subprocess, time\n"
-        "process = subprocess.Popen(['sleep', '97532'], start_new_session=True)\n"
-        "time.sleep(0.3)\nlives = process.poll() is None\ndef add(a, b): return a + b"
-    )
-    function = isolated(isolation, RewardConfig(code_time_seconds=4.0, code_processes=8))
-    assert compute_reward(function, "p", {"tests": f"{ADD}\nassert lives"}, fenced(code), []) == 1
-    lines = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
-    assert not [line for line in lines if b"97532" in line]
-
-
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_programs_have_no_network(isolation: str) -> None:
-    code = (
-        "import socket\n"
-        "try:\n    socket.create_connection(('127.0.0.1', {port}), 2)\n    seen = True\n"
-        "except OSError:\n    seen = False"
-    )
-    if isolation == "limits" and kernel.landlock_version() < 4:
-        pytest.skip("this kernel's Landlock does not restrict TCP")
-    with RewardServer({"reward": 1}) as server:
-        port = server.url.split(":")[2].split("/")[0]
-        function = isolated(isolation)
-        assert compute_reward(function, "p", {"tests": "assert not seen"}, fenced(code.format(port=port)), []) == 1
-
-
-def test_inputs_and_outputs() -> None:
-    function = CodeTests(QUICK)
-    tests = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 -7", "output": "-2"}]
-    good = "a, b = map(int, input().split())\nprint(a + b, ' ')"
-    assert compute_reward(function, "p", {"tests": tests}, fenced(good), []) == 1
-    assert compute_reward(function, "p", {"tests": tests}, fenced("input()\nprint(3)"), []) == 0
-    prefix = {"code_prefix": "def add(a, b):\n", "tests": ADD}
-    assert compute_reward(function, "p", prefix, "    return a + b", []) == 1
-
-
-def test_the_program_is_the_last_python_block() -> None:
-    assert program_in("```python\na\n``` and ```py\nb\n``` and ```bash\nc\n```") == "b\n"
-    assert program_in("```\nx = 1") == "x = 1"
-    assert program_in("no fence") == "no fence"
-
-
-def test_what_cannot_be_judged_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    function = CodeTests(QUICK)
-    for record, message in (
-        ({}, "no field 'tests'"),
-        ({"tests": ""}, "no field 'tests'"),
-        ({"tests": [{"input": "a"}]}, "entry 0 must have 'input' and 'output'"),
-    ):
-        with pytest.raises(InputError, match=message):
-            compute_reward(function, "p", record, "x", [])
-    broken = tmp_path / "sandbox.py"
-    broken.write_text("raise SystemExit('no limits here')")
-    monkeypatch.setattr(code_reward, "SANDBOX", broken)
-    with pytest.raises(InputError, match="cannot be run within its limits: no limits here"):
-        compute_reward(function, "p", {"tests": ADD}, "x", [])
-    monkeypatch.setattr(code_reward.sys, "executable", "/nowhere/python")
-    with pytest.raises(InputError, match="cannot be started: No such file"):
-        compute_reward(function, "p", {"tests": ADD}, "x", [])
 
 
 def remote(server: RewardServer, **settings: float) -> RemoteReward:
@@ -289,15 +188,6 @@ def test_math_verify_fails_where_there_is_nothing_to_compare() -> None:
         compute_reward(function, "p", {"answer": ""}, "4", [])
     for response in ("", "\\frac{1}{", "$$\\boxed{", "()" * 200, "\x00", "no number"):
         assert compute_reward(function, "p", {"answer": "4"}, response, []) == 0.0
-
-
-def test_the_environment_is_not_the_trainers() -> None:
-    os.environ["DTA_SECRET"] = "token"
-    try:
-        code = "import os\nfound = os.environ.get('DTA_SECRET')"
-        assert compute_reward(CodeTests(QUICK), "p", {"tests": "assert found is None"}, fenced(code), []) == 1
-    finally:
-        del os.environ["DTA_SECRET"]
 
 
 def test_groups_that_fail_as_a_whole_leave_a_step_out(tmp_path: Path) -> None:

@@ -29,8 +29,6 @@ from megatron_dta.sampling.rewards.code_sandbox.forms import ProgramTests
 
 MOST_OUTPUT_BYTES = 8 << 20
 SAMPLE_MS = 100
-# Allowances for the start, and waiting and wall time in multiples of a test's limit, which only a hang reaches.
-START_CPU_SECONDS, START_SECONDS, MOST_WAITING, MOST_WALL = 2.0, 10.0, 2.0, 30.0
 START_BYTES, JUDGE_BYTES = 64 << 20, 2 << 30
 INSIDE = Path(__file__).with_name("inside")
 _ENVIRONMENT = {
@@ -47,6 +45,9 @@ class Sandbox:
         settings: the limits.
         is_confined: whether they run within bubblewrap; otherwise with resource limits only.
     """
+
+    # Allowances for the start; waiting and wall time are multiples of a test's limit, which only a hang reaches.
+    START_CPU_SECONDS, START_SECONDS, MOST_WAITING, MOST_WALL = 2.0, 10.0, 2.0, 30.0
 
     def __init__(self, settings: RewardConfig, is_confined: bool) -> None:
         self._settings, self._is_confined = settings, is_confined
@@ -122,7 +123,7 @@ class Sandbox:
         """Wait for the verdict; whether the program was stopped for waiting, or for CPU time or memory in total."""
         limit, memory = self._settings.code_time_seconds, (self._settings.code_memory_mb << 20) + START_BYTES
         waited, last, ticks = 0.0, time.monotonic(), {}
-        end = last + START_SECONDS + MOST_WALL * limit * (tests + 1)
+        end = last + self.START_SECONDS + self.MOST_WALL * limit * (tests + 1)
         ended = os.pidfd_open(judge.pid)
         try:
             watched = select.poll()
@@ -132,8 +133,8 @@ class Sandbox:
                 used, judging = _usage(runner, ticks), _usage(judge.pid, {})
                 waited += 0.0 if used.can_run or judging.can_run else now - last
                 last = now
-                is_over = waited > START_SECONDS + MOST_WAITING * limit or now > end or used.memory > memory
-                if is_over or used.cpu_s > START_CPU_SECONDS + limit * tests:
+                is_over = waited > self.START_SECONDS + self.MOST_WAITING * limit or now > end or used.memory > memory
+                if is_over or used.cpu_s > self.START_CPU_SECONDS + limit * tests:
                     return True
             return False
         finally:
