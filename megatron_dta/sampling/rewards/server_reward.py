@@ -90,9 +90,7 @@ class JsonServers:
                 raise
 
         try:
-            return await self._http.retried(
-                attempt, on_retry=lambda: self._count("reward_retries")
-            ), f"reward server {url}"
+            content = await self._http.retried(attempt, on_retry=lambda: self._count("reward_retries"))
         except TransientFailureError as error:
             attempts = self._http.limits.attempts
             raise InputError(f"reward server {url}: failed {attempts} times, the last time: {error}") from error

@@ -83,9 +83,7 @@ def test_metrics_exist() -> None:
     known = {name for metrics in METRICS.values() for name in metrics}
     for name in ("custom_reward.md", "custom_environment.md"):
         text = (REPOSITORY / "docs" / name).read_text()
-        for found in re.findall(
-            r"`((?:reward|code|environment)_(?:failures|timeouts|retries|steps))`", text
-        ):
+        for found in re.findall(r"`((?:reward|code|environment)_(?:failures|timeouts|retries|steps))`", text):
             assert found in known
 
 
