@@ -197,8 +197,9 @@ def _process(
     try:
         store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
         name = "nccl" if backend == "nccl" else "gloo"
-        device = torch.device("cuda", rank) if backend == "nccl" else None
-        torch.distributed.init_process_group(name, store=store, rank=rank, world_size=world_size, device_id=device)
+        torch.distributed.init_process_group(name, store=store, rank=rank, world_size=world_size)
+        if backend == "nccl":
+            torch.distributed.barrier(device_ids=[rank])
         argument = torch.load(path / "argument.pt", weights_only=False)
         torch.save(call_with_room(function, rank, argument), path / f"result_{rank}.tmp")
         (path / f"result_{rank}.tmp").rename(path / f"result_{rank}.pt")
