@@ -366,6 +366,6 @@ def _initialize_process_group(backend: str, timeout: timedelta) -> None:
         backend=backend, store=store, rank=rank, world_size=world_size, timeout=timeout
     )
     if backend == "nccl":
-        # Later barriers take this device; without one NCCL guesses it from the rank, and warns. With ``device_id`` above,
-        # each of Megatron's groups would connect at once: 5.5 GiB and 1.1 s more for two ranks, at every new mesh.
+        # Later barriers take this device; without one NCCL guesses it from the rank, and warns. With ``device_id``
+        # above, Megatron's groups would all connect at once: 5.5 GiB a GPU and 1.1 s on two H100, for every new mesh.
         torch.distributed.barrier(device_ids=[torch.cuda.current_device()])
