@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_dta.train import quieten_libraries
+from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 

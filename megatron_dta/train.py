@@ -8,9 +8,7 @@ SIGTERM or SIGUSR1 (the state is saved, and the same command continues), 130 aft
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 from typing import TYPE_CHECKING
 
 from megatron_dta.common.errors import run_entry_point
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Parse the command line, train, and leave metrics, a reward plot and a checkpoint."""
-    quieten_libraries()
     # OpenMP threads that spin while they wait make a step 50 times slower on cores that other processes use too (5.2 s
     # instead of 0.1 s, measured with a small model and two threads). OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -75,15 +72,6 @@ def _train(config: TrainConfig, console: Console) -> int:
             console.print(f"reward plot: {picture}", soft_wrap=True)
     torch.distributed.destroy_process_group()
     return INTERRUPTED if trainer.stopped_by == "SIGINT" else 0
-
-
-def quieten_libraries() -> None:
-    """Hide warnings on which users cannot act: missing packages and internals of PyTorch and Megatron."""
-    warnings.filterwarnings("ignore", message=".*Apex (are|is) not installed")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    # Megatron's distributed optimizer reads .grad of tensors that are not leaves.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import torch
 from matplotlib.axes import Axes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron_dta.train import quieten_libraries
+from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 

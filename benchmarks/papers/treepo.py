@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.train import quieten_libraries
+from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

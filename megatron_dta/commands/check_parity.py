@@ -17,12 +17,8 @@ import torch
 from rich.progress import track
 from rich.table import Table
 
-from megatron_dta.common.console import Console
-from megatron_dta.train import quieten_libraries
-
-quieten_libraries()  # before Megatron is imported, which warns of missing packages
-
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
 from megatron_dta.config.derived.moe_layers import parse_linear_attention_freq

@@ -27,11 +27,6 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from megatron_dta.common.console import Console
-from megatron_dta.train import quieten_libraries
-
-quieten_libraries()  # before Megatron is imported, which warns of missing packages
-
 from megatron_dta.common.command_line import (
     CommandLineParser,
     add_sample_granularity,
@@ -40,6 +35,7 @@ from megatron_dta.common.command_line import (
     json_text,
     print_json,
 )
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.files import replacing
 from megatron_dta.common.measurement import measured_on

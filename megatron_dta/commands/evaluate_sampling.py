@@ -24,7 +24,6 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.common.files import replacing
 from megatron_dta.config import TrainConfig, TreePOConfig
 from megatron_dta.config.checks.all import check_config
-from megatron_dta.train import quieten_libraries
 from megatron_dta.training_flags import ENGINE, MESH, TASK, ToolFlags, passed_over
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ def main() -> None:
     if config.checkpoint.load is None:
         raise InputError("--load is missing: the folder of the checkpoint to judge")
 
-    quieten_libraries()
     results = _evaluate(config, own.k, answer_of)
     if left_out:
         print(passed_over(left_out))

@@ -32,10 +32,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.train import quieten_libraries
-
-quieten_libraries()  # before Megatron is imported, which warns of missing packages
-
 from megatron_dta.common.command_line import CommandLineParser, json_text, print_json
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.files import replacing

@@ -19,7 +19,6 @@ from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.checks.all import check_config
 from megatron_dta.rollouts import write_rollouts
-from megatron_dta.train import quieten_libraries
 from megatron_dta.training_flags import ENGINE, MESH, TASK, ToolFlags, passed_over
 
 FLAGS = ToolFlags(
@@ -50,7 +49,6 @@ def main() -> None:
     if config.checkpoint.load is None:
         raise InputError("--load is missing: the folder of the checkpoint to sample from")
 
-    quieten_libraries()
     # Megatron takes seconds to import, so flags are checked first.
     from megatron_dta.model import current_mesh
     from megatron_dta.sampling.engines.build import build_engine

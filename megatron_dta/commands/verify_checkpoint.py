@@ -26,7 +26,6 @@ from megatron_dta.conversion.hf.config import architecture, read_hf_config, sett
 from megatron_dta.conversion.megatron_files import MegatronCheckpoint
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
-from megatron_dta.train import quieten_libraries
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,7 +59,6 @@ def main() -> int:
     arguments = parse_arguments()
     config = read_hf_config(arguments.hf_checkpoint)
     family = architecture(config, f"{arguments.hf_checkpoint}/config.json")
-    quieten_libraries()
     # Megatron takes seconds to import, so the command line is checked first.
     from megatron_dta.model import build_model, initialize_parallel
     from megatron_dta.parity.huggingface import load_huggingface, to_huggingface, train_padding

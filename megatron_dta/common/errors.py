@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron_dta.common.last_line import repeat_after_torchrun
+from megatron_dta.common.quiet import quieten_libraries
 from megatron_dta.common.secrets import redacted
 
 # Full disk, exhausted quota, limit on file sizes, read-only file system.
@@ -63,8 +64,9 @@ def run_entry_point(main: Callable[[], int | None]) -> None:
     An ``InputError``, a full disk or an unusable path is printed on standard error, one line per problem, and gives
     status 2. Ctrl-C prints ``interrupted`` and gives status 130, the convention of shells. With several processes,
     ranks above 0 add their rank to the line, since usually, but not always, all ranks fail with the same error. Any
-    other exception gives its traceback and status 1. Credentials are hidden in all of them.
+    other exception gives its traceback and status 1. Credentials are hidden in all of them, and libraries' warnings.
     """
+    quieten_libraries()
     try:
         status = main()
     except KeyboardInterrupt:

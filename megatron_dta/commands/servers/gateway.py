@@ -30,7 +30,6 @@ from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError, raise_all
 from megatron_dta.config.checks.all import check_engine
 from megatron_dta.config.checks.rollouts import SERVERS
-from megatron_dta.train import quieten_libraries
 from megatron_dta.training_flags import ENGINE, MESH, ToolFlags, passed_over
 
 if TYPE_CHECKING:
@@ -72,7 +71,6 @@ def main() -> None:
     _check(config)
     if left_out:
         print(passed_over(left_out))
-    quieten_libraries()
     _serve(config, own)
 
 

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.checks.all import check_engine
-from megatron_dta.train import quieten_libraries
 from megatron_dta.training_flags import MESH, ToolFlags, passed_over
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ def main() -> None:
     check_engine(config)
     if left_out and os.environ.get("RANK", "0") == "0":
         print(passed_over(left_out))
-    quieten_libraries()
     _serve(config, own)
 
 

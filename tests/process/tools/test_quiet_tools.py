@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import warnings
@@ -9,7 +10,7 @@ import warnings
 import pytest
 
 from conftest import REPOSITORY
-from megatron_dta.train import quieten_libraries
+from megatron_dta.common.quiet import quieten_libraries
 
 TOOLS = sorted(
     path
@@ -54,3 +55,18 @@ def test_the_distributed_optimizer_says_nothing_on_any_rank(rank: str, monkeypat
         quieten_libraries()
         warnings.warn("The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.", stacklevel=1)
     assert caught == []
+
+
+@pytest.mark.parametrize(("module", "shown"), [("fla.utils.hardware", 0), ("flatten", 1), ("my_reward", 1)])
+def test_warnings_of_libraries_are_hidden(
+    module: str, shown: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quieten_libraries()
+        warnings.warn_explicit("Triton is not supported", UserWarning, "file.py", 1, module=module)
+    assert len(caught) == shown
+    # The handler of last resort prints what no other handler takes.
+    record = logging.LogRecord(module, logging.WARNING, "file.py", 1, "message", (), None)
+    logging.lastResort.handle(record)
+    assert ("message" in capsys.readouterr().err) == bool(shown)
