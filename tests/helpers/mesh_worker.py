@@ -198,13 +198,11 @@ def _process(
         store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
         name = "nccl" if backend == "nccl" else "gloo"
         torch.distributed.init_process_group(name, store=store, rank=rank, world_size=world_size)
-        if backend == "nccl":
-            torch.distributed.barrier(device_ids=[rank])
         argument = torch.load(path / "argument.pt", weights_only=False)
         torch.save(call_with_room(function, rank, argument), path / f"result_{rank}.tmp")
         (path / f"result_{rank}.tmp").rename(path / f"result_{rank}.pt")
         gc.collect()  # graphs with sums of NCCL must go before its communicators
-        torch.distributed.barrier()
+        torch.distributed.barrier(device_ids=[rank] if backend == "nccl" else None)
         torch.distributed.destroy_process_group()
     except BaseException:
         (path / f"failed_{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
