@@ -55,7 +55,10 @@ class AgentConfig:
         "Sample with the run's temperature, nucleus and seed if a call asks for others, instead of refusing the call.",
     )
     tool_call_parser: str = option(
-        "hermes", "How the model writes tool calls.", choices=("hermes", "llama3_json", "none")
+        "auto",
+        "How the model writes tool calls: as the chat template does (auto; if its form is none of these, calls stay "
+        "text), or in one of these forms.",
+        choices=("auto", "hermes", "qwen3_coder", "llama3_json", "none"),
     )
     reasoning_parser: str = option(
         "none",

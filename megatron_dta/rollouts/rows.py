@@ -1,7 +1,7 @@
 """Reads rows of JSONL, JSON and Parquet files as dictionaries with any fields: prompts, conversations, preferences.
 
-A Parquet row gives the same dictionary as the equivalent JSONL row. Null fields are left out at every level, because
-Arrow gives every message of a column the fields that any of them has.
+A Parquet row gives the same dictionary as the equivalent JSONL row, but for null fields: Arrow gives every struct of a
+column the fields that any of them has.
 """
 
 from __future__ import annotations
@@ -103,10 +103,4 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         while (batch := decode_parquet(path, row, lambda: next(batches, None))) is not None:
             for record in decode_parquet(path, row, batch.to_pylist):
                 row += 1
-                yield row, _without_nulls(record)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+                yield row, record

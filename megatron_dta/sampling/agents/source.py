@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.gateway.records import SessionSizes, context_of, session_record, session_rollouts
 from megatron_dta.sampling.gateway.session import Session
 from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.prompts.continuation import whole_text
 from megatron_dta.sampling.prompts.load import Prompt
 from megatron_dta.sampling.rewards.registry import Response
 from megatron_dta.sampling.rewards.scoring import counted
@@ -196,17 +196,11 @@ def _result(
     if task is not None:
         record = session_record(session, reward) | {"failure": failure}
         for call, entry in zip(session.calls, record["calls"], strict=True):
-            entry["context_text"] = _text(context_of(call), task)
-            entry["output_text"] = _text(call.output, task)
+            entry["context_text"] = whole_text(task.tokenizer, context_of(call))
+            entry["output_text"] = whole_text(task.tokenizer, call.output)
     return SessionResult(
         group, rollouts, None if failure else reward, SessionSizes.of(session), failure, end.is_timeout, record
     )
-
-
-def _text(token_ids: np.ndarray, task: SamplingTask) -> str:
-    """The text of tokens with the special ones among them."""
-    runs = [(special, list(run)) for special, run in groupby(token_ids.tolist(), key=task.tokenizer.special_text)]
-    return "".join(task.tokenizer.decode(run) if special is None else special * len(run) for special, run in runs)
 
 
 def session_statistics(results: Sequence[SessionResult]) -> dict[str, float]:
@@ -220,6 +214,7 @@ def session_statistics(results: Sequence[SessionResult]) -> dict[str, float]:
         "agent_timeouts": float(sum(result.is_timeout for result in results)),
         "agent_calls": float(sum(each.calls for each in sizes)),
         "abandoned_calls": float(sum(each.abandoned_calls for each in sizes)),
+        "session_border_crossings": float(sum(each.crossed_borders for each in sizes)),
         "session_branches": float(np.mean([each.branches for each in sizes])) if sizes else 0.0,
         "session_tokens": float(stored),
         "session_row_tokens": float(sum(each.row_tokens for each in sizes)),

@@ -60,7 +60,8 @@ class Gateway:
         self.loop, self.tokenizer, self.params, self.settings = loop, tokenizer, params, settings
         self.sessions = Sessions(settings)
         self.prompts = PromptBuilder(tokenizer, template, settings.max_positions - 1)
-        self.parser = AnswerParser(settings.flags.tool_call_parser, settings.flags.reasoning_parser)
+        flags = settings.flags
+        self.parser = AnswerParser.of(flags.tool_call_parser, flags.reasoning_parser, template)
 
     def _room(self, prompt: GatewayPrompt, wanted: CallSettings) -> int:
         """The most tokens that an answer may have; ``RequestError`` if a sampling setting differs from the run's."""
@@ -83,9 +84,7 @@ class Gateway:
         if wanted.seed is not None:
             raise refuse("seed: the run's decides; leave it out, or start with --gateway-override-sampling")
 
-    async def answer(
-        self, session: Session, prompt: GatewayPrompt, wanted: CallSettings, has_tools: bool = False
-    ) -> list[Choice]:
+    async def answer(self, session: Session, prompt: GatewayPrompt, wanted: CallSettings) -> list[Choice]:
         """All choices of a call, added to the session's tree. If the caller is cancelled none of them is."""
         end = self.sessions.reserve(session, wanted.choices)
         try:
@@ -100,12 +99,12 @@ class Gateway:
                     task.cancel()
                     task.add_done_callback(self._release_result)
                 raise
-            return [self._finish(session, prompt, sampled, has_tools, began) for sampled in answers]
+            return [self._finish(session, prompt, sampled, began) for sampled in answers]
         finally:
             end()
 
     async def stream(
-        self, session: Session, prompt: GatewayPrompt, wanted: CallSettings, has_tools: bool = False
+        self, session: Session, prompt: GatewayPrompt, wanted: CallSettings
     ) -> AsyncIterator[Sampled | Choice]:
         """One answer, piece by piece; the last item is the choice, which is in the session's tree by then."""
         end = self.sessions.reserve(session, 1)
@@ -117,7 +116,7 @@ class Gateway:
                     yield sampled
                     continue
                 is_done = True
-                choice = self._finish(session, prompt, sampled, has_tools, began)
+                choice = self._finish(session, prompt, sampled, began)
                 end()
                 yield choice
         finally:
@@ -145,12 +144,10 @@ class Gateway:
         if not task.cancelled() and task.exception() is None:
             self.loop.release(task.result().request_id)
 
-    def _finish(
-        self, session: Session, prompt: GatewayPrompt, sampled: Sampled, has_tools: bool, began: float
-    ) -> Choice:
+    def _finish(self, session: Session, prompt: GatewayPrompt, sampled: Sampled, began: float) -> Choice:
         """Add a finished answer to the tree. The session may be closed by now: then the answer is of no use."""
         call_id = secrets.token_hex(12)
-        answer = self.parser.parse(sampled.text, call_id, has_tools)
+        answer = self.parser.parse(sampled.text, call_id, prompt.tools)
         call = Call(
             base=prompt.node,
             base_length=len(prompt.token_ids),

@@ -1,10 +1,7 @@
 """Parses the model's answer to a message with content, reasoning and tool calls, and prepares messages for templates.
 
-Tool calls (``--tool-call-parser``), as the model's template writes them:
-
-    hermes       <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, any number of them (Qwen, Hermes)
-    llama3_json  {"name": "add", "parameters": {"a": 1}} as the whole answer (Llama 3)
-    none         the answer is text
+Tool calls (``--tool-call-parser``) are parsed in the forms of ``prompts.tool_calls``; with ``auto`` it is the one that
+the chat template writes, and with ``none`` the answer is text.
 
 Reasoning (``--reasoning-parser``): with ``think`` the text up to ``</think>`` is ``reasoning_content``, apart from the
 content; with ``none`` it stays in the content.
@@ -16,15 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.sampling.gateway.errors import refuse
 from megatron_dta.sampling.gateway.session import Session
+from megatron_dta.sampling.prompts.chat_template import ChatTemplate
+from megatron_dta.sampling.prompts.messages import text_of
+from megatron_dta.sampling.prompts.tool_calls import parse_call, schemas_of, split_calls
 
-_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _END_OF_THOUGHT = "</think>"
 
 
@@ -52,7 +51,7 @@ class Answer:
             found["reasoning_content"] = self.reasoning
         if self.tool_calls:
             found["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in self.tool_calls
             ]
         return found
@@ -65,26 +64,33 @@ class AnswerParser:
     tool_calls: str = "hermes"
     reasoning: str = "none"
 
-    def parse(self, text: str, call_id: str, has_tools: bool) -> Answer:
+    @classmethod
+    def of(cls, tool_calls: str, reasoning: str, template: ChatTemplate | None) -> AnswerParser:
+        """The parser of these flags; the template decides what ``auto`` is."""
+        if tool_calls == "auto":
+            tool_calls = "none" if template is None else template.tool_call_form
+        return cls(tool_calls, reasoning)
+
+    def parse(self, text: str, call_id: str, tools: Sequence[Any] | None) -> Answer:
         """The message of an answer.
 
         Args:
             call_id: the call's id, from which those of the tool calls are made.
-            has_tools: whether the request offered tools; without them no call is looked for.
+            tools: those that the request offered; without them no call is looked for.
         """
         reasoning = None
         if self.reasoning == "think" and _END_OF_THOUGHT in text:
             before, _, text = text.partition(_END_OF_THOUGHT)
             reasoning = before.removeprefix("<think>").strip("\n")
             text = text.lstrip("\n")
-        if not has_tools or self.tool_calls == "none":
+        if not tools or self.tool_calls == "none":
             return Answer(text, reasoning)
-        if self.tool_calls == "hermes":
-            pieces, rest = _HERMES.findall(text), _HERMES.sub("", text)
-        else:
-            pieces, rest = ([text], "") if text.lstrip().startswith("{") else ([], text)
-        found = [_tool_call(piece) for piece in pieces]
-        if not found or None in found:
+        rest, pieces = split_calls(text, self.tool_calls)
+        try:
+            found = [parse_call(piece, schemas_of(tools)) for piece in pieces]
+        except (ValueError, RecursionError):
+            found = []
+        if not found:
             return Answer(text, reasoning)
         calls = tuple(ToolCall(f"call_{call_id[-24:]}_{i}", *call) for i, call in enumerate(found))
         return Answer(rest.strip() or None, reasoning, calls)
@@ -116,72 +122,33 @@ def safe_length(text: str, stops: Sequence[str]) -> int:
     return min(len(text) - unfinished, _safe_length(text, stops))
 
 
-def _tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    arguments = found.get("arguments", found.get("parameters", {}))
-    return (found["name"], arguments) if isinstance(arguments, dict) else None
-
-
-def template_messages(messages: Sequence[Mapping[str, Any]], session: Session) -> list[dict[str, Any]]:
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], session: Session, template: ChatTemplate
+) -> list[dict[str, Any]]:
     """Messages of a request as templates take them.
 
-    Parts of text are joined, arguments of tool calls become objects, ``developer`` becomes ``system``. Clients do not
-    send reasoning back; it is put back into the answers that they do send, and the template decides what it keeps.
+    Besides the form of ``prompts.messages``, ``developer`` becomes ``system``. Clients do not send reasoning back; it
+    is put back into the answers that they do send, and the template decides what it keeps.
 
     Raises:
-        RequestError: a part is not text.
+        RequestError: a message is not as it must be.
     """
-    return [_template_message(message, number, session) for number, message in enumerate(messages, start=1)]
-
-
-def _template_message(message: Mapping[str, Any], number: int, session: Session) -> dict[str, Any]:
-    role = message["role"]
-    found: dict[str, Any] = {
-        "role": "system" if role == "developer" else role,
-        "content": _text_of(message.get("content"), number),
-    }
-    for name in ("name", "tool_call_id"):
-        if message.get(name) is not None:
-            found[name] = message[name]
-    if message.get("tool_calls"):
-        found["tool_calls"] = [
-            {
-                "type": "function",
-                "function": {"name": call["function"]["name"], "arguments": _arguments(call["function"]["arguments"])},
-            }
-            for call in message["tool_calls"]
-        ]
-    if role == "assistant":
-        reasoning = message.get("reasoning_content") or session.reasoning.get(visible_digest(found))
-        if reasoning is not None:
-            found["reasoning_content"] = reasoning
-    return found
-
-
-def _text_of(content: Any, number: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content:
-        if part.get("type") not in ("text", "refusal", "input_text", "output_text"):
-            raise refuse(f"message {number}: content of type {part.get('type')!r}; the gateway takes text only")
-        texts.append(part.get("text") or part.get("refusal") or "")
-    return "".join(texts)
-
-
-def _arguments(text: Any) -> Any:
     try:
-        return json.loads(text) if isinstance(text, str) else text
-    except ValueError:
-        return text
+        # A tool may answer nothing.
+        found = template.messages([{**message, "content": message.get("content") or ""} for message in messages])
+    except InputError as error:
+        raise refuse(f"messages: {error}") from error
+    for message in found:
+        message["role"] = "system" if message["role"] == "developer" else message["role"]
+        if message["role"] == "assistant" and "reasoning_content" not in message:
+            reasoning = session.reasoning.get(visible_digest(message))
+            if reasoning is not None:
+                message["reasoning_content"] = reasoning
+    return found
 
 
 def visible_digest(message: Mapping[str, Any]) -> bytes:
     """Identifies what a client sees of an answer besides its reasoning."""
-    seen = [message.get("content") or "", message.get("tool_calls") or []]
+    calls = [call.get("function") for call in message.get("tool_calls", ())]
+    seen = [text_of(message["content"]), calls]
     return hashlib.blake2b(json.dumps(seen, sort_keys=True).encode(), digest_size=16).digest()

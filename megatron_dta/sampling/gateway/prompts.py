@@ -3,7 +3,8 @@
 The template writes the whole conversation as text. The longest known prefix of that text brings its ids with it; only
 the rest is tokenized. Known are: prompts, as a whole and up to each special token (no tokenizer merges across one), and
 prompts with their answers, in the form in which the template repeats the answer. The ids after such a prefix are the
-sampled ones, also where the template writes an answer a little differently (blanks in the JSON of a tool call).
+sampled ones, also where the template writes an answer a little differently (blanks in the JSON of a tool call). The
+rest is encoded as it would be in the whole text (``prompts.continuation``).
 
 An answer is only known if the template, asked at once, repeats it after the unchanged prompt with its reasoning. If a
 later turn makes it drop the reasoning, the text differs there and the call is a branch.
@@ -11,7 +12,7 @@ later turn makes it drop the reasoning, the text differs there and the call is a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,8 @@ from megatron_dta.sampling.gateway.errors import refuse
 from megatron_dta.sampling.gateway.messages import Answer, template_messages, visible_digest
 from megatron_dta.sampling.gateway.session import Base, Call, Node, Session
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
+from megatron_dta.sampling.prompts.continuation import Continuation, encode_after, text_before
+from megatron_dta.sampling.prompts.messages import text_of, words_to_continue
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 
 
@@ -65,8 +68,8 @@ class PromptBuilder:
         """The prompt of a conversation; ``RequestError`` if the template refuses it or it is too long."""
         if self._template is None:
             raise refuse("messages need a chat template: start the gateway with --apply-chat-template")
-        written = template_messages(messages, session)
-        return self._of_text(session, self._render(written, tools, True), written, tools)
+        written = template_messages(messages, session, self._template)
+        return self._of_text(session, self._rendered(self._template.prompt, written, tools), written, tools)
 
     def text(self, session: Session, text: str) -> GatewayPrompt:
         return self._of_text(session, text, None, None)
@@ -107,7 +110,12 @@ class PromptBuilder:
         before = prompt.content.decode()
         if answer is None or prompt.messages is None:
             return before + text
-        whole = self._render([*prompt.messages, answer.message()], prompt.tools, False)
+        assert self._template is not None
+        begun, said = prompt.messages, answer.message()
+        if words_to_continue(begun):  # clients send them back with the answer, as one message
+            said["content"] = text_of(begun[-1]["content"]) + said["content"]
+            begun = begun[:-1]
+        whole = self._rendered(self._template.text, [*begun, said], prompt.tools, generation_prompt=False)
         if not whole.startswith(before):
             return None
         own = whole[len(before) :]
@@ -128,18 +136,24 @@ class PromptBuilder:
         # A tokenizer needs seconds for megabytes, during which nobody else is answered.
         if len(content) - length > _MOST_BYTES_PER_TOKEN * self._max_tokens:
             raise refuse(f"the prompt has {len(content)} bytes; there is room for {self._max_tokens} tokens")
+        known_ids = _NONE if base is None else base.node.token_ids(base.length)
         try:
-            rest = self._tokenizer.encode(content[length:].decode()) if length < len(content) else _NONE
+            rest, crosses = self._encode(known_ids, content[length:].decode())
         except InputError as error:
             raise refuse(f"prompt: {error}") from error
-        token_ids = rest if base is None else np.concatenate([base.node.token_ids(base.length), rest])
+        token_ids = np.concatenate([known_ids, rest])
         node = self._node(session, base, token_ids, rest)
         session.counts.tokenized_tokens += len(rest)
+        session.counts.crossed_borders += crosses
         known = len(token_ids) - len(rest)
         prompt = GatewayPrompt(token_ids, node, known, length, content, True, messages, tools)
         if len(rest):
             session.texts.add(content, self._boundaries(prompt))
         return prompt
+
+    def _encode(self, known: np.ndarray, text: str) -> Continuation:
+        """The ids of ``text`` after the known ones."""
+        return encode_after(self._tokenizer, text_before(self._tokenizer, known) if text else "", text)
 
     def _node(self, session: Session, base: Base | None, token_ids: np.ndarray, rest: np.ndarray) -> Node:
         """The node at the end of a prompt: a new one, unless nothing in it is new."""
@@ -179,10 +193,10 @@ class PromptBuilder:
             found.append((len(prompt.content), Base(node, node.length)))
         return found
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool) -> str:
-        assert self._template is not None
+    @staticmethod
+    def _rendered(render: Callable[..., str], *arguments: Any, **ends: bool) -> str:
         try:
-            return self._template.text(messages, tools, generation_prompt)
+            return render(*arguments, **ends)
         except InputError as error:
             raise refuse(f"messages: {error}") from error
 

@@ -96,6 +96,7 @@ class SessionSizes:
     tokenized_tokens: int
     reused_tokens: int
     abandoned_calls: int
+    crossed_borders: int
 
     @classmethod
     def of(cls, session: Session) -> SessionSizes:
@@ -109,6 +110,7 @@ class SessionSizes:
             counts.tokenized_tokens,
             counts.reused_tokens,
             counts.abandoned_calls,
+            counts.crossed_borders,
         )
 
 

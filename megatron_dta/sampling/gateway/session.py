@@ -103,11 +103,13 @@ class SessionCounts:
 
     Attributes:
         tokenized_tokens: context tokens that came from a tokenizer.
+        crossed_borders: prompts whose whole text would have a token across the end of what the session knew.
         reused_tokens: prompt tokens that were known, sampled ones among them.
         abandoned_calls: answers that their clients did not wait for; they are not part of the tree.
     """
 
     tokenized_tokens: int = 0
+    crossed_borders: int = 0
     reused_tokens: int = 0
     abandoned_calls: int = 0
 

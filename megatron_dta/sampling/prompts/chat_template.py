@@ -1,19 +1,35 @@
 """Renders messages with the chat template of their tokenizer (``--apply-chat-template``).
 
 The template is in tokenizer_config.json or chat_template.jinja next to ``tokenizer.json``, and the package transformers
-renders it. The text ends where the model's turn begins and is encoded like any other text: special tokens are
-recognised, and no token is added in front.
+renders it. All messages are normalized first (``messages``). The text is encoded like any other text: special tokens
+are recognised, and no token is added in front.
+
+A template may write the date or the time. It always gets the same one, ``date``, so that a run that is continued, and
+every rank of it, renders the same prompts.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import string
 from collections.abc import Mapping
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_dta.common.errors import InputError, one_line
+from megatron_dta.sampling.prompts.messages import ContentForm, checked_tools, normalized, words_to_continue
+
+_CLOCK = "strftime_now"
+# A tool call in text that ``tool_calls`` can parse, by the form's name.
+_PROBE = "probe_name"
+_CALLS = {
+    "qwen3_coder": f"<function={_PROBE}>",
+    "hermes": f'<tool_call>{{"name":"{_PROBE}","arguments":{{',
+    "llama3_json": f'{{"name":"{_PROBE}","parameters":{{',
+}
 
 
 class ChatTemplate:
@@ -21,9 +37,15 @@ class ChatTemplate:
 
     Args:
         settings: additional variables of the template, such as enable_thinking.
+        date: the date and time that the template writes, if it does (default: now).
+
+    Attributes:
+        writes_date: whether the template may write a date or time.
     """
 
-    def __init__(self, folder: str | Path, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, settings: Mapping[str, Any] | None = None, date: datetime | None = None
+    ) -> None:
         if importlib.util.find_spec("transformers") is None:
             raise InputError("--apply-chat-template needs the package transformers: pip install transformers")
         from transformers import PreTrainedTokenizerFast
@@ -32,42 +54,90 @@ class ChatTemplate:
         path = path if path.is_dir() else path.parent
         try:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+            template = self._tokenizer.chat_template and self._tokenizer.get_chat_template()
         except Exception as error:  # the library raises many kinds
             raise InputError(
                 f"--apply-chat-template: the tokenizer in {path} cannot be read: {_reason(error)}"
             ) from error
-        if not self._tokenizer.chat_template:
+        if not template:
             raise InputError(
                 f"--apply-chat-template: there is no chat template in {path} (tokenizer_config.json or "
                 "chat_template.jinja); leave the flag out and write the markers into the prompts"
             )
-        self._settings = dict(settings or {})
+        self._settings, self.date = dict(settings or {}), date or datetime.now()
+        self.writes_date = _CLOCK in template
+        self._clock = _fixed_clock(self.date)
 
-    def text(self, prompt: Any, tools: Any = None, generation_prompt: bool = True) -> str:
-        """The text of a prompt: a list of messages with ``role`` and ``content``, or text, which is the user's message.
+    def messages(self, prompt: Any) -> list[dict[str, Any]]:
+        """A list of messages, or text as the user's message, in the form that the template reads."""
+        return normalized(prompt, self._form)
+
+    def prompt(self, messages: Any, tools: Any = None) -> str:
+        """The text of a prompt up to where the model goes on: where its turn begins, or after its own last words.
 
         Args:
+            messages: a list of messages with ``role`` and ``content``, or text, which is the user's message.
             tools: a list, or the JSON text of one.
-            generation_prompt: end where the model's turn begins instead of after the last message.
 
         Raises:
-            InputError: the prompt is neither, or the template refuses it.
+            InputError: the messages are neither, or the template refuses them.
         """
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not isinstance(messages, list) or not messages:
-            raise InputError(f"must be text or a list of messages, got {type(prompt).__name__}")
-        for number, message in enumerate(messages, start=1):
-            # A turn that only calls tools may have no content.
-            said = isinstance(message, dict) and ("content" in message or "tool_calls" in message)
-            if not said or not isinstance(message.get("role"), str):
-                raise InputError(f"message {number}: must be an object with 'role' and 'content'")
-        tools = _checked_tools(tools)
+        messages = self.messages(messages)
+        if words_to_continue(messages):
+            return self._render(messages, tools, continue_final_message=True)
+        return self._render(messages, tools, add_generation_prompt=True)
+
+    def text(self, messages: Any, tools: Any = None, generation_prompt: bool = True) -> str:
+        """The text of whole messages, ending where the model's next turn begins or after the last message."""
+        return self._render(self.messages(messages), tools, add_generation_prompt=generation_prompt)
+
+    @cached_property
+    def tool_call_form(self) -> str:
+        """The form in which the template writes tool calls, a name of ``tool_calls``; none if it is another."""
+        call = {"id": "call00001", "type": "function", "function": {"name": _PROBE, "arguments": {"key": "value"}}}
+        schema = {"type": "object", "properties": {"key": {"type": "string", "description": "key"}}, "required": []}
+        tool = {"type": "function", "function": {"name": "another", "description": "another", "parameters": schema}}
+        talk = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
+            written = "".join(self.text(talk, [tool], generation_prompt=False).split())
+        except InputError:
+            return "none"
+        return next((name for name, mark in _CALLS.items() if mark in written), "none")
+
+    @cached_property
+    def _form(self) -> ContentForm:
+        """The contents that the template reads, by trying them."""
+        words = ("probe of text", "probe of parts")
+
+        def shows(content: Any) -> bool:
+            try:
+                found = self._render([{"role": "user", "content": content}], None, add_generation_prompt=True)
+            except InputError:
+                return False
+            return all(word in found for word in words) and "'text'" not in found and '"text"' not in found
+
+        reads_parts = shows([{"type": "text", "text": word} for word in words])
+        return ContentForm(reads_text=shows(" ".join(words)) or not reads_parts, reads_parts=reads_parts)
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, **ends: bool) -> str:
+        tools = checked_tools(tools)
+        try:
+            template = self._tokenizer.get_chat_template(tools=tools)
+            template = self._clock + template if _CLOCK in template else template
             return self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **self._settings
+                messages, tools=tools, chat_template=template, tokenize=False, **ends, **self._settings
             )
         except Exception as error:  # templates may raise anything
             raise InputError(f"the chat template refuses it: {_reason(error)}") from error
+
+
+def _fixed_clock(date: datetime) -> str:
+    """A macro for the top of a template that hides the library's function of the same name, which reads the clock."""
+    codes = [f"%{flag}{letter}" for flag in ("-", "") for letter in string.ascii_letters]
+    values = {"%%": "\0", **{code: date.strftime(code) for code in codes}, "\0": "%"}
+    replaced = "".join(f"|replace({json.dumps(code)}, {json.dumps(value)})" for code, value in values.items())
+    # The library drops a line break after a block, so the template itself is unchanged.
+    return f"{{% macro {_CLOCK}(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
 
 
 def chat_template_settings(text: str | None) -> dict[str, Any]:
@@ -78,22 +148,21 @@ def chat_template_settings(text: str | None) -> dict[str, Any]:
         raise InputError(f"--apply-chat-template-kwargs {text}: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise InputError(f"--apply-chat-template-kwargs {text}: must be a JSON object")
-    reserved = sorted({"messages", "conversation", "tools", "tokenize", "add_generation_prompt"} & set(found))
+    reserved = sorted(_RESERVED & set(found))
     if reserved:
         raise InputError(f"--apply-chat-template-kwargs: {reserved[0]} is not a setting of the template")
     return found
 
 
-def _checked_tools(tools: Any) -> list[Any] | None:
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            raise InputError("tools: is text that is not JSON") from None
-    if tools is not None and not isinstance(tools, list):
-        raise InputError(f"tools: must be a list, got {type(tools).__name__}")
-    # Files store an empty list for rows without tools.
-    return tools or None
+_RESERVED = {
+    "messages",
+    "conversation",
+    "tools",
+    "chat_template",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+}
 
 
 def _reason(error: Exception) -> str:

@@ -10,7 +10,7 @@ A row has one prompt, usually the answer that the reward compares against, and a
     teacher            which of --teacher-load-hf scores its rollouts
     id                 a name that is unique in the file (default: the row's number)
 
-The reward function gets all fields of the row. A null field counts as missing.
+The reward function gets all fields of the row as they are. A null field counts as missing; nulls in its value stay.
 
 Each epoch is a keyed shuffle, so the prompts of a step are a function of the step number: a resumed run needs no reader
 state, and step k of any run with the same seed and file trains the same prompts.
@@ -30,6 +30,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts.rows import named_value, read_rows, value_at
 from megatron_dta.sampling.keyed_random import keyed_permutation
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
+from megatron_dta.sampling.prompts.messages import without_fillers
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer, encode_field
 
 _FIELDS = ("prompt", "question", "prompt_token_ids")
@@ -84,7 +85,7 @@ class PromptReader:
         before = self.overlong
         for row, record in read_rows(file):
             try:
-                prompt = self._prompt(row, record)
+                prompt = self._prompt(row, record, has_fillers=file.suffix == ".parquet")
                 if prompt is None:
                     self.overlong += 1
                     continue
@@ -103,14 +104,16 @@ class PromptReader:
             raise InputError(f"{file}: no prompts in it")
         return prompts
 
-    def _prompt(self, row: int, record: dict[str, Any]) -> Prompt | None:
+    def _prompt(self, row: int, record: dict[str, Any], has_fillers: bool) -> Prompt | None:
         """The prompt of a row; None if it is too long and omitted."""
         name = self._field(record)
-        value = value_at(record, name)
+        value, tools = value_at(record, name), record.get("tools")
+        if has_fillers:
+            value, tools = without_fillers(value), without_fillers(tools)
         if name == "prompt_token_ids":
             token_ids = _checked_ids(value, self._tokenizer)
         else:
-            token_ids = self._encode(name, value, record.get("tools"))
+            token_ids = self._encode(name, value, tools)
         if token_ids.size == 0:
             raise InputError(f"{name}: is empty; a response needs at least one token before it")
         if self._limit is not None and token_ids.size > self._limit:
@@ -142,7 +145,7 @@ class PromptReader:
     def _encode(self, name: str, value: Any, tools: Any) -> np.ndarray:
         if self._template is not None:
             try:
-                value = self._template.text(value, tools)
+                value = self._template.prompt(value, tools)
             except InputError as error:
                 raise InputError(f"{name}: {error}") from None
         return encode_field(self._tokenizer, name, value)

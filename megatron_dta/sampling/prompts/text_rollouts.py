@@ -8,13 +8,16 @@ The rows of a file (JSONL or Parquet) have one of these forms; other fields are 
     chosen, rejected             for DPO: two conversations, whose common prefix is the prompt
     tools                        with any of them: tools of the chat template
 
-With --apply-chat-template text is a message. Without it, prompt and response are encoded unchanged and concatenated,
-and the end of sequence is appended. A preference becomes two rollouts of one group, with rewards 1 and 0.
+Turns that a message marks as untrained (``messages.MARKS``) are context, and a prompt that ends with words of the
+assistant is continued. With --apply-chat-template text is a message. Without it, prompt and response are encoded
+unchanged, as one text, and the end of sequence is appended. A preference becomes two rollouts of one group, with
+rewards 1 and 0.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,9 @@ from megatron_dta.rollouts import Rollout, cut_length
 from megatron_dta.rollouts.lines import data_suffix
 from megatron_dta.rollouts.rows import field_names, named_value, read_rows, value_at
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
+from megatron_dta.sampling.prompts.continuation import encode_after
 from megatron_dta.sampling.prompts.conversations import ConversationEncoder, MaskedTokens
+from megatron_dta.sampling.prompts.messages import without_fillers
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer, encode_field
 
 logger = logging.getLogger(__name__)
@@ -66,6 +71,7 @@ class TextReader:
         self._encoder = None if template is None else ConversationEncoder(tokenizer, template)
         self._input_key, self._label_key = input_key, label_key
         self._framing, self._max_length = sample_granularity, max_length
+        self._plain_crossings = 0
 
     def read(self, path: str | Path, pairs: bool) -> list[Rollout]:
         """The rollouts of a file; ``InputError`` names file, row (from 1) and field of an invalid row.
@@ -73,9 +79,10 @@ class TextReader:
         Args:
             pairs: whether the rows must be preferences; otherwise they must not be.
         """
-        path, found, cut_away = Path(path), [], 0
+        path, found, cut_away, crossings = Path(path), [], 0, self._crossings
         for row, record in read_rows(path):
             try:
+                record = without_fillers(record) if path.suffix == ".parquet" else record
                 rollouts = self._rollouts(row, record, pairs)
             except InputError as error:
                 raise InputError(f"{path}: row {row}: {error}") from None
@@ -90,14 +97,25 @@ class TextReader:
             logger.warning(
                 "%s: left out %d samples: no trained token in their first %d", path, cut_away, self._max_length
             )
+        if self._crossings > crossings:
+            logger.warning(
+                "%s: tokens of the whole text would cross %d borders of turns or responses; the two sides are encoded "
+                "apart, as in sampling",
+                path,
+                self._crossings - crossings,
+            )
         if not found:
             reason = f"no sample has a trained token in its first {self._max_length} tokens" if cut_away else "no rows"
             raise InputError(f"{path}: {reason}")
         return found
 
+    @property
+    def _crossings(self) -> int:
+        return self._plain_crossings + (self._encoder.crossings if self._encoder is not None else 0)
+
     def _rollouts(self, row: int, record: dict[str, Any], pairs: bool) -> list[Rollout]:
         tools = record.get("tools")
-        if pairs != ("chosen" in record or "rejected" in record):
+        if pairs != any(record.get(name) is not None for name in ("chosen", "rejected")):
             raise InputError(
                 "--objective dpo needs the fields chosen and rejected"
                 if pairs
@@ -121,7 +139,7 @@ class TextReader:
         if value is None:
             raise InputError(f"needs messages, or prompt and response; has no field '{name}'")
         answer = self._label_key
-        if answer is None and not _is_answered(value):
+        if answer is None and (name in _PROMPTS or not _is_answered(value)):
             answer = next((n for n in _RESPONSES if record.get(n) is not None), None)
         if answer is None and isinstance(value, str):
             raise InputError(f"{name}: is text and needs a response; --label-key names its field")
@@ -135,7 +153,7 @@ class TextReader:
             messages = messages + _named(answer, lambda: _as_messages(said, "assistant"))
         if self._framing == "turn" and not first:
             return _named(name, lambda: self._encoder.turns(messages, tools))
-        return [_named(name, lambda: self._encoder.whole(messages, tools, first))]
+        return [_named(name, lambda: self._encoder.whole(messages, tools, first, continues=bool(first)))]
 
     def _pair(self, record: dict[str, Any], tools: Any) -> list[MaskedTokens]:
         """The chosen and the rejected sequence of a row, what follows their prompt trained."""
@@ -157,24 +175,32 @@ class TextReader:
         if prompt is not None:
             context = _named(name, lambda: _as_messages(prompt, "user"))
             # Files may repeat the prompt in both conversations.
-            both = [own if own[: len(context)] == context else context + own for own in both]
+            both = [talk if self._same(talk[: len(context)], context) else context + talk for talk in both]
             first = len(context)
         else:
-            same = takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))
-            first = len(list(same))
-        if both[0][first:] == both[1][first:]:
+            first = len(list(takewhile(lambda pair: self._same(pair[:1], pair[1:]), zip(*both, strict=False))))
+        if self._same(both[0][first:], both[1][first:]):
             raise InputError("chosen and rejected are the same")
         return [
-            _named(answer, lambda own=own: self._encoder.whole(own, tools, first))
-            for answer, own in zip(("chosen", "rejected"), both, strict=True)
+            _named(answer, lambda talk=talk: self._encoder.whole(talk, tools, first, continues=prompt is not None))
+            for answer, talk in zip(("chosen", "rejected"), both, strict=True)
         ]
+
+    def _same(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
+        """Whether two lists of messages are equal once they are normalized."""
+        pairs = zip(first, second, strict=False)
+        assert self._template is not None
+        form = self._template.messages
+        return len(first) == len(second) and all(a == b or form([a]) == form([b]) for a, b in pairs)
 
     def _plain(self, name: str, prompt: Any, answer: str | None, response: Any) -> MaskedTokens:
         """Prompt, response and end of sequence, without a chat template."""
         before = encode_field(self.tokenizer, name, prompt)
         if not before.size:
             raise InputError(f"{name}: is empty; a response needs at least one token before it")
-        trained = encode_field(self.tokenizer, answer or "", response)
+        encode_field(self.tokenizer, answer or "", response)
+        trained, crosses = encode_after(self.tokenizer, prompt, response)
+        self._plain_crossings += crosses
         if not trained.size or trained[-1] != self.tokenizer.eos_id:
             trained = np.append(trained, np.int32(self.tokenizer.eos_id))
         ids = np.concatenate([before, trained])

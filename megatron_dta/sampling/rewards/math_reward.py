@@ -43,7 +43,7 @@ class MathVerify:
 
     def __call__(self, prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
         """1 or 0; ``InputError`` if the record has no usable answer."""
-        if "answer" not in prompt:
+        if prompt.get("answer") is None:
             raise InputError("the prompt's record has no field 'answer', which this reward compares against")
         answer = prompt["answer"]
         with self._lock:

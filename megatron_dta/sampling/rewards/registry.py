@@ -92,7 +92,7 @@ def _check_parameters(where: str, name: str, function: RewardFunction) -> None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # functions of other languages have none
         return
-    arguments = _arguments(function, Response("", {"answer": None}, "", []))
+    arguments = _arguments(function, Response("", {"answer": ""}, "", []))
     named = {key: value for key, value in arguments.items() if isinstance(key, str)}
     try:
         signature.bind(**named) if named else signature.bind(*arguments.values())
@@ -236,6 +236,6 @@ def _finite(value: Any, where: str, name: str) -> float:
 
 
 def _answer(prompt: Mapping[str, Any]) -> Any:
-    if "answer" not in prompt:
+    if prompt.get("answer") is None:
         raise InputError("the prompt's record has no field 'answer', which this reward compares against")
     return prompt["answer"]

@@ -36,6 +36,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.common.futures import in_daemon_thread
 from megatron_dta.common.user_code import describe_error, load_from_file
 from megatron_dta.config import EnvironmentConfig
+from megatron_dta.sampling.prompts.continuation import Continuation, encode_after, text_before
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.treepo.tool_environment import ToolEnvironment
 
@@ -65,6 +66,7 @@ class StepOutcome:
     failure: str | None = None
     tool_calls: int = 0
     tool_errors: int = 0
+    crosses: bool = False
 
 
 class EnvironmentRunner:
@@ -76,8 +78,9 @@ class EnvironmentRunner:
             others. None: there is one process.
 
     Attributes:
-        counts: steps, failures and timeouts (which are also failures); for environments with tools also the calls and
-            the calls that were answered with an error.
+        counts: steps, failures and timeouts (which are also failures), and observations whose beginning a token of the
+            whole text would cross; for environments with tools also the calls and the calls that were answered with an
+            error.
     """
 
     def __init__(
@@ -89,27 +92,32 @@ class EnvironmentRunner:
     ) -> None:
         self._factory, self._tokenizer, self._mesh = factory, tokenizer, mesh
         self._settings = settings or EnvironmentConfig()
-        self.counts = {"environment_steps": 0, "environment_failures": 0, "environment_timeouts": 0}
+        names = ("environment_steps", "environment_failures", "environment_timeouts", "observation_border_crossings")
+        self.counts = dict.fromkeys(names, 0)
         self._has_tools = isinstance(factory, type) and issubclass(factory, ToolEnvironment)
         if self._has_tools:
             self.counts |= {"tool_calls": 0, "tool_errors": 0}
 
-    def reset(self, records: Sequence[Mapping[str, Any]]) -> tuple[list[Environment | None], list[np.ndarray]]:
+    def reset(
+        self, records: Sequence[Mapping[str, Any]], prompts: Sequence[np.ndarray]
+    ) -> tuple[list[Environment | None], list[np.ndarray]]:
         """An environment per record, and the tokens it appends to the prompt; ``InputError`` if a reset fails."""
 
-        def begin(record: Mapping[str, Any]) -> tuple[Environment, np.ndarray]:
+        def begin(record: Mapping[str, Any], prompt: np.ndarray) -> tuple[Environment, Continuation]:
             environment = self._factory()
             observation = environment.reset(dict(record))
-            return environment, self._tokens("" if observation is None else observation)
+            return environment, self._tokens("" if observation is None else observation, prompt)
 
-        results: list[tuple[Environment, np.ndarray] | str] = []
+        results: list[tuple[Environment, Continuation] | str] = []
         if self._is_first():
-            results = self._run([(begin, (record,)) for record in records])
+            results = self._run([(begin, pair) for pair in zip(records, prompts, strict=True)])
         failures = [f"prompt {i + 1}: {result}" for i, result in enumerate(results) if isinstance(result, str)]
-        observations = [] if failures else [result[1] for result in results]
-        failures, observations = self._share((failures, observations))
+        appended = [] if failures else [result[1] for result in results]
+        failures, appended = self._share((failures, appended))
         if failures:
             raise InputError(f"--environment: reset failed: {failures[0]}")
+        self.counts["observation_border_crossings"] += sum(tokens.crosses for tokens in appended)
+        observations = [tokens.token_ids for tokens in appended]
         return [result[0] for result in results] if results else [None] * len(records), observations
 
     def step(
@@ -119,7 +127,7 @@ class EnvironmentRunner:
 
         def take(environment: Environment, action: np.ndarray) -> tuple[Environment, StepOutcome]:
             fork = environment.fork() if hasattr(environment, "fork") else copy.deepcopy(environment)
-            outcome = self._checked(fork.step(self._tokenizer.decode(action)))
+            outcome = self._checked(fork.step(self._tokenizer.decode(action)), action)
             if self._has_tools:
                 calls, errors = fork.last_calls
                 outcome = replace(outcome, tool_calls=calls, tool_errors=errors)
@@ -137,6 +145,7 @@ class EnvironmentRunner:
     def _count(self, outcomes: Sequence[StepOutcome]) -> None:
         self.counts["environment_steps"] += len(outcomes)
         for outcome in outcomes:
+            self.counts["observation_border_crossings"] += outcome.crosses
             if self._has_tools:
                 self.counts["tool_calls"] += outcome.tool_calls
                 self.counts["tool_errors"] += outcome.tool_errors
@@ -168,7 +177,7 @@ class EnvironmentRunner:
         error = call.exception()
         return call.result() if error is None else " ".join(f"{type(error).__name__}: {error}".split())
 
-    def _checked(self, result: Any) -> StepOutcome:
+    def _checked(self, result: Any, action: np.ndarray) -> StepOutcome:
         if not isinstance(result, tuple) or len(result) != 3:
             found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
             raise TypeError(f"step must return (observation, reward, done), got {found}")
@@ -177,17 +186,20 @@ class EnvironmentRunner:
             raise TypeError(f"step must return a finite reward, got {reward!r}")
         if not isinstance(done, bool | np.bool_):
             raise TypeError(f"step must return whether the episode is over as a bool, got {done!r}")
-        return StepOutcome(self._tokens(observation), float(reward), bool(done))
+        tokens = self._tokens(observation, action)
+        return StepOutcome(tokens.token_ids, float(reward), bool(done), crosses=tokens.crosses)
 
-    def _tokens(self, observation: str | Sequence[int] | np.ndarray) -> np.ndarray:
+    def _tokens(self, observation: str | Sequence[int] | np.ndarray, before: np.ndarray) -> Continuation:
+        """The tokens of an observation, which follows the tokens ``before``."""
         if isinstance(observation, str):
-            return self._tokenizer.encode(observation) if observation else np.zeros(0, np.int32)
+            context = text_before(self._tokenizer, before) if observation else ""
+            return encode_after(self._tokenizer, context, observation)
         tokens = np.asarray(observation)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             raise TypeError(f"an observation must be text or token ids, got {type(observation).__name__}")
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._tokenizer.vocab_size:
             raise ValueError(f"an observation has token ids outside of the vocabulary of {self._tokenizer.vocab_size}")
-        return tokens.astype(np.int32)
+        return Continuation(tokens.astype(np.int32), False)
 
     def _is_first(self) -> bool:
         return self._mesh is None or self._mesh().is_first_of_replica

@@ -92,7 +92,7 @@ class TreeSampler:
         self._nodes, self._requests = {}, {}
         prompts = [query.token_ids for query in queries]
         if self._environments is not None:
-            states, observations = self._environments.reset([query.record for query in queries])
+            states, observations = self._environments.reset([query.record for query in queries], prompts)
             prompts = [np.concatenate(pair) for pair in zip(prompts, observations, strict=True)]
         self._growing = [
             _Growing(QueryPolicy(prompt, self._settings, QueryNumbers(params, iteration, query.number)))

@@ -59,6 +59,8 @@ METRICS: dict[str, dict[str, str]] = {
         "environment_steps": "environment steps",
         "environment_failures": "environment steps that raised an error or timed out",
         "environment_timeouts": "environment steps that timed out",
+        "observation_border_crossings": "observations where a token of the whole text would cross the border to the "
+        "turn before; the two sides are encoded apart",
     },
     "Agents": {
         "sessions": "sessions of agents in the rollout batch",
@@ -66,6 +68,8 @@ METRICS: dict[str, dict[str, str]] = {
         "agent_timeouts": "agents that were stopped at --agent-timeout; they count as failed",
         "agent_calls": "calls that the gateway answered",
         "abandoned_calls": "calls whose clients did not wait for the answer; the answers are not trained",
+        "session_border_crossings": "prompts that continue known text where a token of the whole text would cross the "
+        "border; the two sides are encoded apart",
         "session_branches": "mean number of branches (leaves) of a session's tree",
         "session_tokens": "tokens of all sessions' trees, each stored once",
         "session_row_tokens": "tokens if every call were trained as a row of prompt and answer",

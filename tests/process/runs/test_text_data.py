@@ -248,13 +248,14 @@ def test_prompts_in_parquet(tmp_path: Path) -> None:
 def test_prompts_of_verl_and_other_names(tmp_path: Path) -> None:
     folder = make_chat_folder(tmp_path / "model")
     tokenizer, template = HuggingFaceTokenizer(folder), ChatTemplate(folder)
-    # Arrow gives all messages the fields of any, so a null tool_calls stands where there is none.
+    # Arrow gives all structs the fields of any, so a null stands where there is none.
     rows = verl_rows(3)
-    rows[1]["prompt"][0]["tool_calls"] = "x"
+    rows[1]["prompt"][0]["name"] = "x"
+    rows[1]["extra_info"]["hint"] = "x"
     prompts = PromptReader(tokenizer, template=template).read(write(tmp_path / "v.parquet", rows))
     assert [prompt.record["answer"] for prompt in prompts] == ["0", "2", "4"]
-    assert prompts[2].record["extra_info"] == {"split": "train", "index": 2}
-    assert "tool_calls" not in prompts[0].record["prompt"][0]
+    # What rewards get stays as it is; the template sees no nulls.
+    assert prompts[2].record["extra_info"] == {"split": "train", "index": 2, "hint": None}
     library = transformers.AutoTokenizer.from_pretrained(folder)
     expected = library.apply_chat_template(rows[2]["prompt"], add_generation_prompt=True, return_dict=False)
     assert prompts[2].token_ids.tolist() == expected

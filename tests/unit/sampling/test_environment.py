@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 import pytest
 
+from blank_tokenizer import blank_tokenizer
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import EnvironmentConfig
@@ -24,12 +24,12 @@ from megatron_dta.sampling.treepo.environment import EnvironmentRunner, load_env
 from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
-from megatron_dta.sampling.treepo.tool_environment import ToolEnvironment
 from megatron_dta.sampling.treepo.tree import EndReason
 from megatron_dta.training.rollout_source import build_sampling_evaluation, build_sampling_source
 from recording_engine import RecordingEngine
 
 VOCAB, EOS = 40, 0
+PROMPT = np.array([5])
 
 
 class Remembering:
@@ -136,7 +136,7 @@ def test_the_first_failure_is_logged(caplog: pytest.LogCaptureFixture):
 
     runner = EnvironmentRunner(Broken, CharacterTokenizer(), EnvironmentConfig(environment_failure="drop"))
     for _ in range(2):
-        states, _ = runner.reset([{}, {}])
+        states, _ = runner.reset([{}, {}], [PROMPT] * 2)
         runner.step(states, [np.array([1]), np.array([1])])
     (message,) = [record.getMessage() for record in caplog.records]
     assert message == """--environment: a step failed (--environment-failure drop): KeyError: "the user's bug\""""
@@ -178,7 +178,7 @@ def test_nonsense_is_a_failure(answer, failure: str):
             return answer
 
     runner = EnvironmentRunner(Fixed, CharacterTokenizer())
-    states, _ = runner.reset([{}])
+    states, _ = runner.reset([{}], [PROMPT])
     _, (outcome,) = runner.step(states, [np.array([1])])
     assert failure in outcome.failure
 
@@ -189,62 +189,35 @@ def test_a_reset_that_fails_stops_the_run():
             raise KeyError("question")
 
     with pytest.raises(InputError, match=r"reset failed: prompt 1: KeyError: 'question'"):
-        EnvironmentRunner(Broken, NullTokenizer(VOCAB, EOS)).reset([{}])
+        EnvironmentRunner(Broken, NullTokenizer(VOCAB, EOS)).reset([{}], [PROMPT])
 
 
-class Calculator(ToolEnvironment):
-    tools: ClassVar = {"add": lambda a, b: a + b}
-    call_reward = 0.25
+def test_observations_are_encoded_where_they_stand(tmp_path):
+    tokenizer = blank_tokenizer(tmp_path)
 
-    def finish(self, answer):
-        return float(answer.strip() == str(self.record["answer"]))
+    class Answers(Remembering):
+        def reset(self, record):
+            return "see it"
 
+        def step(self, action):
+            return "and so on", 0.0, False
 
-def test_tool_calls():
-    environment = Calculator()
-    environment.reset({"answer": 3})
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    assert environment.step(f"let me see {call}") == ("<tool_response>3</tool_response>", 0.25, False)
-    for bad in ("no json", '{"name": "mul", "arguments": {}}', '{"name": "add", "arguments": {"a": 1}}', "[]"):
-        answer, _, done = environment.step(f"<tool_call>{bad}</tool_call>")
-        assert answer.startswith("<tool_response>error: ")
-        assert not done
-        assert environment.last_calls == (1, 1)
-    assert environment.step(" 3 ") == ("", 1.0, True)
-    assert environment.step("4")[1] == 0.0
-    assert environment.last_calls == (0, 0)
-
-
-def test_calls_and_their_errors_are_counted():
-    runner = EnvironmentRunner(Calculator, AsItIs())
-    states, _ = runner.reset([{"answer": 3}] * 3)
-    good = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    turns = [good + "<tool_call>what?</tool_call>" + good, "3", "<tool_call>[]</tool_call>"]
-    runner.step(states, [np.frombuffer(turn.encode(), np.uint8).astype(np.int32) for turn in turns])
-    assert runner.counts["tool_calls"] == 4
-    assert runner.counts["tool_errors"] == 2
-    assert runner.counts["environment_steps"] == 3
-    assert runner.counts["environment_failures"] == 0
-    assert "tool_calls" not in EnvironmentRunner(Remembering, NullTokenizer(VOCAB, EOS)).counts
-
-
-class AsItIs:
-    """A tokenizer of bytes."""
-
-    vocab_size = 256
-
-    def encode(self, text):
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-    def decode(self, tokens):
-        return bytes(np.asarray(tokens, np.uint8)).decode()
+    runner = EnvironmentRunner(Answers, tokenizer)
+    prompt, action = tokenizer.encode("user: "), np.append(tokenizer.encode("hm"), tokenizer.eos_id)
+    states, observations = runner.reset([{}], [prompt])
+    _, (outcome,) = runner.step(states, [action])
+    # The tokenizer puts a blank before the first word of a text, which these are not.
+    assert np.array_equal(np.concatenate([prompt, observations[0]]), tokenizer.encode("user: see it"))
+    assert np.array_equal(outcome.observation, tokenizer.encode("</s>and so on")[1:])
+    assert len(tokenizer.encode("and so on")) == len(outcome.observation) + 1
+    assert runner.counts["observation_border_crossings"] == 0
 
 
 def test_loading(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("class Env:\n    def reset(self, record): ...\n    def step(self, action): ...\n\nclass No: ...\n")
     assert load_environment(f"{file}:Env").__name__ == "Env"
-    assert load_environment(f"{Calculator.__module__}.Calculator") is not None
+    assert load_environment(f"{Remembering.__module__}.Remembering") is not None
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(InputError, match="the file does not run: SystemExit"):
         load_reward_function(f"{tmp_path}/leaves.py:reward")
@@ -313,7 +286,7 @@ def test_source_and_evaluation_with_an_environment(tmp_path, method: str):
     evaluation = build_sampling_evaluation(build_engine(config.sampling, model), task, config)
     metrics = evaluation.evaluate(0)
     assert metrics == evaluation.evaluate(1)
-    counts = {"environment_steps", "environment_failures", "environment_timeouts"}
+    counts = {"environment_steps", "environment_failures", "environment_timeouts", "observation_border_crossings"}
     assert set(metrics) == {"reward", "response_tokens", "ended", "pass@2"} | counts
     assert 0 <= metrics["ended"] <= 1
     assert metrics["environment_steps"] > 0
@@ -389,7 +362,7 @@ def test_calls_that_hang_share_one_time_out():
 
     settings = EnvironmentConfig(environment_timeout=1.0, environment_workers=6)
     runner = EnvironmentRunner(Hanging, NullTokenizer(VOCAB, EOS), settings)
-    states, _ = runner.reset([{}] * 6)
+    states, _ = runner.reset([{}] * 6, [PROMPT] * 6)
     began = time.monotonic()
     _, outcomes = runner.step(states, [np.array([1])] * 6)
     assert time.monotonic() - began < 5

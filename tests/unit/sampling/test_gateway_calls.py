@@ -278,7 +278,7 @@ def test_reasoning_apart_and_put_back(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "a"}], "n": 2, "stream": True}, "n: streams"),
         ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}, "top_logprobs: "),
         ({"messages": [{"role": "user", "content": "a"}], "made_up": 1}, "made_up: the gateway does not know"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 1: content of type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: message 1: a part of"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role: "),
         ({"messages": [{"role": "user", "content": "a" * 9000}]}, "the prompt has"),
         ({"messages": [{"role": "user", "content": "a" * 400_000}]}, "the prompt has 4000"),

@@ -163,9 +163,9 @@ class Application:
         replies: OpenAIReplies,
     ) -> Response:
         if not body.stream:
-            answer = self._gateway.answer(session, prompt, settings, replies.has_tools)
+            answer = self._gateway.answer(session, prompt, settings)
             return JSONResponse(replies.whole(prompt, await _unless_gone(request, answer)))
-        items = self._gateway.stream(session, prompt, settings, replies.has_tools)
+        items = self._gateway.stream(session, prompt, settings)
         usage = bool((body.stream_options or {}).get("include_usage"))
         return await self._stream(items, lambda checked: replies.stream(prompt, checked, self._gateway.parser, usage))
 
@@ -177,10 +177,10 @@ class Application:
             prompt = self._gateway.prompts.chat(session, anthropic.messages_of(body), tools)
         model = body.model or self._gateway.settings.model_name
         if body.stream:
-            items = self._gateway.stream(session, prompt, settings, bool(tools))
+            items = self._gateway.stream(session, prompt, settings)
             parser = self._gateway.parser
             return await self._stream(items, lambda own: anthropic.stream(model, prompt, own, parser, bool(tools)))
-        choices = await _unless_gone(request, self._gateway.answer(session, prompt, settings, bool(tools)))
+        choices = await _unless_gone(request, self._gateway.answer(session, prompt, settings))
         return JSONResponse(anthropic.whole(model, prompt, choices[0]))
 
     async def _stream(

@@ -1,0 +1,221 @@
+"""Messages in all forms that files and clients have: what templates see, what is trained, and which ids it has."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from blank_tokenizer import blank_tokenizer
+from chat_folder import CHATML, make_chat_folder
+from megatron_dta.common.errors import InputError
+from megatron_dta.sampling.prompts.chat_template import ChatTemplate
+from megatron_dta.sampling.prompts.continuation import encode_after
+from megatron_dta.sampling.prompts.load import PromptReader
+from megatron_dta.sampling.prompts.messages import normalized
+from megatron_dta.sampling.prompts.text_rollouts import TextReader
+from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
+
+pytest.importorskip("transformers")
+
+ASK = {"role": "user", "content": "a"}
+# Writes calls as Qwen's, or with tags as Qwen3-Coder's; some text templates read parts, some read nothing else.
+HERMES = (
+    '<tool_call>\n{% raw %}{{% endraw %}"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
+)
+CODER = (
+    "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments | items %}<parameter={{ k }}>\n{{ v }}\n"
+    "</parameter>\n{% endfor %}</function>\n</tool_call>"
+)
+LLAMA = '{% raw %}{{% endraw %}"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
+
+
+def template(folder: Path, text: str, **settings: Any) -> ChatTemplate:
+    return ChatTemplate(make_chat_folder(folder, text), **settings)
+
+
+def calls(form: str) -> str:
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{% set f = c.function %}" + form + "{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": None, "type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
+
+
+# --- what templates see --------------------------------------------------------------------------------------------
+
+
+def test_forms_become_one() -> None:
+    function = {"type": "function", "function": {"name": "f", "arguments": {"x": None, "y": 1}}}
+    expected = [ASK, {"role": "assistant", "content": "", "tool_calls": [function]}]
+    talks = [
+        [ASK, call('{"x": null, "y": 1}')],
+        [{**ASK, "name": None, "tool_calls": []}, call({"x": None, "y": 1})],
+        [{**ASK, "content": [{"type": "text", "text": "a", "image": None}], "weight": 0}, call({"x": None, "y": 1})],
+    ]
+    for talk in talks:
+        assert normalized(talk) == expected
+        assert normalized(normalized(talk)) == expected
+    assert normalized([ASK, call("")])[1]["tool_calls"][0]["function"]["arguments"] == {}
+    assert normalized([ASK, call("no JSON")])[1]["tool_calls"][0]["function"]["arguments"] == "no JSON"
+    assert normalized("a") == [ASK]
+    for talk, message in (
+        (
+            [ASK, {"role": "user", "content": [{"type": "image_url"}]}],
+            "message 2: a part of content of type 'image_url'",
+        ),
+        ([{"role": "user", "content": None}], "message 1: must be an object with 'role' and 'content'"),
+        ([{"role": "user", "content": 3}], "message 1: content: must be text or a list"),
+        ([{"role": "user", "content": "", "tool_calls": "x"}], "message 1: tool_calls: must be a list"),
+    ):
+        with pytest.raises(InputError, match=message):
+            normalized(talk)
+
+
+def test_templates_get_text_or_parts_as_they_read_them(tmp_path: Path) -> None:
+    head, tail = "{% for m in messages %}", "{% endfor %}"
+    text = head + "[{{ m.content }}]" + tail
+    parts = head + "[{% for p in m.content %}{{ p.text | trim }};{% endfor %}]" + tail
+    both = (
+        head + "[{% if m.content is string %}{{ m.content }}{% else %}{{ m.content | length }}{% for p in m.content %}"
+    )
+    both += " {{ p.text }}{% endfor %}{% endif %}]" + tail
+    two = [{"role": "user", "content": [{"type": "text", "text": "b "}, "c"]}]
+    expected = {text: ("[a]", "[b c]"), parts: ("[a;]", "[b;c;]"), both: ("[a]", "[2 b  c]")}
+    for number, (form, (of_text, of_parts)) in enumerate(expected.items()):
+        chat = template(tmp_path / str(number), form)
+        assert chat.prompt([ASK]) == of_text
+        assert chat.prompt(two) == of_parts
+
+
+def test_nulls_that_are_meant_stay(tmp_path: Path) -> None:
+    see = "{{ tools | tojson }}{% for m in messages %}{{ m.tool_calls | default([]) | tojson }}{% endfor %}"
+    folder = make_chat_folder(tmp_path / "model", see)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"default": None}}}}]
+    row = {"prompt": [ASK, call({"x": None})], "tools": tools, "extra_info": {"answer": None}}
+    text = {**row, "prompt": [ASK, call('{"x": null}')], "tools": json.dumps(tools)}
+    found = {}
+    for name, rows in (("row", [row]), ("text", [text])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+        for file in (tmp_path / f"{name}.jsonl", tmp_path / f"{name}.parquet"):
+            tokenizer = HuggingFaceTokenizer(folder)
+            (prompt,) = PromptReader(tokenizer, template=ChatTemplate(folder)).read(file)
+            assert prompt.record["extra_info"] == {"answer": None}
+            found[file.name] = tokenizer.decode(prompt.token_ids)
+    # In structs of Parquet a null is a filler; as JSON text it is what it is.
+    assert found["row.jsonl"] == found["text.jsonl"] == found["text.parquet"]
+    assert found["row.jsonl"].count("null") == 2
+    assert "null" not in found["row.parquet"]
+
+
+def test_words_of_the_assistant_are_continued(tmp_path: Path) -> None:
+    chat = template(tmp_path / "a", CHATML)
+    begun = [ASK, {"role": "assistant", "content": "the answer is "}]
+    assert chat.prompt(begun) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nthe answer is "
+    assert chat.prompt([ASK, {"role": "assistant", "content": ""}]).endswith("<|im_start|>assistant\n")
+    tokenizer = HuggingFaceTokenizer(tmp_path / "a")
+    reader = TextReader(tokenizer, chat)
+    # Also where a response or an answer of a preference follows: its words alone are trained.
+    answer = {"role": "assistant", "content": "4"}
+    rows = [
+        {"prompt": begun, "response": "4"},
+        {"prompt": begun, "chosen": "4", "rejected": [{**answer, "content": "5"}]},
+    ]
+    for row, pairs in zip(rows, (False, True), strict=True):
+        (tmp_path / "t.jsonl").write_text(json.dumps(row) + "\n")
+        first = reader.read(tmp_path / "t.jsonl", pairs)[0]
+        assert first.token_ids.tolist() == tokenizer.encode(chat.prompt(begun) + "4<|im_end|>").tolist()
+        assert tokenizer.decode(first.token_ids[first.loss_mask]) == "4"
+
+
+def test_the_date_of_a_template_is_fixed(tmp_path: Path) -> None:
+    library = pytest.importorskip("transformers").PreTrainedTokenizerFast
+    clock = "\n  {% if 1 %}x{% endif %}{{ strftime_now('%d %b %Y, 100%%') }}{% macro m() %}{{ strftime_now('%H') }}"
+    clock += "{% endmacro %}|{{ m() }}"
+    chat = template(tmp_path / "a", clock, date=datetime(2024, 7, 6, 5))
+    assert chat.writes_date
+    assert chat.prompt("hi") == "\nx06 Jul 2024, 100%|05"
+    # With the time of now the text is the library's.
+    plain = template(tmp_path / "b", clock.replace("%H", "%Y"))
+    assert plain.prompt("hi") == library.from_pretrained(tmp_path / "b").apply_chat_template([ASK], tokenize=False)
+    assert not template(tmp_path / "c", CHATML).writes_date
+
+
+def test_the_form_of_tool_calls_is_the_templates(tmp_path: Path) -> None:
+    forms = {"hermes": HERMES, "qwen3_coder": CODER, "llama3_json": LLAMA, "none": "[{{ f.name }}]"}
+    for name, form in forms.items():
+        assert template(tmp_path / name, calls(form)).tool_call_form == name
+
+
+# --- what is trained -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"trainable": False}, {"loss_mask": 0.0}, {"train": False, "loss": True}]
+)
+def test_marked_turns_are_context(tmp_path: Path, mark: dict[str, Any]) -> None:
+    folder = make_chat_folder(tmp_path / "model")
+    tokenizer = HuggingFaceTokenizer(folder)
+    wrong = {"role": "assistant", "content": "WRONG"}
+    right = {"role": "assistant", "content": "right", **{name: not value for name, value in mark.items() if not value}}
+    talk = [ASK, {**wrong, **mark}, ASK, right]
+    (tmp_path / "t.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    for granularity in ("trajectory", "turn"):
+        reader = TextReader(tokenizer, ChatTemplate(folder), sample_granularity=granularity)
+        (sample,) = reader.read(tmp_path / "t.jsonl", pairs=False)
+        assert "WRONG" in tokenizer.decode(sample.token_ids)
+        assert tokenizer.decode(sample.token_ids[sample.loss_mask]) == "right"
+    for bad, message in (
+        ([ASK, {**wrong, "weight": 0.5}], "message 2: weight: must be 0 or 1"),
+        ([{**ASK, "train": True}, right], "message 1: train: only turns of the assistant are trained"),
+        ([ASK, {**wrong, **mark}], "has no message of the assistant to train"),
+    ):
+        (tmp_path / "t.jsonl").write_text(json.dumps({"messages": bad}) + "\n")
+        with pytest.raises(InputError, match=f"row 1: messages: {message}"):
+            reader.read(tmp_path / "t.jsonl", pairs=False)
+
+
+# --- ids -----------------------------------------------------------------------------------------------------------
+
+
+def test_ids_are_those_of_the_whole_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = blank_tokenizer(tmp_path / "model")
+    (tmp_path / "t.jsonl").write_text('{"prompt": "two+2=", "response": "4"}\n')
+    (sample,) = TextReader(tokenizer).read(tmp_path / "t.jsonl", pairs=False)
+    assert sample.token_ids.tolist() == tokenizer.encode("two+2=4</s>").tolist()
+    talk = [ASK, {"role": "assistant", "content": "bb"}, ASK, {"role": "assistant", "content": "dd"}]
+    (tmp_path / "m.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    (sample,) = TextReader(tokenizer, ChatTemplate(tmp_path / "model")).read(tmp_path / "m.jsonl", pairs=False)
+    whole = "user: a</s>\nassistant: bb</s>\nuser: a</s>\nassistant: dd</s>"
+    assert sample.token_ids.tolist() == tokenizer.encode(whole).tolist()
+    assert not caplog.records
+
+
+def test_what_differs_from_the_whole_text_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = blank_tokenizer(tmp_path / "model", merges=("=4", "aa"))
+    (tmp_path / "t.jsonl").write_text('{"prompt": "two+2=", "response": "4"}\n' * 2)
+    samples = TextReader(tokenizer).read(tmp_path / "t.jsonl", pairs=False)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "t.jsonl: tokens of the whole text would cross 2 borders" in message
+    assert samples[0].token_ids.tolist() == [
+        *tokenizer.encode("two+2="),
+        *tokenizer.encode("</s>4")[1:],
+        tokenizer.eos_id,
+    ]
+    # "a" would merge with what follows, so another character keeps the blank away.
+    assert encode_after(tokenizer, "a", "ab") == (pytest.approx(tokenizer.encode("</s>ab")[1:]), True)
+    assert np.array_equal(encode_after(tokenizer, "b", "ab").token_ids, tokenizer.encode("bab")[2:])
