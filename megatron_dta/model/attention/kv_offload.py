@@ -158,13 +158,11 @@ class OffloadedKVPool(KVPool):
         if not self._offloaded:
             return []
         like = [tensor for tensor in self._buffers[0].slots if tensor is not None]
-        sizes = [tensor.numel() * tensor.element_size() for tensor in like]
-        memory = self._host.memory(chunk, len(self._offloaded) * sum(sizes)).view(len(self._offloaded), -1)
-        parts = [
-            [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(layer.split(sizes), like, strict=True)]
-            for layer in memory
-        ]
-        return [LayerSlots(*of_layer, *[None] * (4 - len(of_layer))) for of_layer in parts]
+        sizes = [len(self._offloaded) * tensor.numel() * tensor.element_size() for tensor in like]
+        # One part a tensor and not a layer: without slots, the parts of later layers would not be aligned.
+        parts = self._host.memory(chunk, sum(sizes)).split(sizes)
+        views = [part.view(t.dtype).view(len(self._offloaded), *t.shape) for part, t in zip(parts, like, strict=True)]
+        return [LayerSlots(*of_layer, *[None] * (4 - len(of_layer))) for of_layer in zip(*views, strict=True)]
 
     def open(self, slots: slice) -> None:
         resident = len(self._row)

@@ -15,10 +15,11 @@ from conftest import seed_all
 from fused_layers_cases import fused
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.common.errors import InputError
-from megatron_dta.engine import TreeEngine
+from megatron_dta.engine import StepPart, TreeEngine, prepare_batch
 from megatron_dta.engine.copy_speed import check_copies
 from megatron_dta.model import HostSlots, OffloadedKVPool, build_model
 from megatron_dta.model.attention.kv_offload import _Buffer
+from megatron_dta.objectives.weights import count_trained
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.gpus import gpu_named, least_offload_tokens
@@ -72,6 +73,18 @@ def test_equals_the_run_without_offload_bit_for_bit(case, fraction, segment_toke
     for name, gradient in without.gradients.items():
         assert torch.equal(outcome.gradients[name], gradient), name
     assert compare_outcomes(outcome, expected).largest() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+def test_a_rank_without_sequences(case, dtype, fraction):
+    model = build_model(replace(case[0], params_dtype=dtype), torch.device("cpu"))
+    engine = TreeEngine(model)
+    engine.offload_kv(fraction)
+    batch = prepare_batch([], tree_config("dta", 6), part=StepPart(count_trained([3, 4])))
+    assert engine.compute_logprobs(batch) == []
+    assert float(engine.forward_backward(batch, GRPO).loss) == 0
+    assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
 
 
 @interpreter
