@@ -101,15 +101,22 @@ class LossPass:
                 loss = self.objective(logprobs_BT, entropy_BT, loss_batch.sequences)
             else:
                 loss = self._token_losses(logprobs_BT, entropy_BT, loss_batch)
-            grad_logprobs_BT, grad_entropy_BT = torch.autograd.grad(loss, (logprobs_BT, entropy_BT), allow_unused=True)
+            inputs = (logprobs_BT, entropy_BT)
+            # The loss of some groups may be constant, or use no entropies although that of others does.
+            unused = None, None
+            grad_logprobs_BT, grad_entropy_BT = (
+                torch.autograd.grad(loss, inputs, allow_unused=True) if loss.requires_grad else unused
+            )
         self.loss += loss.detach()
+        if grad_entropy_BT is not None and self.grad_entropy_P is None:
+            # 0 for the groups before this one, and NaN where a gradient is still to come.
+            known = self.grad_logprobs_P
+            self.grad_entropy_P = torch.zeros_like(known).masked_fill_(known.isnan(), torch.nan)
         # Pad positions write past the last pair; these values are never read.
         rank_BT = self.plan.pair_rank[index_BT]
         self.grad_logprobs_P[rank_BT] = torch.zeros_like(logprobs_BT) if grad_logprobs_BT is None else grad_logprobs_BT
-        if grad_entropy_BT is not None:
-            if self.grad_entropy_P is None:
-                self.grad_entropy_P = torch.full_like(self.grad_logprobs_P, torch.nan)
-            self.grad_entropy_P[rank_BT] = grad_entropy_BT
+        if self.grad_entropy_P is not None:
+            self.grad_entropy_P[rank_BT] = torch.zeros_like(entropy_BT) if grad_entropy_BT is None else grad_entropy_BT
 
     def _token_losses(self, logprobs_BT: Tensor, entropy_BT: Tensor, loss_batch: DeviceLossBatch) -> Tensor:
         """The weighted sum of the objective's losses; adds its metrics."""

@@ -142,4 +142,4 @@ class RowBatch:
     ) -> Tensor:
         weight = float(weight_fn(data))
         # As in AReaL's engines, the loss function does not see groups that do not count.
-        return loss_fn(logprobs_N, entropy_N, data) * (weight / total) if weight else logprobs_N.sum() * 0.0
+        return loss_fn(logprobs_N, entropy_N, data) * (weight / total) if weight else logprobs_N.new_zeros(())

@@ -67,6 +67,35 @@ def test_sequence_loss_equals_token_losses(mode: str, segment: int, with_entropy
         assert (entropy[sample.loss_mask] > 0).all()
 
 
+@pytest.mark.parametrize("segment", [2, 5, 60])
+@pytest.mark.parametrize("seed", range(3))
+def test_entropies_and_sequences_that_some_groups_leave_out(segment: int, seed: int):
+    """A factor of 0 and a term that is not computed give the same loss and gradients, in whichever group it is."""
+    config, weights, samples = make_case(13)
+    batch = prepare_batch(samples, tree_config("dta", segment))
+    rng = np.random.default_rng(seed)
+    entropy_factors, logprob_factors = rng.integers(0, 2, (2, len(samples)))
+
+    def run(leaves_out: bool) -> tuple[float, dict[str, Tensor]]:
+        def loss(logprobs: Tensor, entropy: Tensor, sequences: np.ndarray) -> Tensor:
+            total = logprobs.new_zeros(())
+            for row, number in enumerate(sequences):
+                for factors, values in ((entropy_factors, entropy), (logprob_factors, logprobs)):
+                    if factors[number] or not leaves_out:
+                        total = total - int(factors[number]) * values[row, : samples[number].num_trained].sum()
+            return total
+
+        model = build_model(config, torch.device("cpu"))
+        model.load_state_dict(weights)
+        result = TreeEngine(model, TEMPERATURE).forward_backward(batch, SequenceLoss(loss))
+        return float(result.loss), _gradients(model)
+
+    (expected_loss, expected), (found_loss, found) = run(False), run(True)
+    assert found_loss == expected_loss
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
 def test_padding_of_a_group_is_never_used():
     """The rows of a group are padded to one length; a loss of a row's own tokens is not changed by other rows."""
     config, weights, samples = make_case(12)
