@@ -235,23 +235,40 @@ def run_cases(rank: int, cases: dict[str, MeshCase]) -> dict[str, RankResult]:
 
 def named_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """The rank's parameters by their names in the whole model; a tied output weight is not there twice."""
-    from megatron.core import parallel_state
-
-    found, expert_rank = {}, parallel_state.get_expert_model_parallel_rank()
+    found = {}
     for part in model.model_chunks:
         for name, parameter in part.named_parameters():
-            if name.startswith("decoder.layers."):
-                head, layer, rest = name.removeprefix("decoder.").split(".", 2)
-                if ".local_experts." in rest:
-                    before, after = rest.split(".local_experts.")
-                    number, after = after.split(".", 1)
-                    own = part.config.num_moe_experts // part.config.expert_model_parallel_size
-                    rest = f"{before}.local_experts.{int(number) + expert_rank * own}.{after}"
-                name = f"decoder.{head}.{int(layer) + part.first_layer}.{rest}"
+            name = _name_in_whole_model(part, name)
             if name == "output_layer.weight" and part.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"
             found[name] = parameter
     return found
+
+
+def expert_biases(model: Any) -> dict[str, torch.Tensor]:
+    """The rank's biases of experts by their names in the whole model."""
+    return {
+        _name_in_whole_model(part, name): buffer
+        for part in model.model_chunks
+        for name, buffer in part.named_buffers()
+        if name.endswith("expert_bias")
+    }
+
+
+def _name_in_whole_model(part: Any, name: str) -> str:
+    """The name with the layer's and the expert's number in the whole model instead of those on the rank."""
+    from megatron.core import parallel_state
+
+    if not name.startswith("decoder.layers."):
+        return name
+    head, layer, rest = name.removeprefix("decoder.").split(".", 2)
+    if ".local_experts." in rest:
+        before, after = rest.split(".local_experts.")
+        number, after = after.split(".", 1)
+        experts_per_rank = part.config.num_moe_experts // part.config.expert_model_parallel_size
+        first_expert = parallel_state.get_expert_model_parallel_rank() * experts_per_rank
+        rest = f"{before}.local_experts.{int(number) + first_expert}.{after}"
+    return f"decoder.{head}.{int(layer) + part.first_layer}.{rest}"
 
 
 def copy_shards(
@@ -272,13 +289,6 @@ def copy_shards(
     with torch.no_grad():
         for name, tensor in (named_parameters(model) | expert_biases(model)).items():
             tensor.copy_((shard | (own or {}))[name])
-
-
-def expert_biases(model: Any) -> dict[str, torch.Tensor]:
-    """The rank's biases of experts by name."""
-    return {
-        name: b for chunk in model.model_chunks for name, b in chunk.named_buffers() if name.endswith("expert_bias")
-    }
 
 
 def _run_case(case: MeshCase) -> RankResult:
@@ -328,6 +338,8 @@ def _run_case(case: MeshCase) -> RankResult:
         optimizer.zero_grad()
         engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
         optimizer.reduce_gradients()
+        # Megatron moves the biases of experts while it reduces gradients.
+        copy_shards(model, case.weights, case.model)
     optimizer.zero_grad()
     with _sabotaged(case.sabotage), noting_pools(engine, batch, result.pools):
         step = engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))

@@ -11,16 +11,14 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.model import build_stock_model
 from megatron_dta.parity import random_training_samples
-from megatron_dta.parity.plain_router import PlainRouter
 from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
 from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments.schedule import OpKind
 from megatron_dta.planning.step.passes import PipelineShape, StepBudget
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import RankResult, copy_shards, run_on_ranks
-from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, QWEN3_MOE, moe_weights
+from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, QWEN3_MOE, moe_weights, updated_expert_biases
 from tree_engine_cases import branching_sequences, model_config, siblings
 from weight_shards import join_shards
 
@@ -157,27 +155,11 @@ def test_equals_one_process(suite, results, combination):
 @pytest.mark.parametrize(("mesh", "cut"), [("ep2-idle", "dta"), ("ep2-tp2", "dense"), ("ep2-dp4", "packed")])
 def test_biases_move_by_the_loads_of_all_sequences(suite, results, mesh, cut):
     model, weights = suite.models["deepseek"], suite.weights["deepseek"]
-    expected = expected_biases(model, weights, suite.samples[""])
+    expected = updated_expert_biases(model, weights, suite.samples[""])
     for rank in results[f"{mesh} deepseek {cut}"]:
         assert rank.expert_biases.keys() == expected.keys()
         for name, bias in rank.expert_biases.items():
             torch.testing.assert_close(bias, expected[name], rtol=0, atol=1e-7)
-
-
-def expected_biases(model: ModelConfig, weights: dict, samples: list) -> dict[str, torch.Tensor]:
-    stock = build_stock_model(model, torch.device("cpu"), PlainRouter)
-    stock.load_state_dict(weights)
-    for sample_ in samples:
-        tokens = torch.from_numpy(sample_.token_ids[: sample_.needed_length()].astype(np.int64))[None]
-        length = tokens.shape[1]
-        hidden_from = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-        stock(tokens, torch.arange(length)[None], hidden_from)
-    found = {}
-    for name, module in stock.named_modules():
-        if isinstance(module, PlainRouter):
-            loads, key = module.loads.double(), f"{name}.expert_bias"
-            found[key] = weights[key] + model.moe_router_bias_update_rate * torch.sign(loads.mean() - loads).float()
-    return found
 
 
 def test_a_sibling_changes_no_bit_of_another_rank(results):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mesh_cases import MeshSuite
 from mesh_worker import RankResult
+from moe_cases import updated_expert_biases
 from pipeline_shared import CUTS, pipeline_suite
 
 # (mesh, architecture, cut, forest): all cuts on two ranks, pairs of the rest on four.
@@ -51,6 +53,18 @@ def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
 @pytest.mark.parametrize(("mesh", "name", "cut", "forest"), COMBINATIONS)
 def test_equals_one_process(suite, results, mesh, name, cut, forest):
     suite.check(results[f"{mesh} {name} {cut} {forest}"], mesh, name, forest)
+
+
+@pytest.mark.parametrize("mesh", ["pp2-vpp2", "pp4"])
+def test_biases_of_experts_of_all_stages_move(suite, results, mesh):
+    expected = updated_expert_biases(suite.models["experts"], suite.weights["experts"], suite.samples["bushy"])
+    updated = {}
+    for rank in results[f"{mesh} experts dta-mixed bushy"]:
+        updated |= rank.expert_biases
+    assert updated.keys() == expected.keys()
+    for name, bias in updated.items():
+        assert not torch.equal(bias, suite.weights["experts"][name])
+        torch.testing.assert_close(bias, expected[name], rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("combination", IN_TURNS, ids=" ".join)

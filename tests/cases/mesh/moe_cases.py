@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from conftest import seed_all
 from megatron_dta.config import ModelConfig
-from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.model import build_model, build_stock_model, initialize_parallel
 from megatron_dta.parity import random_training_samples, run_stock
+from megatron_dta.parity.plain_router import PlainRouter
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config
 
 QWEN3_MOE = QWEN3 | {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_router_pre_softmax": False}
@@ -59,3 +61,20 @@ def make_reference(name: str) -> tuple:
     model = model_config(**BALANCED_MODELS[name])
     weights = moe_weights(model, seed=5)
     return model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE)
+
+
+def updated_expert_biases(model: ModelConfig, weights: dict, samples: list) -> dict[str, torch.Tensor]:
+    """The biases of experts after a step: moved by the loads of all samples, each run alone."""
+    stock = build_stock_model(model, torch.device("cpu"), PlainRouter)
+    stock.load_state_dict(weights)
+    for sample in samples:
+        tokens = torch.from_numpy(sample.token_ids[: sample.needed_length()].astype(np.int64))[None]
+        length = tokens.shape[1]
+        hidden_from = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        stock(tokens, torch.arange(length)[None], hidden_from)
+    found = {}
+    for name, module in stock.named_modules():
+        if isinstance(module, PlainRouter):
+            loads, key = module.loads.double(), f"{name}.expert_bias"
+            found[key] = weights[key] + model.moe_router_bias_update_rate * torch.sign(loads.mean() - loads).float()
+    return found

@@ -11,7 +11,7 @@ from megatron_dta.config import ParallelConfig
 from megatron_dta.parity import random_training_samples
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import MeshCase
-from moe_cases import QWEN3_MOE
+from moe_cases import QWEN3_MOE, moe_weights
 from tree_engine_cases import (
     QWEN2,
     QWEN3,
@@ -25,7 +25,14 @@ ARCHITECTURES = {
     "tied": QWEN2 | {"untie_embeddings_and_output_weights": False, "num_layers": 4},
     "untied": UNTIED | {"num_layers": 4},
     "recompute": QWEN3 | FULL_RECOMPUTE | {"num_layers": 4},
-    "experts": QWEN3_MOE | {"num_layers": 4, "moe_layer_freq": "[0]*1+[1]*3", "moe_aux_loss_coeff": 0.3},
+    "experts": QWEN3_MOE
+    | {
+        "num_layers": 4,
+        "moe_layer_freq": "[0]*1+[1]*3",
+        "moe_aux_loss_coeff": 0.3,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
 }
 MESHES = {
     "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2), [0]),
@@ -119,7 +126,8 @@ def _samples(forest: str) -> list:
 def pipeline_suite() -> MeshSuite:
     """All models and forests on all meshes."""
     models = {name: model_config(**settings) for name, settings in ARCHITECTURES.items()}
-    return MeshSuite(models, MESHES, {forest: _samples(forest) for forest in ("bushy", "deep", "wide")}, CUTS)
+    samples = {forest: _samples(forest) for forest in ("bushy", "deep", "wide")}
+    return MeshSuite(models, MESHES, samples, CUTS, moe_weights)
 
 
 def pipeline_case(mesh: str = "pp2") -> MeshCase:
