@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from conftest import seed_all
+from megatron_dta.config import OptimizationConfig, ParallelConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.engine.balance_loss import BalanceLoss
 from megatron_dta.model import build_model, build_stock_model
 from megatron_dta.model.experts import router
 from megatron_dta.parity import compare_outcomes, run_stock, run_tree
 from megatron_dta.parity.plain_router import PlainRouter
+from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.tree import build_prefix_tree
 from megatron_dta.tree.multiplicity import token_weights
 from moe_cases import make_reference
@@ -96,6 +98,35 @@ def test_loads_count_every_sequence_and_auxiliary_losses_are_reported(references
     total = float(sum(sum(module.losses) for module in plain).detach()) / len(samples)
     reported = result.metrics["seq_load_balancing_loss"] * 0.3 + result.metrics["z_loss"] * 0.02
     assert float(reported) * len(plain) == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "skip_above"), [(float("nan"), None), (1.0, 1e-9)], ids=["not finite", "norm too large"]
+)
+def test_a_skipped_step_keeps_the_biases_and_forgets_the_loads(references, loss, skip_above):
+    model, weights, samples, _ = references["deepseek-balanced"]
+    batches = [prepare_batch(part, tree_config("dta", 9)) for part in (samples[:5], samples[5:])]
+
+    def after(*steps: tuple) -> tuple[dict[str, torch.Tensor], list[bool]]:
+        tree_model = build_model(model, torch.device("cpu"))
+        tree_model.load_state_dict(weights)
+        optimizer = TrainingOptimizer(tree_model, OptimizationConfig(lr=1e-3, clip_grad=0.0), ParallelConfig())
+        engine, applied = TreeEngine(optimizer.chunks, TEMPERATURE), []
+        for batch, *arguments in steps:
+            optimizer.zero_grad()
+            engine.forward_backward(batch, GRPO)
+            applied.append(optimizer.step(*arguments).applied)
+        return {key: b.clone() for key, b in tree_model.named_buffers() if key.endswith("expert_bias")}, applied
+
+    skipped, applied = after((batches[0], loss, skip_above))
+    assert applied == [False]
+    assert len(skipped) == 2
+    assert all(torch.equal(bias, weights[key]) for key, bias in skipped.items())
+    found, applied = after((batches[0], loss, skip_above), (batches[1], 1.0))
+    assert applied == [False, True]
+    expected, _ = after((batches[1], 1.0))
+    assert not any(torch.equal(bias, weights[key]) for key, bias in expected.items())
+    assert all(torch.equal(bias, expected[key]) for key, bias in found.items())
 
 
 def test_a_recomputation_routes_as_the_first_forward(references, monkeypatch):

@@ -130,6 +130,23 @@ def test_keys_fork_where_choices_do() -> None:
     assert build_prefix_tree(wide).num_tokens == 4
 
 
+@pytest.mark.parametrize("position", range(3))
+def test_unknown_choices_join_the_first_rollout_that_knows_them(position: int) -> None:
+    generator = seed_all(4)
+    routing = [random_routing(generator, 3, 1.0) for _ in range(2)]
+    routing[1][0] = routing[0][0]
+    routing[1][1] = (routing[0][1] + 1) % EXPERTS
+    unknown = routing[0].copy()
+    unknown[1:] = -1
+    routing.insert(position, unknown)
+    keys = keys_by_routing([np.array([1, 2, 3])] * 3, routing)
+    first, second = (number for number in range(3) if number != position)
+    assert np.array_equal(keys[position], keys[first])
+    assert keys[second][0] == keys[first][0]
+    assert keys[second][1] != keys[first][1]
+    assert np.array_equal(agree_on_routing(keys, routing)[position], routing[first])
+
+
 def test_a_shared_token_goes_where_its_first_rollout_sent_it() -> None:
     generator = seed_all(3)
     sequences = [np.array(tokens) for tokens in ([1, 2, 3], [1, 2, 4, 5], [1, 2, 3, 6], [7])]
