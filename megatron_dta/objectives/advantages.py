@@ -22,14 +22,15 @@ order, so the order of the rollouts changes no bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.objective import ADVANTAGE_ESTIMATORS, ObjectiveConfig
-from megatron_dta.objectives.gae import mean_and_scale
+from megatron_dta.objectives.gae import later_penalties, mean_and_scale
 from megatron_dta.objectives.tree_advantages import LevelOptions, tree_advantages
+from megatron_dta.objectives.weights import trajectory_names
 from megatron_dta.rollouts import Rollout
 
 STD_FLOOR = 1e-6
@@ -42,7 +43,8 @@ def estimate_advantages(
     """Advantages per token of each rollout, float32 [T]: its own if it has them, else the estimator's.
 
     ``penalties``, float [T] of each rollout, are subtracted from the reward: token by token for
-    ``reinforce_plus_plus``, summed over each trajectory for the other estimators.
+    ``reinforce_plus_plus``, summed over each trajectory for the other estimators. The parts of a trajectory are in the
+    order in which they were sampled.
 
     Rollouts with advantages of their own are excluded from all statistics. Raises ``InputError`` if a reward is
     missing.
@@ -142,7 +144,8 @@ class _Estimate:
         elif name == "reinforce_plus_plus":
             advantages = [_reward_to_come(rollout) for rollout in self.rollouts]
             if self.penalties is not None:
-                to_come = [np.cumsum(penalty[::-1])[::-1] for penalty in self.penalties]
+                later = later_penalties(self.rollouts, self.penalties)
+                to_come = [np.cumsum(p[::-1])[::-1] + rest for p, rest in zip(self.penalties, later, strict=True)]
                 advantages = [own - penalty for own, penalty in zip(advantages, to_come, strict=True)]
         else:
             options = LevelOptions(
@@ -214,11 +217,8 @@ def _reward_to_come(rollout: Rollout) -> np.ndarray:
 
 def _of_trajectories(rollouts: Sequence[Rollout], penalties: Sequence[np.ndarray]) -> np.ndarray:
     """Sum of the penalties of each rollout's trajectory, whose parts share its reward, float64 [Q]."""
-    names = [
-        (rollout.group_id, i if rollout.trajectory_id is None else rollout.trajectory_id)
-        for i, rollout in enumerate(rollouts)
-    ]
-    sums: dict[tuple[str, int | str], float] = {}
+    names = trajectory_names(rollouts)
+    sums: dict[Hashable, float] = {}
     for name, penalty in zip(names, penalties, strict=True):
         sums[name] = sums.get(name, 0.0) + float(penalty.sum())
     return np.array([sums[name] for name in names])

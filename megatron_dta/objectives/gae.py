@@ -3,16 +3,19 @@
     delta_t = r_t + gamma V_(t+1) - V_t          A_t = delta_t + gamma lambda A_(t+1)          R_t = A_t + V_t
 
 t runs over the trained tokens only: tokens of a tool or a user in between are part of the next state, not an action.
+Each part of a trajectory (equal ``trajectory_id``) is an episode of its own, which receives with its last trained token
+what the trajectory still receives afterwards.
 V_t is the value of the state before token t; after the last trained token, value and advantage are 0. Sequences that
 share tokens share their values there, but have their own rewards and therefore their own advantages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from megatron_dta.objectives.weights import trajectory_names
 from megatron_dta.rollouts import Rollout
 
 _ROUNDING = 1e-12
@@ -33,6 +36,29 @@ def token_rewards(rollout: Rollout) -> np.ndarray:
     place = np.maximum(np.searchsorted(trained, rollout.segment_ends, side="left") - 1, 0)
     np.add.at(rewards, trained[place], rollout.segment_rewards.astype(np.float64))
     return rewards
+
+
+def received_rewards(rollouts: Sequence[Rollout], penalties: Sequence[np.ndarray] | None = None) -> list[np.ndarray]:
+    """``token_rewards`` less the penalties of each token, float [T] of each rollout."""
+    rewards = [token_rewards(rollout) for rollout in rollouts]
+    if penalties is None:
+        return rewards
+    for rollout, reward, penalty, later in zip(
+        rollouts, rewards, penalties, later_penalties(rollouts, penalties), strict=True
+    ):
+        reward -= penalty
+        reward[np.flatnonzero(rollout.loss_mask)[-1]] -= later
+    return rewards
+
+
+def later_penalties(rollouts: Sequence[Rollout], penalties: Sequence[np.ndarray]) -> np.ndarray:
+    """Sum of the penalties of the parts of each rollout's trajectory that follow it in ``rollouts``, float64 [Q]."""
+    names, later = trajectory_names(rollouts), np.zeros(len(rollouts))
+    sums: dict[Hashable, float] = {}
+    for i in reversed(range(len(rollouts))):
+        later[i] = sums.get(names[i], 0.0)
+        sums[names[i]] = later[i] + float(penalties[i].sum())
+    return later
 
 
 def generalized_advantages(

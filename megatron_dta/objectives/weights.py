@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.rollouts import Rollout
 
 AGGREGATIONS = ("token-mean", "sequence-mean", "trajectory-mean", "sequence-sum")
 
@@ -97,6 +98,11 @@ def loss_weights(
     weights = np.ones(len(trained_tokens)) if sequence_weights is None else np.asarray(sequence_weights, np.float64)
     counted = (trained_tokens > 0) & (denominators > 0)
     return np.divide(weights, denominators, out=np.zeros(len(trained_tokens)), where=counted)
+
+
+def trajectory_names(rollouts: Sequence[Rollout]) -> list[Hashable]:
+    """A name for each rollout's trajectory, shared by its parts only."""
+    return [(r.group_id, i if r.trajectory_id is None else r.trajectory_id) for i, r in enumerate(rollouts)]
 
 
 def trajectory_shares(trained_tokens: np.ndarray, trajectories: Sequence[Hashable]) -> np.ndarray:

@@ -46,8 +46,8 @@ class Rollout:
         segment_ends: int32 [D], ascending: end of each node of the sampled tree on this path, the prompt first, T last.
         branches: int32 [D]: which child of its parent each of those nodes is, 0 for the prompt. Rollouts of a group
             with equal branches up to a node share that node.
-        segment_rewards: float32 [D]: reward received at the end of each node; their sum is ``reward``. None: all of it
-            at the end.
+        segment_rewards: float32 [D]: reward received at the end of each node; their sum is ``reward``, in a sample of
+            a later turn the part of it that was still to come. None: all of it at the end.
         leaf_weight: probability of this leaf in a walk from the root that takes all children of a node with equal
             probability; 0 if the leaf does not count in unbiased means. None: all rollouts of the group count equally.
         teacher: name of the teacher that scores it, for distillation; None: the first one.

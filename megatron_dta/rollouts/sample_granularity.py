@@ -3,6 +3,10 @@
 A turn is a run of trained tokens. Its sample contains every token up to the end of the turn and trains only the turn,
 so the samples of one trajectory are prefixes of each other. They share a ``trajectory_id``, by which group statistics
 count the reward of the trajectory once.
+
+With ``segment_rewards``, a sample has the rewards that were still to come when its first trained token was sampled:
+those of earlier turns are 0, and those received after its end are added to its last node. In the same way a plain
+reward, which comes at the end of the trajectory, is the reward of every sample.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ def cut_length(rollout: Rollout, max_length: int) -> Rollout | None:
 
 def _head(rollout: Rollout, end: int, loss_mask: np.ndarray) -> Rollout:
     """The first ``end`` tokens with every per-token field cut to this length."""
-    length, changed = len(rollout), {"loss_mask": loss_mask, **_head_of_path(rollout, end)}
+    length, changed = len(rollout), {"loss_mask": loss_mask, **_head_of_path(rollout, loss_mask)}
     for name in ("token_ids", "advantages", "logprobs", "routed_experts", "token_versions"):
         values = getattr(rollout, name)
         if values is not None:
@@ -55,12 +59,18 @@ def _head(rollout: Rollout, end: int, loss_mask: np.ndarray) -> Rollout:
     return replace(rollout, **changed)
 
 
-def _head_of_path(rollout: Rollout, end: int) -> dict[str, np.ndarray]:
-    """The nodes of a sampled tree within the first ``end`` tokens, the last of them cut there."""
-    if rollout.segment_ends is None:
+def _head_of_path(rollout: Rollout, loss_mask: np.ndarray) -> dict[str, np.ndarray]:
+    """The nodes of a sampled tree within the first ``len(loss_mask)`` tokens, the last of them cut there."""
+    ends, end = rollout.segment_ends, len(loss_mask)
+    if ends is None:
         return {}
-    nodes = int(np.searchsorted(rollout.segment_ends, end)) + 1
-    path = {"segment_ends": np.minimum(rollout.segment_ends[:nodes], end), "branches": rollout.branches[:nodes]}
+    nodes = int(np.searchsorted(ends, end)) + 1
+    path = {"segment_ends": np.minimum(ends[:nodes], end), "branches": rollout.branches[:nodes]}
     if rollout.segment_rewards is not None:
-        path["segment_rewards"] = rollout.segment_rewards[:nodes]
+        rewards = rollout.segment_rewards.astype(np.float64)
+        first_trained = int(loss_mask.argmax())
+        if rollout.loss_mask[:first_trained].any():
+            rewards[ends <= first_trained] = 0
+        rewards[nodes - 1] += rewards[nodes:].sum()
+        path["segment_rewards"] = rewards[:nodes].astype(np.float32)
     return path

@@ -235,10 +235,12 @@ def run_cases(rank: int, cases: dict[str, MeshCase]) -> dict[str, RankResult]:
 
 def named_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """The rank's parameters by their names in the whole model; a tied output weight is not there twice."""
+    from weight_shards import name_in_whole_model
+
     found = {}
     for part in model.model_chunks:
         for name, parameter in part.named_parameters():
-            name = _name_in_whole_model(part, name)
+            name = name_in_whole_model(part, name)
             if name == "output_layer.weight" and part.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"
             found[name] = parameter
@@ -247,28 +249,14 @@ def named_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
 
 def expert_biases(model: Any) -> dict[str, torch.Tensor]:
     """The rank's biases of experts by their names in the whole model."""
+    from weight_shards import name_in_whole_model
+
     return {
-        _name_in_whole_model(part, name): buffer
+        name_in_whole_model(part, name): buffer
         for part in model.model_chunks
         for name, buffer in part.named_buffers()
         if name.endswith("expert_bias")
     }
-
-
-def _name_in_whole_model(part: Any, name: str) -> str:
-    """The name with the layer's and the expert's number in the whole model instead of those on the rank."""
-    from megatron.core import parallel_state
-
-    if not name.startswith("decoder.layers."):
-        return name
-    head, layer, rest = name.removeprefix("decoder.").split(".", 2)
-    if ".local_experts." in rest:
-        before, after = rest.split(".local_experts.")
-        number, after = after.split(".", 1)
-        experts_per_rank = part.config.num_moe_experts // part.config.expert_model_parallel_size
-        first_expert = parallel_state.get_expert_model_parallel_rank() * experts_per_rank
-        rest = f"{before}.local_experts.{int(number) + first_expert}.{after}"
-    return f"decoder.{head}.{int(layer) + part.first_layer}.{rest}"
 
 
 def copy_shards(

@@ -7,7 +7,9 @@ projection one below the other, and a rank has its part of each. For tests: chec
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,3 +70,17 @@ def _sections(name: str, tensor: Tensor, model: ModelConfig, size: int = 1) -> t
     rows = {"in_proj.weight": inputs, "in_proj_adapter.lora_B": inputs, "conv1d.weight": filters}
     found = next((rows[end] for end in rows if name.endswith(end)), None)
     return (tensor,) if found is None else tensor.split([each // size for each in found])
+
+
+def name_in_whole_model(part: Any, name: str) -> str:
+    """The name with the layer's and the expert's number in the whole model instead of those on the rank."""
+    from megatron.core import parallel_state
+
+    if not name.startswith("decoder.layers."):
+        return name
+    head, layer, rest = name.removeprefix("decoder.").split(".", 2)
+    if ".local_experts." in rest:
+        before, number, after = re.match(r"(.*\.local_experts\.)(\d+)(.*)", rest).groups()
+        experts_per_rank = part.config.num_moe_experts // part.config.expert_model_parallel_size
+        rest = f"{before}{int(number) + parallel_state.get_expert_model_parallel_rank() * experts_per_rank}{after}"
+    return f"decoder.{head}.{int(layer) + part.first_layer}.{rest}"

@@ -30,8 +30,9 @@ from megatron_dta.objectives import (
     sequence_weights,
     trajectory_shares,
 )
-from megatron_dta.objectives.gae import generalized_advantages, token_rewards, whiten
+from megatron_dta.objectives.gae import generalized_advantages, received_rewards, whiten
 from megatron_dta.objectives.policy import reward_kl
+from megatron_dta.objectives.weights import trajectory_names
 from megatron_dta.planning.step.ownership import first_owners
 from megatron_dta.planning.step.routing_replay import agree_on_routing, keys_by_routing, replaced_share, shaped_routing
 from megatron_dta.planning.step.sample import TrainingSample
@@ -152,8 +153,7 @@ class SamplePreparation:
             # Ownership follows the order of the whole batch, so that a token is trained once per epoch.
             samples = [replace(s, owned=mask) for s, mask in zip(samples, first_owners(samples), strict=True)]
         if self.settings.loss_aggregation == "trajectory-mean":
-            names = [(r.group_id, i if r.trajectory_id is None else r.trajectory_id) for i, r in enumerate(rollouts)]
-            shares = trajectory_shares([sample.num_counted for sample in samples], names)
+            shares = trajectory_shares([sample.num_counted for sample in samples], trajectory_names(rollouts))
             samples = [replace(s, weight=s.weight * float(share)) for s, share in zip(samples, shares, strict=True)]
         return samples
 
@@ -250,10 +250,7 @@ class SamplePreparation:
         if self.critic is None:
             advantages = estimate_advantages(rollouts, settings, penalties)
             return {"advantages": self._taught(found, advantages, rollouts) if self.teachers else advantages}
-        rewards = [token_rewards(rollout) for rollout in rollouts]
-        if penalties is not None:
-            rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
-        masks = [rollout.loss_mask for rollout in rollouts]
+        rewards, masks = received_rewards(rollouts, penalties), [rollout.loss_mask for rollout in rollouts]
         gamma, lam = self.config.critic.gae_gamma, self.config.critic.gae_lambda
         advantages, returns = generalized_advantages(rewards, found["old_values"], masks, gamma, lam)
         if settings.advantage_whitening != "none":

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.objectives import LossFields
-from megatron_dta.objectives.gae import generalized_advantages, token_rewards, whiten
+from megatron_dta.config import ObjectiveConfig
+from megatron_dta.objectives import LossFields, estimate_advantages
+from megatron_dta.objectives.gae import generalized_advantages, received_rewards, token_rewards, whiten
 from megatron_dta.objectives.value import explained_variance, value_loss
-from megatron_dta.rollouts import Rollout
+from megatron_dta.rollouts import Rollout, cut_length, cut_turns
 
 CLIP = 0.1
 
@@ -87,6 +88,62 @@ def test_rewards_come_with_trained_tokens():
         segment_rewards=[0.5, 1.0, 2.0],
     )
     np.testing.assert_array_equal(token_rewards(sampled), [0, 0, 0.5, 0, 1.0, 0, 0, 2.0])
+
+
+@pytest.mark.parametrize("has_segment_rewards", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_cut_samples_receive_what_is_still_to_come(seed: int, has_segment_rewards: bool):
+    """A turn, and what --seq-length leaves, have the advantages that their tokens have in the whole trajectory."""
+    rng = seed_all(seed)
+    wholes, turns, heads = [], [], []
+    for number in range(5):
+        length = int(rng.integers(4, 30))
+        mask = (np.arange(length) > 0) & (rng.random(length) < 0.6)
+        mask[2] = True
+        ends = np.append(np.flatnonzero(rng.random(length - 1) < 0.3) + 1, length)
+        rewards = rng.integers(-8, 9, len(ends)) / 4
+        whole = Rollout(
+            np.arange(length),
+            mask,
+            reward=float(rewards.sum()),
+            group_id="g",
+            segment_ends=ends,
+            branches=np.zeros(len(ends), int),
+            segment_rewards=rewards if has_segment_rewards else None,
+        )
+        penalty = np.where(mask, rng.integers(-8, 9, length) / 4, 0)
+        wholes.append((whole, penalty))
+        parts = cut_turns(whole, f"t{number}")
+        turns.append([(part, np.where(part.loss_mask, penalty[: len(part)], 0)) for part in parts])
+        head = cut_length(whole, int(rng.integers(3, length + 1)))
+        heads.append((head, penalty[: len(head)]))
+
+    def to_come(pairs: list) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Advantages of REINFORCE++, and of PPO without a discount and with values of 0."""
+        rollouts, penalties = zip(*pairs, strict=True)
+        settings = ObjectiveConfig(advantage_estimator="reinforce_plus_plus", advantage_whitening="none")
+        masks = [rollout.loss_mask for rollout in rollouts]
+        critics, _ = generalized_advantages(
+            received_rewards(rollouts, penalties), [0 * p for p in penalties], masks, 1, 1
+        )
+        return list(zip(estimate_advantages(rollouts, settings, penalties), critics, strict=True))
+
+    expected = to_come(wholes)
+    for (rollout, _), found, wanted in zip(
+        [pair for parts in turns for pair in parts],
+        to_come([pair for parts in turns for pair in parts]),
+        [wanted for parts, wanted in zip(turns, expected, strict=True) for _ in parts],
+        strict=True,
+    ):
+        for value, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(value[rollout.loss_mask], other[: len(rollout)][rollout.loss_mask])
+    # What is cut away is not trained, so it has no penalty.
+    for (_, penalty), (head, _) in zip(wholes, heads, strict=True):
+        penalty[len(head) :] = 0
+    expected = to_come(wholes)
+    for (rollout, _), found, wanted in zip(heads, to_come(heads), expected, strict=True):
+        for value, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(value[rollout.loss_mask], other[: len(rollout)][rollout.loss_mask])
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1():

@@ -304,7 +304,7 @@ def test_advantages_of_their_own_do_not_pass_unused(stored, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("estimator", ["rloo", "dr_grpo", "reinforce_plus_plus"])
 def test_penalties_of_group_estimators_by_the_definition(estimator: str) -> None:
-    """Parts of one trajectory share its penalty; reinforce_plus_plus takes it token by token, then whitens."""
+    """Parts of one trajectory share its penalty; reinforce_plus_plus takes what is still to come, then whitens."""
     rng = seed_all(12)
     rollouts, penalties = [], []
     for group in range(3):
@@ -324,9 +324,11 @@ def test_penalties_of_group_estimators_by_the_definition(estimator: str) -> None
                 penalties.append(np.where(rollouts[-1].loss_mask, rng.normal(size=length), 0.0))
     found = estimate_advantages(rollouts, ObjectiveConfig(advantage_estimator=estimator), penalties)
     if estimator == "reinforce_plus_plus":
-        expected = [
-            np.array([r.reward - p[t:].sum() for t in range(len(r))]) for r, p in zip(rollouts, penalties, strict=True)
-        ]
+        names = [(r.group_id, r.trajectory_id) for r in rollouts]
+        expected = []
+        for i, (rollout, penalty) in enumerate(zip(rollouts, penalties, strict=True)):
+            later = sum(p.sum() for p, name in zip(penalties[i + 1 :], names[i + 1 :], strict=True) if name == names[i])
+            expected.append(np.array([rollout.reward - penalty[t:].sum() - later for t in range(len(rollout))]))
         trained = np.concatenate([e[1:] for e in expected])
         expected = [(e - trained.mean()) / (trained.std() + 1e-8) for e in expected]
     else:
