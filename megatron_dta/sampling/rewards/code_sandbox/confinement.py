@@ -75,13 +75,13 @@ def command(scripts: Path, memory_bytes: int, filter_descriptor: int) -> list[st
     for path in _system_folders():
         target = os.readlink(path) if os.path.islink(path) else None
         words += ["--symlink", target, path] if target else ["--ro-bind", path, path]
+    words += ["--perms", "1777", "--size", str(memory_bytes), "--tmpfs", "/tmp"]
     for path in ("/etc/ld.so.cache", "/etc/alternatives", *python_folders()):
         for parent in _parents(path):
             words += ["--perms", "0755", "--dir", parent]
         words += ["--ro-bind-try", path, path]
     words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
-    for path, size in (("/dev/shm", SHARED_BYTES), ("/tmp", memory_bytes)):
-        words += ["--perms", "1777", "--size", str(size), "--tmpfs", path]
+    words += ["--perms", "1777", "--size", str(SHARED_BYTES), "--tmpfs", "/dev/shm"]
     return [*words, "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
 
 
@@ -98,7 +98,7 @@ def _system_folders() -> list[str]:
 def _parents(path: str) -> list[str]:
     """The folders above ``path`` that bubblewrap must create, outermost first."""
     folders, path = [], os.path.dirname(path)
-    while path not in ("/", "/usr") and not path.startswith("/usr/"):
+    while path not in ("/", "/usr", "/tmp") and not path.startswith("/usr/"):
         folders.insert(0, path)
         path = os.path.dirname(path)
     return folders

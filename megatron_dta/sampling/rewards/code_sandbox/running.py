@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import site
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,8 @@ from megatron_dta.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards.code_sandbox import confinement
 from megatron_dta.sampling.rewards.code_sandbox.forms import ProgramTests
 
-MOST_OUTPUT_BYTES = 8 << 20
+MOST_OUTPUT_BYTES, MOST_FILES = 8 << 20, 50_000
+RUNNER, JUDGE = "run_program.py", "judge.py"
 SAMPLE_MS = 100
 START_BYTES, JUDGE_BYTES = 64 << 20, 2 << 30
 INSIDE = Path(__file__).with_name("inside")
@@ -56,10 +58,10 @@ class Sandbox:
         """Run ``program``: whether it ``passed``, and whether it was ``stopped``."""
         job = {"program": program, "function": tests.function, "inputs": tests.inputs}
         with ExitStack() as stack:
-            stream, sink, errors = *_pipe(stack), stack.enter_context(_file())
+            stream, sink, errors = *_channel(stack), stack.enter_context(_file())
             given = stack.enter_context(_file(json.dumps(job).encode()))
             limits = {"memory": self._settings.code_memory_mb << 20, "processes": self._settings.code_processes}
-            runner = self._start(stack, "run_program.py", limits, stdin=given, stdout=sink, stderr=errors)
+            runner = self._start(stack, RUNNER, limits, stdin=given, stdout=sink, stderr=errors)
             judge, written = self._judge(stack, tests, stream, errors)
             stream.close(), sink.close()
             is_stopped = self._watch(runner.pid, judge, len(tests.inputs))
@@ -69,7 +71,7 @@ class Sandbox:
     def judge(self, tests: ProgramTests, outcomes: Iterable[bytes]) -> dict[str, bool]:
         """The same verdict on a program that ran elsewhere; ``outcomes`` are read until one is wrong."""
         with ExitStack() as stack:
-            stream, sink, errors = *_pipe(stack), stack.enter_context(_file())
+            stream, sink, errors = *_channel(stack), stack.enter_context(_file())
             judge, written = self._judge(stack, tests, stream, errors)
             stream.close()
             with suppress(BrokenPipeError), sink:
@@ -85,7 +87,7 @@ class Sandbox:
         expected, written = (stack.enter_context(_file(data)) for data in (json.dumps(job).encode(), b""))
         limits = {"memory": JUDGE_BYTES, "processes": 0}
         files = {"stdin": stream, "stdout": written, "stderr": errors}
-        return self._start(stack, "judge.py", limits, expected, **files), written
+        return self._start(stack, JUDGE, limits, expected, **files), written
 
     def _start(
         self, stack: ExitStack, script: str, limits: dict[str, int], *passed: BinaryIO, **files: BinaryIO
@@ -133,8 +135,13 @@ class Sandbox:
                 used, judging = _usage(runner, ticks), _usage(judge.pid, {})
                 waited += 0.0 if used.can_run or judging.can_run else now - last
                 last = now
-                is_over = waited > self.START_SECONDS + self.MOST_WAITING * limit or now > end or used.memory > memory
-                if is_over or used.cpu_s > self.START_CPU_SECONDS + limit * tests:
+                if (
+                    waited > self.START_SECONDS + self.MOST_WAITING * limit
+                    or used.cpu_s > self.START_CPU_SECONDS + limit * tests
+                    or used.memory > memory
+                    or used.files > MOST_FILES
+                    or now > end
+                ):
                     return True
             return False
         finally:
@@ -144,16 +151,17 @@ class Sandbox:
 class _Usage(NamedTuple):
     cpu_s: float
     memory: int
+    files: int
     can_run: bool
 
 
 def _usage(pid: int, seen: dict[str, int]) -> _Usage:
-    """What a process and its descendants use: CPU time, resident memory, and whether a thread of them can run.
+    """What a process and its descendants use: CPU time, resident memory, files, and whether a thread of them can run.
 
     Args:
         seen: ticks of each process so far; the kernel drops those of a process whose parent ignores its end.
     """
-    ticks, pages, can_run, left = 0, 0, False, [str(pid)]
+    ticks, pages, files, can_run, left = 0, 0, 0, False, [str(pid)]
     while left:
         folder = f"/proc/{(process := left.pop())}"
         with suppress(OSError, IndexError):  # it has ended
@@ -165,7 +173,10 @@ def _usage(pid: int, seen: dict[str, int]) -> _Usage:
                 can_run |= _stat(f"{folder}/task/{thread}")[0] == "R"
                 with open(f"{folder}/task/{thread}/children") as file:
                     left += file.read().split()
-    return _Usage(max(ticks, sum(seen.values())) / _TICKS, pages * _PAGE, can_run)
+            if os.path.exists(f"{folder}/root{confinement.SCRIPTS}/{JUDGE}"):  # it has entered its namespaces
+                spaces = [os.statvfs(f"{folder}/root{path}") for path in ("/tmp", "/dev/shm")]
+                files = max(files, sum(space.f_files - space.f_ffree for space in spaces))
+    return _Usage(max(ticks, sum(seen.values())) / _TICKS, pages * _PAGE, files, can_run)
 
 
 def _stat(folder: str) -> list[str]:
@@ -201,9 +212,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _pipe(stack: ExitStack) -> list[BinaryIO]:
-    reading, writing = os.pipe()
-    return [stack.enter_context(os.fdopen(reading, "rb")), stack.enter_context(os.fdopen(writing, "wb"))]
+def _channel(stack: ExitStack) -> list[BinaryIO]:
+    """A channel from a program to its judge: a socket, because a pipe could be opened again through /proc."""
+    ends = socket.socketpair()
+    return [stack.enter_context(os.fdopen(end.detach(), mode)) for end, mode in zip(ends, ("rb", "wb"), strict=True)]
 
 
 def _file(data: bytes = b"") -> BinaryIO:

@@ -17,6 +17,9 @@ from limits import prepare
 
 del sys.path[0]  # the folder of this script
 
+# What the kernel leaves free above the first mapped library.
+STACK_BYTES = 100 << 20
+
 
 def start(given, limits, folder):
     """A process for one test, and the file of its output; returns twice, in the process itself with the id 0."""
@@ -36,7 +39,8 @@ def start(given, limits, folder):
     os.chdir(folder)
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits["file_bytes"], limits["file_bytes"]))
-    resource.setrlimit(resource.RLIMIT_STACK, (100 << 20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    most = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES if most < 0 else min(STACK_BYTES, most), most))
     return 0, -1
 
 
