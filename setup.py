@@ -46,8 +46,6 @@ setup(
     ],
     extras_require={
         "gpu": ["triton"],
-        # --tree-attention-impl fa4 calls its internal functions, so it needs this version.
-        "fa4": ["triton", "flash-attn-4==4.0.0b36"],
         # The kernels of gated delta net (--gated-delta-rule-impl).
         "hybrid": ["triton", "fla-core>=0.6.0", "einops"],
         "wandb": ["wandb"],

@@ -38,6 +38,7 @@ from common.attention_candidates import (
 )
 from common.attention_cases import AttentionCase, chain, choose_sequences, probe_case, segment_cases, whole_tree
 from common.attention_timing import Inputs, Kernels, check, measure_flex, measure_kernels, milliseconds, rates
+from common.flash_attention.plan import flash_refusal
 from common.report import Report
 from dta_kernels.tree_attention.config import TreeAttentionConfig, default_config, padded_head_size
 from dta_kernels.tree_attention.plan import AttentionShape
@@ -233,10 +234,8 @@ def main() -> None:
         raise InputError("benchmarks/attention.py measures a CUDA GPU, and there is none here")
     device = torch.device("cuda")
     shape = AttentionShape(arguments.heads, arguments.groups, arguments.head_size, DTYPES[arguments.dtype])
-    if "fa4" in arguments.impl:
-        from megatron_dta.model import choose_segment_attention
-
-        choose_segment_attention("fa4", shape.head_size, shape.group_size, shape.dtype, device)
+    if "fa4" in arguments.impl and (refusal := flash_refusal(shape, device)):
+        raise InputError(f"--impl fa4 {refusal}; leave it out")
     report = Report(
         "benchmarks/attention.py: TFLOP/s of attention on visible pairs, forward and backward",
         {name: getattr(arguments, name) for name in ("heads", "groups", "head_size", "dtype", "tokens")},

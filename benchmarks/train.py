@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--logprob-chunk-tokens", type=int)
     parser.add_argument("--fused-layer-impl", choices=("auto", "triton", "reference"), default="auto")
     parser.add_argument("--kv-offload-fraction", type=float, default=0.0, help="as in training")
-    parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "fa4", "reference"), default="auto")
+    parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "reference"), default="auto")
     parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
     parser.add_argument("--moe-grouped-gemm", action="store_true", help="experts as grouped products")
     parser.add_argument("--fp8-format", choices=("e4m3", "hybrid"), help="layers' products in FP8")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from common.attention_cases import AttentionCase
+from common.flash_attention.plan import plan_flash_attention
 from dta_kernels.tree_attention.config import TreeAttentionConfig
-from dta_kernels.tree_attention.flash.plan import plan_flash_attention
 from dta_kernels.tree_attention.plan import AttentionShape, plan_tree_attention
 
 
@@ -48,8 +48,8 @@ class Kernels:
 
 def kernel_calls(inputs: Inputs, kernels: Kernels) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The forward and the backward of these kernels; the backward's outputs include those of the forward."""
+    from common.flash_attention import launch as flash
     from dta_kernels.tree_attention import launch
-    from dta_kernels.tree_attention.flash import launch as flash
 
     case, attention = inputs.case, flash if kernels.impl == "fa4" else launch
     arguments = (case.key_end, case.num_queries, inputs.shape, inputs.device)

@@ -92,13 +92,6 @@ class StepTimer:
         engine.offload_kv(options.kv_offload_fraction)
         return engine
 
-    def use_attention(self, impl: str) -> None:
-        """Let another implementation (``--tree-attention-impl``) compute the attention of the steps that follow."""
-        gib = None if self.engine.memory is None else self.engine.memory.gib
-        self.options = replace(self.options, tree_attention_impl=impl)
-        self.engine = self._make_engine()
-        self.limit_memory(gib)
-
     def limit_memory(self, gib: float | None) -> None:
         """Plan the steps that follow within this memory; None for no limit."""
         if gib is None:

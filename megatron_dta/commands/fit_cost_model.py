@@ -112,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each case (default: %(default)s)")
     parser.add_argument("--logprob-chunk-tokens", type=int)
-    parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "fa4", "reference"), default="auto")
+    parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "reference"), default="auto")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)

@@ -60,11 +60,9 @@ class TreeConfig:
     )
     tree_attention_impl: str = option(
         "auto",
-        "triton: kernels for CUDA GPUs, with head sizes up to 256 in float32, bfloat16 and float16; fa4: FlashAttention"
-        " 4 (pip install megatron_dta[fa4]) on Hopper GPUs, with several query heads per key/value head, of 64, 96 or "
-        "128 channels in bfloat16 or float16; faster, but not deterministic; reference: plain PyTorch; auto: triton on"
-        " a CUDA GPU where it is supported (not for float64), else reference.",
-        choices=("auto", "triton", "fa4", "reference"),
+        "triton: kernels for CUDA GPUs, with head sizes up to 256 in float32, bfloat16 and float16; reference: plain "
+        "PyTorch; auto: triton on a CUDA GPU where it is supported (not for float64), else reference.",
+        choices=("auto", "triton", "reference"),
     )
     logprob_chunk_tokens: int | None = option(
         None,

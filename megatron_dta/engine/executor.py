@@ -135,7 +135,6 @@ class TreeEngine(RankModel):
             part.has_fused_layers,
             self.uses_kernels,
             in_buffers,
-            self.attention == "fa4",
             part.fp32_lm_head,
             config.expert_model_parallel_size,
             self.mesh.context_size,

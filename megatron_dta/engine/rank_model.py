@@ -13,7 +13,7 @@ from megatron_dta.model import (
     Model,
     StagedModel,
     TreeGPTModel,
-    choose_segment_attention,
+    choose_attention,
     context_group,
     context_sizes,
     training_mesh,
@@ -31,7 +31,7 @@ class RankModel:
         model: a ``TreeGPTModel`` or ``StagedModel``, or its model chunks in Megatron's DistributedDataParallel.
         temperature: the logits are divided by it, in training as in sampling.
         logprob_chunk_tokens: rows of logits alive at once; None for ``LOGIT_ELEMENTS`` divided by the vocabulary size.
-        tree_attention_impl: "auto", "triton", "fa4" or "reference", see ``TreeConfig``.
+        tree_attention_impl: "auto", "triton" or "reference", see ``TreeConfig``.
         routing_replay: use the experts that the sampler of the rollouts chose.
 
     Attributes:
@@ -56,12 +56,13 @@ class RankModel:
         self.shape = decoder_shape(self.config, self.true_vocab_size)
         self.num_layers = [len(chunk.decoder.layers) for chunk in self.tree_models]
         self.temperature = temperature
-        self._tree_attention_impl = tree_attention_impl
         parameter = next(self.tree_models[0].parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
         self.kv_on_host: HostSlots | None = None
         most = LOGIT_ELEMENTS[self.device.type] // self.true_vocab_size
         self.logprob_chunk_tokens = logprob_chunk_tokens or max(1, most)
+        # Whether attention runs on kernels, rather than in plain PyTorch.
+        self.uses_kernels = choose_attention(tree_attention_impl, self.config.kv_channels, self.dtype, self.device)
         self._take_ranks(training_mesh().context_size)
 
     def divide_tokens(self, context_size: int) -> None:
@@ -71,9 +72,6 @@ class RankModel:
 
     def _take_ranks(self, context_size: int) -> None:
         self.mesh, self.context_group = training_mesh(context_size), context_group(context_size)
-        head_size, ratio = self.config.kv_channels, self.num_heads // self.num_kv_heads
-        # "triton", "fa4" or "reference".
-        self.attention = choose_segment_attention(self._tree_attention_impl, head_size, ratio, self.dtype, self.device)
 
     @property
     def possible_context_sizes(self) -> list[int]:
@@ -103,11 +101,6 @@ class RankModel:
         ranks, rank = self.mesh.context_size, self.mesh.context_rank
         rows = self.tree_models[0].rows_of_share(num_tokens, ranks) if ranks > 1 else num_tokens
         return range(min(num_tokens, rank * rows), min(num_tokens, (rank + 1) * rows))
-
-    @property
-    def uses_kernels(self) -> bool:
-        """Whether attention runs on kernels, rather than in plain PyTorch."""
-        return self.attention != "reference"
 
     @property
     def syncs_in_backward(self) -> bool:

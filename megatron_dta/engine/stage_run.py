@@ -93,9 +93,7 @@ class StageRun:
         if model.uses_kernels:
             _, _, groups, head_size = self.pools[0].keys_LSGD.shape
             shape = AttentionShape(model.num_heads, groups, head_size, model.dtype)
-            self.attention_plans = SegmentAttentionPlans(
-                step.segments, step.paths, shape, model.device, model.attention
-            )
+            self.attention_plans = SegmentAttentionPlans(step.segments, step.paths, shape, model.device)
         self.paths = step.paths
         self.lengths = step.segments.lengths.tolist()
         self.last_backward = {op.chunk: op.segment for op in self.program.ops if op.kind is OpKind.BACKWARD}

@@ -12,7 +12,6 @@ from megatron_dta.model.attention.kv_pool import KVPool, SlotRuns
 from megatron_dta.model.attention.segment_attention import (
     SegmentAttentionPlans,
     choose_attention,
-    choose_segment_attention,
 )
 from megatron_dta.model.attention.segment_context import SegmentContext
 from megatron_dta.model.attention.token_routing import TokenRouting
@@ -60,7 +59,6 @@ __all__ = [
     "build_model",
     "build_stock_model",
     "choose_attention",
-    "choose_segment_attention",
     "context_group",
     "context_sizes",
     "current_mesh",

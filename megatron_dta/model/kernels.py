@@ -22,22 +22,19 @@ def is_interpreted() -> bool:
     return interpreted()
 
 
-def choose_triton(
-    flag: str, impl: str, device: torch.device, refusal: str | None, others: tuple[str, ...] = ()
-) -> bool:
+def choose_triton(flag: str, impl: str, device: torch.device, refusal: str | None) -> bool:
     """Whether the Triton kernels run, rather than the reference.
 
     Args:
         flag: name of the flag, for messages.
         impl: "triton", "reference", or "auto": Triton on a CUDA device if its kernels support the inputs.
         refusal: why the kernels do not support the inputs; None if they do.
-        others: other values of the flag, for messages.
 
     Raises:
         InputError: "triton" is requested and cannot run.
     """
     if impl not in ("auto", "triton", "reference"):
-        raise InputError(f"{flag} {impl}: choose one of {', '.join(('auto', 'triton', *others, 'reference'))}")
+        raise InputError(f"{flag} {impl}: choose one of auto, triton, reference")
     if impl == "reference" or (impl == "auto" and device.type != "cuda"):
         return False
     if refusal is None and find_spec("triton") is None:

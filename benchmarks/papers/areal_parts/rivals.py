@@ -15,10 +15,9 @@ from common.attention_timing import Inputs, Kernels, measure_flex, measure_kerne
 from common.training_step import StepTimer
 from dta_kernels.tree_attention.blocks import local_key_end
 from dta_kernels.tree_attention.plan import AttentionShape
-from megatron_dta.common.errors import InputError
 from megatron_dta.common.files import read_json
 from megatron_dta.engine import TreeBatch
-from papers.areal_parts.steps import PACKED, StepSettings, measure
+from papers.areal_parts.steps import StepSettings
 from papers.areal_parts.workload import RolloutSet
 from papers.tables import PaperReport
 
@@ -97,21 +96,10 @@ def quote_rivals(report: PaperReport) -> None:
 
 
 def measure_rivals(report: PaperReport, timer: StepTimer, rollouts: RolloutSet, settings: StepSettings) -> None:
-    """This run's modes next to the quoted rows, and packed trees on FlashAttention 4 and FlexAttention, on a GPU."""
+    """This run's modes next to the quoted rows, and the attention of the largest pack on other kernels, on a GPU."""
     for row in report.rows("modes"):
         if row["set"] == rollouts.name and row["sample"] == "trajectory" and "seconds" in row:
             _add(report, f"this run: {row['mode']}", row)
-    attention = timer.options.tree_attention_impl
-    try:
-        timer.use_attention("fa4")
-        batch = timer.plan(rollouts.trajectories, settings.tree("packed", rollouts.longest))
-        row = measure(timer, batch, settings)
-        if "seconds" in row:
-            _add(report, f"this run: {PACKED}, FlashAttention 4", row)
-    except InputError as error:
-        print(f"left out: {error}")
-    finally:
-        timer.use_attention(attention)
     batch = timer.plan(rollouts.trajectories, settings.tree("packed", rollouts.longest))
     measure_attention(report, timer, rollouts.name, batch)
 

@@ -25,7 +25,6 @@ from dta_kernels.tree_attention.backward import (
     query_gradients_kernel,
 )
 from dta_kernels.tree_attention.config import KernelConfig, padded_head_size
-from dta_kernels.tree_attention.flash.plan import FlashAttentionPlan
 from dta_kernels.tree_attention.forward import forward_kernel
 from dta_kernels.tree_attention.layer_cache import SharedByLayers
 from dta_kernels.tree_attention.plan import (
@@ -333,7 +332,7 @@ def _launcher(
 
 
 def check_inputs(
-    plan: TreeAttentionPlan | FlashAttentionPlan,
+    plan: TreeAttentionPlan,
     scale: float,
     q_NHD: Tensor,
     k_MGD: Tensor,
@@ -357,7 +356,7 @@ def check_inputs(
         raise ValueError(f"scale {scale}: must be above 0")
 
 
-def check_accumulators(plan: TreeAttentionPlan | FlashAttentionPlan, into: KeyGradients) -> None:
+def check_accumulators(plan: TreeAttentionPlan, into: KeyGradients) -> None:
     """Raise ``ValueError`` if the accumulators do not fit the plan."""
     for accumulator in (into.keys, into.values):
         if accumulator.dtype != torch.float32 or not accumulator.is_contiguous():

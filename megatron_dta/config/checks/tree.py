@@ -8,15 +8,8 @@ from megatron_dta.config.train import TrainConfig
 
 
 def check_tree(config: TrainConfig) -> Iterator[str]:
-    """Yield a line for each flag that ``--tree-memory-gib`` decides itself, for models without a cost model, and for an
-    attention that cannot be deterministic.
-    """
+    """Yield a line for each flag that ``--tree-memory-gib`` decides itself, and for models without a cost model."""
     tree = config.tree
-    if tree.tree_attention_impl == "fa4" and config.optimization.deterministic_mode:
-        yield (
-            "--tree-attention-impl fa4 conflicts with --deterministic-mode, because FlashAttention 4 adds gradients in "
-            "no fixed order; use triton or leave --deterministic-mode out"
-        )
     if tree.tree_memory_gib is not None:
         for flag, value in (
             ("--tree-memory-tokens", tree.tree_memory_tokens),

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dta_kernels.tree_attention.reference as reference
-from dta_kernels.tree_attention.flash.plan import FlashAttentionPlan
 from dta_kernels.tree_attention.plan import TreeAttentionPlan, local_key_end_on_device
 from megatron_dta.model.attention.context import AttentionContext
 from megatron_dta.model.attention.kv_pool import KVPool, SlotRuns
@@ -57,7 +55,7 @@ class SegmentContext(AttentionContext):
     query_index: Tensor | None = None
     key_index: Tensor | None = None
     key_end: Tensor | None = None
-    attention_plan: TreeAttentionPlan | FlashAttentionPlan | None = None
+    attention_plan: TreeAttentionPlan | None = None
     runs_hooks: bool = True
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -83,6 +81,7 @@ class SegmentContext(AttentionContext):
         """
         # Imported here because the reference does not need Triton.
         from dta_kernels.tree_attention.gather_keys import gather_keys
+        from dta_kernels.tree_attention.launch import tree_attention_forward
 
         pool = self.pool.layer(layer)
         if key is not None:
@@ -94,15 +93,16 @@ class SegmentContext(AttentionContext):
             keys, values = pool.keys[self.slots], pool.values[self.slots]
             values.copy_(value)
         plan, ends = self.attention_plan, self.local_key_end
-        found = self._attention.tree_attention_forward(query, keys, values, ends, plan, scale, self._shared)
+        out, lse = tree_attention_forward(query, keys, values, ends, plan, scale, self._shared)
         self.pool.finish(layer, gradients=False)
-        return found
+        return out, lse
 
     def attention_gradients(
         self, layer: int, grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, own keys and own values of ``attend_by_kernels``; adds the ancestors' to the pool."""
         from dta_kernels.tree_attention.gather_keys import gather_keys
+        from dta_kernels.tree_attention.launch import KeyGradients, tree_attention_backward
 
         pool = self.pool.layer(layer)
         if self.ancestor_slots.shape[0]:
@@ -110,13 +110,13 @@ class SegmentContext(AttentionContext):
             gather_keys(pool.keys, pool.values, self.key_slots, (keys, values))
         else:
             keys, values = pool.keys[self.slots], pool.values[self.slots]
-        attention, plan, ends = self._attention, self.attention_plan, self.local_key_end
-        into = attention.KeyGradients(pool.grad_keys, pool.grad_values, self.key_slots)
-        found = attention.tree_attention_backward(
+        plan, ends = self.attention_plan, self.local_key_end
+        into = KeyGradients(pool.grad_keys, pool.grad_values, self.key_slots)
+        gradients = tree_attention_backward(
             grad_out, query, keys, values, out, lse, ends, plan, scale, into, self._shared
         )
         self.pool.finish(layer, gradients=True)
-        return found
+        return gradients
 
     def attend_exchanged(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -158,17 +158,6 @@ class SegmentContext(AttentionContext):
     def own_keys(self, layer: int) -> Tensor:
         """View of the pool on the segment's keys [N, G, D] in one layer of the model chunk."""
         return self.pool.layer(layer).keys[self.slots]
-
-    @property
-    def _attention(self) -> ModuleType:
-        """The module whose kernels follow the plan."""
-        if isinstance(self.attention_plan, FlashAttentionPlan):
-            from dta_kernels.tree_attention.flash import launch as flash
-
-            return flash
-        from dta_kernels.tree_attention import launch
-
-        return launch
 
     @cached_property
     def _gathered(self) -> tuple[Tensor, Tensor]:

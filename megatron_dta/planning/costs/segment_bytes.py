@@ -36,7 +36,6 @@ MOST_SCORES = 9 * float(1 << 27)
 # Number of tokens by which tiles of a segment may extend beyond its queries and its keys.
 TILE_TOKENS, TILE_KEYS = 64, 128
 # The same in the backward of FlashAttention 4.
-FLASH_TILE = 128
 # Bytes of indices for a token on a segment's path: its slot, subtree end and index among the keys.
 _INDEX_BYTES = 64
 # Rows that the experts of a rank may get in a layer, over their equal share, if experts are divided over ranks. Layers
@@ -57,7 +56,6 @@ class RankTensors:
         fused: whether layers run on the fused kernels, norms and activation function included.
         fused_attention: whether attention runs on its kernels, which accumulate ancestors' gradients in place.
         in_buffers: whether gradients of weights are accumulated in buffers, without a tensor of their own first.
-        flash_attention: with ``fused_attention``, whether these kernels are those of FlashAttention 4.
         float32_logits: whether logits are float32 while their gradient is in the weights' dtype.
         expert_ranks: number of ranks over which experts are divided.
         expert_tensor_size: tensor parallelism of each expert.
@@ -71,7 +69,6 @@ class RankTensors:
     fused: bool = True
     fused_attention: bool = True
     in_buffers: bool = True
-    flash_attention: bool = False
     float32_logits: bool = False
     expert_ranks: int = 1
     context_size: int = 1
@@ -196,7 +193,7 @@ class SegmentBytes:
             attention_share=attention_share,
         )
         if fused_attention:
-            found = found._with_scores(query, groups, heads, element_bytes, rank.flash_attention)
+            found = found._with_scores(query, groups, heads, element_bytes)
         return found._over_context(rank, shape, is_function) if rank.context_size > 1 else found
 
     def _over_context(self, rank: RankTensors, shape: DecoderShape, is_function: bool) -> SegmentBytes:
@@ -229,26 +226,23 @@ class SegmentBytes:
             kv_per_token=self.kv_per_token / kv_ranks,
         )
 
-    def _with_scores(self, query: float, groups: float, heads: float, element_bytes: int, flash: bool) -> SegmentBytes:
+    def _with_scores(self, query: float, groups: float, heads: float, element_bytes: int) -> SegmentBytes:
         """The same bytes if attention runs on its kernels, for a rank's query channels, key channels and heads."""
         if not self.attention_share:
             return replace(self, fixed=FIXED_BYTES)
         mixed = query + 2 * groups
-        # Tiles of dO and Q, or sums of dQ, and two rows of statistics: like dS, they exist until the end of the
-        # segment's backward.
-        stays = (4 if flash else 2 * element_bytes) * query + 8 * heads
-        sums = 8 * groups if flash else 0
+        # Tiles of dO and Q, and two rows of statistics: like dS, they exist until the end of the segment's backward.
+        stays = 2 * element_bytes * query + 8 * heads
         # The gradients of the layer's output, of the stream, and of Q, K and V; queries and dO, or the mixed gradient.
         around = 2 * self.input_per_token + element_bytes * (mixed + max(2 * query, mixed)) + stays
         return replace(
             self,
             # From the second layer on, dS exists too, but the activations of the previous layer are free.
             scores_per_token=max(around, self.work_per_token + stays - self.kept_per_token_and_layer),
-            scores_per_pair=0.0 if flash else element_bytes * heads,
-            most_scores=0.0 if flash else MOST_SCORES,
-            work_per_path_token=self.work_per_path_token + sums,
+            scores_per_pair=element_bytes * heads,
+            most_scores=MOST_SCORES,
             kv_per_token=2 * element_bytes * groups,
-            fixed=FIXED_BYTES + (FLASH_TILE * (stays + sums) if flash else 0),
+            fixed=FIXED_BYTES,
         )
 
     def kept(self, layers: float) -> float:

@@ -17,7 +17,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-import flash_standin
 from conftest import seed_all
 from dta_kernels.layers import qkv_rope, rms_norm
 from fused_layers_cases import fused
@@ -32,7 +31,7 @@ from megatron_dta.objectives import make_objective
 from megatron_dta.planning.costs import segment_bytes
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.memory_budget import GIB, UNDIVIDED, MemoryBudget, StageBytes
-from megatron_dta.planning.costs.segment_bytes import FIXED_BYTES, MOST_SCORES, RankTensors, SegmentBytes
+from megatron_dta.planning.costs.segment_bytes import MOST_SCORES, RankTensors, SegmentBytes
 from megatron_dta.planning.segments.schedule import OpKind
 from megatron_dta.planning.step.sample import TrainingSample
 from mesh_worker import run_on_ranks
@@ -63,22 +62,18 @@ def samples_of(generator: np.random.Generator) -> list[TrainingSample]:
 
 @interpreter
 @pytest.mark.parametrize(
-    ("settings", "activation_tokens", "attention"),
+    ("settings", "activation_tokens"),
     [
-        (QWEN3, None, "triton"),
-        (QWEN3, 0, "triton"),
-        (LLAMA, None, "triton"),
-        (QWEN3, None, "fa4"),
-        (QWEN3, 0, "fa4"),
-        (QWEN3 | EXPERTS, None, "triton"),
-        (QWEN3 | EXPERTS, 0, "triton"),
-        (QWEN3 | EXPERTS | SHARED, None, "triton"),
-        (QWEN3 | EXPERTS | {"moe_layer_freq": [0, 1]}, None, "triton"),
+        (QWEN3, None),
+        (QWEN3, 0),
+        (LLAMA, None),
+        (QWEN3 | EXPERTS, None),
+        (QWEN3 | EXPERTS, 0),
+        (QWEN3 | EXPERTS | SHARED, None),
+        (QWEN3 | EXPERTS | {"moe_layer_freq": [0, 1]}, None),
     ],
 )
-def test_no_op_holds_more_than_is_counted(settings, activation_tokens, attention, monkeypatch):
-    if attention == "fa4":
-        flash_standin.install(monkeypatch)
+def test_no_op_holds_more_than_is_counted(settings, activation_tokens, monkeypatch):
     # Sums of weights' gradients, of which there are few beside the tokens of training, are in what is fixed.
     monkeypatch.setattr(rms_norm, "_MAX_PROGRAMS", 1)
     monkeypatch.setattr(qkv_rope, "_MAX_PROGRAMS", 1)
@@ -86,7 +81,7 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, attention
     monkeypatch.setattr(segment_bytes, "TILE_TOKENS", 16)
     monkeypatch.setattr(segment_bytes, "TILE_KEYS", 32)
     model = fused(**settings, **SHAPE)
-    used = check_ops(model, weights_of(model, seed=3), DIRECT, activation_tokens, attention)
+    used = check_ops(model, weights_of(model, seed=3), DIRECT, activation_tokens)
     print("parts of the counted room that backwards took:", used)
     # Gradients of experts are counted as if all were there at once.
     assert max(used) > (0.25 if "num_experts" in settings else 0.5)
@@ -123,19 +118,16 @@ def _check_rank(rank: int, argument: tuple) -> list[float]:
         mock.patch.object(segment_bytes, "EXPERT_SHARE", 1 + SHAPE["num_layers"] ** 0.5),
     ):
         kinds = (None,) if parallel in EXPERT_MESHES.values() else (None, 0)
-        return [part for kept in kinds for part in check_ops(*argument, parallel, kept, "triton")]
+        return [part for kept in kinds for part in check_ops(*argument, parallel, kept)]
 
 
 def check_ops(
-    model: ModelConfig, weights: dict, parallel: ParallelConfig, activation_tokens: int | None, attention: str
+    model: ModelConfig, weights: dict, parallel: ParallelConfig, activation_tokens: int | None
 ) -> list[float]:
     """Check what every op holds; returns the parts of the counted room that backwards took."""
     wrapped = Wrapped(model, weights, parallel)
-    engine = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16, tree_attention_impl=attention)
+    engine = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16, tree_attention_impl="triton")
     each, layers = engine.counted_bytes(), SHAPE["num_layers"]
-    # Sums of FlashAttention 4 are for whole blocks, of which a step of training has few that are not full.
-    blocks = each.fixed - FIXED_BYTES
-    assert (blocks > 0) == (attention == "fa4")
     tree = TreeConfig(tree_mode="dta", tree_segment_tokens=24, tree_activation_tokens=activation_tokens)
     samples = samples_of(seed_all(61))
     # What stays for ever is made: tables and sums.
@@ -160,7 +152,7 @@ def check_ops(
         once = each.kv_per_token * segments.peak_in_flight_tokens + 4096
         once += (4 * SHAPE["kv_channels"] + each.input_per_token) * tokens
         activations = each.kept(layers) * tokens
-        room = float(each.work(tokens, path)) + blocks
+        room = float(each.work(tokens, path))
         assert forward.filled <= kept[segment] * activations + 64 * path + once
         assert forward.peak <= activations + room + once
         built = 0.0 if kept[segment] else activations
@@ -184,22 +176,6 @@ def test_a_segment_needs_the_memory_of_its_peak():
         attention = tokens * (2 * hidden + mixed + max(2 * query, mixed) + tiles) + scores
         assert each.work(tokens, path) == max(logits, feed_forward, attention) + 64 * path
     assert each.slot(28) == 28 * 2 * 1024 * (2 + 4) + 2 * 2 * 1024
-
-
-def test_a_segment_on_flash_attention_needs_sums_in_place_of_tiles():
-    shape = DecoderShape(1, 2048, 6144, 16, 8, 128, 151936)
-    each = SegmentBytes.of_shape(shape, RankTensors(logit_rows=883, flash_attention=True))
-    hidden, query, keys, mixed, ffn = 4096, 4096, 2048, 8192, 12288
-    stays = 2 * query + 2 * 4 * 16
-    for tokens, path in ((100, 100), (3000, 3000), (8192, 8192), (512, 30_000), (8192, 40_000)):
-        logits = 883 * 151936 * 2
-        feed_forward = tokens * (hidden + ffn + ffn + 2 * ffn)
-        attention = tokens * (2 * hidden + mixed + max(2 * query, mixed) + stays)
-        assert each.work(tokens, path) == max(logits, feed_forward, attention) + (64 + 2 * 2 * keys) * path
-    assert each.fixed == FIXED_BYTES + 128 * (stays + 2 * 2 * keys)
-    triton = SegmentBytes.of_shape(shape, RankTensors(logit_rows=883))
-    same = ("kept_per_token_and_layer", "kept_per_token", "kv_per_token_and_layer", "kv_per_token", "work_per_token")
-    assert all(getattr(each, name) == getattr(triton, name) for name in same)
 
 
 def test_a_limit_leaves_a_part_free():

@@ -62,11 +62,11 @@ def test_files_that_run_first_exist():
 
 
 def test_functions_have_few_parameters():
-    """Kernels are exempt, because they take pointers, sizes and strides one by one."""
+    """Kernels, and the rival with their contract, are exempt: they take pointers, sizes and strides one by one."""
     found = set()
     for path in PYTHON_FILES:
         name = str(path.relative_to(REPOSITORY))
-        if name.startswith(("kernels/", "tests/")):
+        if name.startswith(("kernels/", "tests/", "benchmarks/common/flash_attention/")):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -11,7 +11,7 @@ This module needs neither the library nor Triton.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 
 import numpy as np
 import torch
@@ -33,9 +33,22 @@ BLOCK = 128
 def installed_version() -> str | None:
     """The installed version of the library, None without it."""
     try:
-        return version(PACKAGE)
-    except PackageNotFoundError:
+        return metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
         return None
+
+
+def flash_refusal(shape: AttentionShape, device: torch.device) -> str | None:
+    """Why the library cannot compute attention of this shape, to follow the flag; None if it can."""
+    version = installed_version()
+    if version != VERSION:
+        return f"needs {PACKAGE}=={VERSION}, not {version or 'none'}"
+    if shape.dtype not in DTYPES or shape.head_size not in HEAD_SIZES or shape.group_size == 1:
+        sizes = ", ".join(map(str, HEAD_SIZES))
+        return f"takes 16 bits, heads of {sizes} channels and several query heads per key/value head"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "needs a Hopper GPU (compute capability 9)"
+    return None
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.flash_attention.key_gradients import add_key_gradients, empty_sums
+from common.flash_attention.plan import FlashAttentionPlan
 from dta_kernels.launch import ceil_div
-from dta_kernels.tree_attention.flash.key_gradients import add_key_gradients, empty_sums
-from dta_kernels.tree_attention.flash.plan import FlashAttentionPlan
 from dta_kernels.tree_attention.launch import KeyGradients, check_accumulators, check_inputs
 from dta_kernels.tree_attention.layer_cache import SharedByLayers
 
@@ -30,7 +30,7 @@ def tree_attention_forward(
     shared: SharedByLayers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over the keys it sees, see ``launch.tree_attention_forward``."""
-    from dta_kernels.tree_attention.flash import library
+    from common.flash_attention import library
 
     check_inputs(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
     shared = shared or SharedByLayers()
@@ -53,7 +53,7 @@ def tree_attention_backward(
     shared: SharedByLayers | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``tree_attention_forward``, from its outputs, see ``launch.tree_attention_backward``."""
-    from dta_kernels.tree_attention.flash import library
+    from common.flash_attention import library
 
     check_inputs(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
     shared, shape = shared or SharedByLayers(), plan.shape

@@ -26,8 +26,8 @@ from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.utils import AuxData
 from torch import Tensor
 
-from dta_kernels.tree_attention.flash.mask import tree_mask
-from dta_kernels.tree_attention.flash.plan import BLOCK, BlockLists, FlashAttentionPlan
+from common.flash_attention.mask import tree_mask
+from common.flash_attention.plan import BLOCK, BlockLists, FlashAttentionPlan
 from dta_kernels.tree_attention.plan import AttentionShape
 
 # Compute capability 9.0, and the multiple of channels to which the library's accumulators are rounded.

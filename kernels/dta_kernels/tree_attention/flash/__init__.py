@@ -1,1 +1,0 @@
-"""Attention of a segment by FlashAttention 4, where it is installed."""
