@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_dta.common.errors import InputError
 from megatron_dta.objectives.corrections import Correction
 from megatron_dta.objectives.fields import LossFields, TokenLosses, masked
-from megatron_dta.objectives.surrogates import Clip, SurrogateFunction, clipped
+from megatron_dta.objectives.surrogates import MOST_LOG_RATIO, Clip, SurrogateFunction, bounded, clipped
 
 KL_TYPES = ("k1", "k2", "k3")
 
@@ -49,10 +49,11 @@ def policy_loss(
     ``rollout_logprobs`` with a correction.
 
     Without ``old_logprobs`` the ratio is exactly 1 (on-policy) and the gradient is that of -A * logprob.
-    Metrics: ratio (of the surrogate), clip_fraction (1 where a clip, including the dual clip, has cut the gradient or
-    the weight), approx_kl (estimates KL(old || current) by r - 1 - log r of the tokens' ratios), entropy, ref_kl (the
-    chosen estimator) with a KL term, those of the correction, and with rollout logprobs sampler_logprob_gap =
-    |logprob - rollout_logprob|. Maxima: ratio_max, sampler_logprob_gap_max.
+    Metrics: ratio (of the surrogate), ratio_bounded (1 where a token's log ratio was bounded), clip_fraction (1 where a
+    clip, including the dual clip, has cut the gradient or the weight), approx_kl (estimates KL(old || current) by
+    r - 1 - log r of the tokens' ratios), entropy, ref_kl (the chosen estimator) with a KL term, those of the
+    correction, and with rollout logprobs sampler_logprob_gap = |logprob - rollout_logprob|. Maxima: ratio_max,
+    sampler_logprob_gap_max.
     """
     if fields.advantages is None:
         raise InputError("the objective needs advantages, or rewards to compute them from")
@@ -62,7 +63,10 @@ def policy_loss(
     advantages = masked(fields.advantages.to(present.dtype), mask)
     found = surrogate(present, old, advantages, mask, clip or Clip())
     log_ratio = (present - old).detach()
+    is_far = (log_ratio.abs() > MOST_LOG_RATIO).to(present.dtype)
+    log_ratio = bounded(log_ratio)
     metrics = {
+        "ratio_bounded": masked(is_far, mask),
         "ratio": masked(found.ratio, mask),
         "clip_fraction": masked(found.clipped.to(present.dtype), mask),
         "approx_kl": masked(torch.expm1(log_ratio) - log_ratio, mask),
@@ -99,6 +103,7 @@ def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, kl_type: str) -> Tensor
     if kl_type == "k2":
         return difference.square() / 2
     if kl_type == "k3":
+        difference = difference.clamp(max=MOST_LOG_RATIO)  # exp must not overflow; see ``surrogates``
         return torch.expm1(difference) - difference
     raise InputError(f"--kl-loss-type {kl_type}: choose from {', '.join(KL_TYPES)}")
 

@@ -14,9 +14,10 @@ eps_clip_high above eps_clip is DAPO's "clip-higher", arXiv 2503.14476. Dual cli
 first three are bounded below by dual_clip * A, dual_clip > 1, so that a token that has become far more likely cannot
 dominate the step.
 
-Every branch of min and clip is chosen by comparing values, and only the chosen branch is computed. If clipping bounds
-the loss, an overflowing ratio is harmless; otherwise the loss overflows, too, so that the trainer detects a non-finite
-step.
+Every branch of min and clip is chosen by comparing values, and only the chosen branch is computed.
+
+log r is bounded to +-20, as in verl, and beyond has no gradient: a recorded logprob so far from the trainer's is wrong,
+and without the bound one such token with A < 0 would make every step infinite. A NaN of the model stays NaN.
 
 All functions take and return tensors [..., T], 0 where a token is not trained, and reduce over time only.
 """
@@ -28,6 +29,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+MOST_LOG_RATIO = 20.0
+"""Bound of the log ratio: exp(20) is 4.9e8."""
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """``log_ratio`` within its bounds, without a gradient outside."""
+    return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ def gspo_token(logprobs: Tensor, old: Tensor, advantages: Tensor, loss_mask: Ten
 
 def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, loss_mask: Tensor, clip: Clip) -> Surrogate:
     """The weighted log-likelihood with a clipped weight."""
-    ratio = (logprobs - old).detach().exp()
+    ratio = bounded(logprobs - old).detach().exp()
     low, high = clip.bounds
     # Not clamp, because a NaN of the model must remain NaN.
     weight = torch.where(ratio > high, high, torch.where(ratio < low, low, ratio))
@@ -102,6 +111,7 @@ def _clipped(log_ratio: Tensor, advantages: Tensor, clip: Clip) -> Surrogate:
 
     min(r A, clip(r) A) is clip(r) A exactly for A > 0 with r > high and for A < 0 with r < low, else r A.
     """
+    log_ratio = bounded(log_ratio)
     ratio = log_ratio.detach().exp()
     low, high = clip.bounds
     above = (advantages > 0) & (ratio > high)
@@ -113,7 +123,5 @@ def _clipped(log_ratio: Tensor, advantages: Tensor, clip: Clip) -> Surrogate:
         dual = (advantages < 0) & (ratio > clip.dual)
         bound = torch.where(dual, clip.dual, bound)
         cut = cut | dual
-    # Where A is 0 the surrogate is 0 for any ratio, but inf * 0 is not. A NaN remains, because the model is broken.
-    constant = cut | ((advantages == 0) & ~ratio.isnan())
-    free_ratio = torch.where(constant, torch.zeros_like(log_ratio), log_ratio).exp()
-    return Surrogate(torch.where(constant, bound, free_ratio) * advantages, ratio, cut)
+    free_ratio = torch.where(cut, torch.zeros_like(log_ratio), log_ratio).exp()
+    return Surrogate(torch.where(cut, bound, free_ratio) * advantages, ratio, cut)

@@ -15,6 +15,7 @@ exactly this state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -114,6 +115,7 @@ class Trainer:
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     def __post_init__(self) -> None:
+        self._finite = self._infinite = 0  # steps of this process
         self.output = RunConsole(self.console, self.config, self.metrics.path)
         self.checkpoints = CheckpointSaver(self.config, self.model, self.optimizer, self.output.print, self.critic)
         if self.saved_iteration is None:
@@ -130,6 +132,7 @@ class Trainer:
                 self._run_steps()
             self._save()
             self.checkpoints.finish()
+            self._check_that_steps_were_finite()
             self._save_hf()
         self.output.finish(self.progress.iteration, self.stopped_by)
 
@@ -146,6 +149,15 @@ class Trainer:
             is_best = best is not None and best.iteration == self.progress.iteration
             if is_best or (interval and self.progress.iteration % interval == 0):
                 self._save()
+
+    def _check_that_steps_were_finite(self) -> None:
+        """Refuse to end well after the last step if no step of this process had a finite loss and gradient."""
+        if self._infinite and not self._finite and self.stopped_by is None:
+            steps = "the only step" if self._infinite == 1 else f"all {self._infinite} steps"
+            raise InputError(
+                f"{steps} of this run had a loss or a gradient norm that is not finite, so no weight has changed; "
+                "check the rewards and logprobs of the rollouts, and --lr"
+            )
 
     @contextmanager
     def _saving_if_rollouts_end(self) -> Iterator[None]:
@@ -242,6 +254,8 @@ class Trainer:
         loss = float(result.loss)
         with watch.measure("update"):
             outcome = self.optimizer.step(loss, self.guard.skip_above)
+        is_finite = math.isfinite(loss) and math.isfinite(outcome.grad_norm)
+        self._finite, self._infinite = self._finite + is_finite, self._infinite + (not is_finite)
         if self._is_timed(number) and self.engine.mesh.rank == 0:
             planned = result.plan.training.planned_events()
             write_step_timeline(self.config.logging.timeline_dir, number, result.timeline, planned)

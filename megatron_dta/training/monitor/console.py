@@ -59,6 +59,12 @@ class RunConsole:
                 f"step {iteration}: skipped, the weights are unchanged: the loss is {record['loss']}, "
                 f"the gradient norm {record['grad_norm']}"
             )
+        if record.get("ratio_bounded"):
+            self.warn(
+                f"step {iteration}: {100 * record['ratio_bounded']:.3g}% of the trained tokens have a recorded logprob "
+                "more than 20 from the trainer's, so their ratios are bounded; check the sampler's logprobs, or give "
+                "--old-logprobs recompute"
+            )
         self._warn_without_signal(record)
         if iteration > 0 and (iteration % self._interval == 0 or last):
             self.print(step_line(record, self._train_iters, self._clock.seconds_per_step))

@@ -78,6 +78,7 @@ METRICS: dict[str, dict[str, str]] = {
     "The policy's loss": {
         "ratio": "importance ratio of the surrogate, mean over trained tokens",
         "ratio_max": "largest importance ratio",
+        "ratio_bounded": "fraction of tokens whose recorded logprob is more than 20 from the trainer's",
         "clip_fraction": "fraction of tokens (of sequences for gspo) whose gradient was clipped",
         "approx_kl": "KL(old, current), estimated from the ratio",
         "entropy": "entropy of the next-token distribution at trained tokens",
@@ -153,6 +154,7 @@ METRICS: dict[str, dict[str, str]] = {
         "rollout_queued_requests": "those of them that wait, because all servers are full",
         "rollout_retried_requests": "repeated requests to servers since the process started",
         "rollout_moved_requests": "requests that moved to another server since the process started",
+        "rollout_rejected_tokens": "ids without text that were sampled and replaced, since the process started",
         "rollout_decoded_tokens": "tokens received from servers or recordings since the process started",
         "rollout_reused_tokens": "prompt tokens that servers found in their caches since the process started",
         "rollout_weight_update_seconds": "time of weight updates of the servers since the process started",

@@ -149,7 +149,7 @@ def test_each_clip_branch(ratio: float, advantage: float) -> None:
 def test_metrics_match_loop() -> None:
     logprobs, entropy, fields = random_case(13, 41)
     metrics = grpo_loss(logprobs, entropy, fields, kl_loss_coef=0.1, kl_loss_type="k2").metrics
-    assert set(metrics) == {"ratio", "clip_fraction", "approx_kl", "entropy", "ref_kl"}
+    assert set(metrics) == {"ratio", "ratio_bounded", "clip_fraction", "approx_kl", "entropy", "ref_kl"}
     for t in range(41):
         if not fields.loss_mask[t]:
             continue
@@ -231,7 +231,7 @@ def test_batch_equals_one_by_one(options: dict | None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_overflowing_ratio(dtype: torch.dtype) -> None:
-    """exp(log ratio) = inf: no effect where a clip or a zero advantage bounds the loss, infinite where nothing does."""
+    """exp(log ratio) would be inf: no gradient, and a finite loss also where no clip bounds it."""
     logprobs = torch.zeros(4, dtype=dtype, requires_grad=True)
     advantages = torch.tensor([2.0, 0.0, -1.0, -1.0], dtype=dtype)
     fields = LossFields(torch.ones(4, dtype=torch.bool), advantages, torch.full((4,), -1000.0, dtype=dtype))
@@ -239,8 +239,14 @@ def test_overflowing_ratio(dtype: torch.dtype) -> None:
     torch.testing.assert_close(losses.loss, torch.tensor([-2.4, 0, 3, 3], dtype=dtype))
     assert torch.equal(gradients(losses, logprobs)[0], torch.zeros(4, dtype=dtype))
     losses = grpo_loss(logprobs, torch.zeros(4), fields)
-    assert torch.isfinite(losses.loss).tolist() == [True, True, False, False]
-    assert torch.isfinite(gradients(losses, logprobs)[0]).tolist() == [True, True, False, False]
+    torch.testing.assert_close(losses.loss, torch.tensor([-2.4, 0, math.exp(20), math.exp(20)], dtype=dtype))
+    assert torch.equal(gradients(losses, logprobs)[0], torch.zeros(4, dtype=dtype))
+    assert losses.metrics["ratio_bounded"].tolist() == [1] * 4
+    fields = replace(fields, old_logprobs=torch.tensor([-19.0, -21.0, 19.0, 21.0], dtype=dtype))
+    assert grpo_loss(logprobs, torch.zeros(4), fields).metrics["ratio_bounded"].tolist() == [0, 1, 0, 1]
+    # A reference far above the policy: k3 would be infinite.
+    fields = replace(fields, ref_logprobs=torch.full((4,), 1000.0, dtype=dtype))
+    assert torch.isfinite(grpo_loss(logprobs, torch.zeros(4), fields, kl_loss_coef=0.1).loss).all()
 
 
 def test_nan_of_the_model_is_not_hidden() -> None:

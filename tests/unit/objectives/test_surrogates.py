@@ -117,12 +117,13 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
     assert ((bound >= 0.8 - 1e-12) & (bound <= 1.3 + 1e-12)).all()
 
 
-@pytest.mark.parametrize("name", ["gspo", "cispo", "truncated", "masked"])
-def test_overflow_costs_nothing_where_a_bound_holds(name: str) -> None:
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "gspo-token", "cispo", "truncated", "masked"])
+def test_a_recorded_logprob_far_from_the_trainers_leaves_the_loss_finite(name: str, advantage: float) -> None:
     logprobs = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     far = torch.full((3,), -1000.0, dtype=torch.float64)
     near = torch.zeros(3, dtype=torch.float64)
-    fields = LossFields(torch.ones(3, dtype=torch.bool), torch.full((3,), 2.0), far, rollout_logprobs=far * 2)
+    fields = LossFields(torch.ones(3, dtype=torch.bool), torch.full((3,), advantage), far, rollout_logprobs=far * 2)
     if name == "truncated":  # the sampler's ratio overflows, the policy's does not
         fields = replace(fields, old_logprobs=near, rollout_logprobs=far)
     losses = OBJECTIVES[name](logprobs, near, fields)

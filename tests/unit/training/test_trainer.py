@@ -176,6 +176,16 @@ def test_a_step_that_is_not_finite_is_skipped_and_reported(tmp_path: Path) -> No
     assert trainer.console.file.getvalue().count("skipped, the weights are unchanged") == 3
 
 
+def test_a_run_without_a_finite_step_does_not_end_well(tmp_path: Path) -> None:
+    poison = Rollout(np.arange(6), np.arange(6) > 0, advantages=np.full(6, 3e38, np.float32))
+    write_rollouts(tmp_path / "r.jsonl", [poison] * 2)
+    arguments = f"--rollouts {tmp_path}/r.jsonl --global-batch-size 2 --train-iters 2 --save-hf {tmp_path}/hf"
+    trainer, _ = make_trainer(f"{arguments} --old-logprobs recompute")
+    with pytest.raises(InputError, match="all 2 steps of this run had a loss or a gradient norm that is not finite"):
+        trainer.run()
+    assert not (tmp_path / "hf").exists()
+
+
 def test_supervised_training_learns(tmp_path: Path) -> None:
     rng = seed_all(6)
     # Each token is the one before it plus one.
