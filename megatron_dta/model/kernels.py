@@ -88,7 +88,9 @@ def choose_gated_delta_rule(impl: str, dtype: torch.dtype, device: torch.device)
     return library.gated_delta_rule
 
 
-def draw_by_kernels(model: Any, hidden_BC: Tensor, noise_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def draw_by_kernels(
+    model: Any, hidden_BC: Tensor, noise_B: Tensor, temperature: float, num_drawn: int
+) -> tuple[Tensor, Tensor]:
     """A token of each row (int64 [B]) and its logprob (float32 [B]), see ``dta_kernels.logprobs.draw_tokens``.
 
     model: a ``Model``.
@@ -98,6 +100,7 @@ def draw_by_kernels(model: Any, hidden_BC: Tensor, noise_B: Tensor, temperature:
 
     shard = model.vocabulary_shard
     if shard is None:
-        return draw_tokens(model.logits(hidden_BC), noise_B, temperature)
+        return draw_tokens(model.logits(hidden_BC), noise_B, temperature, num_drawn)
     logits_BV, size = model.own_logits(hidden_BC)
-    return draw_from_shards(logits_BV, size, noise_B, temperature, shard)
+    sizes = size, max(0, min(size, num_drawn - shard.first_token))
+    return draw_from_shards(logits_BV, sizes, noise_B, temperature, shard)

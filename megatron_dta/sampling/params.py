@@ -22,6 +22,7 @@ class SamplingParams:
         seed: seed of the keyed random numbers.
         domain: separates the random numbers of evaluation from those of training.
         other_eos_ids: additional tokens that end a response.
+        vocab_size: ids from it on, which the tokenizer lacks, are never sampled; None: the model has no such ids.
     """
 
     max_response_tokens: int
@@ -31,6 +32,7 @@ class SamplingParams:
     seed: int = 0
     domain: Domain = Domain.SAMPLING
     other_eos_ids: tuple[int, ...] = ()
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_response_tokens < 1:

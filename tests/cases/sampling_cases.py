@@ -88,6 +88,7 @@ def slow_sample(
             row = rows[len(tokens) - 1]
         else:
             row = full_logprobs(model, np.array(tokens), params.temperature or 1.0)[-1]
+        row = row[: params.vocab_size]
         probabilities = np.exp(row.astype(np.float64))
         if params.temperature == 0:
             token = int(np.argmax(row))

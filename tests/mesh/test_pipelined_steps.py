@@ -40,7 +40,7 @@ STATES = HYBRID | dict(
     group_query_attention=True, fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16,
 )  # fmt: skip
 STAGES, TENSOR = dict(pipeline_model_parallel_size=2), dict(tensor_model_parallel_size=2)
-FROM_NUCLEUS = replace(PARAMS, other_eos_ids=(12, 16, 17))
+FROM_NUCLEUS = replace(PARAMS, other_eos_ids=(12, 16, 17), vocab_size=20)
 DRAWN_BY_KERNELS = replace(FROM_NUCLEUS, top_p=1.0)
 LENGTHS = (6, 1, 5, 7, 4)
 # With these, old and new weights give groups of the same sizes.

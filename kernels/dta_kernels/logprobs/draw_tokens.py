@@ -4,6 +4,10 @@ In PyTorch this takes a dozen kernels over the whole vocabulary, most of them in
 Here the first kernel computes the maximum and the sum of exponentials of each block of a row. The second one finds the
 block in which the draw falls, and reads that block again to find the token.
 
+Only the first ``num_drawn`` tokens may be drawn. The others, which have no text, keep their part of the distribution
+from which logprobs are computed. So the first kernel also computes the sum over those of a block's tokens that may be
+drawn or, for temperature 0, their maximum.
+
 Exponentials are float32, as in the trainer, and their sums float64. A draw is therefore the inverse of the row's
 cumulative distribution at ``noise`` to the last bits, and the result of a row depends only on the row and its noise.
 
@@ -42,8 +46,8 @@ def _shift_of(largest):
 
 @triton.jit
 def _blocks_kernel(
-    logits_in, largest_out, sum_out, size, num_blocks, row_stride, temperature, SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_in, largest_out, sum_out, drawn_out, size, num_drawn, num_blocks, row_stride, temperature,
+    SCALE: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, blocks)."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -53,13 +57,18 @@ def _blocks_kernel(
     weight = tl.exp(x.to(tl.float64) - _shift_of(largest).to(tl.float64))
     tl.store(largest_out + row * num_blocks + block, largest)
     tl.store(sum_out + row * num_blocks + block, tl.sum(weight, 0))
+    if GREEDY:
+        drawn = tl.max(tl.where(token < num_drawn, x, float("-inf")), 0).to(tl.float64)
+    else:
+        drawn = tl.sum(tl.where(token < num_drawn, weight, 0.0), 0)
+    tl.store(drawn_out + row * num_blocks + block, drawn)
 
 
 @triton.jit
 def _draw_kernel(
-    logits_in, largest_in, sum_in, noise_in, token_out, logprob_out, size, num_blocks, row_stride, temperature,
-    first_block, first_token, SCALE: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    OWN_BLOCKS: tl.constexpr,
+    logits_in, largest_in, sum_in, drawn_in, noise_in, token_out, logprob_out, num_drawn, num_blocks, row_stride,
+    temperature, first_block, first_token, SCALE: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, OWN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows). Writes zeros for a draw outside the ``OWN_BLOCKS`` blocks from ``first_block`` on."""
     row = tl.program_id(0).to(tl.int64)
@@ -67,28 +76,31 @@ def _draw_kernel(
     largest_of = tl.load(largest_in + row * num_blocks + k, mask=k < num_blocks, other=float("-inf"))
     largest = tl.max(largest_of, 0)
     shift = _shift_of(largest).to(tl.float64)
-    sums = tl.load(sum_in + row * num_blocks + k, mask=k < num_blocks, other=0.0)
-    sums = sums * tl.exp(_shift_of(largest_of).to(tl.float64) - shift)
-    until = tl.cumsum(sums, 0)
-    total = tl.sum(tl.where(k == num_blocks - 1, until, 0.0), 0)
+    scale = tl.exp(_shift_of(largest_of).to(tl.float64) - shift)
+    sums = tl.load(sum_in + row * num_blocks + k, mask=k < num_blocks, other=0.0) * scale
+    total = tl.sum(tl.where(k == num_blocks - 1, tl.cumsum(sums, 0), 0.0), 0)
     if GREEDY:
-        block = tl.min(tl.where(largest_of == largest, k, num_blocks - 1), 0)
+        best_of = tl.load(drawn_in + row * num_blocks + k, mask=k < num_blocks, other=float("-inf"))
+        best = tl.max(best_of, 0)
+        block = tl.min(tl.where(best_of == best, k, num_blocks - 1), 0)
     else:
-        threshold = tl.load(noise_in + row) * total
+        parts = tl.load(drawn_in + row * num_blocks + k, mask=k < num_blocks, other=0.0) * scale
+        until = tl.cumsum(parts, 0)
+        threshold = tl.load(noise_in + row) * tl.sum(tl.where(k == num_blocks - 1, until, 0.0), 0)
         # With NaN or rounding, no block may be above the threshold; then the last block with any weight is taken.
-        last = tl.max(tl.where(sums > 0, k, 0), 0)
-        block = tl.minimum(tl.min(tl.where((until > threshold) & (sums > 0), k, BLOCKS), 0), last)
+        last = tl.max(tl.where(parts > 0, k, 0), 0)
+        block = tl.minimum(tl.min(tl.where((until > threshold) & (parts > 0), k, BLOCKS), 0), last)
     i = tl.arange(0, BLOCK)
     token = (block - first_block) * BLOCK + i
-    x = _scaled(logits_in + row * row_stride + token, temperature, SCALE, (token >= 0) & (token < size))
+    x = _scaled(logits_in + row * row_stride + token, temperature, SCALE, (token >= 0) & (token < num_drawn))
     if GREEDY:
-        own = tl.min(tl.where(x == largest, i, BLOCK - 1), 0)
+        own = tl.min(tl.where(x == best, i, BLOCK - 1), 0)
     else:
         weight = tl.exp(x.to(tl.float64) - shift)
         rest = threshold - tl.sum(tl.where(k == block - 1, until, 0.0), 0)
         last = tl.max(tl.where(weight > 0, i, 0), 0)
         own = tl.minimum(tl.min(tl.where((tl.cumsum(weight, 0) > rest) & (weight > 0), i, BLOCK), 0), last)
-    drawn = tl.minimum((block - first_block) * BLOCK + own, size - 1)
+    drawn = tl.minimum((block - first_block) * BLOCK + own, num_drawn - 1)
     chosen = tl.sum(tl.where(token == drawn, x, 0.0), 0)
     logprob = (chosen.to(tl.float64) - shift - tl.log(total)).to(tl.float32)
     is_own = (block >= first_block) & (block < first_block + OWN_BLOCKS)
@@ -96,7 +108,9 @@ def _draw_kernel(
     tl.store(logprob_out + row, tl.where(is_own, logprob, 0.0))
 
 
-def draw_tokens(logits_BV: Tensor, noise_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def draw_tokens(
+    logits_BV: Tensor, noise_B: Tensor, temperature: float, num_drawn: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw a token of each row in proportion to its probability, and compute its logprob at ``temperature``.
 
     Temperature 0 takes the most likely token (the lowest of equals) and gives the logprob at temperature 1. A row that
@@ -105,18 +119,21 @@ def draw_tokens(logits_BV: Tensor, noise_B: Tensor, temperature: float) -> tuple
     Args:
         logits_BV: 16 bits or float32, tokens of a row next to each other.
         noise_B: float64, in [0, 1).
+        num_drawn: number of tokens, the first ones, that may be drawn (default: all).
 
     Returns:
         int64 [B] and float32 [B].
     """
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
-    sums = _block_sums(logits_BV, logits_BV.shape[1], temperature)
-    return _drawn(logits_BV, logits_BV.shape[1], sums, noise_B, temperature)
+    size = logits_BV.shape[1]
+    num_drawn = size if num_drawn is None else min(num_drawn, size)
+    sums = _block_sums(logits_BV, (size, num_drawn), temperature)
+    return _drawn(logits_BV, num_drawn, sums, noise_B, temperature)
 
 
 def draw_from_shards(
-    logits_BV: Tensor, size: int, noise_B: Tensor, temperature: float, shard: VocabularyShard
+    logits_BV: Tensor, sizes: tuple[int, int], noise_B: Tensor, temperature: float, shard: VocabularyShard
 ) -> tuple[Tensor, Tensor]:
     """``draw_tokens`` from logits that the ranks of ``shard.group`` divide among themselves.
 
@@ -125,39 +142,43 @@ def draw_from_shards(
 
     Args:
         logits_BV: of this rank, of the same shape on all ranks.
-        size: number of its columns that are tokens; the rest are padding.
+        sizes: number of its columns that are tokens, the rest being padding, and of those that may be drawn.
     """
     logits_BV = logits_BV.contiguous()
-    largest_BK, sum_BK = _block_sums(logits_BV, size, temperature)
-    own_2BK, ranks = torch.stack([largest_BK.double(), sum_BK]), shard.group.size()
-    gathered = own_2BK.new_empty(2 * ranks, *largest_BK.shape)
-    distributed.all_gather_into_tensor(gathered, own_2BK, group=shard.group)
-    largest_BJ, sum_BJ = gathered.view(ranks, *own_2BK.shape).permute(1, 2, 0, 3).flatten(2).contiguous()
+    largest_BK, *sums = _block_sums(logits_BV, sizes, temperature)
+    own_3BK, ranks = torch.stack([largest_BK.double(), *sums]), shard.group.size()
+    gathered = own_3BK.new_empty(3 * ranks, *largest_BK.shape)
+    distributed.all_gather_into_tensor(gathered, own_3BK, group=shard.group)
+    largest_BJ, *sums = gathered.view(ranks, *own_3BK.shape).permute(1, 2, 0, 3).flatten(2).contiguous()
     place = shard.group.rank() * largest_BK.shape[1], shard.first_token
-    found = _drawn(logits_BV, size, (largest_BJ.float(), sum_BJ), noise_B, temperature, place)
+    found = _drawn(logits_BV, sizes[1], (largest_BJ.float(), *sums), noise_B, temperature, place)
     # All ranks but one add zero.
     both_2B = torch.stack([part.double() for part in found])
     distributed.all_reduce(both_2B, group=shard.group)
     return both_2B[0].long(), both_2B[1].float()
 
 
-def _block_sums(logits_BV: Tensor, size: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """The maximum of each block [B, K] and the sum of its exponentials, shifted by it."""
+def _block_sums(logits_BV: Tensor, sizes: tuple[int, int], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The maximum of each block [B, K], the sum of its exponentials, shifted by it, and the sum over the tokens that
+    may be drawn (at temperature 0 their maximum).
+
+    sizes: number of tokens, and of those that may be drawn.
+    """
     B, V = logits_BV.shape
     K = ceil_div(V, _BLOCK)
     largest_BK = logits_BV.new_empty((B, K), dtype=torch.float32)
-    sum_BK = logits_BV.new_empty((B, K), dtype=torch.float64)
+    sum_BK, drawn_BK = logits_BV.new_empty((2, B, K), dtype=torch.float64)
     if B:
-        _blocks(temperature not in (0, 1))(
-            (B, K), logits_BV, largest_BK, sum_BK, size, K, logits_BV.stride(0), float(temperature)
+        _blocks(temperature not in (0, 1), temperature == 0)(
+            (B, K), logits_BV, largest_BK, sum_BK, drawn_BK, *sizes, K, logits_BV.stride(0), float(temperature)
         )
-    return largest_BK, sum_BK
+    return largest_BK, sum_BK, drawn_BK
 
 
 def _drawn(
     logits_BV: Tensor,
-    size: int,
-    sums: tuple[Tensor, Tensor],
+    num_drawn: int,
+    sums: tuple[Tensor, Tensor, Tensor],
     noise_B: Tensor,
     temperature: float,
     place: tuple[int, int] = (0, 0),
@@ -169,17 +190,21 @@ def _drawn(
     if B:
         shape = triton.next_power_of_2(J), ceil_div(V, _BLOCK)
         _draws(temperature not in (0, 1), temperature == 0, *shape)(
-            (B,), logits_BV, *sums, noise_B, tokens, logprobs, size, J, logits_BV.stride(0), float(temperature), *place
-        )
+            (B,), logits_BV, *sums, noise_B, tokens, logprobs, num_drawn, J, logits_BV.stride(0), float(temperature),
+            *place
+        )  # fmt: skip
     return tokens, logprobs
 
 
-def draw_tokens_reference(logits_BV: Tensor, noise_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def draw_tokens_reference(
+    logits_BV: Tensor, noise_B: Tensor, temperature: float, num_drawn: int | None = None
+) -> tuple[Tensor, Tensor]:
     """``draw_tokens`` in plain PyTorch."""
     x = logits_BV.float()
     if temperature not in (0, 1):
         x = x / temperature
-    logprobs_BV = torch.log_softmax(x.double(), dim=-1)
+    logprobs_BV = torch.log_softmax(x.double(), dim=-1)[:, :num_drawn]
+    x = x[:, :num_drawn]
     if temperature == 0:
         largest = x.amax(dim=-1, keepdim=True)
         tokens = (x == largest).to(torch.int8).argmax(dim=-1)
@@ -194,10 +219,10 @@ def draw_tokens_reference(logits_BV: Tensor, noise_B: Tensor, temperature: float
 _launchers: dict[tuple, Launcher] = {}
 
 
-def _blocks(scale: bool) -> Launcher:
-    key = ("blocks", scale)
+def _blocks(scale: bool, greedy: bool) -> Launcher:
+    key = ("blocks", scale, greedy)
     if key not in _launchers:
-        _launchers[key] = Launcher(_blocks_kernel, SCALE=scale, BLOCK=_BLOCK, num_warps=4)
+        _launchers[key] = Launcher(_blocks_kernel, SCALE=scale, GREEDY=greedy, BLOCK=_BLOCK, num_warps=4)
     return _launchers[key]
 
 

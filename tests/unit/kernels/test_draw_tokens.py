@@ -43,6 +43,16 @@ def test_kernels_equal_their_twin(dtype: torch.dtype, temperature: float):
         expected, their_logprobs = draw_tokens_reference(logits, noise, temperature)
         assert tokens.tolist() == expected.tolist(), (size, noise)
         assert (logprobs - their_logprobs).abs().max() <= 1e-6
+        # Tokens that may not be drawn keep their part of the distribution.
+        for num_drawn in {max(1, size - 3), (size + 1) // 2}:
+            tokens, logprobs = draw_tokens(logits, noise, temperature, num_drawn)
+            expected, their_logprobs = draw_tokens_reference(logits, noise, temperature, num_drawn)
+            same = torch.arange(9, device=DEVICE) != 1  # the sums' last bits decide that draw
+            assert torch.equal(tokens[same], expected[same]), (size, num_drawn, noise)
+            assert tokens.max() < num_drawn
+            full = torch.log_softmax(logits.double() / (temperature or 1.0), -1).gather(1, tokens[:, None]).squeeze(1)
+            assert (logprobs - full).abs().max() <= (2e-5 if temperature == 0.6 else 4e-6)
+            assert (logprobs - their_logprobs)[same].abs().max() <= 1e-6
 
 
 def test_a_row_does_not_depend_on_the_others_or_on_where_it_lies():

@@ -61,15 +61,17 @@ def test_a_forest_of_requests_in_float32(kind: str):
     seed_all(5)
     model = make_model(3, torch.float32, **GROUPED | dict(num_layers=1))
     drive = Drive(seed=17, prompts=2, depth=1)
-    reference = run_forest(started_plain(model), drive)
+    params = replace(PARAMS, vocab_size=19)  # four ids of the model are never drawn
+    reference = run_forest(started_plain(model, params), drive)
     settings = dict(STATIC if kind != "kernels" else KERNELS)
     if kind == "mixed":
         settings |= dict(drafting=Adversary(kind, answers_of(reference), 1), block_size=3, max_requests=5)
     elif kind == "suffix":
         settings["drafting"] = suffix_drafting()
-    engine = started(model, **settings, max_tokens=11)
+    engine = started(model, params, **settings, max_tokens=11)
     found = run_forest(engine, replace(drive, order=1))
     assert_same(found, reference, 2e-5)
+    assert max(int(result.token_ids.max()) for _, result in found.values()) == 18
     statistics = engine.statistics()
     assert engine.pages_in_use == 0
     assert statistics["decoded_tokens"] == sum(len(result.token_ids) for _, result in found.values())

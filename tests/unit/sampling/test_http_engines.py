@@ -103,6 +103,23 @@ def test_the_models_own_end_does_not_end_a_response(setup: Setup) -> None:
     assert not any(9 in result.token_ids[:-1] for result in results)
 
 
+@KINDS
+def test_ids_that_the_tokenizer_lacks_are_rejected(setup: Setup) -> None:
+    """What a server samples of them is replaced; all others keep their order, logprobs and length."""
+    setup.add_servers(2)
+    engine = setup.engine()
+    engine.start(replace(PARAMS, vocab_size=15), 0)
+    requests = setup.requests(30)
+    results = generate(engine, requests)
+    setup.check(requests, results)
+    assert max(int(result.token_ids.max()) for result in results) == 14
+    assert engine.statistics()["rejected_tokens"] > 10
+    assert len({tuple(result.token_ids.tolist()) for result in results}) > 20
+    engine.start(replace(PARAMS, vocab_size=0), 0)
+    with pytest.raises(ServerError, match="sampled 51 ids that the tokenizer lacks beside 0 others"):
+        generate(engine, requests[:1])
+
+
 LOGPROB_CASES = [
     # kind, logprobs after the temperature (and, with vLLM, the nucleus), temperature, top_p, refused with
     ("vllm", False, 1.0, 1.0, None),

@@ -55,6 +55,22 @@ def test_a_forest_equals_the_slow_engine(shape: str):
             assert statistics["evictions"] > 0
 
 
+@pytest.mark.parametrize("changes", [{}, dict(temperature=0), dict(temperature=0.7, top_p=0.8)])
+def test_ids_that_the_tokenizer_lacks_are_never_sampled(changes: dict[str, float]):
+    """What is sampled keeps its logprob, that of the whole vocabulary."""
+    model = make_model(3, **GROUPED)
+    prompts = random_prompts(np.random.default_rng(8), [3, 7, 5])
+    requests = [GenerationRequest(i, prompts[i % 3], 12, i) for i in range(9)]
+    whole, known = (replace(NEVER, vocab_size=size, **changes) for size in (None, 14))
+    assert any(result.token_ids.max() >= 14 for result in generate(started(model, whole), requests))
+    for request, result in zip(requests, generate(started(model, known), requests), strict=True):
+        arguments = (request.token_ids, request.key, known, 4, request.max_tokens)
+        tokens, logprobs = slow_sample(model, *arguments, guess=result.token_ids)
+        assert result.token_ids.tolist() == tokens
+        assert max(tokens) < 14
+        assert np.allclose(result.logprobs, logprobs, rtol=0, atol=1e-12)
+
+
 def test_preempted_requests_give_the_same_samples():
     model = make_model(14, **GROUPED)
     reference = run_long(started(model, NEVER))
@@ -164,10 +180,12 @@ def test_keys():
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("settings", ["default", "small pool"])
 def test_logprobs_of_the_forest_are_the_trainers(dtype: torch.dtype, tolerance: float, settings: str):
-    """Forks, shared pages and recomputation after preemption: training still finds every importance ratio to be 1."""
+    """Forks, shared pages, recomputation after preemption, ids that are never sampled: every importance ratio is 1."""
     seed_all(40)
     model = make_model(18, dtype, **GROUPED)
-    found = run_forest(started(model, **SETTINGS[settings]), Drive(seed=3, order=5, prompts=3))
+    params = replace(PARAMS, vocab_size=14)
+    found = run_forest(started(model, params, **SETTINGS[settings]), Drive(seed=3, order=5, prompts=3))
+    assert max(int(result.token_ids.max()) for _, result in found.values()) == 13
     trained = trainers_logprobs(model, found, TreeConfig(tree_segment_tokens=24))
     for (_, result), logprobs in zip(found.values(), trained, strict=True):
         assert result.logprobs.dtype == (np.float64 if dtype == torch.float64 else np.float32)

@@ -259,7 +259,7 @@ class DecodeSteps:
         num_tokens = bucket(len(burst.token_ids))
         run = self._run_of(burst)
         # There are at most as many tiles as tokens, and empty tiles cost less than captures for each number of tiles.
-        key = (num_tokens, run, params.temperature, params.top_p, chunk)
+        key = (num_tokens, run, params.temperature, params.top_p, params.vocab_size, chunk)
         if key not in self._passes:
             while len(self._passes) >= _MOST_GRAPHS:
                 del self._passes[next(iter(self._passes))]

@@ -5,6 +5,12 @@ in the trainer, so importance ratios are 1 at the sampler's weights. With ``top_
 renormalized nucleus, but its logprob is still that of the full distribution. Greedy decoding (temperature 0) returns
 the logprobs of temperature 1.
 
+**Ids without text.** A model's vocabulary may be larger than its tokenizer's (``SamplingParams.vocab_size``); the ids
+beyond are never drawn. As with a nucleus, the logprob of what is drawn stays that of the full distribution, which is
+that of the trainer and of every other program with these weights, so ratios are still 1. The sampled distribution
+differs by a factor 1 / (1 - probability of all ids beyond), which hardly differs from 1 in a trained model. A mask in
+the trainer would make both equal, but it would train another model than the one that is exported.
+
 A token is drawn with a uniform number keyed by (seed, iteration, key of the sequence, position), so a sample does not
 depend on its batch. (Matrix products of another shape may round the last bit differently, which changes a draw only if
 its number falls on that bit.) Under tensor parallelism all ranks of a group draw the same tokens.
@@ -45,12 +51,13 @@ def next_tokens(
 
     kernels: use the Triton kernels where they apply; not for a float64 model.
     """
+    num_drawn = min(params.vocab_size or model.true_vocab_size, model.true_vocab_size)
     kernels = kernels and (params.top_p >= 1 or params.temperature == 0)
     rows = max(1, (_KERNEL_LOGIT_ELEMENTS if kernels else _LOGIT_ELEMENTS) // model.true_vocab_size)
     tokens, logprobs = [], []
     for hidden, noise in zip(hidden_BC.split(rows), noise_B.split(rows), strict=True):
         if kernels:
-            drawn = draw_by_kernels(model, hidden, noise, params.temperature)
+            drawn = draw_by_kernels(model, hidden, noise, params.temperature, num_drawn)
             tokens.append(drawn[0])
             logprobs.append(drawn[1])
             continue
@@ -58,7 +65,7 @@ def next_tokens(
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if params.temperature not in (0, 1):
             logits = logits / params.temperature
-        logprobs_BV = torch.log_softmax(logits, dim=-1)
+        logprobs_BV = torch.log_softmax(logits, dim=-1)[:, :num_drawn]
         if params.temperature == 0:
             token = first_argmax(logprobs_BV)
         else:

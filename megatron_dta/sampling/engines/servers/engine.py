@@ -105,7 +105,7 @@ class HttpEngine(RolloutEngine):
         self._prompts: dict[int, set[bytes]] = {}
         self._open_affinities: Counter[bytes] = Counter()
         self._finished: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._counts = dict.fromkeys((*ENGINE_COUNTS, "weight_updates"), 0.0)
+        self._counts = dict.fromkeys((*ENGINE_COUNTS, "weight_updates", "rejected_tokens"), 0.0)
         self._update_seconds = 0.0
         if self.drafts is None:
             # Drafts are counted on servers that were there when the phase began.
@@ -273,7 +273,7 @@ class HttpEngine(RolloutEngine):
         response, place, end = self._responses[request.request_id], None, None
         while len(response) < request.max_tokens and end is None:
             context = np.concatenate([np.asarray(request.token_ids, dtype=np.int32), response.token_ids])
-            seed = request_seed(params, iteration, request, len(context))
+            seed = request_seed(params, iteration, request, len(context), response.rejected)
             left = request.max_tokens - len(response)
             body = self._protocol.body(context, left, params, seed)
             asked = Asked(context, left, self._vocab_size, self._protocol.routing, may_abort=True)
@@ -293,12 +293,12 @@ class HttpEngine(RolloutEngine):
             self._counts["prefilled_tokens"] += len(context) - piece.cached_tokens
             if self._counted_drafts is not None:
                 self._counted_drafts.add(piece)
-            response = response.extended(piece.token_ids, piece.logprobs, self._version_of(piece))
-            end = response.first_end(params.eos_ids)
-            if end is not None and end + 1 < len(response):
-                raise ServerError(f"{label}: the server sampled past an end of sequence that it was given")
+            version = self._version_of(piece)
+            response = response.extended(piece.token_ids, piece.logprobs, version, params.vocab_size)
+            end = response.end(params.eos_ids, label)
             if end is None and len(response) < request.max_tokens:
                 self._responses[request.request_id] = response
+        self._counts["rejected_tokens"] += response.rejected
         return GenerationResult(
             request.request_id,
             response.token_ids,

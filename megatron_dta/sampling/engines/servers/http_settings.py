@@ -40,7 +40,7 @@ def listed_urls(path: Path) -> list[str]:
         InputError: the file cannot be read, lists no server, or a bad URL.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"--rollout-server-file {path}: cannot be read ({reason})") from error

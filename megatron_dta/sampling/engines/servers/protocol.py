@@ -212,9 +212,15 @@ class ServerProtocol(ABC):
         raise NotImplementedError(f"{self.name} takes no corpora")
 
 
-def request_seed(params: SamplingParams, iteration: int, request: GenerationRequest, position: int) -> int:
-    """The seed of a request that starts at ``position``, in [0, 2^63)."""
+def request_seed(
+    params: SamplingParams, iteration: int, request: GenerationRequest, position: int, rejected: int = 0
+) -> int:
+    """The seed of a request that starts at ``position``, in [0, 2^63).
+
+    rejected: number of tokens that were rejected before.
+    """
     identity = f"{params.seed} {int(params.domain)} {iteration} {request.key} {position}"
+    identity += f" {rejected}" if rejected else ""
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big") >> 1
 
 
