@@ -12,7 +12,7 @@ setup(
     name="megatron_dta",
     version="0.1.0",
     description="Exact RL post-training on prefix trees, on Megatron-Core",
-    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",

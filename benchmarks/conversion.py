@@ -91,8 +91,8 @@ def write_checkpoint(folder: Path, layers: int, divisor: int) -> int:
             output.finish()
     index = index_of(layouts)
     if index is not None:
-        (folder / INDEX).write_text(index)
-    (folder / "config.json").write_text(json.dumps(config))
+        (folder / INDEX).write_text(index, encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return sum(layout.size for layout in layouts)
 
 
@@ -131,13 +131,13 @@ def family(process: int) -> list[int]:
     for member in members:
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{member}/task").iterdir():
-                members += [int(child) for child in (task / "children").read_text().split()]
+                members += [int(child) for child in (task / "children").read_text(encoding="utf-8").split()]
     return members
 
 
 def resident(process: int) -> int:
     with contextlib.suppress(OSError, IndexError):
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+        return int(Path(f"/proc/{process}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGESIZE")
     return 0
 
 

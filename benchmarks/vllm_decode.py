@@ -86,7 +86,7 @@ def build_llm(arguments: argparse.Namespace, folder: Path) -> LLM:
         raise InputError(f"vLLM cannot be imported ({error}); install it") from error
     if not torch.cuda.is_available():  # asks NVML, as vLLM tells torch: its processes are forked off this one
         raise InputError("vLLM is measured on a GPU, and there is none")
-    (folder / "config.json").write_text(json.dumps(config_from_settings(model_config(arguments))))
+    (folder / "config.json").write_text(json.dumps(config_from_settings(model_config(arguments))), encoding="utf-8")
     given = arguments.compilation_config
     return LLM(
         str(folder),

@@ -109,7 +109,7 @@ class TimedProtocol(VllmProtocol):
 @contextmanager
 def stand_in(device: torch.device) -> Iterator[str]:
     """The URL of a server in another process."""
-    process = subprocess.Popen([sys.executable, str(RECEIVER), str(device)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, str(RECEIVER), str(device)], stdout=subprocess.PIPE, encoding="utf-8")
     try:
         yield process.stdout.readline().strip()
     finally:

@@ -29,7 +29,7 @@ def curve(folder: Path) -> list[tuple[int, float, float]]:
     path, found, seconds = folder / "metrics.jsonl", [], 0.0
     if not path.is_file():
         raise InputError(f"{path}: no such file; run examples/distillation.sh first")
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         seconds += row["timing"].get("step_seconds", 0.0)
         if "eval_reward" in row:
@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="OUT of examples/distillation.sh")
     folder = parser.parse_args().folder
     curves = {name: curve(folder / f"run-{name}") for name in NAMES}
-    (folder / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
+    (folder / "curves.json").write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
     figure, axes = plt.subplots(figsize=(7, 4))
     for name, points in curves.items():
         axes.plot([step for step, *_ in points], [reward for _, reward, _ in points], label=NAMES[name])

@@ -110,7 +110,7 @@ def write_summary(
     """The figures in the form of the files in ``benchmarks/``."""
     import torch
 
-    settings = json.loads((run / "dta" / "settings.json").read_text())
+    settings = json.loads((run / "dta" / "settings.json").read_text(encoding="utf-8"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rewards = [[record["iteration"], record["reward"]] for record in records if "reward" in record]
     result = measured_on("GRPO learns addition in columns; phases with trees and without", settings, device) | {

@@ -124,7 +124,7 @@ def write_tokenizer(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def draw_record(random: np.random.Generator) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def main() -> int:
     write_rollouts(folder / "warmup.jsonl", dialogues)
     for name, count in (("prompts", arguments.prompts), ("held_out", arguments.held_out)):
         lines = [json.dumps(draw_record(random)) for _ in range(count)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{folder}: a vocabulary of {tokenizer.vocab_size}, dialogues of up to {max(map(len, dialogues))} tokens")
     return 0
 

@@ -30,7 +30,7 @@ class Report:
     def write(self) -> None:
         if self.output is not None:
             with replacing(self.output) as temporary:
-                temporary.write_text(json_text(self.results, indent=1) + "\n")
+                temporary.write_text(json_text(self.results, indent=1) + "\n", encoding="utf-8")
 
     def attempt(self, names: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """Add the row that ``measure`` returns, or its error if it raises; returns the row or None."""

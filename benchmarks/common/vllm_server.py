@@ -41,7 +41,7 @@ def vllm_server(model: ModelConfig, flags: Sequence[str]) -> Iterator[str]:
     """
     with TemporaryDirectory() as name, socket.socket() as found:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(config_from_settings(model)))
+        (folder / "config.json").write_text(json.dumps(config_from_settings(model)), encoding="utf-8")
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
         found.close()
@@ -71,4 +71,4 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
     state = "does not answer" if process.poll() is None else f"has ended with {process.returncode}"
-    raise InputError(f"vLLM {state}; the end of its log:\n{log.read_text(errors='replace')[-6000:]}")
+    raise InputError(f"vLLM {state}; the end of its log:\n{log.read_text(errors='replace', encoding='utf-8')[-6000:]}")

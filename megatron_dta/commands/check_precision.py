@@ -272,7 +272,7 @@ def main() -> int:
     if arguments.output is not None:
         results = summary | {"candidates": [as_json(*row, with_parameters=True) for row in rows]}
         with replacing(arguments.output) as temporary:
-            temporary.write_text(json_text(results, indent=1) + "\n")
+            temporary.write_text(json_text(results, indent=1) + "\n", encoding="utf-8")
     if arguments.json:
         print_json(summary | {"candidates": [as_json(*row, with_parameters=False) for row in rows]})
     return 0

@@ -67,7 +67,7 @@ def main() -> None:
     _print(results)
     if own.output:
         with replacing(Path(own.output)) as temporary:
-            temporary.write_text(json_text(results, indent=1) + "\n")
+            temporary.write_text(json_text(results, indent=1) + "\n", encoding="utf-8")
 
 
 def _evaluate(config: TrainConfig, ks: list[int], answer_of: Callable[[str], str]) -> dict[str, dict[str, float]]:
@@ -87,7 +87,10 @@ def load_engine(config: TrainConfig) -> tuple[RolloutEngine, SamplingTask]:
     from megatron_dta.training.setup import build_loaded_model
 
     checkpoint = required_checkpoint("--load", config.checkpoint.load)
-    task = build_task(config.sampling, config.model.max_position_embeddings, config.model.vocab_size, config.reward)
+    model = config.model
+    task = build_task(
+        config.sampling, model.max_position_embeddings, model.vocab_size, config.reward, config.checkpoint.hf_checkpoint
+    )
     if not task.eval_prompts:
         raise InputError("there are no held-out prompts: give --eval-prompt-data")
     model = build_loaded_model(config, task.tokenizer, checkpoint)

@@ -310,7 +310,7 @@ def fit_again(arguments: argparse.Namespace) -> None:
 
 def _write(results: dict[str, Any], output: Path) -> None:
     with replacing(output) as temporary:
-        temporary.write_text(json_text(results, indent=1) + "\n")
+        temporary.write_text(json_text(results, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:

@@ -58,7 +58,10 @@ def main() -> None:
     from megatron_dta.training.setup import build_loaded_model
 
     checkpoint = required_checkpoint("--load", config.checkpoint.load)
-    task = build_task(config.sampling, config.model.max_position_embeddings, config.model.vocab_size, config.reward)
+    model = config.model
+    task = build_task(
+        config.sampling, model.max_position_embeddings, model.vocab_size, config.reward, config.checkpoint.hf_checkpoint
+    )
     model = build_loaded_model(config, task.tokenizer, checkpoint)
     stop, impl = config.speculation.rollout_stop_degenerate, config.tree.tree_attention_impl
     engine = build_engine(config.sampling, model, None, stop, impl)

@@ -8,6 +8,7 @@ exception that reaches the user is a bug of this project.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import traceback
@@ -65,7 +66,11 @@ def run_entry_point(main: Callable[[], int | None]) -> None:
     status 2. Ctrl-C prints ``interrupted`` and gives status 130, the convention of shells. With several processes,
     ranks above 0 add their rank to the line, since usually, but not always, all ranks fail with the same error. Any
     other exception gives its traceback and status 1. Credentials are hidden in all of them, and libraries' warnings.
+
+    Characters that standard output cannot encode are escaped, so that the text of a token never ends a run.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     quieten_libraries()
     try:
         status = main()

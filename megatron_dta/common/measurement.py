@@ -44,5 +44,6 @@ def _versions() -> str:
 
 def _commit() -> str:
     root = Path(__file__).resolve().parents[2]
-    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    run = subprocess.run(command, cwd=root, capture_output=True, encoding="utf-8", check=False)
     return run.stdout.strip() or "unknown"

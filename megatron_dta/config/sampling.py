@@ -56,7 +56,12 @@ class SamplingConfig:
     apply_chat_template_kwargs: str | None = option(
         None, "Additional variables of the chat template, as a JSON object such as '{\"enable_thinking\": false}'."
     )
-    eos_id: int | None = option(None, "Token that ends a response (default: the tokenizer's).", minimum=0)
+    eos_id: list[int] | None = option(
+        None,
+        "Tokens that end a response; the first one ends text that is trained (default: the tokenizer's, and those of "
+        "generation_config.json beside it or in --load-hf).",
+        minimum=0,
+    )
     rollout_batch_size: int = option(16, "Prompts per rollout batch.", minimum=1)
     over_sampling_batch_size: int | None = option(
         None,

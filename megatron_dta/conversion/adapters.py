@@ -189,4 +189,4 @@ class ToPeft:
             "fan_in_fan_out": False,
             "inference_mode": True,
         }
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

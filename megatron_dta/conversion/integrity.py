@@ -55,7 +55,7 @@ def checksums_of(folder: Path, names: Iterable[str]) -> Checksums:
 
 def write_checksums(folder: Path, checksums: Checksums) -> None:
     content = {"algorithm": _ALGORITHM, "files": dict(sorted(checksums.items()))}
-    with open(folder / CHECKSUMS, "w") as file:
+    with open(folder / CHECKSUMS, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=0)
         file.flush()
         os.fsync(file.fileno())
@@ -69,7 +69,7 @@ def read_checksums(path: Path) -> Checksums:
     """
     file = path / CHECKSUMS
     try:
-        content: Any = json.loads(file.read_text())
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
         if content["algorithm"] != _ALGORITHM:
             raise InputError(f"{file}: has {str(content['algorithm'])[:20]!r} checksums; read it with {SKIP_FLAG}")
         found = {name: (size, checksum) for name, (size, checksum) in content["files"].items()}

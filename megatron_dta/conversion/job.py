@@ -130,13 +130,13 @@ def _resume(folder: Path, job: Job, files: dict[str, int]) -> dict[str, Any]:
             raise InputError(f"{folder}: is in the way and was not made by a conversion; delete or move it")
         with _deleted_on_failure(folder):
             replace_text(manifest, stamp)
-    elif manifest.read_text() != stamp:
+    elif manifest.read_text(encoding="utf-8") != stamp:
         raise InputError(f"{folder}: holds an unfinished conversion of other input or to other output; delete it")
     records = {}
     for name in files:
         done = folder / (name + _DONE)
         if done.exists():
-            size, record = json.loads(done.read_text())
+            size, record = json.loads(done.read_text(encoding="utf-8"))
             if (folder / name).stat().st_size == size:
                 records[name] = record
     return records

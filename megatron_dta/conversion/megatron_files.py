@@ -136,7 +136,7 @@ class MegatronCheckpoint:
         self.path = path
         self._by_place: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         try:
-            content = json.loads((path / "metadata.json").read_text())
+            content = json.loads((path / "metadata.json").read_text(encoding="utf-8"))
             if not isinstance(content, dict) or content.get("sharded_backend") != "torch_dist":
                 raise InputError(f"{path}: is not a checkpoint in the format torch_dist")
             self._metadata = read_metadata_of(path)
@@ -329,5 +329,5 @@ def write_metadata(
             name, size = key + tensor.suffix, torch.Size((*places, *shape))
             described[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks[name])
     torch.save(common, folder / "common.pt")
-    (folder / "metadata.json").write_text(json.dumps(FORMAT))
+    (folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
     FileSystemWriter(folder).finish(Metadata(described), [results])

@@ -195,10 +195,10 @@ def write_surroundings(template: Path, folder: Path, layouts: list[FileLayout]) 
     if index is None:
         return
     own = template / INDEX
-    if own.is_file() and _same_index(own.read_text(), index):
+    if own.is_file() and _same_index(own.read_text(encoding="utf-8"), index):
         shutil.copyfile(own, folder / INDEX)
     else:
-        (folder / INDEX).write_text(index)
+        (folder / INDEX).write_text(index, encoding="utf-8")
 
 
 def _same_index(left: str, right: str) -> bool:
@@ -218,7 +218,7 @@ def _correct_dtype(path: Path, layouts: list[FileLayout]) -> None:
         for shape, dtype in layout.shapes.values():
             counts[dtype] = counts.get(dtype, 0) + torch.Size(shape).numel()
     name = str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     stated = [key for key in ("dtype", "torch_dtype") if key in config]
     if any(config[key] != name for key in stated):
-        path.write_text(json.dumps({**config, **dict.fromkeys(stated, name)}, indent=2) + "\n")
+        path.write_text(json.dumps({**config, **dict.fromkeys(stated, name)}, indent=2) + "\n", encoding="utf-8")

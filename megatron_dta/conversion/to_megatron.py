@@ -136,7 +136,7 @@ class ToMegatron:
         known = {Path(name).name: records[name]["checksum"] for name in self.plan}
         others = checksums_of(folder / RELEASE, ("common.pt", "metadata.json", ".metadata"))
         write_checksums(folder / RELEASE, known | others)
-        (folder / TRACKER).write_text(RELEASE)
+        (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
 
     def dtype_of(self, parameter: Parameter) -> torch.dtype:
         """The dtype in which a parameter is written."""

@@ -72,7 +72,7 @@ class ForwardCost:
     def load(cls, path: str | Path, draft: float = 5e-6) -> ForwardCost:
         """Fits the model to a JSON file, a list of [tokens, seconds] pairs."""
         try:
-            pairs = json.loads(Path(path).read_text())
+            pairs = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
         except ValueError as error:

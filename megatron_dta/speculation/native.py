@@ -108,7 +108,9 @@ def _compile(path: Path) -> Path:
     os.close(descriptor)
     try:
         command = [*_compiler(), *FLAGS, "-o", temporary, str(SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=COMPILE_SECONDS, check=False
+        )
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
             raise NativeUnavailable(f"{command[0]} failed: {lines[0]}")

@@ -149,7 +149,7 @@ def _show_prompts(config: TrainConfig, task: SamplingTask, show: Callable[[str, 
         f"a rollout batch has {sampling.rollout_batch_size} x {sampling.n_samples_per_prompt} rollouts",
     )
     show("epochs", _epochs_of_prompts(config, len(lengths)))
-    for name, text in tokenizer_lines(task.tokenizer):
+    for name, text in tokenizer_lines(task.tokenizer, config.model.vocab_size):
         show(name, text)
     return max(lengths) + sampling.rollout_max_response_len
 

@@ -62,7 +62,7 @@ def build_sampled_data(
         if drafting is not None:
             if drafting.follows_clock:
                 rows = min(config.sampling.inference_max_requests, _responses_of_a_replica(config))
-                params = sampling_params(task, config.sampling, config.optimization.seed)
+                params = sampling_params(task.tokenizer, config.sampling, config.optimization.seed)
                 drafting.learn_costs(measure_passes(engine, params, rows, model.max_sequence_length))
             source = SpeculatingSource(source, drafting)
         return source, [build_sampling_evaluation(engine, task, config, agents)] if evaluated else []

@@ -204,7 +204,8 @@ def _description(
     """
     mesh, part = current_mesh(), next(optimizer.chunks[0].parameters())
     counts = parameter_counts(optimizer.chunks, mesh, config)
-    built = BuiltRun(config, mesh, part.device, *counts, constant, task, stored, metrics_path(config), decided)
+    named, metrics = _tokenizer(config, task), metrics_path(config)
+    built = BuiltRun(config, mesh, part.device, *counts, constant, task, named, stored, metrics, decided)
     return [f"{name:<12} {text}" for name, text in describe_run(built)]
 
 

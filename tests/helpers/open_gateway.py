@@ -55,10 +55,13 @@ class OpenGateway:
         return self.gateway.sessions.open(len(self.gateway.sessions) if number is None else number, group_id)
 
 
-def chat_tokenizer(folder: Path, template: str = AGENT_TEMPLATE) -> HuggingFaceTokenizer:
-    """A byte tokenizer with merges and the template, in ``folder``."""
+def chat_tokenizer(folder: Path, template: str = AGENT_TEMPLATE, *ends: str) -> HuggingFaceTokenizer:
+    """A byte tokenizer with merges and the template, in ``folder``; special tokens ``ends`` end answers, too."""
     texts = ["<tool_call>", "</tool_call>", '{"name": "add", "arguments": {"a": 1, "b": 2}}', "assistant user system"]
-    return HuggingFaceTokenizer(make_chat_folder(folder, template, texts=texts * 3))
+    tokenizer = HuggingFaceTokenizer(make_chat_folder(folder, template, texts=texts * 3))
+    if not ends:
+        return tokenizer
+    return HuggingFaceTokenizer(folder, [tokenizer.eos_id, *(int(tokenizer.encode(end)[0]) for end in ends)])
 
 
 @contextmanager
@@ -70,7 +73,7 @@ def open_gateway(
     **flags: object,
 ) -> Iterator[OpenGateway]:
     """Serve with these flags until the block ends."""
-    params = SamplingParams(64, tokenizer.eos_id)
+    params = SamplingParams(64, tokenizer.eos_id, other_eos_ids=tuple(tokenizer.ends)[1:])
     agent = AgentConfig(**{"gateway_piece_tokens": 8, **flags})
     loop = EngineLoop(engine, current_mesh)
     settings = GatewaySettings(agent, "tiny", 4096, max_concurrent=max_concurrent)

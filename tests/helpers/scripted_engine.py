@@ -40,7 +40,7 @@ class ScriptedEngine(RolloutEngine):
     def start(self, params: SamplingParams, iteration: int) -> None:
         assert not self._running
         self.held.clear()
-        self._eos = params.eos_id
+        self._ends = params.eos_ids
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
@@ -66,7 +66,7 @@ class ScriptedEngine(RolloutEngine):
         assert len(own), "the script has ended without an end of sequence"
         logprobs = -(1.0 + (own + request.sampled_before + np.arange(len(own))) % 7).astype(np.float32) / 8
         self.held[request.request_id] = np.concatenate([request.token_ids, own])
-        finish = FinishReason.STOP if own[-1] == self._eos else FinishReason.LENGTH
+        finish = FinishReason.STOP if int(own[-1]) in self._ends else FinishReason.LENGTH
         return [GenerationResult(request.request_id, own, logprobs, finish, self.version)]
 
     def release(self, request_ids: Sequence[int]) -> None:

@@ -100,25 +100,20 @@ def _serve(config: TrainConfig, own: object) -> None:
     from megatron_dta.sampling.gateway.gateway import Gateway
     from megatron_dta.sampling.gateway.http.server import check_packages
     from megatron_dta.sampling.gateway.session_log import SessionLog
-    from megatron_dta.sampling.params import SamplingParams
     from megatron_dta.sampling.prompts.tokenizer import build_tokenizer
+    from megatron_dta.sampling.sources.independent import sampling_params
     from megatron_dta.sampling.task import chat_template
+    from megatron_dta.training.monitor.run_description import tokenizer_lines
 
     check_packages("megatron-dta gateway")
-    sampling, model = config.sampling, config.model
-    tokenizer = build_tokenizer(
-        sampling.tokenizer_type or "", sampling.tokenizer_model, sampling.eos_id, model.vocab_size
-    )
+    sampling = config.sampling
+    checkpoint = config.checkpoint.hf_checkpoint or config.checkpoint.load
+    kind, file = sampling.tokenizer_type or "", sampling.tokenizer_model
+    tokenizer = build_tokenizer(kind, file, sampling.eos_id, config.model.vocab_size, checkpoint)
     template = chat_template(sampling)
     log = SessionLog(Path(own.output))
     engine = _engine(config, tokenizer)
-    params = SamplingParams(
-        sampling.rollout_max_response_len,
-        tokenizer.eos_id,
-        sampling.temperature,
-        sampling.rollout_top_p,
-        config.optimization.seed,
-    )
+    params = sampling_params(tokenizer, sampling, config.optimization.seed)
     loop = EngineLoop(engine)
     gateway = Gateway(loop, tokenizer, template, params, gateway_settings(config, own.max_sessions))
     key = _key(own)
@@ -126,6 +121,8 @@ def _serve(config: TrainConfig, own: object) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ends.set())
     server = _server(config, gateway, log, key)
+    for name, text in tokenizer_lines(tokenizer, config.model.vocab_size):
+        print(f"{name:10}{text}" if name else text)
     where = f"key in {_key_file(own)}" if _KEY not in os.environ else f"key from {_KEY}"
     print(f"gateway: {server.url} ({where}), sessions to {own.output}", flush=True)
     try:
@@ -169,7 +166,7 @@ def _key(own: object) -> str:
     key, path = secrets.token_urlsafe(32), _key_file(own)
     try:
         path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(key + "\n")
     except OSError as error:
         raise InputError(f"--key-file {path}: cannot be written ({error.strerror})") from error

@@ -75,7 +75,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
 
 
 def _check_bounds(config: TrainConfig) -> Iterator[str]:
-    for _, setting, value in settings_of(config):
+    for setting, value in [(s, v) for _, s, given in settings_of(config) for v in _values(given)]:
         flag, bounds = flag_of(setting), setting.metadata
         if bounds["choices"] and value is not None and value not in bounds["choices"]:
             yield f"{flag} {value}: choose one of {', '.join(bounds['choices'])}"
@@ -90,6 +90,10 @@ def _check_bounds(config: TrainConfig) -> Iterator[str]:
             yield f"{flag} {value}: must be above {bounds['above']}"
         if bounds["maximum"] is not None and value > bounds["maximum"]:
             yield f"{flag} {value}: must be at most {bounds['maximum']}"
+
+
+def _values(setting: object) -> list:
+    return setting if isinstance(setting, list) else [setting]
 
 
 def _check_model(config: TrainConfig) -> Iterator[str]:

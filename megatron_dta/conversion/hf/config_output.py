@@ -132,7 +132,7 @@ def write_template(folder: Path, config: dict[str, Any], tokenizer: str | None) 
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         given = Path(tokenizer)
         beside = given if given.is_dir() else given.parent

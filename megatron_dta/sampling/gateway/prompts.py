@@ -100,16 +100,17 @@ class PromptBuilder:
             return
         repeated = self._repeated(prompt, call, text, answer)
         if repeated is not None:
-            content = repeated.encode()
-            session.texts.add(content, [(len(content), Base(call, call.length))])
+            content, length = repeated[0].encode(), repeated[1]
+            session.texts.add(content, [(len(content), Base(call, length))])
         if answer is not None and answer.reasoning is not None:
             session.reasoning[visible_digest(answer.message())] = answer.reasoning
 
-    def _repeated(self, prompt: GatewayPrompt, call: Call, text: str, answer: Answer | None) -> str | None:
-        """The text of prompt and answer as a later prompt begins with it; None if the template alters it."""
+    def _repeated(self, prompt: GatewayPrompt, call: Call, text: str, answer: Answer | None) -> tuple[str, int] | None:
+        """The text of prompt and answer as a later prompt begins with it, and the number of its tokens; None if the
+        template alters it."""
         before = prompt.content.decode()
         if answer is None or prompt.messages is None:
-            return before + text
+            return before + text, call.length
         assert self._template is not None
         begun, said = prompt.messages, answer.message()
         if words_to_continue(begun):  # clients send them back with the answer, as one message
@@ -119,14 +120,17 @@ class PromptBuilder:
         if not whole.startswith(before):
             return None
         own = whole[len(before) :]
-        end = own.rfind(self._end)
-        if not self._end or end < 0:
+        end, written = max(((own.rfind(text), token) for token, text in self._ends.items()), default=(-1, -1))
+        if end < 0:
             return None
-        is_ended = int(call.output[-1]) == self._tokenizer.eos_id
         thought = _thought(text, answer)
         if thought and "".join(thought.split()) not in "".join(own.split()):
             return None
-        return before + own[: end + len(self._end) if is_ended else end]
+        sampled = int(call.output[-1])
+        if sampled == written:
+            return before + own[: end + len(self._ends[written])], call.length
+        # An end that the template does not write ends the call's branch; the client never saw it as text.
+        return before + own[:end], call.length - (sampled in self._ends)
 
     def _of_text(
         self, session: Session, text: str, messages: list[dict[str, Any]] | None, tools: list[Any] | None
@@ -201,8 +205,10 @@ class PromptBuilder:
             raise refuse(f"messages: {error}") from error
 
     @cached_property
-    def _end(self) -> str:
-        return self._tokenizer.special_text(self._tokenizer.eos_id) or ""
+    def _ends(self) -> dict[int, str]:
+        """The texts of the special tokens that end an answer."""
+        texts = ((token, self._tokenizer.special_text(token)) for token in self._tokenizer.ends)
+        return {token: text for token, text in texts if text}
 
     @cached_property
     def _special(self) -> dict[int, bytes]:

@@ -131,12 +131,12 @@ class ConversationEncoder:
 
     def _end(self, ids: np.ndarray, begin: int, number: int) -> int:
         """Position after the end of sequence of the turn that begins at ``begin``."""
-        ends = np.flatnonzero(ids[begin:] == self._tokenizer.eos_id)
+        ends = np.flatnonzero(np.isin(ids[begin:], list(self._tokenizer.ends)))
         if not ends.size:
             raise InputError(
                 f"message {number + 1}: the chat template does not end the assistant's turn with the end of sequence "
-                f"({self._tokenizer.eos_id}), so the model would not learn to stop; give the token that ends it with "
-                "--eos-id"
+                f"({', '.join(map(str, self._tokenizer.ends))}), so the model would not learn to stop; give the token "
+                "that ends it with --eos-id"
             )
         return begin + int(ends[-1]) + 1
 

@@ -31,7 +31,7 @@ from megatron_dta.rollouts.rows import named_value, read_rows, value_at
 from megatron_dta.sampling.keyed_random import keyed_permutation
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.messages import without_fillers
-from megatron_dta.sampling.prompts.tokenizer import Tokenizer, encode_field
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer, checked_ids, encode_field
 
 _FIELDS = ("prompt", "question", "prompt_token_ids")
 
@@ -173,7 +173,7 @@ def prompts_at(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> 
 def _checked_ids(ids: Any, tokenizer: Tokenizer) -> np.ndarray:
     if not isinstance(ids, list) or any(not isinstance(token, int) or isinstance(token, bool) for token in ids):
         raise InputError("prompt_token_ids: must be a list of integers")
-    for token in ids:
-        if not 0 <= token < tokenizer.vocab_size:
-            raise InputError(f"prompt_token_ids: {token} is outside the vocabulary of {tokenizer.vocab_size}")
-    return np.array(ids, dtype=np.int32)
+    try:
+        return checked_ids(ids, tokenizer.vocab_size)
+    except InputError as error:
+        raise InputError(f"prompt_token_ids: {error}") from None

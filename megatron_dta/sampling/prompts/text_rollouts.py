@@ -201,7 +201,7 @@ class TextReader:
         encode_field(self.tokenizer, answer or "", response)
         trained, crosses = encode_after(self.tokenizer, prompt, response)
         self._plain_crossings += crosses
-        if not trained.size or trained[-1] != self.tokenizer.eos_id:
+        if not trained.size or trained[-1] not in self.tokenizer.ends:
             trained = np.append(trained, np.int32(self.tokenizer.eos_id))
         ids = np.concatenate([before, trained])
         return MaskedTokens(ids, np.arange(len(ids)) >= len(before))

@@ -14,9 +14,8 @@ Text is encoded unchanged: no BOS is added and no chat template is applied. Writ
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,13 +23,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_dta.common.errors import InputError, one_line
+from megatron_dta.common.files import read_json
 from megatron_dta.common.time_limit import within_limit
 
 TOKENIZER_TYPES = ("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer")
 ARITHMETIC_ALPHABET = "0123456789+-*= "
-# Origin of an end-of-sequence token that is not named in a file.
+# Origin of an end token that no flag and no file names.
 GUESSED = "guessed"
-# End-of-text tokens of common model families, used if tokenizer_config.json does not name one.
+_FLAG = "--eos-id"
+# End-of-text tokens of common model families, used if no file names one.
 _COMMON_EOS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -45,8 +46,8 @@ _COMMON_EOS = (
 
 class Tokenizer(Protocol):
     vocab_size: int  # ids are in [0, vocab_size)
-    eos_id: int  # the token that ends a response
-    eos_origin: str  # where it comes from: a flag, a file, or a guess
+    ends: dict[int, str]  # every token that ends a response, and what declares it: a flag, a file, or a guess
+    eos_id: int  # the first of them, which ends text that is trained
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of ``text``, int32 [T]; raises ``InputError`` if the text cannot be represented."""
@@ -66,8 +67,8 @@ class CharacterTokenizer:
             raise ValueError("alphabet has a character twice")
         self._alphabet = alphabet
         self._ids = {character: index for index, character in enumerate(alphabet)}
-        self.eos_id, self.eos_origin = len(alphabet), "CharacterTokenizer's own"
-        self.vocab_size = len(alphabet) + 1
+        self.eos_id, self.vocab_size = len(alphabet), len(alphabet) + 1
+        self.ends = {self.eos_id: "CharacterTokenizer's own"}
 
     def encode(self, text: str) -> np.ndarray:
         unknown = sorted(set(text) - self._ids.keys())
@@ -88,29 +89,36 @@ class CharacterTokenizer:
 class NullTokenizer:
     """For prompts given as token ids; text is the ids separated by blanks, as with Megatron's NullTokenizer."""
 
-    def __init__(self, vocab_size: int, eos_id: int) -> None:
-        self.vocab_size = vocab_size
-        self.eos_id, self.eos_origin = eos_id, "--eos-id"
+    def __init__(self, vocab_size: int, *eos_ids: int) -> None:
+        self.vocab_size, self.eos_id = vocab_size, eos_ids[0]
+        self.ends = dict.fromkeys(eos_ids, _FLAG)
 
     def encode(self, text: str) -> np.ndarray:
         try:
-            return np.array([int(word) for word in text.split()], dtype=np.int32)
+            ids = [int(word) for word in text.split()]
         except ValueError:
             raise InputError(
                 f"NullTokenizer cannot encode {text[:40]!r}: give prompt_token_ids, or --tokenizer-type for text"
             ) from None
+        return checked_ids(ids, self.vocab_size)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        return " ".join(str(int(token)) for token in token_ids if token != self.eos_id)
+        return " ".join(str(int(token)) for token in token_ids if token not in self.ends)
 
     def special_text(self, token_id: int) -> str | None:
-        return f"<{token_id}>" if token_id == self.eos_id else None
+        return f"<{token_id}>" if token_id in self.ends else None
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json``; the end of sequence is ``eos_id``, that of tokenizer_config.json, or a well-known token."""
+    """A ``tokenizer.json``, whose text is encoded whole and always in the same way.
 
-    def __init__(self, path: str | Path, eos_id: int | None = None) -> None:
+    Args:
+        eos_ids: the tokens that end a response; none: those of tokenizer_config.json and of ``declared_ends``, or a
+            well-known one.
+        folders: further folders for ``declared_ends``, besides that of the file.
+    """
+
+    def __init__(self, path: str | Path, eos_ids: Sequence[int] = (), *folders: str | Path) -> None:
         # Single texts need no further threads, after whose use the library warns in every forked process.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from tokenizers import Tokenizer as FastTokenizer
@@ -121,14 +129,23 @@ class HuggingFaceTokenizer:
             self._tokenizer = FastTokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise InputError(f"--tokenizer-model {file}: not a tokenizer.json: {one_line(str(error))[:200]}") from None
+        # A file may have been saved with settings of its last use, which would clip, pad or vary the text.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        if getattr(self._tokenizer.model, "dropout", None) is not None:
+            self._tokenizer.model.dropout = None
         # Added tokens may lie beyond the base vocabulary and leave holes, so the largest id counts.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token: found.content for token, found in added.items() if found.special}
-        if eos_id is not None:
-            self.eos_id, self.eos_origin = _checked_eos(eos_id, self.vocab_size), "--eos-id"
-        else:
-            self.eos_id, self.eos_origin = self._find_eos(file)
+        config = file.with_name("tokenizer_config.json")
+        self.ends = _ends(eos_ids, self.vocab_size, self._named_end(config), (file.parent, *folders))
+        if not self.ends:
+            guesses = map(self._tokenizer.token_to_id, _COMMON_EOS)
+            self.ends = {token: GUESSED for token in [t for t in guesses if t is not None][:1]}
+        if not self.ends:
+            raise InputError(f"--tokenizer-model {file}: no end-of-sequence token found; give its id with --eos-id")
+        self.eos_id = next(iter(self.ends))
 
     def encode(self, text: str) -> np.ndarray:
         # encode_batch lets other threads run, encode does not.
@@ -149,28 +166,23 @@ class HuggingFaceTokenizer:
     def special_text(self, token_id: int) -> str | None:
         return self._special.get(token_id)
 
-    def _find_eos(self, file: Path) -> tuple[int, str]:
-        config = file.with_name("tokenizer_config.json")
-        if config.exists():
-            try:
-                eos = json.loads(config.read_text()).get("eos_token")
-            except (ValueError, AttributeError) as error:
-                raise InputError(f"{config}: not a JSON object: {one_line(str(error))[:200]}") from None
-            name = eos.get("content") if isinstance(eos, dict) else eos
-            token = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
-            if token is not None:
-                return token, "tokenizer_config.json"
-        for name in _COMMON_EOS:
-            token = self._tokenizer.token_to_id(name)
-            if token is not None:
-                return token, GUESSED
-        raise InputError(f"--tokenizer-model {file}: no end-of-sequence token found; give its id with --eos-id")
+    def _named_end(self, config: Path) -> dict[int, str]:
+        """The end of sequence that tokenizer_config.json names."""
+        eos = _json_object(config).get("eos_token")
+        name = eos.get("content") if isinstance(eos, dict) else eos
+        token = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+        return {} if token is None else {token: config.name}
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model; the end of sequence is ``eos_id`` or that of the model."""
+    """A SentencePiece model.
 
-    def __init__(self, path: str | Path, eos_id: int | None = None) -> None:
+    Args:
+        eos_ids: the tokens that end a response; none: that of the model and those of ``declared_ends``.
+        folders: further folders for ``declared_ends``, besides that of the file.
+    """
+
+    def __init__(self, path: str | Path, eos_ids: Sequence[int] = (), *folders: str | Path) -> None:
         from sentencepiece import SentencePieceProcessor
 
         _require_file(Path(path))
@@ -181,22 +193,24 @@ class SentencePieceTokenizer:
                 f"--tokenizer-model {path}: not a SentencePiece model: {one_line(str(error))[:200]}"
             ) from None
         self.vocab_size = self._processor.vocab_size()
-        found = self._processor.eos_id() if eos_id is None else _checked_eos(eos_id, self.vocab_size)
-        if found < 0:
+        piece = self._processor.eos_id()
+        named = {} if piece < 0 else {piece: "the SentencePiece model"}
+        self.ends = _ends(eos_ids, self.vocab_size, named, (Path(path).parent, *folders))
+        if not self.ends:
             raise InputError(f"--tokenizer-model {path}: it has no end-of-sequence piece; give an id with --eos-id")
-        self.eos_id, self.eos_origin = found, "the SentencePiece model" if eos_id is None else "--eos-id"
+        self.eos_id = next(iter(self.ends))
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._processor.encode(text), dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        known = [int(token) for token in token_ids if token != self.eos_id and token < self.vocab_size]
+        known = [int(token) for token in token_ids if token not in self.ends and token < self.vocab_size]
         return self._processor.decode(known)
 
     def special_text(self, token_id: int) -> str | None:
         if token_id >= self.vocab_size:
             return None
-        special = token_id == self.eos_id or self._processor.is_control(token_id)
+        special = token_id in self.ends or self._processor.is_control(token_id)
         return self._processor.id_to_piece(token_id) if special else None
 
 
@@ -217,11 +231,14 @@ def encode_field(tokenizer: Tokenizer, name: str, value: Any) -> np.ndarray:
 def build_tokenizer(
     tokenizer_type: str,
     tokenizer_model: str | None = None,
-    eos_id: int | None = None,
+    eos_ids: Sequence[int] | None = None,
     vocab_size: int | None = None,
     checkpoint: str | None = None,
 ) -> Tokenizer:
     """The tokenizer of the flags; ``InputError`` names a missing or wrong flag.
+
+    A response ends with one of ``eos_ids`` or, by default, with a token that a file beside the tokenizer or in
+    ``checkpoint`` declares.
 
     ``vocab_size`` is the model's ``--vocab-size`` if it is known: the tokenizer's ids must be below it, and
     NullTokenizer, which has no vocabulary of its own, uses it. ``checkpoint`` is the source of the model's weights.
@@ -231,20 +248,20 @@ def build_tokenizer(
             raise InputError(
                 "--tokenizer-model is not used by CharacterTokenizer; leave it out or set --tokenizer-type"
             )
-        if eos_id is not None:
+        if eos_ids:
             raise InputError("--eos-id is not used by CharacterTokenizer, which has its own; leave it out")
         tokenizer: Tokenizer = CharacterTokenizer()
     elif tokenizer_type == "NullTokenizer":
         if tokenizer_model is not None:
             raise InputError("--tokenizer-model is not used by NullTokenizer; leave it out or set --tokenizer-type")
-        if vocab_size is None or eos_id is None:
+        if vocab_size is None or not eos_ids:
             raise InputError("NullTokenizer needs --vocab-size and --eos-id")
-        tokenizer = NullTokenizer(vocab_size, _checked_eos(eos_id, vocab_size))
+        tokenizer = NullTokenizer(vocab_size, *_ends(eos_ids, vocab_size))
     elif tokenizer_type in ("HuggingFaceTokenizer", "SentencePieceTokenizer"):
         if tokenizer_model is None:
             raise InputError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model FILE")
         reader = HuggingFaceTokenizer if tokenizer_type == "HuggingFaceTokenizer" else SentencePieceTokenizer
-        tokenizer = reader(tokenizer_model, eos_id)
+        tokenizer = reader(tokenizer_model, eos_ids or (), *([] if checkpoint is None else [checkpoint]))
     else:
         raise InputError(f"--tokenizer-type {tokenizer_type} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}")
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
@@ -260,10 +277,55 @@ def build_tokenizer(
     return tokenizer
 
 
-def _checked_eos(eos_id: int, vocab_size: int) -> int:
-    if not 0 <= eos_id < vocab_size:
-        raise InputError(f"--eos-id {eos_id} is outside the vocabulary of {vocab_size} tokens")
-    return eos_id
+def checked_ids(ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """``ids`` as int32 [T]; ``InputError`` names the first one outside of the vocabulary."""
+    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise InputError(f"{str(outside)[:40]} is outside the vocabulary of {vocab_size} tokens")
+    return np.array(ids, dtype=np.int32)
+
+
+def declared_ends(folder: str | Path) -> dict[int, str]:
+    """The end tokens that the model in ``folder`` declares for generation, and the file: generation_config.json or,
+    without one, config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(folder) / name
+        found = _json_object(file)
+        for part in (found, found.get("text_config")):
+            ends = part.get("eos_token_id") if isinstance(part, dict) else None
+            ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+            if any(not isinstance(token, int) or isinstance(token, bool) for token in ends):
+                raise InputError(f"{file}: eos_token_id: must be a token id or a list of them")
+            if ends:
+                return dict.fromkeys(ends, name)
+    return {}
+
+
+def _ends(
+    eos_ids: Sequence[int], vocab_size: int, named: Mapping[int, str] | None = None, folders: Sequence[str | Path] = ()
+) -> dict[int, str]:
+    """``Tokenizer.ends``: ``eos_ids`` if there are any, else what ``named`` and ``folders`` declare."""
+    for token in eos_ids:
+        if not 0 <= token < vocab_size:
+            raise InputError(f"--eos-id {token} is outside the vocabulary of {vocab_size} tokens")
+    if eos_ids:
+        return dict.fromkeys(eos_ids, _FLAG)
+    ends = dict(named or {})
+    for folder in folders:
+        for token, file in declared_ends(folder).items():
+            if 0 <= token < vocab_size:  # what the tokenizer lacks is never sampled
+                ends.setdefault(token, file)
+    return ends
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one if there is no file."""
+    if not file.is_file():
+        return {}
+    found = read_json(file)
+    if not isinstance(found, dict):
+        raise InputError(f"{file}: not a JSON object")
+    return found
 
 
 def _require_file(file: Path) -> None:

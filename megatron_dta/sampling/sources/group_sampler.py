@@ -26,7 +26,7 @@ class GroupSampler:
 
     def __init__(self, engine: HttpEngine, task: SamplingTask, config: SamplingConfig, seed: int) -> None:
         self._engine, self._task, self._seed = engine, task, seed
-        self._params = sampling_params(task, config, seed)
+        self._params = sampling_params(task.tokenizer, config, seed)
         self.samples, self.num_open = config.n_samples_per_prompt, 0
         self._before = task.scorer.tally
 

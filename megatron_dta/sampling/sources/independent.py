@@ -24,6 +24,7 @@ from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt, prompts_at
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.rewards.scoring import counted
 from megatron_dta.sampling.task import SamplingTask
 
@@ -33,7 +34,7 @@ class PromptSource(SampledSource):
 
     def __init__(self, engine: RolloutEngine, task: SamplingTask, config: SamplingConfig, seed: int) -> None:
         self._engine, self._task, self._sampling, self._seed = engine, task, config, seed
-        self._params = sampling_params(task, config, seed)
+        self._params = sampling_params(task.tokenizer, config, seed)
         self._statistics: dict[str, float] = {}
 
     def _begin(self, rollout_batch: int, prompt_batch: int) -> tuple[int, list[Prompt]]:
@@ -130,21 +131,23 @@ class SamplingEvaluation(HeldOutEvaluation):
         }
 
 
-def sampling_params(task: SamplingTask, config: SamplingConfig, seed: int) -> SamplingParams:
+def sampling_params(tokenizer: Tokenizer, config: SamplingConfig, seed: int) -> SamplingParams:
     """The sampler's settings for training rollouts."""
     return SamplingParams(
         max_response_tokens=config.rollout_max_response_len,
-        eos_id=task.tokenizer.eos_id,
+        eos_id=tokenizer.eos_id,
         temperature=config.temperature,
         top_p=config.rollout_top_p,
         seed=seed,
+        other_eos_ids=tuple(tokenizer.ends)[1:],
+        vocab_size=tokenizer.vocab_size,
     )
 
 
 def evaluation_params(task: SamplingTask, config: SamplingConfig, seed: int) -> SamplingParams:
     """The sampler's settings for an evaluation."""
     temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
-    return replace(sampling_params(task, config, seed), temperature=temperature, domain=Domain.EVALUATION)
+    return replace(sampling_params(task.tokenizer, config, seed), temperature=temperature, domain=Domain.EVALUATION)
 
 
 def to_rollout(prompt: Prompt, result: GenerationResult, reward: float, group_id: str) -> Rollout:

@@ -39,7 +39,7 @@ def find_checkpoint(folder: str | Path) -> Path | None:
     tracker = folder / TRACKER
     if not tracker.exists():
         return None
-    text = tracker.read_text(errors="replace").strip()
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text != "release" and not re.fullmatch(r"\d{1,18}", text, re.ASCII):
         raise InputError(
             f"{tracker}: holds {text[:40]!r} instead of the number of a checkpoint; correct it or remove it"

@@ -168,7 +168,7 @@ def _myself() -> dict[str, Any]:
 def _boot() -> str:
     """The boot id of this machine, which is the same in all its containers."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 

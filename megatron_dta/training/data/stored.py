@@ -163,7 +163,9 @@ def stored_tokenizer(config: TrainConfig) -> Tokenizer | None:
     sampling = config.sampling
     if sampling.tokenizer_type is None:
         return None
-    return build_tokenizer(sampling.tokenizer_type, sampling.tokenizer_model, sampling.eos_id, config.model.vocab_size)
+    checkpoint = config.checkpoint.hf_checkpoint or config.checkpoint.load
+    kind, file = sampling.tokenizer_type, sampling.tokenizer_model
+    return build_tokenizer(kind, file, sampling.eos_id, config.model.vocab_size, checkpoint)
 
 
 def text_reader(config: TrainConfig) -> TextReader | None:

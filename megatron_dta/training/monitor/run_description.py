@@ -36,6 +36,7 @@ class BuiltRun:
         parameters, trained: numbers of all parameters and of trained parameters in the whole model.
         constant_bytes: bytes of weights, gradients and optimizer states of all models on this rank.
         task: the sampling task; None if ``rollouts`` are stored ones.
+        tokenizer: None if stored rollouts need none.
         metrics: the metrics file, or None.
         decided_memory: the limit of a step's memory and the reasons for it, if no flag decides it.
     """
@@ -47,6 +48,7 @@ class BuiltRun:
     trained: int
     constant_bytes: float
     task: SamplingTask | None
+    tokenizer: Tokenizer | None
     rollouts: Sequence[Rollout]
     metrics: Path | None
     decided_memory: str | None = None
@@ -68,10 +70,11 @@ def describe_run(run: BuiltRun) -> Iterator[Line]:
             f"{sampling.rollout_max_response_len:,} tokens, temperature {sampling.temperature:g}; "
             f"{sampling.rollout_engine}",
         )
-        yield from tokenizer_lines(run.task.tokenizer)
     else:
         longest = max(len(rollout) for rollout in run.rollouts)
         yield "rollouts", f"{len(run.rollouts):,} stored ones of at most {longest:,} tokens"
+    if run.tokenizer is not None:
+        yield from tokenizer_lines(run.tokenizer, config.model.vocab_size)
     yield "memory", _memory_text(run)
     yield "output", _output_text(run)
     yield "figures", LEGEND
@@ -121,14 +124,21 @@ def steps_text(config: TrainConfig) -> str:
     return "; ".join(parts)
 
 
-def tokenizer_lines(tokenizer: Tokenizer) -> Iterator[Line]:
-    """The tokenizer and the token that ends a response. If that token was guessed, a second line names --eos-id."""
-    eos, name = tokenizer.eos_id, type(tokenizer).__name__
-    text = tokenizer.special_text(eos) or tokenizer.decode([eos])
-    shown = f"{eos} {text!r}" if text else str(eos)
-    yield ("tokenizer", f"{name}, {tokenizer.vocab_size:,} tokens; responses end with {shown} ({tokenizer.eos_origin})")
-    if tokenizer.eos_origin == GUESSED:
+def tokenizer_lines(tokenizer: Tokenizer, vocab_size: int | None) -> Iterator[Line]:
+    """The tokenizer and the tokens that end a response, each with what declares it; and what it lacks of a model's
+    vocabulary. If the end was guessed, a line names --eos-id."""
+    ends = []
+    for token, origin in tokenizer.ends.items():
+        text = tokenizer.special_text(token) or tokenizer.decode([token])
+        ends.append(f"{token} {text!r} ({origin})" if text else f"{token} ({origin})")
+    yield "tokenizer", f"{type(tokenizer).__name__}, {tokenizer.vocab_size:,} tokens; responses end with {ends[0]}"
+    for end in ends[1:]:
+        yield "", f"or with {end}"
+    if tokenizer.ends[tokenizer.eos_id] == GUESSED:
         yield "", "no tokenizer_config.json names it: give --eos-id if another token ends a response"
+    unknown = (vocab_size or 0) - tokenizer.vocab_size
+    if unknown > 0:
+        yield "", f"the model's last {unknown:,} ids have no text in it and are never sampled"
 
 
 def _model_text(run: BuiltRun) -> str:

@@ -148,6 +148,17 @@ def test_templates_that_cannot_be_trained(tmp_path: Path, template: str, message
         reader(folder).read(write(tmp_path / "t.jsonl", [{"messages": [user("a"), assistant("b")]}]), pairs=False)
 
 
+def test_a_turn_may_end_with_every_token_that_ends_a_response(tmp_path: Path) -> None:
+    folder = make_chat_folder(tmp_path / "model", CHATML.replace("<|im_end|>", "<s>"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 258]}')
+    (rollout,) = reader(folder).read(write(tmp_path / "t.jsonl", [{"messages": [user("a"), assistant("b")]}]), False)
+    assert trained_text(folder, rollout) == "b<s>"
+    plain = TextReader(HuggingFaceTokenizer(folder))
+    rows = [{"prompt": "a", "response": "b<s>"}, {"prompt": "a", "response": "b"}]
+    found = plain.read(write(tmp_path / "p.jsonl", rows), False)
+    assert [trained_text(folder, rollout) for rollout in found] == ["b<s>", "b<|im_end|>"]
+
+
 def test_responses_and_other_names(tmp_path: Path) -> None:
     folder = make_chat_folder(tmp_path / "model")
     talk = [user("a"), assistant("b")]

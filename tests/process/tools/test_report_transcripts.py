@@ -36,7 +36,7 @@ def byte_tokenizer(folder: Path) -> HuggingFaceTokenizer:
     tokenizer.add_special_tokens(list(SPECIAL))
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    return HuggingFaceTokenizer(folder, eos_id=len(alphabet) + 1)
+    return HuggingFaceTokenizer(folder, eos_ids=[len(alphabet) + 1])
 
 
 def chat(tokenizer: HuggingFaceTokenizer, *turns: tuple[str, str], **fields: object) -> Rollout:

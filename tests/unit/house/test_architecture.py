@@ -55,6 +55,43 @@ def _faults(path: Path) -> Iterator[str]:
             yield f"{node.name} has 80 lines or more"
 
 
+def test_text_is_read_and_written_as_utf8():
+    """Without ``encoding`` Python uses that of the user's locale. Tests are exempt."""
+    faults = [
+        f"{path.relative_to(REPOSITORY)}, line {call.lineno}: {ast.unparse(call)[:80]}"
+        for path in PYTHON_FILES
+        if not path.is_relative_to(REPOSITORY / "tests")
+        for call in calls_without_encoding(path.read_text(encoding="utf-8"))
+    ]
+    assert not faults, "\n".join(faults)
+    bad = ["open(p)", "p.read_text()", "p.open('a')", "open(p, mode='w')", "subprocess.run(c, text=True)"]
+    good = [
+        "open(p, 'rb')",
+        "p.read_bytes()",
+        "p.read_text(encoding='utf-8')",
+        "run(c, encoding='utf-8')",
+        "pool.open(i)",
+    ]
+    assert [len(list(calls_without_encoding(code))) for code in (*bad, *good)] == [1] * len(bad) + [0] * len(good)
+
+
+def calls_without_encoding(source: str) -> Iterator[ast.Call]:
+    """The calls that open a file or a pipe as text and leave the encoding to the locale."""
+    for call in ast.walk(ast.parse(source)):
+        if not isinstance(call, ast.Call):
+            continue
+        is_method = isinstance(call.func, ast.Attribute)
+        name = call.func.attr if is_method else getattr(call.func, "id", "")
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        if "encoding" in keywords or None in keywords:
+            continue
+        mode = next((ast.unparse(m) for m in (keywords.get("mode"), *call.args[not is_method :][:1]) if m), None)
+        opens = name == "open" and (not is_method or (mode is not None and set(mode) <= set("'rwxabt+")))
+        opens = opens and "b" not in (mode or "")
+        if opens or name in ("read_text", "write_text") or keywords.keys() & {"text", "universal_newlines"}:
+            yield call
+
+
 def test_files_that_run_first_exist():
     listed = LONGEST_FIRST.read_text().split()
     assert [path for path in listed if not (REPOSITORY / path).is_file()] == []

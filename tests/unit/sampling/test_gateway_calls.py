@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
 from megatron_dta.sampling.gateway.records import SessionSizes, context_of, leaves, session_rollouts
-from open_gateway import OpenGateway, chat_tokenizer, open_gateway
+from open_gateway import AGENT_TEMPLATE, OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}]
@@ -146,6 +146,27 @@ def test_changed_histories_branch(served) -> None:
     by_call = session_rollouts(session, 0.5)
     assert [r.reward for r in by_call] == [0.5, 2.0, 0.5, 0.5, 0.5, 0.5]
     assert len({r.trajectory_id for r in by_call}) == 6
+
+
+def test_an_end_that_the_template_does_not_write_is_not_repeated(tmp_path: Path) -> None:
+    """A later prompt has the answer with the template's end; the answer with the sampled one is a branch."""
+    tokenizer = chat_tokenizer(tmp_path / "model", AGENT_TEMPLATE, "<s>")
+    answer = [*tokenizer.encode("yes").tolist(), tokenizer.encode("<s>")[0]]
+    with open_gateway(
+        ScriptedEngine(lambda prompt, key: answer, tokenizer.vocab_size), tokenizer, tmp_path / "model"
+    ) as gateway:
+        session, key = gateway.open()
+        url, ask = gateway.url + "/v1/chat/completions", [{"role": "user", "content": "really?"}]
+        choice = post(url, key, {"messages": ask})["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("yes", "stop")
+        post(url, key, {"messages": [*ask, choice["message"], {"role": "user", "content": "why"}]})
+        first, second = session.calls
+        assert second.parent is None
+        written = second.token_ids(second.prompt_length)
+        assert np.array_equal(written[: first.length - 1], first.token_ids()[:-1])
+        assert written[first.length - 1] == tokenizer.eos_id
+        assert session.counts.reused_tokens == first.length - 1
+        assert sum(np.count_nonzero(r.loss_mask) for r in session_rollouts(session, 1.0)) == 2 * len(answer)
 
 
 def test_choices_stops_and_lengths(served) -> None:

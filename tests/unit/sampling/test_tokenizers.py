@@ -65,10 +65,47 @@ def test_hugging_face_tokenizer(tokenizer_json: Path):
     config = tokenizer_json.with_name("tokenizer_config.json")
     config.write_text(json.dumps({"eos_token": {"content": "<extra>"}}))
     assert build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json.parent)).eos_id == last
-    assert build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json), eos_id=7).eos_id == 7
+    assert build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json), eos_ids=[7]).eos_id == 7
     config.write_text("[")
-    with pytest.raises(InputError, match=r"tokenizer_config\.json: not a JSON object"):
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: is not a JSON file"):
         build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json))
+
+
+def test_every_declared_end_ends_a_response(tokenizer_json: Path, tmp_path: Path):
+    """A flag alone, or the tokenizer's end and then those of generation_config.json or, without it, of config.json."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 9}}))
+
+    def ends(*eos_ids: int) -> dict[int, str]:
+        built = build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json), eos_ids, checkpoint=str(model))
+        assert built.eos_id == next(iter(built.ends))
+        return built.ends
+
+    assert ends() == {9: "config.json"}  # rather than a guess
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8, 10**6]}))
+    assert ends() == dict.fromkeys((7, 8), "generation_config.json")
+    tokenizer_json.with_name("tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    assert ends() == {0: "tokenizer_config.json"} | dict.fromkeys((7, 8), "generation_config.json")
+    tokenizer_json.with_name("generation_config.json").write_text('{"eos_token_id": 5}')
+    assert list(ends()) == [0, 5, 7, 8]
+    assert ends(3, 4) == dict.fromkeys((3, 4), "--eos-id")
+    for wrong in ('"</s>"', "[1, true]", "[1.5]"):
+        (model / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+        with pytest.raises(InputError, match=r"model/generation_config\.json: eos_token_id: must be a token id or a"):
+            ends()
+
+
+def test_what_a_tokenizer_file_was_last_used_with_does_not_change_texts(tokenizer_json: Path):
+    plain = build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json)).encode(TEXT[0])
+    content = json.loads(tokenizer_json.read_text())
+    clip = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    pad = {"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    pad |= {"pad_type_id": 0, "pad_token": "!"}
+    content["model"]["dropout"] = 0.9
+    tokenizer_json.write_text(json.dumps(content | {"truncation": clip, "padding": pad}))
+    for _ in range(9):
+        assert build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json)).encode(TEXT[0]).tolist() == plain.tolist()
 
 
 def test_sentencepiece_tokenizer(sentencepiece_model: Path):
@@ -79,18 +116,21 @@ def test_sentencepiece_tokenizer(sentencepiece_model: Path):
         assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
     assert tokenizer.eos_id == 2
     assert 2 < tokenizer.vocab_size <= 60
-    assert build_tokenizer("SentencePieceTokenizer", str(sentencepiece_model), eos_id=5).eos_id == 5
+    assert build_tokenizer("SentencePieceTokenizer", str(sentencepiece_model), eos_ids=[5]).eos_id == 5
     # A model's vocabulary may be larger than its tokenizer's.
     assert tokenizer.decode([*tokenizer.encode("lazy dog"), tokenizer.vocab_size]) == "lazy dog"
 
 
 def test_null_tokenizer():
-    tokenizer = build_tokenizer("NullTokenizer", vocab_size=100, eos_id=99)
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=100, eos_ids=[99])
     assert isinstance(tokenizer, NullTokenizer)
     assert tokenizer.decode([3, 14, 99]) == "3 14"
     assert tokenizer.encode("3 14").tolist() == [3, 14]
     with pytest.raises(InputError, match="prompt_token_ids"):
         tokenizer.encode("three")
+    for text in ("3 100", "-1", "3 7000000000000000000007"):
+        with pytest.raises(InputError, match=rf"{text.split()[-1]} is outside the vocabulary of 100 tokens"):
+            tokenizer.encode(text)
 
 
 def test_bad_tokenizer_flags(tmp_path: Path, tokenizer_json: Path, sentencepiece_model: Path):
@@ -105,7 +145,7 @@ def test_bad_tokenizer_flags(tmp_path: Path, tokenizer_json: Path, sentencepiece
         (dict(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tokenizer_json)), "not a SentencePiece"),
         (dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(sentencepiece_model)), r"not a tokenizer"),
         (dict(tokenizer_type="CharacterTokenizer", tokenizer_model="x"), r"--tokenizer-model is not used"),
-        (dict(tokenizer_type="CharacterTokenizer", eos_id=1), r"--eos-id is not used"),
+        (dict(tokenizer_type="CharacterTokenizer", eos_ids=[1]), r"--eos-id is not used"),
         (dict(tokenizer_type="CharacterTokenizer", vocab_size=3), r"--vocab-size 3 is smaller than the tokenizer's 16"),
         (
             # Not "raise --vocab-size": the checkpoint decides it.
@@ -113,10 +153,10 @@ def test_bad_tokenizer_flags(tmp_path: Path, tokenizer_json: Path, sentencepiece
             "has 16 ids, more than the vocabulary of 3 of the model in runs/a: it is another model's tokenizer",
         ),
         (dict(tokenizer_type="NullTokenizer", vocab_size=9), r"needs --vocab-size and --eos-id"),
-        (dict(tokenizer_type="NullTokenizer", vocab_size=9, eos_id=9), r"--eos-id 9 is outside"),
+        (dict(tokenizer_type="NullTokenizer", vocab_size=9, eos_ids=[9]), r"--eos-id 9 is outside"),
         (dict(tokenizer_type="NullTokenizer", tokenizer_model="x"), r"--tokenizer-model is not used"),
         (
-            dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tokenizer_json), eos_id=10**6),
+            dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tokenizer_json), eos_ids=[10**6]),
             r"--eos-id 1000000 is outside",
         ),
     ]
@@ -133,7 +173,7 @@ def test_no_end_of_sequence_found(tmp_path: Path):
     Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")).save(str(file))
     with pytest.raises(InputError, match="--eos-id"):
         build_tokenizer("HuggingFaceTokenizer", str(file))
-    assert build_tokenizer("HuggingFaceTokenizer", str(file), eos_id=1).eos_id == 1
+    assert build_tokenizer("HuggingFaceTokenizer", str(file), eos_ids=[1]).eos_id == 1
 
 
 def test_prompt_file(tmp_path: Path):
@@ -223,7 +263,7 @@ def test_a_slow_regular_expression_is_named(tmp_path: Path, monkeypatch: pytest.
     slow = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     slow.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     slow.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path), eos_id=1)
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path), eos_ids=[1])
     assert tokenizer.encode("ab").tolist() == [0, 1]
     with pytest.raises(InputError, match=r"tokenizer.json cannot encode 'a+': .*retry"):
         tokenizer.encode("a" * 40 + "b")

@@ -178,17 +178,25 @@ def test_what_runs_is_said_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_a_guessed_end_is_said_to_be_one(tokenizer_json: Path, tmp_path: Path) -> None:  # noqa: F811
-    def lines(eos: int | None = None) -> list[str]:
-        return [text for _, text in tokenizer_lines(build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json), eos))]
+    def lines(eos: list[int] | None = None, vocab_size: int | None = None) -> list[str]:
+        tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json), eos)
+        return [text for _, text in tokenizer_lines(tokenizer, vocab_size)]
 
     ((eos, guessed), advice) = (re.search(r"end with (\d+) (.*)", lines()[0]).groups(), lines()[1])
     assert guessed == "'<|endoftext|>' (guessed)"
     assert "give --eos-id" in advice
-    (given,) = lines(int(eos) + 1)
+    (given,) = lines([int(eos) + 1])
     assert given.endswith("(--eos-id)")
     (tokenizer_json.parent / "tokenizer_config.json").write_text('{"eos_token": "<extra>"}')
     (named,) = lines()
     assert named.endswith("'<extra>' (tokenizer_config.json)")
+    (tokenizer_json.parent / "generation_config.json").write_text('{"eos_token_id": [0, 65]}')
+    first, *others = lines(vocab_size=512)
+    assert first == named
+    assert others[0] == "or with 0 '<|endoftext|>' (generation_config.json)"
+    assert re.fullmatch(r"or with 65 '.' \(generation_config.json\)", others[1])
+    size = int(re.search(r"(\d+) tokens", first)[1])
+    assert others[2] == f"the model's last {512 - size} ids have no text in it and are never sampled"
 
 
 def test_operations_without_sharing_are_those_of_dense_training(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def is_root() -> bool:
     """Whether this process may become any user, which root of a container with a mapped user cannot."""
     if os.geteuid() != 0:
         return False
-    with open("/proc/self/uid_map") as file:
+    with open("/proc/self/uid_map", encoding="utf-8") as file:
         return file.read().split() == ["0", "0", "4294967295"]
 
 

@@ -171,7 +171,7 @@ def _usage(pid: int, seen: dict[str, int]) -> _Usage:
             pages += int(fields[21])
             for thread in os.listdir(f"{folder}/task"):
                 can_run |= _stat(f"{folder}/task/{thread}")[0] == "R"
-                with open(f"{folder}/task/{thread}/children") as file:
+                with open(f"{folder}/task/{thread}/children", encoding="utf-8") as file:
                     left += file.read().split()
             if os.path.exists(f"{folder}/root{confinement.SCRIPTS}/{JUDGE}"):  # it has entered its namespaces
                 spaces = [os.statvfs(f"{folder}/root{path}") for path in ("/tmp", "/dev/shm")]
@@ -180,7 +180,7 @@ def _usage(pid: int, seen: dict[str, int]) -> _Usage:
 
 
 def _stat(folder: str) -> list[str]:
-    with open(f"{folder}/stat", errors="replace") as file:
+    with open(f"{folder}/stat", errors="replace", encoding="utf-8") as file:
         return file.read().rpartition(")")[2].split()
 
 

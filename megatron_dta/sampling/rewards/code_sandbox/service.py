@@ -50,7 +50,7 @@ class SandboxService:
         if function is not None:
             stdin = json.dumps(given)
             call = f"write_result({program!r}, '/tmp/program.py', {function!r}, json.loads(sys.stdin.read()))"
-            program = f"{(INSIDE / 'execute.py').read_text()}\n{call}\n"
+            program = f"{(INSIDE / 'execute.py').read_text(encoding='utf-8')}\n{call}\n"
         settings = self._settings
         body = {
             "code": program,

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 def prepare(limits):
     """Set the limits, and become the user of ``limits`` if there is one."""
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
         file.write("1000")  # the kernel must not end the trainer instead
     os.closerange(3, 256)
     if limits["user"]:
