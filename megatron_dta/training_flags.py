@@ -24,8 +24,8 @@ MESH = (
 # Settings of the weights to sample from, of the prompts and of the rewards.
 TASK = (
     "load load_hf hf_checkpoint skip_checkpoint_checks prompt_data task arithmetic_max_operand arithmetic_operators "
-    "reward_function "
-    "tokenizer_type tokenizer_model apply_chat_template apply_chat_template_kwargs eos_id input_key label_key "
+    "reward_function tokenizer_type tokenizer_model apply_chat_template apply_chat_template_kwargs chat_template_date "
+    "eos_id input_key label_key "
     "filter_overlong_prompts"
 )
 # Settings of the in-process rollout engine.

@@ -84,9 +84,11 @@ def load_engine(config: TrainConfig) -> tuple[RolloutEngine, SamplingTask]:
     from megatron_dta.sampling.engines.build import build_engine
     from megatron_dta.sampling.task import build_task
     from megatron_dta.training.checkpoint.files import required_checkpoint
+    from megatron_dta.training.data.template_date import with_date_of
     from megatron_dta.training.setup import build_loaded_model
 
     checkpoint = required_checkpoint("--load", config.checkpoint.load)
+    config = with_date_of(config, checkpoint)
     model = config.model
     task = build_task(
         config.sampling, model.max_position_embeddings, model.vocab_size, config.reward, config.checkpoint.hf_checkpoint

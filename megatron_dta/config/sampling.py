@@ -56,6 +56,11 @@ class SamplingConfig:
     apply_chat_template_kwargs: str | None = option(
         None, "Additional variables of the chat template, as a JSON object such as '{\"enable_thinking\": false}'."
     )
+    chat_template_date: str | None = option(
+        None,
+        "Date that the chat template writes, as 2026-01-31 or 2026-01-31T12:00:00 (default: the time at which the run "
+        "began; a continued run keeps it).",
+    )
     eos_id: list[int] | None = option(
         None,
         "Tokens that end a response; the first one ends text that is trained (default: the tokenizer's, and those of "

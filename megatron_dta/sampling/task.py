@@ -15,7 +15,7 @@ import numpy as np
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import RewardConfig, SamplingConfig
 from megatron_dta.sampling.prompts.arithmetic import ArithmeticTask
-from megatron_dta.sampling.prompts.chat_template import ChatTemplate, chat_template_settings
+from megatron_dta.sampling.prompts.chat_template import ChatTemplate, chat_template_settings, date_of
 from megatron_dta.sampling.prompts.load import Prompt, PromptReader
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer, build_tokenizer
 from megatron_dta.sampling.rewards.registry import Response, RewardFunction, exact_match, load_reward_function
@@ -103,7 +103,7 @@ def chat_template(sampling: SamplingConfig) -> ChatTemplate | None:
     if not sampling.apply_chat_template:
         return None
     settings = chat_template_settings(sampling.apply_chat_template_kwargs)
-    return ChatTemplate(sampling.tokenizer_model or "", settings)
+    return ChatTemplate(sampling.tokenizer_model or "", settings, date_of(sampling.chat_template_date))
 
 
 def _read(files: list[str], reader: PromptReader, max_prompt_tokens: int, notes: list[str]) -> list[Prompt]:

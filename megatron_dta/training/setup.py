@@ -56,6 +56,7 @@ from megatron_dta.training.data.stored import (
     stored_tokenizer,
     text_reader,
 )
+from megatron_dta.training.data.template_date import with_template_date
 from megatron_dta.training.loop import Progress, Trainer
 from megatron_dta.training.monitor.metrics import MetricsLog, check_loggers, lost_records, write_settings
 from megatron_dta.training.monitor.rollout_samples import RolloutSamples
@@ -74,10 +75,11 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     check_save_hf(config)
     listed_servers(config)  # before the weights are loaded, which may take minutes
     with run_folders(config):
-        return _build_trainer(config, console)
+        config, device = with_template_date(config, lambda line: console.print(line, soft_wrap=True, markup=False))
+        return _build_trainer(config, device, console)
 
 
-def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
+def _build_trainer(config: TrainConfig, device: torch.device | None, console: Console) -> Trainer:
     objective = make_objective(config.objective)
     costs = load_cost_file(config.tree.cost_model) if config.tree.cost_model is not None else None
     stored, held_out, task = read_data(config, objective)
@@ -85,7 +87,7 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
         console.print(line, soft_wrap=True)
     config = with_known_sizes(config, task)
 
-    device = initialize_parallel(config.optimization.seed, config.parallel)
+    device = device or initialize_parallel(config.optimization.seed, config.parallel)
     seed_random_states(config.optimization.seed)
     if config.optimization.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -42,8 +42,8 @@ FLAGS = ToolFlags(
     "megatron-dta gateway",
     ("model", "agent"),
     f"{MESH} {ENGINE} load load_hf hf_checkpoint skip_checkpoint_checks tokenizer_type tokenizer_model "
-    "apply_chat_template apply_chat_template_kwargs eos_id rollout_engine rollout_server_url rollout_timeout_seconds "
-    "rollout_attempts",
+    "apply_chat_template apply_chat_template_kwargs chat_template_date eos_id rollout_engine rollout_server_url "
+    "rollout_timeout_seconds rollout_attempts",
 )
 _KEY = "MEGATRON_DTA_GATEWAY_KEY"
 
@@ -124,6 +124,9 @@ def _serve(config: TrainConfig, own: object) -> None:
     for name, text in tokenizer_lines(tokenizer, config.model.vocab_size):
         print(f"{name:10}{text}" if name else text)
     where = f"key in {_key_file(own)}" if _KEY not in os.environ else f"key from {_KEY}"
+    if template is not None:
+        date = f"; its template writes the date {template.date:%Y-%m-%d %H:%M:%S}" if template.writes_date else ""
+        print(f"tool calls: {gateway.parser.tool_calls}, reasoning: {gateway.parser.reasoning}{date}")
     print(f"gateway: {server.url} ({where}), sessions to {own.output}", flush=True)
     try:
         with phase(engine, params, 0):

@@ -278,7 +278,7 @@ def _tokenizer_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
             sampling.tokenizer_type == "HuggingFaceTokenizer",
             "apply_chat_template",
         ),
-        "--apply-chat-template": (sampling.apply_chat_template, "apply_chat_template_kwargs"),
+        "--apply-chat-template": (sampling.apply_chat_template, "apply_chat_template_kwargs chat_template_date"),
     }
 
 

@@ -140,6 +140,24 @@ def _fixed_clock(date: datetime) -> str:
     return f"{{% macro {_CLOCK}(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
 
 
+def may_write_date(folder: str | Path) -> bool:
+    """Whether a template beside the tokenizer in ``folder`` may write a date or time."""
+    path = Path(folder)
+    path = path if path.is_dir() else path.parent
+    files = [path / "tokenizer_config.json", *path.glob("*.jinja"), *path.glob("*/*.jinja")]
+    return any(_CLOCK.encode() in file.read_bytes() for file in files if file.is_file())
+
+
+def date_of(text: str | None) -> datetime | None:
+    """The date of ``--chat-template-date``."""
+    try:
+        return None if text is None else datetime.fromisoformat(text)
+    except ValueError:
+        raise InputError(
+            f"--chat-template-date {text}: must be a date such as 2026-01-31 or 2026-01-31T12:00:00"
+        ) from None
+
+
 def chat_template_settings(text: str | None) -> dict[str, Any]:
     """The variables of ``--apply-chat-template-kwargs``, a JSON object."""
     try:
