@@ -66,12 +66,12 @@ class CodeTests:
         self._lock, self.counts = threading.Lock(), {"code_timeouts": 0}
         reason = _reason_against_bubblewrap(settings)
         self._sandbox: Sandbox | SandboxService = Sandbox(settings, is_confined=not reason)
-        place = "in bubblewrap, without network and files of the user"
+        where = "in bubblewrap, without network and files of the user"
         if settings.code_sandbox_url:
             self._sandbox = SandboxService(settings, self._sandbox)
-            place = "on the servers of --code-sandbox-url"
+            where = "on the servers of --code-sandbox-url"
         elif reason and settings.code_unconfined:
-            place = (
+            where = (
                 f"with resource limits only, because bubblewrap does not work here ({reason}) and --code-unconfined "
                 "is given: they read and write what this user can, end its processes and use the network"
             )
@@ -81,7 +81,7 @@ class CodeTests:
                 "install bubblewrap 0.8 and allow user namespaces, name a sandbox server (--code-sandbox-url), or "
                 "accept programs that only resource limits confine (--code-unconfined)"
             )
-        self.reach = f"--reward-function code_tests: programs run {place}"
+        self.reach = f"--reward-function code_tests: programs run {where}"
 
     def __call__(self, prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
         """1 or 0; ``InputError`` if the program cannot be tested."""

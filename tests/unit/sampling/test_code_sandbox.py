@@ -93,6 +93,7 @@ def facts(secret):
         "secret": os.path.exists(secret) or "DTA_SECRET" in os.environ,
         "sockets": [family for family in range(2, 46) if can(socket.socket, family, socket.SOCK_DGRAM)],
         "writes": [path for path in ("/x", "/dev/x", "/usr/x", "/proc/sys/kernel/ns_last_pid") if can(open, path, "w")],
+        "read-only": [os.statvfs(path).f_flag & 1 for path in ("/", "/usr", "/dev", "/proc/sys", "/scripts")],
         "processes": len([name for name in os.listdir("/proc") if name.isdigit()]),
         "space": os.statvfs("/tmp").f_blocks * os.statvfs("/tmp").f_frsize >> 20,
         "privileges": [line[8:].strip("0\\n") for line in open("/proc/self/status") if line[:4] in ("CapP", "CapE")],
@@ -104,13 +105,23 @@ def test_what_a_program_can_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DTA_SECRET", "token")
     (tmp_path / "prompts.jsonl").write_text("the tests")
     expected = {"root": False, "secret": False, "sockets": [], "writes": [], "processes": 3, "space": 256}
+    expected["read-only"] = [1] * 5
     tests = {"fn_name": "facts", "inputs": [[str(tmp_path)]], "outputs": [{**expected, "privileges": ["", ""]}]}
     assert confined()({"tests": tests}, fenced(FACTS), []) == 1
 
 
-def test_what_a_program_leaves_behind_ends_with_it() -> None:
-    code = f"import subprocess\nsubprocess.Popen(['sleep', '97532'], start_new_session=True)\n{GOOD}"
-    assert confined()({"tests": ADD}, fenced(code), []) == 1
+LEAVES = """
+import os, subprocess, time
+def is_alone():
+    return sum(map(str.isdigit, os.listdir("/proc"))) == 3
+end = time.monotonic() + 5
+while not is_alone() and time.monotonic() < end: time.sleep(0.01)
+def add(a, b): return a + b if is_alone() and subprocess.Popen(["sleep", "97532"], start_new_session=True) else None
+"""
+
+
+def test_what_a_program_leaves_behind_ends_with_each_test() -> None:
+    assert confined()({"tests": ADD}, fenced(LEAVES), []) == 1
     end = time.monotonic() + 20
     while lives := [file for file in Path("/proc").glob("[0-9]*/cmdline") if b"97532" in _bytes(file)]:
         assert time.monotonic() < end, lives

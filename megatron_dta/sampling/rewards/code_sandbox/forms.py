@@ -95,13 +95,13 @@ def _tests(data: Any, field: str, function: str | None) -> ProgramTests:
     else:
         raise InputError(f"{where}: must be a list of tests, or have 'inputs' and 'outputs'")
     read = _stdio if function is None else _call
-    found = []
+    cases = []
     for index, pair in enumerate(pairs):
         try:
-            found.append(read(*pair))
+            cases.append(read(*pair))
         except ValueError as error:
             raise InputError(f"{where}: entry {index}: {error}") from None
-    return ProgramTests(function, [given for given, _ in found], [accepted for _, accepted in found])
+    return ProgramTests(function, [given for given, _ in cases], [accepted for _, accepted in cases])
 
 
 def _function(case: Mapping[str, Any]) -> str | None:
