@@ -4,7 +4,8 @@
 
 Both models run in float32 on the same tokens. The command compares logits, logprobs, the gradient of every tensor, and
 every tensor after one step of gradient descent. Differences are relative to the largest magnitude in the tensor; the
-exit status is 1 if one is above the tolerance. Tokens are random unless a rollout file is given. The command needs
+exit status is 1 if one is above the tolerance. Rounding gives the gradients of trained models differences of up to
+1e-4; a tensor that is permuted, scaled or missing gives more than 1e-2. Tokens are random unless a rollout file is given. The command needs
 Hugging Face transformers (pip install "megatron_dta[parity]") and memory for both models with their gradients.
 """
 
@@ -40,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of random tokens (default 0)")
     parser.add_argument("--lr", type=float, default=1.0, metavar="X", help="learning rate of the step (default 1)")
     parser.add_argument(
-        "--tolerance", type=float, default=1e-5, metavar="X", help="maximum relative difference (default 1e-5)"
+        "--tolerance", type=float, default=1e-3, metavar="X", help="maximum relative difference (default 1e-3)"
     )
     parser.add_argument("--rows", type=int, default=10, metavar="N", help="worst tensors of each kind in the table")
     parser.add_argument("--json", action="store_true", help="print one JSON object with every tensor as the last line")

@@ -93,6 +93,7 @@ def _import_transformers() -> ModuleType:
         import transformers
     except ImportError:
         raise InputError("the reference needs Hugging Face transformers: pip install 'megatron_dta[parity]'") from None
+    transformers.utils.logging.disable_progress_bar()
     return transformers
 
 
