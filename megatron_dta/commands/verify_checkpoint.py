@@ -5,8 +5,9 @@
 Both models run in float32 on the same tokens. The command compares logits, logprobs, the gradient of every tensor, and
 every tensor after one step of gradient descent. Differences are relative to the largest magnitude in the tensor; the
 exit status is 1 if one is above the tolerance. Rounding gives the gradients of trained models differences of up to
-1e-4; a tensor that is permuted, scaled or missing gives more than 1e-2. Tokens are random unless a rollout file is given. The command needs
-Hugging Face transformers (pip install "megatron_dta[parity]") and memory for both models with their gradients.
+1e-4; a tensor that is permuted, scaled or missing gives more than 1e-2. Tokens are random unless a rollout file is
+given. The command needs Hugging Face transformers (pip install "megatron_dta[parity]") and memory for both models with
+their gradients.
 """
 
 from __future__ import annotations

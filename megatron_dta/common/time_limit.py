@@ -14,8 +14,12 @@ Result = TypeVar("Result")
 SECONDS = 30.0
 
 
+class TimeLimitError(InputError):
+    """A call took longer than ``SECONDS``."""
+
+
 def within_limit(call: Callable[[], Result], what: str) -> Result:
-    """The result of ``call()``; ``InputError``, which begins with ``what``, if it takes longer than ``SECONDS``.
+    """The result of ``call()``; ``TimeLimitError``, which begins with ``what``, if it takes longer than ``SECONDS``.
 
     The call runs in a thread, which must let other threads run. It cannot be stopped, so after the error it keeps
     running until it ends or the process does.
@@ -32,7 +36,7 @@ def within_limit(call: Callable[[], Result], what: str) -> Result:
     try:
         result, error = outcomes.get(timeout=SECONDS)
     except queue.Empty:
-        raise InputError(f"{what}: no result after {SECONDS:.0f} s") from None
+        raise TimeLimitError(f"{what}: no result after {SECONDS:.0f} s") from None
     if error is not None:
         raise error
     return result

@@ -15,11 +15,12 @@ import json
 import string
 from collections.abc import Mapping
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from megatron_dta.common.errors import InputError, one_line
+from megatron_dta.common.time_limit import TimeLimitError, within_limit
 from megatron_dta.sampling.prompts.messages import ContentForm, checked_tools, normalized, words_to_continue
 
 _CLOCK = "strftime_now"
@@ -100,6 +101,8 @@ class ChatTemplate:
         talk = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
             written = "".join(self.text(talk, [tool], generation_prompt=False).split())
+        except TimeLimitError:
+            raise
         except InputError:
             return "none"
         return next((name for name, mark in _CALLS.items() if mark in written), "none")
@@ -112,6 +115,8 @@ class ChatTemplate:
         def shows(content: Any) -> bool:
             try:
                 found = self._render([{"role": "user", "content": content}], None, add_generation_prompt=True)
+            except TimeLimitError:
+                raise
             except InputError:
                 return False
             return all(word in found for word in words) and "'text'" not in found and '"text"' not in found
@@ -123,10 +128,18 @@ class ChatTemplate:
         tools = checked_tools(tools)
         try:
             template = self._tokenizer.get_chat_template(tools=tools)
-            template = self._clock + template if _CLOCK in template else template
-            return self._tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=template, tokenize=False, **ends, **self._settings
+            call = partial(
+                self._tokenizer.apply_chat_template,
+                messages,
+                tools=tools,
+                chat_template=self._clock + template if _CLOCK in template else template,
+                tokenize=False,
+                **ends,
+                **self._settings,
             )
+            return within_limit(call, "the chat template does not end")
+        except TimeLimitError:
+            raise
         except Exception as error:  # templates may raise anything
             raise InputError(f"the chat template refuses it: {_reason(error)}") from error
 

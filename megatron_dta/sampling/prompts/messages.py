@@ -1,5 +1,6 @@
 """Brings messages of files and clients into one form, for prompts, training text, environments and the gateway.
 
+from, value        of ShareGPT's messages become ``role`` and ``content``
 null fields        of messages, tool calls, functions and parts of a content are left out
 content            is "" in a turn that only calls tools; lists of text parts are joined unless the template reads
                    parts, and text becomes a part where it reads nothing else
@@ -19,6 +20,8 @@ from megatron_dta.common.errors import InputError
 
 # Fields with which public formats mark turns of the assistant that are context only.
 MARKS = ("weight", "trainable", "train", "loss", "loss_mask", "step_loss_mask")
+# ShareGPT's names of roles.
+_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 _TEXT_PARTS = ("text", "refusal", "input_text", "output_text")
 
 
@@ -54,12 +57,35 @@ def normalized(messages: Any, form: ContentForm = ContentForm()) -> list[dict[st
     return found
 
 
+def with_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with ``role`` and ``content``, if it is one of ShareGPT (``from`` and ``value``); else as it is."""
+    if not isinstance(message.get("from"), str) or message.get("role") is not None:
+        return message
+    others = {name: value for name, value in message.items() if name not in ("from", "value", "role")}
+    role = _ROLES.get(message["from"], message["from"])
+    if message["from"] == "function_call":
+        return {**others, "role": role, "tool_calls": [{"type": "function", "function": _named_call(message)}]}
+    return {**others, "role": role, "content": message.get("value")}
+
+
+def _named_call(message: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        call = json.loads(message["value"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        call = None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise InputError(
+            'a message from function_call must have the value {"name": ..., "arguments": ...} as JSON text'
+        )
+    return call
+
+
 def _normalized(message: Any, form: ContentForm) -> dict[str, Any]:
-    fields = _without_nulls(message) if isinstance(message, Mapping) else {}
+    fields = _without_nulls(with_role(message)) if isinstance(message, Mapping) else {}
     calls = fields.pop("tool_calls", None)
     # A turn that only calls tools may have no content.
     if not isinstance(fields.get("role"), str) or not ("content" in fields or calls):
-        raise InputError("must be an object with 'role' and 'content'")
+        raise InputError("must be an object with 'role' and 'content' (or 'from' and 'value')")
     fields["content"] = form.of(_content(fields.get("content", "")))
     if calls:
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):

@@ -3,6 +3,7 @@
 The rows of a file (JSONL or Parquet) have one of these forms; other fields are ignored.
 
     messages                     a conversation; the turns of the assistant are trained (or another --input-key)
+    conversations, system        the same in ShareGPT's form
     prompt, response             the response is trained; also question and completion (--input-key, --label-key)
     prompt, chosen, rejected     for DPO: text, or messages that follow the prompt
     chosen, rejected             for DPO: two conversations, whose common prefix is the prompt
@@ -31,12 +32,12 @@ from megatron_dta.rollouts.rows import field_names, named_value, read_rows, valu
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.continuation import encode_after
 from megatron_dta.sampling.prompts.conversations import ConversationEncoder, MaskedTokens
-from megatron_dta.sampling.prompts.messages import without_fillers
+from megatron_dta.sampling.prompts.messages import with_role, without_fillers
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer, encode_field
 
 logger = logging.getLogger(__name__)
 
-_PROMPTS, _RESPONSES = ("prompt", "question"), ("response", "completion")
+_TALKS, _PROMPTS, _RESPONSES = ("messages", "conversations"), ("prompt", "question"), ("response", "completion")
 
 
 def holds_text(path: str | Path, input_key: str | None = None) -> bool:
@@ -45,7 +46,7 @@ def holds_text(path: str | Path, input_key: str | None = None) -> bool:
     if data_suffix(path) not in (".jsonl", ".json", ".parquet"):
         return False
     names = field_names(path)
-    known = {"messages", "chosen", *_PROMPTS, *_RESPONSES, *((input_key or "").split(".")[:1])}
+    known = {*_TALKS, "chosen", *_PROMPTS, *_RESPONSES, *((input_key or "").split(".")[:1])}
     return "token_ids" not in names and bool(names & known)
 
 
@@ -134,10 +135,13 @@ class TextReader:
 
     def _samples(self, record: dict[str, Any], tools: Any) -> list[MaskedTokens]:
         """The samples of a row for supervised training."""
-        name = self._input_key or next((n for n in ("messages", *_PROMPTS) if record.get(n) is not None), "messages")
+        name = self._input_key or next((n for n in (*_TALKS, *_PROMPTS) if record.get(n) is not None), "messages")
         value = value_at(record, name)
         if value is None:
-            raise InputError(f"needs messages, or prompt and response; has no field '{name}'")
+            fields = ", ".join(map(repr, record))
+            raise InputError(f"needs messages, or prompt and response; has no field '{name}', but {fields}")
+        if name == "conversations" and isinstance(value, list) and record.get("system"):
+            value = [{"role": "system", "content": record["system"]}, *value]  # as files of ShareGPT have it
         answer = self._label_key
         if answer is None and (name in _PROMPTS or not _is_answered(value)):
             answer = next((n for n in _RESPONSES if record.get(n) is not None), None)
@@ -162,7 +166,7 @@ class TextReader:
         for name in ("chosen", "rejected"):
             if record.get(name) is None:
                 raise InputError(f"has no field '{name}'")
-        name = self._input_key or next((n for n in _PROMPTS if record.get(n) is not None), None)
+        name = self._input_key or next((n for n in (*_PROMPTS, "conversations") if record.get(n) is not None), None)
         prompt = None if name is None else named_value(record, name, "--input-key")
         if self._encoder is None:
             if prompt is None:
@@ -211,15 +215,16 @@ def _as_messages(value: Any, role: str) -> list[Any]:
     """A list of messages; text becomes one message of ``role``."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
+    value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise InputError(f"must be text or a list of messages, got {type(value).__name__}")
-    return value
+    return [with_role(message) for message in value]
 
 
 def _is_answered(value: Any) -> bool:
     """Whether a prompt is a whole conversation that ends with the assistant."""
     last = value[-1] if isinstance(value, list) and value else None
-    return isinstance(last, dict) and last.get("role") == "assistant"
+    return isinstance(last, dict) and with_role(last).get("role") == "assistant"
 
 
 def _named(name: str, call: Any) -> Any:

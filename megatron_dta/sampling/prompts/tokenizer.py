@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron_dta.common.errors import InputError, one_line
 from megatron_dta.common.files import read_json
-from megatron_dta.common.time_limit import within_limit
+from megatron_dta.common.time_limit import TimeLimitError, within_limit
 
 TOKENIZER_TYPES = ("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer")
 ARITHMETIC_ALPHABET = "0123456789+-*= "
@@ -152,8 +152,8 @@ class HuggingFaceTokenizer:
         call = partial(self._tokenizer.encode_batch, [text], add_special_tokens=False)
         try:
             (encoding,) = within_limit(call, f"tokenizer.json cannot encode {text[:40]!r}")
-        except InputError as error:
-            raise InputError(f"{error}; one of its regular expressions may be too slow for this text") from None
+        except TimeLimitError as error:
+            raise TimeLimitError(f"{error}; one of its regular expressions may be too slow for this text") from None
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # a regular expression that gave up
                 raise

@@ -200,7 +200,10 @@ def check_text_flags(config: TrainConfig) -> None:
         given["--tokenizer-type"] = sampling.tokenizer_type is not None
     for flag, present in given.items():
         if present:
-            raise InputError(f"{flag} has no effect: the files of --rollouts hold token ids, no text; leave it out")
+            raise InputError(
+                f"{flag} has no effect: the files of --rollouts hold token ids or no known text field (messages, "
+                "conversations, prompt, ...); leave it out, or name the field with --input-key"
+            )
 
 
 def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRollouts:

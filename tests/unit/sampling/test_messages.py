@@ -14,6 +14,7 @@ import pytest
 
 from blank_tokenizer import blank_tokenizer
 from chat_folder import CHATML, make_chat_folder
+from megatron_dta.common import time_limit
 from megatron_dta.common.errors import InputError
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.continuation import encode_after
@@ -219,3 +220,37 @@ def test_what_differs_from_the_whole_text_is_counted(tmp_path: Path, caplog: pyt
     # "a" would merge with what follows, so another character keeps the blank away.
     assert encode_after(tokenizer, "a", "ab") == (pytest.approx(tokenizer.encode("</s>ab")[1:]), True)
     assert np.array_equal(encode_after(tokenizer, "b", "ab").token_ids, tokenizer.encode("bab")[2:])
+
+
+def test_sharegpt_is_read_as_messages(tmp_path: Path) -> None:
+    folder = make_chat_folder(tmp_path / "model", calls(HERMES))
+    reader = TextReader(HuggingFaceTokenizer(folder), ChatTemplate(folder))
+    found = {"name": "add", "arguments": {"a": 1}}
+    talk = [("human", "hi"), ("function_call", json.dumps(found)), ("observation", "2"), ("gpt", "two")]
+    theirs = {"system": "be brief", "conversations": [{"from": name, "value": text} for name, text in talk]}
+    ours = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": found}]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([theirs, {"messages": ours}]))
+    first, second = reader.read(path, pairs=False)
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    assert first.loss_mask.tolist() == second.loss_mask.tolist()
+    path.write_text(json.dumps([{"conversations": [{"from": "human", "value": None}]}]))
+    with pytest.raises(InputError, match=r"row 1: conversations: .*'from' and 'value'"):
+        reader.read(path, pairs=False)
+    answers = {name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}
+    path.write_text(json.dumps([{**theirs, **answers, "conversations": theirs["conversations"][:1]}]))
+    assert len(reader.read(path, pairs=True)) == 2
+
+
+def test_a_template_without_an_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = "{% for _ in range(3000) %}"
+    endless = template(tmp_path / "model", loop + loop + "{{ messages[0].role }}{% endfor %}{% endfor %}")
+    monkeypatch.setattr(time_limit, "SECONDS", 0.1)
+    with pytest.raises(InputError, match=r"the chat template does not end: no result after 0 s"):
+        endless.prompt([ASK])
