@@ -23,7 +23,7 @@ import secrets
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.console import Console
@@ -46,6 +46,8 @@ FLAGS = ToolFlags(
     "rollout_timeout_seconds rollout_attempts",
 )
 _KEY = "MEGATRON_DTA_GATEWAY_KEY"
+# Kept open for their locks.
+_KEY_FILES: list[IO[str]] = []
 
 
 def main() -> None:
@@ -112,11 +114,11 @@ def _serve(config: TrainConfig, own: object) -> None:
     tokenizer = build_tokenizer(kind, file, sampling.eos_id, config.model.vocab_size, checkpoint)
     template = chat_template(sampling)
     log = SessionLog(Path(own.output))
+    key = _key(own)
     engine = _engine(config, tokenizer)
     params = sampling_params(tokenizer, sampling, config.optimization.seed)
     loop = EngineLoop(engine)
     gateway = Gateway(loop, tokenizer, template, params, gateway_settings(config, own.max_sessions))
-    key = _key(own)
     ends = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ends.set())
@@ -166,13 +168,30 @@ def _key(own: object) -> str:
         if len(given) < 16:
             raise InputError(f"{_KEY}: must have at least 16 characters")
         return given
-    key, path = secrets.token_urlsafe(32), _key_file(own)
+    path = _key_file(own)
+    if path.exists() and path.samefile(own.output):
+        raise InputError(f"--key-file {path}: is --output; give another file")
     try:
-        path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(key + "\n")
+        return _new_key(path)
     except OSError as error:
         raise InputError(f"--key-file {path}: cannot be written ({error.strerror})") from error
+
+
+def _new_key(path: Path) -> str:
+    """A new key in ``path``, which stays locked until the process ends."""
+    from megatron_dta.sampling.gateway.session_log import lock
+
+    if path.exists():
+        # A pipe would not open otherwise.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as old:
+            lock(old, f"--key-file {path}")
+            path.unlink()
+    key = secrets.token_urlsafe(32)
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8")
+    lock(file, f"--key-file {path}")
+    _KEY_FILES.append(file)
+    file.write(key + "\n")
+    file.flush()
     return key
 
 

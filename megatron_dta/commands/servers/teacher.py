@@ -186,7 +186,7 @@ def _server(
 
     from megatron_dta.common.array_message import pack, unpack
     from megatron_dta.sampling.gateway.errors import RequestError, refuse
-    from megatron_dta.sampling.gateway.http.application import BodyBudget, limited_body
+    from megatron_dta.sampling.gateway.http.bodies import BodyBudget, limited_body
     from megatron_dta.sampling.gateway.http.server import GatewayServer, check_packages
     from megatron_dta.training.teacher_samples import TeacherFacts, digest, digest_array, unpack_samples
 

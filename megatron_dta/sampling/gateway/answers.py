@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_dta.sampling.engines.interface import GenerationRequest
+from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult
 from megatron_dta.sampling.gateway.engine_loop import EngineLoop
 from megatron_dta.sampling.gateway.messages import safe_length
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
@@ -63,7 +64,7 @@ async def sample_answer(
                 prompt_length=len(prompt),
                 sampled_before=len(output),
             )
-            result = await asyncio.wrap_future(loop.sample(piece))
+            result = await _result(loop, piece)
             if own is not None:
                 loop.release(own)
             own = parent = result.request_id
@@ -89,6 +90,21 @@ async def sample_answer(
     finally:
         if own is not None:
             loop.release(own)
+
+
+async def _result(loop: EngineLoop, piece: GenerationRequest) -> GenerationResult:
+    """The result of a piece. If the caller is cancelled just when it comes, its K/V is released here."""
+
+    def release(done: Future[GenerationResult]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            loop.release(done.result().request_id)
+
+    future = loop.sample(piece)
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        future.add_done_callback(release)
+        raise
 
 
 def _stopped(tokenizer: Tokenizer, output: np.ndarray, begin: int, stops: Sequence[str]) -> tuple[int, str, str] | None:

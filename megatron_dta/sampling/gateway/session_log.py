@@ -1,21 +1,33 @@
 """Appends the rollouts of closed sessions to a file, so that a killed gateway loses open sessions only.
 
 The rollouts of a session are one write of whole lines. A line that a kill has cut off is removed when the file is
-opened again.
+opened again. The file belongs to one gateway at a time.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 import threading
 from pathlib import Path
+from typing import IO, Any
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import write_rollouts
 from megatron_dta.sampling.gateway.errors import RequestError
 from megatron_dta.sampling.gateway.records import session_rollouts
 from megatron_dta.sampling.gateway.session import Session
+
+
+def lock(file: IO[Any], what: str) -> None:
+    """Lock a file until it is closed or the process ends; ``InputError``, which begins with ``what``, if it is."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        reason = "belongs to another gateway that is running" if isinstance(error, BlockingIOError) else error.strerror
+        raise InputError(f"{what}: {reason}; give another file") from error
 
 
 class SessionLog:
@@ -33,6 +45,7 @@ class SessionLog:
         except OSError as error:
             files = [f"{above} is a file, not a folder" for above in path.parents if above.is_file()]
             raise InputError(f"--output {path}: cannot be written ({(files or [error.strerror])[0]})") from error
+        lock(self._file, f"--output {path}")
         self._remove_cut_line()
 
     def _remove_cut_line(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dta.config import AgentConfig
-from megatron_dta.sampling.gateway.errors import RequestError
+from megatron_dta.sampling.gateway.errors import RequestError, refuse
 from megatron_dta.sampling.gateway.session import Session
 
 
@@ -87,12 +87,18 @@ class Sessions:
         """Count ``choices`` answers as running; returns what ends them. ``RequestError`` 429 beyond a limit."""
         limits = self._settings.flags
         with self._lock:
+            most = min(self._settings.max_concurrent, limits.gateway_max_calls)
+            if choices > most:
+                raise refuse(f"n: a call may have {most} answers, not {choices}; call again for more")
             if session.running + choices > self._settings.max_concurrent:
                 raise RequestError(429, f"the session samples {session.running} answers already; wait for one of them")
-            if len(session.calls) + session.running + choices > limits.gateway_max_calls:
-                raise RequestError(429, f"the session has had its {limits.gateway_max_calls} calls")
+            left = limits.gateway_max_calls - len(session.calls)
+            if choices > left:
+                raise _exhausted(f"may have {left} more calls of {limits.gateway_max_calls} (--gateway-max-calls)")
+            if choices > left - session.running:
+                raise RequestError(429, f"the session samples its last {session.running} answers; wait for them")
             if session.num_tokens > limits.gateway_max_session_tokens:
-                raise RequestError(429, f"the session holds {session.num_tokens} tokens, more than it may")
+                raise _exhausted(f"holds {session.num_tokens} tokens, more than it may (--gateway-max-session-tokens)")
             session.running += choices
 
         def end() -> None:
@@ -116,3 +122,8 @@ class Sessions:
         if call is None:
             raise RequestError(404, "call: the session has no such call")
         session.rewards[call.number] = reward
+
+
+def _exhausted(reason: str) -> RequestError:
+    """Not 429, after which clients try again."""
+    return RequestError(403, f"the session {reason}; end it")

@@ -10,16 +10,22 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
+import uvicorn
+from uvicorn.server import ServerState
+
+from megatron_dta.commands.servers import gateway as gateway_command
 from megatron_dta.common.errors import InputError
-from megatron_dta.sampling.gateway.http import application
+from megatron_dta.sampling.gateway.http import bodies, connections
 from megatron_dta.sampling.gateway.session_log import SessionLog
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
@@ -34,9 +40,15 @@ ASK = {"messages": [{"role": "user", "content": "a"}]}
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[OpenGateway, ScriptedEngine]]:
+    with gateway_on(tmp_path) as found:
+        yield found
+
+
+@contextmanager
+def gateway_on(tmp_path: Path, **more: object) -> Iterator[tuple[OpenGateway, ScriptedEngine]]:
     tokenizer = chat_tokenizer(tmp_path / "model")
     engine = ScriptedEngine(lambda prompt, key: [65 + key % 7] * 60 + [tokenizer.eos_id], tokenizer.vocab_size, 0.002)
-    with open_gateway(engine, tokenizer, tmp_path / "model", **LIMITS) as gateway:
+    with open_gateway(engine, tokenizer, tmp_path / "model", **LIMITS, **more) as gateway:
         yield gateway, engine
 
 
@@ -159,25 +171,6 @@ def test_huge_and_lying_bodies(served) -> None:
     assert post(gateway, key, "/v1/chat/completions", ASK)[0] == 200
 
 
-def test_bodies_of_all_connections_together_are_bounded(served) -> None:
-    """Clients that stop in the middle of long bodies hold a bounded number of bytes; then all is free again."""
-    gateway, _ = served
-    _, key = gateway.open()
-    clients = [connection(gateway) for _ in range(9)]
-    for client in clients:
-        client.sendall(head(key, 19_999) + b" " * 19_000)
-    found = select.select(clients, [], [], 20)[0]
-    assert len(found) == 1
-    assert b" 503 " in found[0].recv(4096)
-    for client in clients:
-        client.close()
-    deadline = time.monotonic() + 20
-    long = ASK | {"user": "x" * 15_000}
-    while post(gateway, key, "/v1/chat/completions", long)[0] != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_closed_sockets_end_their_calls(served) -> None:
     """A client that goes away before its answer: the answer is dropped, counted, and its K/V released."""
     gateway, engine = served
@@ -201,28 +194,121 @@ def test_closed_sockets_end_their_calls(served) -> None:
 
 
 def test_slow_readers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that reads nothing more: the stream ends, and what samples for it is closed."""
-    monkeypatch.setattr(application, "_SECONDS_TO_READ", 0.05)
-    ends: list[str] = []
-
-    async def pieces() -> AsyncIterator[bytes]:
-        try:
-            while True:
-                yield b"x" * 1000
-        finally:
-            ends.append("closed")
-
-    async def send(message: dict) -> None:
-        if message["type"] == "http.response.body":
-            await asyncio.sleep(30)
+    """A client that reads nothing for too long loses its connection; one that reads in between keeps it."""
+    monkeypatch.setattr(connections, "SECONDS_TO_READ", 0.1)
+    ended = []
 
     async def serve() -> None:
-        await application.PatientResponse(pieces()).stream_response(send)
+        config = uvicorn.Config(lambda *_: None, log_config=None)
+        waiting = connections.WaitingConnections(5)
+        for reads in (True, False):
+            protocol = connections.PatientProtocol(config, ServerState(), {}, waiting=waiting)
+            transport = SimpleNamespace(get_extra_info=lambda name: None, abort=lambda own=reads: ended.append(own))
+            protocol.connection_made(transport)
+            protocol.pause_writing()
+            if reads:
+                protocol.resume_writing()
+        end = time.monotonic() + 20
+        while not ended and time.monotonic() < end:
+            await asyncio.sleep(0.05)
 
-    began = time.monotonic()
     asyncio.run(serve())
-    assert time.monotonic() - began < 25
-    assert ends == ["closed"]
+    assert ended == [False]
+
+
+def test_half_open_connections_keep_nobody_out(tmp_path: Path) -> None:
+    """More of them than there may be connections: others are answered, and the oldest half-open ones are closed."""
+    with gateway_on(tmp_path, max_connections=8) as (gateway, _):
+        _, key = gateway.open()
+        begun = [b"", b"P", head(key, 50)[:-9], b"GET /health HTTP/1.1\r\nx: " + b"y" * 1000]
+        clients = [connection(gateway) for _ in range(30)]
+        for i, client in enumerate(clients):
+            with suppress(OSError):
+                client.sendall(begun[i % len(begun)])
+        for _ in range(3):
+            assert post(gateway, key, "/v1/chat/completions", ASK)[0] == 200
+        assert sum(is_closed(client) for client in clients) >= 20
+        for client in clients:
+            client.close()
+
+
+def test_waiting_connections_are_closed_in_time(served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a head is complete, between requests, and where the rest of a refused body comes bit by bit."""
+    monkeypatch.setattr(connections, "SECONDS_TO_ASK", 0.3)
+    gateway, _ = served
+    _, key = gateway.open()
+    begun = {
+        "nothing": (b"", b""),
+        "head": (b"GET /health HTTP/1.1\r\n", b"a: b\r\n"),
+        "between": (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b""),
+        "refused": (head("wrong", 10_000) + b"{", b" "),
+        "second head": (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET", b"X"),
+    }
+    for name, (first, more) in begun.items():
+        with connection(gateway) as client:
+            client.sendall(first)
+            end = time.monotonic() + 20
+            while not is_closed(client) and time.monotonic() < end:
+                with suppress(OSError):
+                    client.sendall(more)
+                time.sleep(0.02)
+            assert time.monotonic() < end, name
+    assert post(gateway, key, "/v1/chat/completions", ASK)[0] == 200
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Whether the server has closed a connection; what it has sent is dropped."""
+    try:
+        while select.select([client], [], [], 0)[0]:
+            if not client.recv(65536):
+                return True
+    except OSError:
+        return True
+    return False
+
+
+def received(client: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    pieces = []
+    with suppress(ConnectionResetError):
+        while piece := client.recv(4096):
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+def test_unfinished_bodies_keep_nobody_out(served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one session and of many: others are answered; unfinished bodies are given up in time."""
+    gateway, engine = served
+    session, key = gateway.open()
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connection(gateway)) for _ in range(9)]
+        for client in clients:
+            client.sendall(head(key, 19_000) + b'{"x": "' + b"x" * 18_000)
+        answers = [received(client) for client in clients[1:]]
+        assert all(b" 429 " in answer and b"more than 20000 bytes at once" in answer for answer in answers)
+        assert post(gateway, gateway.open()[1], "/v1/chat/completions", ASK)[0] == 200
+        for _ in range(12):
+            client = stack.enter_context(connection(gateway))
+            client.sendall(head(gateway.open()[1], 19_500) + b'{"x": "' + b"x" * 19_000)
+        assert b" 503 " in received(clients[0])
+        for _ in range(3):
+            long = {"messages": [{"role": "user", "content": "a" * 2000}]}
+            assert post(gateway, gateway.open()[1], "/v1/chat/completions", long)[0] == 200
+        monkeypatch.setattr(bodies, "SECONDS_TO_SEND", 0.2)
+        last = stack.enter_context(connection(gateway))
+        last.sendall(head(key, 500) + b'{"mess')
+        assert b" 408 " in received(last)
+    settled(gateway, engine, session)
+
+
+def test_more_answers_than_there_may_be(served) -> None:
+    """Refused at once, since waiting would not help."""
+    gateway, _ = served
+    _, key = gateway.open()
+    for n in (4, 33, 64, 10**30):
+        status, found = post(gateway, key, "/v1/chat/completions", {**ASK, "n": n})
+        assert (status, "n: a call may have 3 answers" in found["error"]["message"]) == (400, True)
+    assert post(gateway, key, "/v1/chat/completions", {**ASK, "n": 3})[0] == 200
 
 
 def test_limits_of_a_session(served) -> None:
@@ -238,12 +324,12 @@ def test_limits_of_a_session(served) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(found) <= {200, 429}
+    assert set(found) <= {200, 403, 429}
     assert found.count(200) >= 3
     while len(session.calls) < MOST_CALLS:
         ask()
     status, error = post(gateway, key, "/v1/chat/completions", ASK)
-    assert (status, "calls" in error["error"]["message"]) == (429, True)
+    assert (status, "calls" in error["error"]["message"]) == (403, True)
     assert len(session.calls) == MOST_CALLS
     settled(gateway, engine, session)
 
@@ -266,3 +352,56 @@ def test_a_log_below_a_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError) as refusal:
             SessionLog(path)
         assert str(refusal.value) == f"--output {path}: cannot be written ({file} is a file, not a folder)"
+
+
+def test_a_log_belongs_to_one_gateway(tmp_path: Path) -> None:
+    """A second gateway with the same --output or the same --key-file is refused, and the first keeps its key."""
+    log, key_file = SessionLog(tmp_path / "log.jsonl"), tmp_path / "file.key"
+    with pytest.raises(InputError, match=r"log.jsonl: belongs to another gateway that is running"):
+        SessionLog(tmp_path / "log.jsonl")
+    log.close()
+    SessionLog(tmp_path / "log.jsonl").close()
+    key_file.write_text("old")
+    own = SimpleNamespace(output=str(tmp_path / "log.jsonl"), key_file=str(key_file))
+    key = gateway_command._key(own)
+    assert key_file.read_text() == key + "\n"
+    assert key_file.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(InputError, match=r"--key-file .*file.key: belongs to another gateway that is running"):
+        gateway_command._key(own)
+    assert key_file.read_text() == key + "\n"
+    with pytest.raises(InputError, match=r"--key-file .*: is --output"):
+        gateway_command._key(SimpleNamespace(output=own.output, key_file=own.output))
+    with pytest.raises(InputError, match=r"--key-file .*: cannot be written"):
+        gateway_command._key(SimpleNamespace(output=own.output, key_file=str(tmp_path)))
+    gateway_command._KEY_FILES.pop().close()
+
+
+ODD_FIELDS = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "0.text: "),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "0.type: Field required"),
+    ("/v1/chat/completions", {**ASK, "n": 10**30}, "n: a call may have 3 answers"),
+    ("/v1/chat/completions", {**ASK, "max_tokens": 1e300}, "max_tokens: "),
+    ("/v1/completions", {"prompt": [10**30]}, "prompt: token ids must be in [0, "),
+    ("/v1/completions", {"prompt": ["a"]}, "prompt.list[int].0: "),
+    (
+        "/v1/messages",
+        {"content": [{"type": "tool_result", "content": {"a": 1}}]},
+        "content.list[Block].0.content.str: ",
+    ),
+    ("/v1/messages", {"content": [{"type": "tool_result", "content": [7]}]}, "Input should be"),
+    ("/v1/messages", {"content": [{"type": "text", "text": [1]}]}, "0.text: Input should be a valid string"),
+    ("/v1/messages", {"content": [{"type": "tool_use", "input": 5}]}, "0.input: Input should be an object"),
+    ("/v1/messages", {"role": "assistant", "content": [{"type": "tool_use"}]}, "of type 'tool_use' without a name"),
+    ("/v1/session/reward", {"reward": 10**400}, "reward: "),
+]
+
+
+def test_odd_fields_are_refused_in_a_line(served) -> None:
+    """Other types than the field's, at any depth: status 400, never 500."""
+    gateway, _ = served
+    _, key = gateway.open()
+    for path, body, told in ODD_FIELDS:
+        if path == "/v1/messages":
+            body = {"max_tokens": 3, "messages": [{"role": "user", **body}]}
+        status, found = post(gateway, key, path, body)
+        assert (status, told in found["error"]["message"]) == (400, True), (body, found)

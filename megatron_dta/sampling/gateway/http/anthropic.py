@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_dta.sampling.gateway.errors import refuse
 from megatron_dta.sampling.gateway.gateway import Choice
-from megatron_dta.sampling.gateway.http.schemas import AnthropicRequest
+from megatron_dta.sampling.gateway.http.schemas import AnthropicRequest, Block
 from megatron_dta.sampling.gateway.messages import Answer, AnswerParser
 from megatron_dta.sampling.gateway.prompts import GatewayPrompt
 
@@ -47,24 +47,25 @@ def tools_of(request: AnthropicRequest) -> list[dict[str, Any]] | None:
     ]
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: str | list[Block], where: str) -> str:
     if isinstance(content, str):
         return content
     for block in content:
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise refuse(f"{where}: a block of type {block.get('type')!r}; the gateway takes text only")
-    return "".join(block["text"] for block in content)
+        if block.type != "text" or block.text is None:
+            raise refuse(f"{where}: a block of type {block.type!r}; the gateway takes text only")
+    return "".join(block.text or "" for block in content)
 
 
-def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
+def _assistant(blocks: list[Block], where: str) -> dict[str, Any]:
     text, calls, thoughts = "", [], []
     for block in blocks:
-        kind = block.get("type")
-        if kind == "tool_use":
-            function = {"name": str(block.get("name")), "arguments": block.get("input") or {}}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind == "thinking":
-            thoughts.append(str(block.get("thinking", "")))
+        if block.type == "tool_use":
+            if block.name is None:
+                raise refuse(f"{where}: a block of type 'tool_use' without a name")
+            function = {"name": block.name, "arguments": block.input}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif block.type == "thinking":
+            thoughts.append(block.thinking)
         else:
             text += _text([block], where)
     found: dict[str, Any] = {"role": "assistant", "content": text}
@@ -75,13 +76,13 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
     return found
 
 
-def _user(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+def _user(blocks: list[Block], where: str) -> list[dict[str, Any]]:
     """Tool results become messages of their own, in order with the texts between them."""
     found: list[dict[str, Any]] = []
     for block in blocks:
-        if block.get("type") == "tool_result":
-            content = _text(block.get("content") or "", where)
-            found.append({"role": "tool", "content": content, "tool_call_id": block.get("tool_use_id")})
+        if block.type == "tool_result":
+            content = _text(block.content or "", where)
+            found.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
             continue
         text = _text([block], where)
         if found and found[-1]["role"] == "user":

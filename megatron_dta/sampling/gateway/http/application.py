@@ -28,6 +28,7 @@ from starlette.routing import Route
 from megatron_dta.sampling.gateway.errors import RequestError, refuse
 from megatron_dta.sampling.gateway.gateway import CallSettings, Choice, Gateway
 from megatron_dta.sampling.gateway.http import anthropic
+from megatron_dta.sampling.gateway.http.bodies import BodyBudget, limited_body
 from megatron_dta.sampling.gateway.http.openai_replies import OpenAIReplies
 from megatron_dta.sampling.gateway.http.schemas import (
     AnthropicRequest,
@@ -42,10 +43,11 @@ from megatron_dta.sampling.gateway.prompts import GatewayPrompt
 from megatron_dta.sampling.gateway.session import Session
 
 _LOG = logging.getLogger(__name__)
-_KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-# A client that reads nothing for this long is given up.
-_SECONDS_TO_READ = 60.0
-# Bodies of the largest size that may be in memory at once while they are read.
+_KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error",
+}  # fmt: skip
+# Bodies of the largest size that may be in memory at once while they are read, each of another session.
 _BODIES_AT_ONCE = 8
 
 
@@ -77,7 +79,7 @@ class Application:
         self._prompts = asyncio.Lock()
         flags = gateway.settings.flags
         self._most_bytes, self._call_seconds = int(flags.gateway_max_body_mib * 2**20), flags.gateway_call_timeout
-        self._bodies = BodyBudget(_BODIES_AT_ONCE * self._most_bytes)
+        self._bodies = BodyBudget(_BODIES_AT_ONCE * self._most_bytes, self._most_bytes)
 
     def asgi(self) -> Starlette:
         """The application for a server."""
@@ -111,14 +113,16 @@ class Application:
                 return _error(RequestError(504, "the call took longer than --gateway-call-timeout"), request.url.path)
             except ClientDisconnect:
                 return Response(status_code=499)
+            except RecursionError:
+                return _error(refuse("body: is nested too deeply"), request.url.path)
             except Exception:
                 _LOG.exception("a call failed")
                 return _error(RequestError(500, "the gateway failed; its log says why"), request.url.path)
 
         return guarded
 
-    async def _body(self, request: Request) -> bytes:
-        return await limited_body(request, self._most_bytes, self._bodies)
+    async def _body(self, request: Request, session: Session | None) -> bytes:
+        return await limited_body(request, self._most_bytes, self._bodies, session)
 
     def _session(self, request: Request) -> Session:
         return self._gateway.sessions.find(_key(request))
@@ -131,7 +135,7 @@ class Application:
 
     async def _chat(self, request: Request) -> Response:
         session = self._session(request)
-        body = parsed(ChatRequest, await self._body(request))
+        body = parsed(ChatRequest, await self._body(request, session))
         settings = body.settings(body.max_completion_tokens or body.max_tokens)
         tools = body.offered_tools
         async with self._prompts:
@@ -141,7 +145,7 @@ class Application:
 
     async def _complete(self, request: Request) -> Response:
         session = self._session(request)
-        body = parsed(CompletionRequest, await self._body(request))
+        body = parsed(CompletionRequest, await self._body(request, session))
         settings = body.settings(body.max_tokens)
         async with self._prompts:
             build = self._gateway.prompts.text if isinstance(body.prompt, str) else self._gateway.prompts.ids
@@ -171,7 +175,7 @@ class Application:
 
     async def _message(self, request: Request) -> Response:
         session = self._session(request)
-        body = parsed(AnthropicRequest, await self._body(request))
+        body = parsed(AnthropicRequest, await self._body(request, session))
         tools, settings = anthropic.tools_of(body), body.settings()
         async with self._prompts:
             prompt = self._gateway.prompts.chat(session, anthropic.messages_of(body), tools)
@@ -206,11 +210,11 @@ class Application:
             finally:
                 await items.aclose()
 
-        return PatientResponse(limited(), media_type="text/event-stream")
+        return ClosingResponse(limited(), media_type="text/event-stream")
 
     async def _reward(self, request: Request) -> Response:
         session = self._session(request)
-        body = parsed(RewardRequest, await self._body(request))
+        body = parsed(RewardRequest, await self._body(request, session))
         call = None if body.call is None else body.call.rpartition("-")[2].removeprefix("msg_")
         self._gateway.sessions.set_reward(session, body.reward, call)
         return JSONResponse({"calls": len(session.calls)})
@@ -219,72 +223,28 @@ class Application:
         assert self._administration is not None
         if not hmac.compare_digest((_key(request) or "").encode("utf-8", "replace"), self._administration.key.encode()):
             raise RequestError(401, "opening a session needs the gateway's key")
-        body = parsed(OpenRequest, await self._body(request))
+        body = parsed(OpenRequest, await self._body(request, None))
         session_id, key = self._administration.open(body.group_id)
         return JSONResponse({"id": session_id, "key": key})
 
     async def _close(self, request: Request) -> Response:
         assert self._administration is not None
         session = self._session(request)
-        body = parsed(CloseRequest, await self._body(request))
+        body = parsed(CloseRequest, await self._body(request, session))
         if session.running:
             raise refuse(f"{session.running} calls are running; wait for them and close the session then")
         self._administration.closed(session, body.failed)
         return JSONResponse({"calls": len(session.calls)})
 
 
-class BodyBudget:
-    """Bytes of bodies that are being read, of all connections together."""
-
-    def __init__(self, most: int) -> None:
-        self._left = most
-
-    def take(self, size: int) -> None:
-        """Count ``size`` more bytes; ``RequestError`` 503 if there are too many."""
-        if size > self._left:
-            raise RequestError(503, "too many long requests are being read at once; try again later")
-        self._left -= size
-
-    def give_back(self, size: int) -> None:
-        """Bytes that were read to their end, or given up."""
-        self._left += size
-
-
-async def limited_body(request: Request, most: int, budget: BodyBudget) -> bytes:
-    """The body of a request; ``RequestError`` 413 as soon as it is known to be longer than ``most`` bytes."""
-    declared = request.headers.get("content-length", "0")
-    if not declared.isascii() or not declared.isdigit() or int(declared) > most:
-        raise RequestError(413, f"the body is longer than {most} bytes, the most that is read")
-    pieces, size, taken = [], 0, 0
-    try:
-        async for piece in request.stream():
-            size += len(piece)
-            if size > most:
-                raise RequestError(413, f"the body is longer than {most} bytes, the most that is read")
-            budget.take(len(piece))
-            taken = size
-            pieces.append(piece)
-        return b"".join(pieces)
-    finally:
-        budget.give_back(taken)
-
-
-class PatientResponse(StreamingResponse):
-    """A stream that drops clients that do not read."""
+class ClosingResponse(StreamingResponse):
+    """A stream that is closed when its client has gone."""
 
     async def stream_response(self, send: Callable[[Any], Awaitable[None]]) -> None:
-        async def bounded(message: Any) -> None:
-            async with asyncio.timeout(_SECONDS_TO_READ):
-                await send(message)
-
         try:
-            await super().stream_response(bounded)
-        except TimeoutError:
-            _LOG.info("a client does not read its answer; it is abandoned")
+            await super().stream_response(send)
         finally:
-            close = getattr(self.body_iterator, "aclose", None)
-            if close is not None:
-                await close()
+            await self.body_iterator.aclose()
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -324,5 +284,6 @@ def _error(error: RequestError, path: str) -> Response:
         content: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
     else:
         content = {"error": {"message": error.message, "type": kind, "code": error.status, "param": None}}
-    headers = {"connection": "close"} if error.status == 413 else None
+    # Of a body that is refused the rest is not read.
+    headers = {"connection": "close"} if error.status in (408, 413, 429, 503) else None
     return JSONResponse(content, error.status, headers)

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megatron_dta.sampling.gateway.errors import refuse
 from megatron_dta.sampling.gateway.gateway import CallSettings
 
-_MOST_CHOICES = 64
 Model = TypeVar("Model", bound=BaseModel)
 # Lists and texts are bounded by the size of the body.
 StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
@@ -35,11 +34,19 @@ class ToolCallMessage(BaseModel):
     function: Function
 
 
+class Part(BaseModel):
+    """A part of a content; other types than text are refused later, by their names."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
 class Message(BaseModel):
     """A message of a conversation. Fields that templates do not know are dropped (``refusal``, ``audio``: null)."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCallMessage] | None = None
@@ -55,7 +62,7 @@ class Tool(BaseModel):
 
 class _OpenAIRequest(_Request):
     model: str = ""
-    n: int = Field(1, ge=1, le=_MOST_CHOICES)
+    n: int = Field(1, ge=1)
     stop: str | StopStrings | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
@@ -116,11 +123,24 @@ class CompletionRequest(_OpenAIRequest):
     suffix: None = None
 
 
+class Block(BaseModel):
+    """A block of a content of Anthropic's interface; other types than those of these fields are refused later."""
+
+    type: str
+    text: str | None = None
+    thinking: str = ""
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] = Field(default_factory=dict)
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+
+
 class AnthropicMessage(_Request):
     """A message of Anthropic's interface."""
 
     role: Literal["user", "assistant"]
-    content: str | list[dict[str, Any]]
+    content: str | list[Block]
 
 
 class AnthropicTool(BaseModel):
@@ -137,7 +157,7 @@ class AnthropicRequest(_Request):
     model: str = ""
     messages: list[AnthropicMessage] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
-    system: str | list[dict[str, Any]] | None = None
+    system: str | list[Block] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: dict[str, Any] | None = None
     stop_sequences: StopStrings | None = None
@@ -173,11 +193,13 @@ class CloseRequest(_Request):
 
 
 def parsed(model: type[Model], body: bytes) -> Model:
-    """The request in ``body``; ``RequestError`` names the first wrong field and never repeats the body."""
+    """The request in ``body``; ``RequestError`` names a wrong field and never repeats the body."""
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        # The deepest one belongs to the form that was meant, where a field may have several.
+        first = max(errors, key=lambda each: len(each["loc"]))
         place = ".".join(str(part) for part in first["loc"][:6])
         message = first["msg"]
         if first["type"] == "extra_forbidden":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import resource
 import socket
 import threading
 import time
+from functools import partial
 from typing import Any
 
 from megatron_dta.common.errors import InputError
@@ -25,7 +27,8 @@ class GatewayServer:
 
     Args:
         port: 0 for any free one.
-        max_connections: further ones are answered with status 503.
+        max_connections: with requests at work; further requests are answered with status 503. At most half of the files
+            that the process may open.
 
     Attributes:
         url: without a path.
@@ -34,6 +37,9 @@ class GatewayServer:
     def __init__(self, application: Any, host: str, port: int, max_connections: int = 2048) -> None:
         import uvicorn
 
+        from megatron_dta.sampling.gateway.http.connections import PatientProtocol, WaitingConnections
+
+        max_connections = min(max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,7 +60,7 @@ class GatewayServer:
             h11_max_incomplete_event_size=64 * 1024,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=2,
-            http="h11",
+            http=partial(PatientProtocol, waiting=WaitingConnections(max_connections)),
             ws="none",
         )
         self._server = uvicorn.Server(config)
