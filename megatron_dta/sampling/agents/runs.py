@@ -9,8 +9,8 @@ A command gets the prompt's record as one line of JSON on standard input and the
 It ends with status 0. If the last line of its output is a JSON object with ``reward``, that is the session's reward. A
 function is called with the record and ``AgentAccess`` and may return the reward; an exception is a failure.
 
-At the time limit a command and its children are killed, and children that a command leaves behind are, too. A function
-cannot be killed: its session is closed, so its next call fails.
+When a command ends, at the time limit, or with the run, all processes that it has started are ended with it, also those
+that left its session (``supervisor``). A function cannot be killed: its session is closed, so its next call fails.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
-from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -34,6 +34,8 @@ from megatron_dta.common.errors import InputError, one_line
 from megatron_dta.common.futures import in_daemon_thread
 from megatron_dta.common.user_code import load_from_file
 
+# Without the user's packages and paths, which take time and could change what it does.
+_SUPERVISOR = (sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py")))
 _SECONDS_TO_END = 3.0
 _TAIL_BYTES = 64 * 1024
 _TIMEOUT = "took longer than"
@@ -99,9 +101,10 @@ def command_agent(command: str, seconds: float) -> Agent:
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as given:
             given.write(json.dumps(dict(record), default=str).encode() + b"\n")
             given.seek(0)
+            supervised = [*_SUPERVISOR, str(os.getpid()), str(_SECONDS_TO_END), *words]
             try:
                 process = subprocess.Popen(
-                    words,
+                    supervised,
                     stdin=given,
                     stdout=output,
                     stderr=errors,
@@ -115,22 +118,15 @@ def command_agent(command: str, seconds: float) -> Agent:
             except subprocess.TimeoutExpired:
                 return AgentEnd(failure=f"{_TIMEOUT} {seconds:g} s")
             finally:
-                _end_group(process)
+                # It ends all that it has started, within a limited time.
+                process.terminate()
+                process.wait()
             if status:
                 last = _tail(errors).rstrip().rpartition("\n")[2]
                 return AgentEnd(failure=one_line(f"ended with status {status}: {last}")[:300])
             return _printed_reward(_tail(output))
 
     return run
-
-
-def _end_group(process: subprocess.Popen) -> None:
-    """End a command and its children with SIGTERM and, after a grace period, with SIGKILL."""
-    for number, patience in ((signal.SIGTERM, _SECONDS_TO_END), (signal.SIGKILL, None)):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
 
 
 def _tail(file: IO[bytes]) -> str:

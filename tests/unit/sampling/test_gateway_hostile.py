@@ -386,7 +386,7 @@ ODD_FIELDS = [
     (
         "/v1/messages",
         {"content": [{"type": "tool_result", "content": {"a": 1}}]},
-        "content.list[Block].0.content.str: ",
+        "list[Block].0.content: ",
     ),
     ("/v1/messages", {"content": [{"type": "tool_result", "content": [7]}]}, "Input should be"),
     ("/v1/messages", {"content": [{"type": "text", "text": [1]}]}, "0.text: Input should be a valid string"),
