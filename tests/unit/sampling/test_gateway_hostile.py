@@ -23,10 +23,7 @@ pytest.importorskip("starlette")
 import uvicorn
 from uvicorn.server import ServerState
 
-from megatron_dta.commands.servers import gateway as gateway_command
-from megatron_dta.common.errors import InputError
 from megatron_dta.sampling.gateway.http import bodies, connections
-from megatron_dta.sampling.gateway.session_log import SessionLog
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
 
@@ -343,37 +340,6 @@ def test_a_call_that_takes_too_long(tmp_path: Path) -> None:
         assert (status, "--gateway-call-timeout" in error["error"]["message"]) == (504, True)
         settled(gateway, engine, session)
         assert session.counts.abandoned_calls == 1
-
-
-def test_a_log_below_a_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    for path in (file / "log.jsonl", file / "folder" / "log.jsonl"):
-        with pytest.raises(InputError) as refusal:
-            SessionLog(path)
-        assert str(refusal.value) == f"--output {path}: cannot be written ({file} is a file, not a folder)"
-
-
-def test_a_log_belongs_to_one_gateway(tmp_path: Path) -> None:
-    """A second gateway with the same --output or the same --key-file is refused, and the first keeps its key."""
-    log, key_file = SessionLog(tmp_path / "log.jsonl"), tmp_path / "file.key"
-    with pytest.raises(InputError, match=r"log.jsonl: belongs to another gateway that is running"):
-        SessionLog(tmp_path / "log.jsonl")
-    log.close()
-    SessionLog(tmp_path / "log.jsonl").close()
-    key_file.write_text("old")
-    own = SimpleNamespace(output=str(tmp_path / "log.jsonl"), key_file=str(key_file))
-    key = gateway_command._key(own)
-    assert key_file.read_text() == key + "\n"
-    assert key_file.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(InputError, match=r"--key-file .*file.key: belongs to another gateway that is running"):
-        gateway_command._key(own)
-    assert key_file.read_text() == key + "\n"
-    with pytest.raises(InputError, match=r"--key-file .*: is --output"):
-        gateway_command._key(SimpleNamespace(output=own.output, key_file=own.output))
-    with pytest.raises(InputError, match=r"--key-file .*: cannot be written"):
-        gateway_command._key(SimpleNamespace(output=own.output, key_file=str(tmp_path)))
-    gateway_command._KEY_FILES.pop().close()
 
 
 ODD_FIELDS = [
