@@ -10,7 +10,7 @@ the leaf weights of sampled trees (``--leaf-weights``), which makes them unbiase
     reinforce_plus_plus_baseline  R_i - mean, whitened                               arXiv 2501.03262
     treepo, treepo_segment        by the levels of the tree, whitened                ``tree_advantages``
 
-The standard deviation is the sample one (divisor n - 1), as in most implementations. "Whitened": minus the mean,
+Standard deviations are those of a sample (divisor n - 1), as in most implementations. "Whitened": minus the mean,
 divided by the standard deviation, both over all trained tokens of the rollout batch, where a token counts once for
 every sequence that trains it (``--advantage-whitening``). Groups whose rewards are all equal, in particular groups of
 one, carry no signal: except with ``reinforce_plus_plus``, their advantages are exactly 0 and they are excluded from the

@@ -94,7 +94,7 @@ def generalized_advantages(
 
 
 def whiten(advantages: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Mean 0 and variance 1 over the trained tokens of all sequences together."""
+    """Mean 0 and sample variance 1 over the trained tokens of all sequences together."""
     values = np.concatenate([advantage[mask] for advantage, mask in zip(advantages, loss_masks, strict=True)])
     mean, scale = mean_and_scale(values)
     return [
@@ -103,8 +103,14 @@ def whiten(advantages: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray]) -
 
 
 def mean_and_scale(values: np.ndarray, weights: np.ndarray | None = None) -> tuple[float, float]:
-    """Mean and divisor of whitening; the divisor is infinite if the values differ by rounding only."""
-    mean = np.average(values, weights=weights)
-    std = np.sqrt(np.average((values - mean) ** 2, weights=weights))
+    """Mean and divisor of whitening; the divisor is infinite if the values differ by rounding only.
+
+    The divisor is the sample standard deviation, as in verl and slime: with equal weights, the squares are divided by
+    n - 1.
+    """
+    weights = np.full(len(values), 1 / len(values)) if weights is None else weights / weights.sum()
+    mean = np.sum(weights * values)
+    freedom = 1 - np.sum(weights**2)
+    std = np.sqrt(np.sum(weights * (values - mean) ** 2) / freedom) if freedom > _ROUNDING else 0.0
     # The mean of equal values is not exactly their value, and a small divisor would turn the difference into a signal.
     return mean, std + 1e-8 if std > _ROUNDING * np.abs(values).max() else np.inf

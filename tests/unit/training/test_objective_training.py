@@ -330,7 +330,7 @@ def test_penalties_of_group_estimators_by_the_definition(estimator: str) -> None
             later = sum(p.sum() for p, name in zip(penalties[i + 1 :], names[i + 1 :], strict=True) if name == names[i])
             expected.append(np.array([rollout.reward - penalty[t:].sum() - later for t in range(len(rollout))]))
         trained = np.concatenate([e[1:] for e in expected])
-        expected = [(e - trained.mean()) / (trained.std() + 1e-8) for e in expected]
+        expected = [(e - trained.mean()) / (trained.std(ddof=1) + 1e-8) for e in expected]
     else:
         names = [(r.group_id, r.trajectory_id) for r in rollouts]
         total = {n: sum(p.sum() for p, m in zip(penalties, names, strict=True) if m == n) for n in names}
