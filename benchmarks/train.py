@@ -55,7 +55,6 @@ PARALLEL = (
     "expert_model_parallel_size",
     "sequence_parallel",
     "overlap_grad_reduce",
-    "overlap_moe_expert_parallel_comm",
 )
 
 

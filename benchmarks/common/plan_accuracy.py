@@ -10,7 +10,6 @@ measured   differs from the replay by the time of messages and by waits of a str
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -46,8 +45,6 @@ def replay(
 ) -> Timeline:
     """Simulate ``schedule`` with the measured times of its ops and instantaneous messages.
 
-    Two ops that take turns each get half of their common time.
-
     Raises:
         ValueError: an op of the schedule was not measured.
     """
@@ -61,15 +58,8 @@ def replay(
         if kind in ran and np.isnan(values).any():
             v, segment = np.argwhere(np.isnan(values))[0]
             raise ValueError(f"{kind}({segment}) of virtual stage {v} was not measured")
-    places = {(event.stage, event.kind, event.segment, event.chunk): event for event in events}
-    for stage, ops in enumerate(schedule.ops):
-        for at in schedule.pairs_of(stage):
-            pair = [places[stage, op.kind.value, op.segment, op.chunk] for op in ops[at : at + 2]]
-            seconds = max(event.end for event in pair) - min(event.start for event in pair)
-            for event in pair:
-                times[event.kind][schedule.virtual_stage(stage, event.chunk), event.segment] = seconds / 2
     forward, backward = (np.nan_to_num(times[kind]) for kind in ("F", "B"))
-    return simulate(replace(schedule, pairs=()), segment_parent, PipelineCosts(forward, backward))
+    return simulate(schedule, segment_parent, PipelineCosts(forward, backward))
 
 
 def stage_seconds(events: Sequence[TimelineEvent], num_stages: int) -> tuple[list[float], list[float]]:

@@ -25,7 +25,7 @@ class ParallelConfig:
     pipeline_in_flight_tokens: int | None = option(
         None,
         "Maximum number of tokens whose activations a pipeline stage holds (default: 1.5 x the number for a single "
-        "stage, 2 x with --overlap-moe-expert-parallel-comm).",
+        "stage).",
         minimum=1,
     )
     context_parallel_size: int = option(
@@ -42,11 +42,6 @@ class ParallelConfig:
     expert_model_parallel_size: int = option(1, "Ranks over which the experts of a layer are distributed.", minimum=1)
     expert_tensor_parallel_size: int | None = option(
         None, "Ranks that share each expert (default: --tensor-model-parallel-size).", minimum=1
-    )
-    overlap_moe_expert_parallel_comm: bool = option(
-        False,
-        "Run segments in pairs, so that one computes while the tokens of the other one travel to the experts of other "
-        "ranks; one segment more is in flight.",
     )
     use_distributed_optimizer: bool = option(False, "Shard the optimizer state over the data-parallel ranks.")
     overlap_grad_reduce: bool = option(

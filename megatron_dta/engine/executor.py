@@ -16,7 +16,6 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from megatron_dta.common.errors import InputError
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.cost_inputs import cost_shape, costs_of_gpu, counted_bytes, why_not_predicted
 from megatron_dta.engine.expert_pass import with_auxiliary_losses
@@ -73,11 +72,6 @@ class TreeEngine(RankModel):
 
     def offload_kv(self, fraction: float) -> None:
         """Keep the K/V slots of this share of the layers on the host (``--kv-offload-fraction``)."""
-        if fraction > 0 and self.tree_models[0].overlaps_experts:
-            raise InputError(
-                f"--kv-offload-fraction {fraction:g} conflicts with --overlap-moe-expert-parallel-comm, which lets two "
-                "segments take turns; leave one of them out"
-            )
         self.kv_on_host = HostSlots(fraction, self.device) if fraction > 0 else None
 
     def limit_memory(self, gib: float, constant_bytes: float, automatic: bool = False) -> None:
@@ -170,10 +164,9 @@ class TreeEngine(RankModel):
         reduction in the same order.
         """
         ranks, least = self.mesh.expert_data_ranks, int(self.syncs_in_backward)
-        overlaps = self.tree_models[0].overlaps_experts
         group = None
-        if len(ranks) > 1 or least or overlaps:
-            group = RankGroup(ranks.index(self.mesh.data_rank), self.mesh.gather_over_experts, least, overlaps)
+        if len(ranks) > 1 or least:
+            group = RankGroup(ranks.index(self.mesh.data_rank), self.mesh.gather_over_experts, least)
         return PipelineShape(
             num_stages=self.mesh.pipeline_size,
             num_model_chunks=len(self.chunks),

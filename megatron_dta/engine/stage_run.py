@@ -41,8 +41,6 @@ from megatron_dta.model import (
     accumulation_dtype,
 )
 from megatron_dta.model.parallel.stage_channels import stage_channels
-from megatron_dta.model.parallel.turns import Turn, TurnRunner
-from megatron_dta.planning.expert_parallel.overlap import pieces
 from megatron_dta.planning.pipeline.schedule import PipelineOp
 from megatron_dta.planning.segments.schedule import OpKind
 from megatron_dta.planning.step.passes import stage_program, state_slots
@@ -150,40 +148,29 @@ class StageRun:
 
     def walk(self) -> None:
         """Run all ops; an overlapped reduction of gradients happens in the last backward of each model chunk."""
-        runner = TurnRunner(self.model.device) if self.program.pairs else None
-        for piece in pieces(len(self.program.ops), self.program.pairs):
-            if len(piece) == 1:
-                self._run(*piece)
-                continue
-            # Two losses are computed in the order of their forwards. A loss is computed by autograd, which cannot
-            # begin on a GPU while a backward waits for its turn.
-            last = 1 if self.program.ops[piece[1]].kind is OpKind.FORWARD else 0
-            runner.run(*(partial(self._run, at) for at in piece), last=last)
-        if runner is not None:
-            runner.close()
+        for number in range(len(self.program.ops)):
+            self._run(number)
         for pool in self.pools:
             pool.close()
         if self.transport is not None:
             self.transport.finish()
 
-    def _run(self, at: int, turn: Turn | None = None) -> None:
-        """Run op number ``at``; it takes turns with another one if ``turn`` is given."""
-        op, rows_per_rank = self.program.ops[at], None
+    def _run(self, number: int) -> None:
+        op, rows_per_rank = self.program.ops[number], None
         if self.program.most_tokens is not None:
             part, contexts = self.model.tree_models[op.chunk], self.model.mesh.context_size
-            rows_per_rank = part.stage_shape(self.program.most_tokens[at], contexts)[0]
+            rows_per_rank = part.stage_shape(self.program.most_tokens[number], contexts)[0]
         try:
             if op.kind is OpKind.FORWARD:
                 context = self._context(op)
-                context.rows_per_rank, context.turn = rows_per_rank, turn
+                context.rows_per_rank = rows_per_rank
                 self._forward(op, context, self._keeps(op))
             else:
                 context = self.in_flight[op.segment, op.chunk].context
-                context.rows_per_rank, context.turn = rows_per_rank, turn
+                context.rows_per_rank = rows_per_rank
                 is_last = self.last_backward[op.chunk] == op.segment
                 with self.model.gradient_sync(op.chunk, allowed=is_last):
                     self._backward(op, is_last)
-            context.turn = None
         except Exception as error:
             # In a job of many processes, the op that failed first locates the cause.
             error.add_note(f"in {self._describe(op)}")
@@ -224,8 +211,6 @@ class StageRun:
                 self.states[chunk].open(segment)
             with torch.set_grad_enabled(keep):
                 graph = self._run_model(op, context, stage_input)
-            if context.turn is not None and self._is_last(chunk):
-                context.turn.end_in_order()
             if self.experts:
                 self.experts[chunk].after_forward(segment, context.routing)
             if self._is_last(chunk):
@@ -235,7 +220,7 @@ class StageRun:
                     self.loss.complete(segment)
                     self.teachers.add(segment, graph[3:], self.loss)
         if not self._is_last(chunk):
-            self.transport.send(OpKind.FORWARD, segment, stage, graph[0], context.turn is not None)
+            self.transport.send(OpKind.FORWARD, segment, stage, graph[0])
             if keep:
                 graph = [get_gradient_edge(graph[0])]
         if self.training:
@@ -264,8 +249,7 @@ class StageRun:
                 outputs, gradients = graph, [arrived]
             torch.autograd.backward(outputs, gradients)
         if stage > 0:
-            is_paired = live.context.turn is not None
-            self.transport.send(OpKind.BACKWARD, segment, stage, live.stage_input.grad, is_paired)
+            self.transport.send(OpKind.BACKWARD, segment, stage, live.stage_input.grad)
         self.tokens -= self.lengths[segment]
 
     def _at_the_loss(self, segment: int, graph: list[Tensor], is_last: bool) -> tuple[list[Tensor], list[Tensor]]:

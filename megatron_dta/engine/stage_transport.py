@@ -58,7 +58,6 @@ class StageTransport:
         self._posts = deque(message for message in messages if self._stage in (message.sender, message.receiver))
         self._arriving: dict[_Key, tuple[Tensor, Work]] = {}
         self._leaving: deque[tuple[Tensor, Work]] = deque()
-        self._held: dict[_Key, Tensor] = {}
         self._post_receives()
 
     def receive(self, kind: OpKind, segment: int, virtual_stage: int) -> Tensor:
@@ -71,29 +70,22 @@ class StageTransport:
         work.wait()
         return tensor
 
-    def send(self, kind: OpKind, segment: int, virtual_stage: int, tensor: Tensor, in_turns: bool = False) -> None:
-        """Send the output of this rank's ``virtual_stage`` in its op of ``kind``; returns at once.
-
-        Args:
-            in_turns: whether another op runs at the same time; the messages of both are sent in one common order.
-        """
+    def send(self, kind: OpKind, segment: int, virtual_stage: int, tensor: Tensor) -> None:
+        """Send the output of this rank's ``virtual_stage`` in its op of ``kind``; returns at once."""
         if tuple(tensor.shape) != self._shapes[segment]:
             raise ValueError(f"the message has shape {list(tensor.shape)}, not {list(self._shapes[segment])}")
-        expected, key = self._posts[0], _Key(kind, segment, virtual_stage)
-        if expected[2:] != key and not (in_turns and not self._held):
-            raise ValueError(f"stage {virtual_stage} sends {kind.value}({segment}) where {expected} is planned")
-        self._held[key] = tensor.detach().contiguous()
-        while self._posts and self._posts[0][2:] in self._held:
-            message = self._posts.popleft()
-            own, receiver = self._held.pop(_Key(*message[2:])), self._channels.ranks[message.receiver]
-            self._leaving.append((own, torch.distributed.isend(own, receiver, group=self._channel(message))))
-            self._post_receives()
+        message = self._posts.popleft()
+        if message[2:] != _Key(kind, segment, virtual_stage):
+            raise ValueError(f"stage {virtual_stage} sends {kind.value}({segment}) where {message} is planned")
+        leaving, receiver = tensor.detach().contiguous(), self._channels.ranks[message.receiver]
+        self._leaving.append((leaving, torch.distributed.isend(leaving, receiver, group=self._channel(message))))
+        self._post_receives()
         while self._leaving and self._leaving[0][1].is_completed():
             self._leaving.popleft()
 
     def finish(self) -> None:
         """Wait for the outstanding sends."""
-        if self._posts or self._arriving or self._held:
+        if self._posts or self._arriving:
             raise ValueError(f"{len(self._posts)} messages were not sent and {len(self._arriving)} not read")
         for _, work in self._leaving:
             work.wait()

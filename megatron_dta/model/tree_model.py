@@ -43,7 +43,6 @@ class TreeGPTModel(GPTModel):
         has_fused_layers: whether its layers are those of ``fused_layer``.
         adds_to_main_grad: whether gradients are added to the weights' gradient buffers, see ``main_grad``.
         fp32_lm_head: whether logits are float32 in a 16-bit model.
-        overlaps_experts: whether passes run in pairs, one computing while the other one exchanges tokens.
     """
 
     true_vocab_size: int
@@ -52,7 +51,6 @@ class TreeGPTModel(GPTModel):
     has_fused_layers: bool = False
     adds_to_main_grad: bool = False
     fp32_lm_head: bool = False
-    overlaps_experts: bool = False
 
     @property
     def model_chunks(self) -> list[TreeGPTModel]:

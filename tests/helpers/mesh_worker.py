@@ -13,12 +13,11 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import psutil
 import torch
 
@@ -78,19 +77,8 @@ class RankResult:
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     expert_biases: dict[str, torch.Tensor] = field(default_factory=dict)
     grad_norm: float = 0.0
-    num_pairs: int = 0
     pools: list[tuple[float, int]] = field(default_factory=list)
     recomputed_tokens: int = 0
-
-    def differences(self, other: RankResult) -> list[str]:
-        """What is not equal bit for bit in the step of another run of this rank."""
-        found = [name for name in ("loss", "metrics", "grad_norm") if getattr(self, name) != getattr(other, name)]
-        if not all(map(np.array_equal, self.logprobs, other.logprobs)):
-            found.append("logprobs")
-        names = sorted(self.gradients.keys() | other.gradients.keys())
-        none = torch.zeros(0)
-        pairs = ((name, self.gradients.get(name, none), other.gradients.get(name, none)) for name in names)
-        return found + [name for name, own, its in pairs if not torch.equal(own, its)]
 
 
 def run_on_ranks(
@@ -316,10 +304,6 @@ def _run_case(case: MeshCase) -> RankResult:
     counts = count_trained([sample.num_trained for sample in case.samples])
     pipeline = engine.pipeline(case.tree.tree_segment_tokens)
     batch = prepare_batch(own, case.tree, case.aggregation, pipeline, part=StepPart(counts))
-    if case.sabotage == "turns":
-        passes = batch.plan.training, batch.plan.forward_only
-        plans = (replace(each, schedule=replace(each.schedule, pairs=())) for each in passes)
-        batch = replace(batch, plan=replace(batch.plan, **dict(zip(("training", "forward_only"), plans, strict=True))))
     result.logprobs = engine.compute_logprobs(batch)
     if case.parallel.overlap_grad_reduce:
         # In its first step Megatron only learns which gradients to expect; from the second on it overlaps.
@@ -331,7 +315,7 @@ def _run_case(case: MeshCase) -> RankResult:
     optimizer.zero_grad()
     with _sabotaged(case.sabotage), noting_pools(engine, batch, result.pools):
         step = engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
-    result.loss, result.num_pairs = float(step.loss), sum(map(len, batch.plan.training.schedule.pairs))
+    result.loss = float(step.loss)
     result.recomputed_tokens = step.recomputed_tokens
     result.metrics = {name: float(value) for name, value in step.metrics.items()}
     if case.sabotage != "reduction":

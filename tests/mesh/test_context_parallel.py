@@ -57,7 +57,6 @@ MESHES = {
     "dynamic-1": (4, _sizes(4, dynamic_context_parallel=True), [3, 99, 0, 0]),
     "dynamic-tp2-1": (4, _sizes(2, tensor=2, dynamic_context_parallel=True), [4, 0]),
     "cp2-ep2": (2, _sizes(2, expert_model_parallel_size=2), [0]),
-    "cp2-ep2-turns": (2, _sizes(2, expert_model_parallel_size=2, overlap_moe_expert_parallel_comm=True), [0]),
     "cp2-dp2-ep4": (4, _sizes(2, expert_model_parallel_size=4), [5, 0]),
     "cp2-tp2-ep2": (4, _sizes(2, tensor=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1), [0]),
 }
@@ -69,7 +68,7 @@ COMBINATIONS = [
     *((mesh, "qwen3", "dta-mixed") for mesh in ("cp4", "cp2-tp2")),
     *((mesh, "wide", cut) for mesh in ("cp2-tp2", "cp2-pp2", "cp2-dp2") for cut in ("dta-mixed", "packed")),
     ("cp2-dp2-idle-overlap", "qwen3", "dta"),
-    *((mesh, "deepseek", "dta-mixed") for mesh in ("cp2", "cp2-ep2", "cp2-ep2-turns", "cp2-dp2-ep4")),
+    *((mesh, "deepseek", "dta-mixed") for mesh in ("cp2", "cp2-ep2", "cp2-dp2-ep4")),
     ("cp2-tp2-ep2", "wide-experts", "dta-mixed"),
     ("cp2-ep2", "wide-experts", "packed"),
 ]

@@ -258,16 +258,14 @@ def test_rows_beyond_the_expected_number_are_computed_again():
 
 @interpreter
 @pytest.mark.parametrize(
-    ("mesh", "name"), [("ep2", "qwen3"), ("ep2-turns", "balanced"), ("ep2-idle", "qwen3"), ("cp2-ep2", "balanced")]
+    ("mesh", "name"), [("ep2", "qwen3"), ("ep2", "balanced"), ("ep2-idle", "qwen3"), ("cp2-ep2", "balanced")]
 )
 def test_layers_as_one_function_exchange_tokens(tmp_path, mesh, name):
     settings = {"qwen3": QWEN3_MOE, "balanced": QWEN3_BALANCED}
     models = {key: grouped(fused(vocab_size=8, **each)) for key, each in settings.items()}
     samples = random_training_samples(branching_sequences(seed_all(61), count=6, longest=9), seed=61)
     ep2 = ParallelConfig(expert_model_parallel_size=2)
-    turns = replace(ep2, overlap_moe_expert_parallel_comm=True)
-    meshes = {"ep2": (2, ep2, [4, 0]), "ep2-turns": (2, turns, [4, 0]), "ep2-idle": (2, ep2, [0, 0])}
+    meshes = {"ep2": (2, ep2, [4, 0]), "ep2-idle": (2, ep2, [0, 0])}
     meshes["cp2-ep2"] = (2, replace(ep2, context_parallel_size=2), [0])
     suite = MeshSuite(models, meshes, {"": samples}, {"": ("dta", 7, 8)}, plain_weights)
-    direct = check_both_ways(suite, mesh, name, tmp_path)
-    assert all((rank.num_pairs > 0) == (mesh == "ep2-turns") for rank in direct)
+    check_both_ways(suite, mesh, name, tmp_path)

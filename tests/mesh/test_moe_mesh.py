@@ -25,7 +25,6 @@ from weight_shards import join_shards
 EP = ParallelConfig(expert_model_parallel_size=2)
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 900}
-TURNS = {"overlap_moe_expert_parallel_comm": True}
 MODELS = {
     "qwen3": QWEN3_MOE,
     "qwen3-balanced": QWEN3_BALANCED,
@@ -64,27 +63,6 @@ MESHES = {
     "ep2-dp4": (4, EP, [1, 0, 6, 0]),
     "ep2-dp4-overlap": (4, replace(EP, **OVERLAP), [0, 0, 6, 0]),
 }
-# Cases whose ops take turns, too: mesh, model, cut and forest.
-IN_TURNS = [
-    *(("ep2", "qwen3", cut, "unlike") for cut in ("dta", "dta-mixed", "dta-recomputed")),
-    ("ep2", "qwen3", "dense"),
-    ("ep2-shapes", "deepseek", "dta-slots", "shapes"),
-    ("ep2-idle", "grouped", "dta", "unlike"),
-    ("ep2-over-tp2", "qwen3", "dta", "unlike"),
-    ("ep2-overlap", "grouped-recompute", "dta", "unlike"),
-    ("ep2-etp2", "qwen3-balanced", "dta-mixed", "unlike"),
-    ("ep4", "grouped", "dense"),
-]
-# Of these also one op after the other: all that a rank keeps or computes again, slots, buckets, groups of four ranks.
-COMPARED_BY_BITS = [
-    combination for combination in IN_TURNS if combination[:3] in
-    {("ep2", "qwen3", "dta-mixed"), ("ep2-shapes", "deepseek", "dta-slots"), ("ep4", "grouped", "dense"),
-     ("ep2-overlap", "grouped-recompute", "dta"), ("ep2-etp2", "qwen3-balanced", "dta-mixed")}
-]  # fmt: skip
-MESHES |= {
-    f"{mesh}-turns": (MESHES[mesh][0], replace(MESHES[mesh][1], **TURNS), MESHES[mesh][2])
-    for mesh in dict.fromkeys(mesh for mesh, *_ in IN_TURNS)
-}
 
 
 def _combinations() -> list[tuple[str, ...]]:
@@ -100,7 +78,8 @@ def _combinations() -> list[tuple[str, ...]]:
     found += [("ep2-dp4-overlap", "qwen3", "dta"), ("ep2-tp2", "deepseek", "dense"), ("ep2-dp4", "deepseek", "packed")]
     found += [(mesh, "grouped", "dta-mixed") for mesh in ("ep2", "etp1-tp2", "ep2-over-tp2", "ep2-etp2")]
     found += [("ep2-idle", "grouped", "dta"), ("ep2-overlap", "grouped-recompute", "dta"), ("ep4", "grouped", "packed")]
-    return found + [(f"{mesh}-turns", *rest) for mesh, *rest in IN_TURNS]
+    found += [("ep2", "qwen3", cut, "unlike") for cut in ("dta", "dta-recomputed")] + [("ep4", "grouped", "dense")]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +100,6 @@ def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
         more[f"ep2 siblings {changed}"] = suite.case(
             "ep2", "all-experts", "dta", samples=siblings(changed), partition=[[0], [1, 2]]
         )
-    for mesh, *rest in COMPARED_BY_BITS:
-        combination = (f"{mesh}-turns", *rest)
-        more[" ".join((*combination, "alone"))] = suite.case(*combination, sabotage="turns")
     return suite.run(_combinations(), tmp_path_factory.mktemp("moe"), more)
 
 
@@ -191,19 +167,6 @@ def test_initial_weights_do_not_depend_on_the_division(suite, results):
         for key, parts in found.items():
             joined_ = join_shards([{key: parts[place]} for place in sorted(parts)], suite.models["qwen3"])
             assert torch.equal(joined_[key], whole[key]), key
-
-
-@pytest.mark.parametrize("combination", COMPARED_BY_BITS, ids=" ".join)
-def test_turns_change_no_bit(results, combination):
-    """Loss, logprobs and gradients are those of the same ops one after the other."""
-    mesh, *rest = combination
-    name = " ".join((f"{mesh}-turns", *rest))
-    in_turns, alone = results[name], results[f"{name} alone"]
-    assert len({rank.num_pairs for rank in in_turns}) == 1
-    assert in_turns[0].num_pairs > 0
-    assert not any(rank.num_pairs for rank in alone)
-    for one, other in zip(alone, in_turns, strict=True):
-        assert other.differences(one) == []
 
 
 PROMPTS = [np.arange(length) % 7 for length in (3, 9, 1, 5)]

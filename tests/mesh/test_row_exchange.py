@@ -89,7 +89,7 @@ def exchange(rank: int, meshes: dict[str, tuple[ParallelConfig, list[int]]]) -> 
             most = max(tokens) + (kind == "few")
             found[f"{name} {kind}"] = [through(layer, given, most), through(layer, given, most), plain(given)]
         with pytest.raises(ValueError, match=r"\d+ rows in a pass planned for at most \d+"):
-            RowExchange(layer.token_dispatcher.tp_ep_group, max(tokens) + 1, max(tokens), None, reference.sum_rows)
+            RowExchange(layer.token_dispatcher.tp_ep_group, max(tokens) + 1, max(tokens), reference.sum_rows)
         destroy_parallel()
     return found
 
@@ -117,17 +117,6 @@ def test_several_ranks_sum_over_all_experts(world_size, tmp_path):
             for tensor, other, wanted in zip(own, again, expected, strict=True):
                 assert torch.equal(tensor, other), (rank, name)
                 torch.testing.assert_close(tensor, wanted, rtol=1e-14, atol=1e-14, msg=f"{rank} {name}")
-
-
-def test_a_backward_passes_on_the_turn_of_its_own_pair():
-    """The forward of a segment runs beside another op than its backward."""
-    passed: list[str] = []
-    forward, backward = (SimpleNamespace(pass_on=lambda name=name: passed.append(name)) for name in ("F", "B"))
-    context = SimpleNamespace(turn=forward)
-    exchange = RowExchange(SimpleNamespace(size=lambda: 2), 3, 3, context, reference.sum_rows)
-    for context.turn in (forward, backward, None):
-        exchange.wait()
-    assert passed == ["F", "B"]
 
 
 def layer_here() -> TreeMoELayer:

@@ -7,7 +7,7 @@ from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import refuse_unread
 from megatron_dta.config.parallel import ParallelConfig
 
-_OF_PARALLEL = ("expert_model_parallel_size", "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm")
+_OF_PARALLEL = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 def check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -115,11 +115,6 @@ def _check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
         raise InputError(
             f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} neither divides "
             f"--tensor-model-parallel-size {tensor} nor is a multiple of it; change one of them"
-        )
-    if parallel.overlap_moe_expert_parallel_comm and expert_tensor * experts == 1:
-        raise InputError(
-            "--overlap-moe-expert-parallel-comm has no effect, because no tokens travel: each rank has all experts; "
-            "leave it out or add --expert-model-parallel-size"
         )
     if model.moe_ffn_hidden_size % expert_tensor:
         raise InputError(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron_dta.model.attention.token_routing import TokenRouting
 from megatron_dta.model.parallel.context_group import ContextGroup
-from megatron_dta.model.parallel.turns import Turn
 from megatron_dta.model.recurrent.path_states import NoTokens, PathStates
 
 
@@ -35,7 +34,6 @@ class AttentionContext(PackedSeqParams):
             have as many.
         step: the same object in all passes of a step, between which neither weights nor gradient buffers move, and no
             hook is added; None if the pass is of no step.
-        turn: of the pass, if it runs beside another one (``model.parallel.turns``).
         context_group: the ranks that divide the pass's tokens; None if each computes all of them. ``position_ids`` and
             ``routing`` are of all tokens, ``rotary_tables`` of the rank's rows.
     """
@@ -46,7 +44,6 @@ class AttentionContext(PackedSeqParams):
     path_states: PathStates | None = None
     rows_per_rank: int | None = None
     step: object | None = None
-    turn: Turn | None = None
     context_group: ContextGroup | None = None
 
     def __post_init__(self) -> None:

@@ -71,7 +71,7 @@ class TreeMoELayer(MoELayer):
         if group.size() == 1:
             return None
         most = num_rows if context is None else context.rows_per_rank or num_rows
-        return RowExchange(group, num_rows, most, context, self.sum_rows)
+        return RowExchange(group, num_rows, most, self.sum_rows)
 
     def rows(self, chosen: Tensor, are_all_here: bool) -> ExpertRows:
         """The rows of this rank's experts; ``are_all_here`` if no other rank has any."""

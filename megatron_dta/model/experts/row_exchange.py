@@ -11,8 +11,7 @@ among those of 4 ranks, a rank has none of them with probability 0.1. Sending a 
 times the traffic (K experts of a token, T ranks); with more ranks than K, this exchange is the larger one.
 
 A movement starts in one autograd function and ends in another, in both directions, so what is computed between them
-overlaps with it: the arrangement of rows, shared experts, and weight gradients (``later``). In a pass that runs at the
-same time as another one (``turns``), the other one computes meanwhile.
+overlaps with it: the arrangement of rows, shared experts, and weight gradients (``later``).
 
 Legend: N rows of this rank, T ranks, M ``rows_per_rank``, R = T M rows of all ranks, C hidden size, K experts.
 """
@@ -26,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from megatron_dta.model.attention.context import AttentionContext
 from megatron_dta.model.experts.expert_rows import RowSums
 
 # PyTorch 2.13 renames it.
@@ -40,20 +38,17 @@ class RowExchange:
         group: the ranks that exchange rows.
         num_rows: rows of this rank.
         rows_per_rank: maximum number of rows of any rank, the same number on all of them.
-        context: of the pass; None for a pass by itself. Its backward may run beside another pass than its forward.
         sums: ``sum_rows`` of the kernels or of the reference.
 
     Raises:
         ValueError: this rank has more rows than the plan allows.
     """
 
-    def __init__(
-        self, group: ProcessGroup, num_rows: int, rows_per_rank: int, context: AttentionContext | None, sums: RowSums
-    ) -> None:
+    def __init__(self, group: ProcessGroup, num_rows: int, rows_per_rank: int, sums: RowSums) -> None:
         if num_rows > rows_per_rank:
             raise ValueError(f"a rank has {num_rows} rows in a pass planned for at most {rows_per_rank} on each rank")
         self.num_rows, self.rows_per_rank, self.num_ranks = num_rows, rows_per_rank, group.size()
-        self._group, self._context, self._sums = group, context, sums
+        self._group, self._sums = group, sums
         self._works: list[Work] = []
         self._later: list[Callable[[], None]] = []
 
@@ -93,16 +88,10 @@ class RowExchange:
         return found
 
     def wait(self) -> None:
-        """Wait for the movements that were started, and let the pass beside this one compute meanwhile.
-
-        On a GPU, the stream waits and not the host.
-        """
+        """Wait for the movements that were started; on a GPU, the stream waits and not the host."""
         for compute in self._later:
             compute()
         self._later.clear()
-        turn = None if self._context is None else self._context.turn
-        if turn is not None:
-            turn.pass_on()
         for work in self._works:
             work.wait()
         self._works.clear()

@@ -97,7 +97,6 @@ def peak_bytes(
     lengths: Sequence[int],
     path_tokens: Sequence[int],
     chunks: Sequence[ChunkTensors],
-    pairs: Sequence[int] = (),
 ) -> float:
     """Peak bytes of a rank's ops, including K/V slots, slots of open forks and fixed bytes.
 
@@ -105,16 +104,14 @@ def peak_bytes(
         ops: (kind, segment, model chunk) in order.
         lengths, path_tokens: for each segment, its number of tokens, and that of its root path including its own.
         chunks: the rank's model chunks.
-        pairs: numbers of the forwards that take turns with the next op.
     """
     none = [0.0] * len(lengths)
     of_states = [
         (none, none) if chunk.states is None else (chunk.states.kept.tolist(), chunk.states.work.tolist())
         for chunk in chunks
     ]
-    live = peak = beside = 0.0
-    in_turns = set(pairs)
-    for number, (kind, segment, index) in enumerate(ops):
+    live = peak = 0.0
+    for kind, segment, index in ops:
         chunk, (of_exits, at_work) = chunks[index], of_states[index]
         each = chunk.bytes
         activations = each.kept(chunk.layers) * lengths[segment] + of_exits[segment]
@@ -125,8 +122,7 @@ def peak_bytes(
             live += held
         # A segment's activations exist in its backward, and at the end of a forward that keeps them.
         recomputed = 0.0 if keeps or kind is OpKind.FORWARD else activations
-        peak = max(peak, live + work + recomputed + beside)
-        beside = work if number in in_turns else 0.0
+        peak = max(peak, live + work + recomputed)
         if kind is OpKind.BACKWARD:
             live -= held
     return max(chunk.bytes.fixed for chunk in chunks) + sum(chunk.pool_bytes for chunk in chunks) + peak

@@ -9,15 +9,12 @@ A node or op stands for one of the rank's segments or for an *empty segment*. An
 trained edges, (edge, sequence) pairs or losses, and starts at the end of the stream. Its forward and backward take part
 in the collective communication of every layer and change nothing. No other part of a plan treats it specially.
 
-On a single stage, pairs of ops may take turns (``overlap``).
-
 The segments to recompute are chosen on the merged tree too, as all ranks must recompute together. A list of ops
 recomputes nearly all segments, so it is used only where it saves more empty segments than that costs.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,13 +22,9 @@ import numpy as np
 
 from megatron_dta.planning.expert_parallel.merged_op_list import MergedOpList, cheaper_op_list
 from megatron_dta.planning.expert_parallel.merged_segment_tree import MergedSegmentTree, build_merged_segment_tree
-from megatron_dta.planning.expert_parallel.overlap import with_pairs
 from megatron_dta.planning.expert_parallel.rank_plan import RankPlan, available_bytes, largest_counts, memory_tokens_of
 from megatron_dta.planning.expert_parallel.within_memory import (
-    bytes_of_states,
     kept_nodes,
-    limit_of_pairs,
-    most_in_flight,
     op_list_bytes,
     out_of_memory,
     stages_within_memory,
@@ -61,10 +54,8 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape
         shape: stages of the pipeline, its costs, and the group.
     """
     min_segments = 0 if shape.group is None else shape.group.min_segments
-    # A pipeline's schedule has its pairs already.
-    overlaps = shape.group is not None and shape.group.overlaps and shape.num_stages == 1
     if len(ranks) == 1 and step.segments.num_segments >= min_segments:
-        return _with_own_pairs(step, ranks, shape) if overlaps else step
+        return step
     tree = build_merged_segment_tree([rank.forest for rank in ranks], memory_tokens_of(ranks))
     kept, missing = kept_nodes(tree, step, ranks, shape)
     num_forwards = max([min_segments, *(len(rank.edges) for rank in ranks)])
@@ -88,25 +79,12 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape
     else:
         training = plan_training_pass(tree, largest_counts(tree, ranks), kept, shape)
     training = replace(training, most_tokens=_most_tokens(training.schedule, tree.lengths))
-    if overlaps:
-        nodes = [tree.segment_of[:, op.segment].tolist() for op in training.schedule.ops[0]]
-        training = _paired(training, nodes, ranks, shape)
     return replace(
         _with_empty_segments(step, num_empty),
         training=_renumbered(training, number, num_own + num_empty),
         forward_only=_forward_pass(num_forwards, ranks, shape),
         num_ranks=len(ranks),
     )
-
-
-def _with_own_pairs(step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape) -> StepPlan:
-    """``step`` with pairs, for a rank that shares experts with no other data-parallel rank."""
-
-    def paired(plan: PassPlan) -> PassPlan:
-        plan = replace(plan, most_tokens=_most_tokens(plan.schedule, step.segments.lengths))
-        return _paired(plan, [[op.segment] for op in plan.schedule.ops[0]], ranks, shape)
-
-    return replace(step, training=paired(step.training), forward_only=paired(step.forward_only))
 
 
 def _plan_op_list(
@@ -132,8 +110,6 @@ def _plan_op_list(
     kept_mask = np.zeros((1, num_own + num_empty), dtype=bool)
     kept_mask[0, kept] = True
     training = PassPlan(PipelineSchedule(1, 1, [ops]), [], None, kept_mask, [most_tokens])
-    if shape.group is not None and shape.group.overlaps:
-        training = _paired(training, [op.segments for op in merged.ops], ranks, shape)
     return replace(
         _with_empty_segments(step, num_empty),
         training=training,
@@ -163,38 +139,10 @@ def _forward_pass(num_forwards: int, ranks: Sequence[RankPlan], shape: PipelineS
     )
     most_tokens = _most_tokens(schedule, tokens)
     if shape.num_stages == 1:
-        plan = PassPlan(schedule, [], most_tokens=most_tokens)
-        if shape.group is None or not shape.group.overlaps:
-            return plan
-        each = [[i if i < len(rank.edges) else -1 for rank in ranks] for i in range(num_forwards)]
-        return _paired(plan, each, ranks, shape)
+        return PassPlan(schedule, [], most_tokens=most_tokens)
     costs = PipelineCosts.of_segments(shape.cost_model, tokens, pairs, edges, shape.layers)
     timeline = simulate(schedule, np.full(num_forwards, -1, dtype=np.int32), costs)
     return PassPlan(schedule, message_order(schedule, timeline), timeline, most_tokens=most_tokens)
-
-
-def _paired(
-    plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan], shape: PipelineShape
-) -> PassPlan:
-    """``plan`` with pairs of ops, of which all ranks' ``segments`` are given."""
-    limit, left = memory_tokens_of(ranks), math.inf
-    if shape.memory is not None and plan.kept is not None:
-        if not plan.kept.all():
-            # Another order could hold more of the kept activations at once.
-            return plan
-        limit, left = limit_of_pairs(plan, segments, ranks, shape)
-        if limit < most_in_flight(plan, segments, ranks):
-            # A second segment at work does not fit.
-            return plan
-    forests = [rank.forest for rank in ranks]
-    parents = [forest.segment_parent.tolist() for forest in forests]
-    lengths = [forest.lengths.tolist() for forest in forests]
-    found = with_pairs(plan, segments, parents, lengths, limit)
-    if left == math.inf:
-        return found
-    of_op = dict(zip(plan.schedule.ops[0], segments, strict=True))
-    ordered = [of_op[op] for op in found.schedule.ops[0]]
-    return found if bytes_of_states(found, ordered, ranks, shape) <= left else plan
 
 
 def _most_tokens(schedule: PipelineSchedule, lengths: np.ndarray) -> list[list[int]]:

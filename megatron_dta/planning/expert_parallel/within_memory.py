@@ -122,58 +122,6 @@ def op_list_bytes(merged: MergedOpList, ranks: Sequence[RankPlan], shape: Pipeli
     return each.fixed + pools + float(at_work.max(initial=0))
 
 
-def limit_of_pairs(
-    plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan], shape: PipelineShape
-) -> tuple[int, float]:
-    """Maximum number of tokens that may be in flight if ops run in pairs and keep their activations, and the bytes that
-    are left for states then; infinite for a model without them.
-
-    Args:
-        segments: for each op the segments of all ranks.
-    """
-    limit, layers, (each, of_states) = memory_tokens_of(ranks), shape.layers[0], shape.memory.stages[0]
-    longest = max(plan.most_tokens[0], default=0)
-    # Two segments are at work in a pair.
-    room = available_bytes(ranks, 0) - each.fixed - 2 * float(each.work(longest, limit))
-    of_token = each.kept(layers) + each.slot(layers)
-    if of_states is None:
-        return min(limit, int(room // of_token)), math.inf
-    limit = min(limit, int((room - bytes_of_states(plan, segments, ranks, shape)) // of_token))
-    return limit, room - limit * of_token
-
-
-def most_in_flight(plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan]) -> int:
-    """Maximum number of tokens in flight on a rank; ``segments`` are those of all ranks for each op."""
-    most = 0
-    signs = [1 if op.kind is OpKind.FORWARD else -1 for op in plan.schedule.ops[0]]
-    for number, rank in enumerate(ranks):
-        tokens = [rank.forest.lengths[own[number]] if own[number] >= 0 else 0 for own in segments]
-        most = max(most, int(np.cumsum(np.multiply(signs, tokens)).max(initial=0)))
-    return most
-
-
-def bytes_of_states(
-    plan: PassPlan, segments: Sequence[Sequence[int]], ranks: Sequence[RankPlan], shape: PipelineShape
-) -> float:
-    """Bytes of the states of the rank with most, if ops run in pairs and all segments keep their activations.
-
-    Args:
-        segments: for each op of ``plan`` the segments of all ranks.
-    """
-    each, most = shape.memory.stages[0].states, 0.0
-    for number, rank in enumerate(ranks):
-        kinds = (op.kind is OpKind.BACKWARD for op in plan.schedule.ops[0])
-        ops = _own_ops(list(zip(kinds, (own[number] for own in segments), strict=True)))
-        exits = most_exits = 0
-        for op in ops:
-            exits += int(rank.forks.inner_forks[op.segment]) * (1 if op.kind is OpKind.FORWARD else -1)
-            most_exits = max(most_exits, exits)
-        at_work = int((2 * rank.forks.num_states + 4 * rank.forks.widest_levels).max(initial=0))
-        _, num_forks = allocate_slots(rank.forest, ops, rank.forks.open_forks)
-        most = max(most, each.open_fork * num_forks + each.exit * most_exits + 2 * each.state * at_work)
-    return most
-
-
 def _own_ops(ops: Sequence[tuple[bool, int]]) -> list[Op]:
     """A rank's ops from (whether an op is a backward, segment), without those of empty segments."""
     return [

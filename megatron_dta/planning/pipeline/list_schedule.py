@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule, pair_seconds
+from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule
 from megatron_dta.planning.segments.plan import path_totals
 from megatron_dta.planning.segments.schedule import OpKind
 
@@ -91,13 +91,11 @@ class Policy:
         patience: a forward waits for a backward that becomes ready within this share of the forward's time. With an
             ``Urgency``, any op waits for a more urgent one.
         urgency: decides between ops that are both ready; None for the rules above and the last model chunk first.
-        pairs: a forward and a backward that are both ready take turns, and patience holds for both kinds.
     """
 
     alternate: bool = False
     patience: float = 0.0
     urgency: Urgency | None = None
-    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,6 @@ class _ListScheduler:
         self.free = [0.0] * stages
         self.after_backward = [True] * stages
         self.ops: list[list[PipelineOp]] = [[] for _ in range(stages)]
-        self.pairs: list[list[int]] = [[] for _ in range(stages)]
         self.events: list[tuple[float, int]] = [(0.0, stage) for stage in range(stages)]
 
     def run(self) -> Outcome:
@@ -176,8 +173,7 @@ class _ListScheduler:
             now, stage = heappop(events)
             if free[stage] <= now:
                 self._choose(stage, now)
-        pairs = tuple(map(tuple, self.pairs)) if self.policy.pairs else ()
-        schedule = PipelineSchedule(self.pipeline.num_stages, self.pipeline.num_model_chunks, self.ops, pairs)
+        schedule = PipelineSchedule(self.pipeline.num_stages, self.pipeline.num_model_chunks, self.ops)
         return Outcome(schedule, self.forward_end, self.backward_end, max(free, default=0.0))
 
     def _choose(self, stage: int, now: float) -> None:
@@ -186,8 +182,6 @@ class _ListScheduler:
         forward, forward_ready = self._next_forward(stage, now)
         both = backward_ready <= now and forward_ready <= now
         if not both and self._waits(forward, forward_ready, backward, backward_ready, now):
-            return
-        if both and self.policy.pairs and self._begin_pair(stage, forward, backward, now):
             return
         if both and self.urgency is not None:
             is_forward = self._urgency_of_forward(forward) < self._urgency_of_backward(backward)
@@ -209,11 +203,10 @@ class _ListScheduler:
             if backward_ready >= now + patience * self.pipeline.forward[forward][self.forwards[forward]]:
                 return False
             return self.urgency is None or self._urgency_of_backward(backward) < self._urgency_of_forward(forward)
-        is_paired = self.policy.pairs
-        if (self.urgency is not None or is_paired) and backward_ready <= now < forward_ready < NEVER:
+        if self.urgency is not None and backward_ready <= now < forward_ready < NEVER:
             time = self.pipeline.backward[backward][self.pipeline.backwards[self.backwards[backward]]]
             if forward_ready < now + patience * time:
-                return is_paired or self._urgency_of_forward(forward) < self._urgency_of_backward(backward)
+                return self._urgency_of_forward(forward) < self._urgency_of_backward(backward)
         return False
 
     def _urgency_of_forward(self, v: int) -> float:
@@ -267,29 +260,18 @@ class _ListScheduler:
                 total += max(alive[other], self.path_tokens)
         return total <= pipeline.limits[stage]
 
-    def _begin_pair(self, stage: int, forward: int, backward: int, now: float) -> bool:
-        """Begin both; False if one of them takes no time, so that its messages would not come after its begin."""
-        done = self.pipeline.backwards[self.backwards[backward]]
-        times = self.pipeline.forward[forward][self.forwards[forward]], self.pipeline.backward[backward][done]
-        if not min(times):
-            return False
-        self.pairs[stage].append(len(self.ops[stage]))
-        self._begin_forward(stage, forward, now, pair_seconds(*times))
-        self._begin_backward(stage, backward, now, pair_seconds(*times))
-        return True
-
-    def _begin_forward(self, stage: int, v: int, now: float, seconds: float | None = None) -> None:
+    def _begin_forward(self, stage: int, v: int, now: float) -> None:
         segment = self.forwards[v]
-        end = now + (self.pipeline.forward[v][segment] if seconds is None else seconds)
+        end = now + self.pipeline.forward[v][segment]
         self.forwards[v] += 1
         self.forward_end[v][segment] = end
         self.alive[v] += self.pipeline.lengths[segment]
         self.after_backward[stage] = False
         self._begun(PipelineOp(F, segment, v // self.pipeline.num_stages), stage, end, v + 1)
 
-    def _begin_backward(self, stage: int, v: int, now: float, seconds: float | None = None) -> None:
+    def _begin_backward(self, stage: int, v: int, now: float) -> None:
         segment = self.pipeline.backwards[self.backwards[v]]
-        end = now + (self.pipeline.backward[v][segment] if seconds is None else seconds)
+        end = now + self.pipeline.backward[v][segment]
         self.backwards[v] += 1
         self.backward_end[v][segment] = end
         self.alive[v] -= self.pipeline.lengths[segment]

@@ -10,9 +10,6 @@ several schedules under one limit on the tokens in flight, by simulation with th
    Research 56, 1992): each pass builds the schedule in the other direction of time and gives priority to the ops that
    ended last in the previous pass.
 
-With experts on several ranks, forwards and backwards may take turns (``overlaps``): list schedules of such pairs are
-compared as well. They need more tokens in flight, since an op in a pair takes longer.
-
 The search ends early at a schedule that reaches the lower bound (``makespan_bound``) within 0.1%.
 """
 
@@ -42,9 +39,6 @@ MAX_OPS = 100_000
 NEAR_BOUND = 1.001
 # Default limit on the tokens in flight on a stage, over those of a single stage that runs depth first.
 DEFAULT_FACTOR = 1.5
-# The same for pairs, and the patiences of their list schedules.
-PAIRED_FACTOR = 2.0
-PAIRED_PATIENCES = (0.0, 0.3, 1.0)
 
 
 def plan_pipeline(
@@ -54,7 +48,6 @@ def plan_pipeline(
     num_stages: int,
     num_model_chunks: int = 1,
     max_in_flight_tokens: int | None = None,
-    overlaps: bool = False,
 ) -> PipelineSchedule:
     """Return the fastest schedule found. Deterministic: the same input gives the same schedule on every rank.
 
@@ -64,9 +57,7 @@ def plan_pipeline(
         costs: times on V = num_stages * num_model_chunks virtual stages.
         num_stages, num_model_chunks: pipeline ranks, and model chunks (virtual stages) of each.
         max_in_flight_tokens: limit on the tokens in flight on a stage, counted as in ``peak_in_flight``; None for the
-            larger of 1.5 times the longest root path (2 times with ``overlaps``) and the peak of the static schedule on
-            that stage.
-        overlaps: whether a forward and a backward may take turns.
+            larger of 1.5 times the longest root path and the peak of the static schedule on that stage.
 
     Raises:
         InputError: the limit is below the longest root path, all of which is in flight at its last segment.
@@ -80,8 +71,7 @@ def plan_pipeline(
             f"{len(parents)} segments, {len(tokens)} lengths and costs of shape {np.shape(costs.forward)} do not fit "
             f"{num_stages} stages of {num_model_chunks} chunks"
         )
-    factor = PAIRED_FACTOR if overlaps else DEFAULT_FACTOR
-    limits, times = in_flight_limits(parents, tokens, num_stages, max_in_flight_tokens, factor), op_times(costs)
+    limits, times = in_flight_limits(parents, tokens, num_stages, max_in_flight_tokens), op_times(costs)
     pipeline = Pipeline(
         num_stages,
         num_model_chunks,
@@ -98,13 +88,12 @@ def plan_pipeline(
     fits = all(peak <= limit for peak, limit in zip(peak_in_flight(static, tokens), limits, strict=True))
     bound = makespan_bound(parents, tokens, costs, num_stages, num_model_chunks, max(limits))
     best: tuple[float, float] | None = None
-    paired = (list_schedule(pipeline, Policy(patience=each, pairs=True)).schedule for each in PAIRED_PATIENCES)
-    starts = [*(paired if overlaps else ()), *([static] if fits and num_model_chunks == 1 else [])]
+    starts = [static] if fits and num_model_chunks == 1 else []
     for schedule in chain(starts, _list_schedules(pipeline)):
         found = simulate(schedule, parents, costs).makespan, max(peak_in_flight(schedule, tokens))
         if best is None or found < best:
             best, result = found, schedule
-        if best[0] <= NEAR_BOUND * bound and not overlaps:
+        if best[0] <= NEAR_BOUND * bound:
             break
     return result
 
@@ -135,18 +124,13 @@ def in_flight_limits(
     lengths: np.ndarray | Sequence[int],
     num_stages: int,
     max_in_flight_tokens: int | None = None,
-    factor: float = DEFAULT_FACTOR,
 ) -> list[int]:
-    """Limit on the tokens in flight on each stage; arguments as in ``plan_pipeline``.
-
-    Args:
-        factor: of the longest root path.
-    """
+    """Limit on the tokens in flight on each stage; arguments as in ``plan_pipeline``."""
     parents, tokens = np.asarray(segment_parent).tolist(), np.asarray(lengths).tolist()
     path = longest_path_tokens(parents, tokens)
     if max_in_flight_tokens is None:
         static = peak_in_flight(tree_1f1b(parents, num_stages), tokens)
-        return [max(int(factor * path), int(peak)) for peak in static]
+        return [max(int(DEFAULT_FACTOR * path), int(peak)) for peak in static]
     if max_in_flight_tokens < path:
         raise InputError(
             f"--pipeline-in-flight-tokens {max_in_flight_tokens} is below the longest root path of the segments, "

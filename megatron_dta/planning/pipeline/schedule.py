@@ -29,9 +29,6 @@ from megatron_dta.planning.segments.plan import tree_depth
 from megatron_dta.planning.segments.schedule import OpKind
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
-# Share of the time of two ops that take turns in which tokens travel to experts of other ranks, and which a pair saves.
-# Of a step on two GPUs 0.19 were such communication (docs/results.md).
-TRAVEL_SHARE = 0.2
 
 
 class PipelineOp(NamedTuple):
@@ -50,23 +47,11 @@ class PipelineSchedule:
         num_stages: pipeline ranks.
         num_model_chunks: model chunks (virtual stages) of each rank.
         ops: one list for each rank.
-        pairs: for each rank, the numbers of the ops that take turns with the next op (``expert_parallel.overlap``);
-            empty if there are none on any rank. In a pipeline these are a forward and a backward.
     """
 
     num_stages: int
     num_model_chunks: int
     ops: list[list[PipelineOp]]
-    pairs: tuple[tuple[int, ...], ...] = ()
-
-    def pairs_of(self, stage: int) -> tuple[int, ...]:
-        """``pairs`` of a rank."""
-        return self.pairs[stage] if self.pairs else ()
-
-    @property
-    def has_pairs(self) -> bool:
-        """Whether any ops take turns."""
-        return any(self.pairs)
 
     @property
     def num_virtual_stages(self) -> int:
@@ -77,16 +62,10 @@ class PipelineSchedule:
         return chunk * self.num_stages + stage
 
     def digest(self) -> str:
-        """SHA-256 of the schedule in hexadecimal: equal digests mean equal op lists and pairs on all stages."""
+        """SHA-256 of the schedule in hexadecimal: equal digests mean equal op lists on all stages."""
         lines = [f"{self.num_stages} {self.num_model_chunks}"]
         lines.extend(" ".join(f"{kind.value}{segment}.{chunk}" for kind, segment, chunk in ops) for ops in self.ops)
-        lines += [str(self.pairs)] * self.has_pairs
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def pair_seconds(first: float, second: float) -> float:
-    """Time of two ops that take turns: each computes while the tokens of the other one travel."""
-    return max(first, second, (1 - TRAVEL_SHARE) * (first + second))
 
 
 def forward_only_pipeline(num_segments: int, num_stages: int, num_model_chunks: int = 1) -> PipelineSchedule:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_dta.planning.pipeline.costs import PipelineCosts
-from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule, children_of, pair_seconds
+from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule, children_of
 from megatron_dta.planning.segments.schedule import OpKind
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
@@ -104,7 +104,6 @@ def simulate(
     runnable = deque(range(schedule.num_stages))
     queued = [True] * schedule.num_stages
     crossing = send_seconds if schedule.num_stages > 1 else 0.0
-    paired = [set(schedule.pairs_of(stage)) for stage in range(schedule.num_stages)]
 
     def ready(stage: int, op: PipelineOp) -> float | None:
         """When everything that the op needs has arrived; None if that is not known yet."""
@@ -128,25 +127,24 @@ def simulate(
         queued[stage] = False
         ops, start, end = schedule.ops[stage], starts[stage], ends[stage]
         while len(start) < len(ops):
-            own = ops[len(start) : len(start) + (2 if len(start) in paired[stage] else 1)]
-            arrivals = [ready(stage, op) for op in own]
-            if None in arrivals:
+            op = ops[len(start)]
+            arrival = ready(stage, op)
+            if arrival is None:
                 break
-            seconds = [times[op.kind][schedule.virtual_stage(stage, op.chunk)][op.segment] for op in own]
-            begin = max(free[stage], *arrivals)
-            free[stage] = begin + (pair_seconds(*seconds) if len(own) == 2 else seconds[0])
-            for kind, segment, chunk in own:
-                v = schedule.virtual_stage(stage, chunk)
-                start.append(begin)
-                end.append(free[stage])
-                ended[kind][v][segment] = free[stage]
-                if kind is B and parents[segment] >= 0:
-                    open_children[v][parents[segment]] -= 1
-                reached = v + 1 if kind is F else v - 1
-                other = reached % schedule.num_stages
-                if 0 <= reached <= last and not queued[other]:
-                    queued[other] = True
-                    runnable.append(other)
+            kind, segment, chunk = op
+            v = schedule.virtual_stage(stage, chunk)
+            begin = max(free[stage], arrival)
+            free[stage] = begin + times[kind][v][segment]
+            start.append(begin)
+            end.append(free[stage])
+            ended[kind][v][segment] = free[stage]
+            if kind is B and parents[segment] >= 0:
+                open_children[v][parents[segment]] -= 1
+            reached = v + 1 if kind is F else v - 1
+            other = reached % schedule.num_stages
+            if 0 <= reached <= last and not queued[other]:
+                queued[other] = True
+                runnable.append(other)
     for stage, ops in enumerate(schedule.ops):
         if len(starts[stage]) < len(ops):
             op = ops[len(starts[stage])]

@@ -57,13 +57,11 @@ class RankGroup:
         rank: this rank's index in the group.
         gather: function that returns the argument of every rank, in the order of the group.
         min_segments: every rank runs at least this many segments, even if no rank has any.
-        overlaps: whether pairs of ops take turns, so that one computes while the other one communicates.
     """
 
     rank: int
     gather: Callable[[Any], list[Any]]
     min_segments: int = 0
-    overlaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,6 @@ class StageProgram:
             number of slots.
         messages: the messages of all stages.
         most_tokens: of each op, see ``PassPlan``; None if the rank plans alone.
-        pairs: see ``PassPlan``.
     """
 
     ops: list[PipelineOp]
@@ -136,7 +133,6 @@ class StageProgram:
     num_slots: list[int]
     messages: list[Message]
     most_tokens: list[int] | None
-    pairs: tuple[int, ...] = ()
 
 
 def plan_passes(
@@ -180,7 +176,6 @@ def plan_training_pass(
         shape.num_stages,
         shape.num_model_chunks,
         shape.max_in_flight_tokens,
-        overlaps=shape.group is not None and shape.group.overlaps,
     )
     found = kept | next_op_is_backward(schedule, tree.num_segments)
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~found)
@@ -205,7 +200,6 @@ def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StagePro
         [number for _, number in slots],
         plan.messages,
         most,
-        plan.schedule.pairs_of(stage),
     )
 
 
@@ -227,7 +221,7 @@ def stage_peak_bytes(
     """Largest number of bytes that ``stage`` holds at once in a training pass; arguments as in ``stage_chunks``."""
     chunks = stage_chunks(tree, plan, shape, stage, forks)
     lengths, paths = tree.lengths.tolist(), tree.in_flight_tokens.tolist()
-    return peak_bytes(plan.schedule.ops[stage], lengths, paths, chunks, plan.schedule.pairs_of(stage))
+    return peak_bytes(plan.schedule.ops[stage], lengths, paths, chunks)
 
 
 def stage_chunks(

@@ -85,15 +85,9 @@ MESHES = {
         [99, 0],
     ),
 }
-TURNS = {"overlap_moe_expert_parallel_comm": True}
-MESHES |= {
-    f"{mesh}-turns": (number, replace(parallel, **TURNS), partition)
-    for mesh, (number, parallel, partition) in MESHES.items()
-    if parallel.expert_model_parallel_size > 1
-}
-MESHES["pp2-ep2-turns-overlap"] = (
+MESHES["pp2-ep2-overlap"] = (
     4,
-    replace(MESHES["pp2-ep2-turns"][1], overlap_grad_reduce=True, ddp_bucket_size=900),
+    replace(MESHES["pp2-ep2"][1], overlap_grad_reduce=True, ddp_bucket_size=900),
     [2, 0],
 )
 

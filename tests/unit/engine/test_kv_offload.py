@@ -184,13 +184,6 @@ def test_segments_too_short_to_hide_the_copies_are_refused(case, monkeypatch):
     assert len(check_copies(engine, ceil(assumed), lambda _: 0.75 * h200.host)) == 1
 
 
-def test_the_overlap_of_experts_is_refused(case, monkeypatch):
-    engine = TreeEngine(build_model(case[0], torch.device("cpu")))
-    monkeypatch.setattr(engine.tree_models[0], "overlaps_experts", True)
-    with pytest.raises(InputError, match="--kv-offload-fraction 1 conflicts with --overlap-moe-expert-parallel-comm"):
-        engine.offload_kv(1.0)
-
-
 class Runtime:
     """Registers as CUDA does: whole pages, none twice. Counts what is registered."""
 

@@ -18,8 +18,7 @@ from megatron_dta.planning import (
     simulate,
     tree_1f1b,
 )
-from megatron_dta.planning.pipeline.list_schedule import longest_path_tokens
-from megatron_dta.planning.pipeline.schedule import check_schedule, children_of, needs_of, peak_in_flight
+from megatron_dta.planning.pipeline.schedule import children_of, needs_of
 from megatron_dta.planning.pipeline.simulation import Timeline, global_order
 from pipeline_cases import SHAPES, random_costs, random_tree
 
@@ -157,33 +156,3 @@ def test_messages_by_hand() -> None:
         Message(0, 1, backward, 0, 2),
         Message(1, 0, backward, 0, 1),
     ]
-
-
-def test_ops_in_turns() -> None:
-    """A pair begins when both ops can; of its rank no message comes between them; nothing deadlocks."""
-    rng, paired = seed_all(0), 0
-    for number in range(18):
-        count, stages, chunks = int(rng.integers(8, 40)), int(rng.integers(2, 6)), int(rng.integers(1, 3))
-        parents, lengths = random_tree(rng, count, SHAPES[number % len(SHAPES)]), rng.integers(1, 50, count)
-        costs = random_costs(rng, stages * chunks, lengths)
-        limit = 2 * longest_path_tokens(parents.tolist(), lengths.tolist())
-        schedule = plan_pipeline(parents, lengths, costs, stages, chunks, limit, overlaps=True)
-        check_schedule(schedule, parents)
-        assert max(peak_in_flight(schedule, lengths)) <= limit
-        timeline = simulate(schedule, parents, costs)
-        alone = simulate(plan_pipeline(parents, lengths, costs, stages, chunks, limit), parents, costs)
-        assert timeline.makespan <= alone.makespan
-        assert all(busy <= timeline.makespan * (1 + 1e-12) for busy in timeline.busy)
-        programs = rank_programs(schedule, timeline)
-        assert run_with_rendezvous(schedule, programs, parents.tolist()) == [len(program) for program in programs]
-        for stage in range(stages):
-            for at in schedule.pairs_of(stage):
-                first, second = schedule.ops[stage][at : at + 2]
-                assert (first.kind, second.kind) == (OpKind.FORWARD, OpKind.BACKWARD)
-                assert timeline.start[stage][at] == timeline.start[stage][at + 1]
-                assert timeline.end[stage][at] == timeline.end[stage][at + 1]
-                place = programs[stage].index(first)
-                between = programs[stage][place + 1 : programs[stage].index(second)]
-                assert not any(entry.sender == stage for entry in between)
-                paired += 1
-    assert paired > 100

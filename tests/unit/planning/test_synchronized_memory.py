@@ -13,7 +13,7 @@ import pytest
 from conftest import seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.memory_budget import UNDIVIDED, ChunkTensors, MemoryBudget, StageBytes, peak_bytes
+from megatron_dta.planning.costs.memory_budget import UNDIVIDED, MemoryBudget, StageBytes
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.planning.costs.state_bytes import StateBytes
@@ -56,7 +56,6 @@ class Gather:
 def plans(
     mib: float,
     budget: StepBudget,
-    overlaps: bool = False,
     stages: PipelineShape = ONE_STAGE,
     states: StateBytes | None = None,
 ) -> list[StepPlan | InputError]:
@@ -69,17 +68,17 @@ def plans(
     parts = samples[: 2 * len(samples) // 3], samples[2 * len(samples) // 3 :]
     memory = memory_of(mib, stages, states)
     shape = replace(stages, cost_model=CostModel.from_shape(SHAPE), memory=memory, is_measured=True)
-    return planned_together(parts, budget, shape, overlaps)
+    return planned_together(parts, budget, shape)
 
 
 def planned_together(
-    parts: Sequence[list[TrainingSample]], budget: StepBudget, shape: PipelineShape, overlaps: bool = False
+    parts: Sequence[list[TrainingSample]], budget: StepBudget, shape: PipelineShape
 ) -> list[StepPlan | InputError]:
     """The plans of ranks that share experts."""
     gather, found = Gather(), {}
 
     def plan(rank: int) -> None:
-        group = RankGroup(rank, lambda value: gather(rank, value), overlaps=overlaps)
+        group = RankGroup(rank, lambda value: gather(rank, value))
         try:
             found[rank] = plan_step(parts[rank], "dta", budget, replace(shape, group=group))
         except InputError as error:
@@ -100,17 +99,14 @@ def kept_of_ops(step: StepPlan) -> list[tuple[OpKind, bool]]:
     return [(op.kind, bool(step.training.kept[0, op.segment])) for op in step.training.schedule.ops[0]]
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(("mib", "keeps"), [(1024.0, "all"), (0.5, "some")])
-def test_ranks_keep_the_same_ops(mib, keeps, overlaps):
-    steps = plans(mib, StepBudget(segment_tokens=8), overlaps)
+def test_ranks_keep_the_same_ops(mib, keeps):
+    steps = plans(mib, StepBudget(segment_tokens=8))
     assert kept_of_ops(steps[0]) == kept_of_ops(steps[1])
     assert steps[0].training.most_tokens == steps[1].training.most_tokens
-    assert steps[0].training.schedule.pairs == steps[1].training.schedule.pairs
     backwards = [is_kept for kind, is_kept in kept_of_ops(steps[0]) if kind is OpKind.BACKWARD]
     assert all(backwards) == (keeps == "all")
     assert any(backwards)
-    assert steps[0].training.schedule.has_pairs == (overlaps and keeps == "all")
 
 
 def test_ranks_agree_on_the_size_of_segments():
@@ -156,14 +152,13 @@ def peaks(steps: list[StepPlan], pipeline: PipelineShape, states: StateBytes | N
 
 
 @pytest.mark.parametrize("states", [None, STATES], ids=["attention", "states"])
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_ranks_of_one_stage_keep_within_the_limit(overlaps, states):
-    """Also where a list of ops has more branches in flight than each rank alone, or pairs hold two segments."""
+def test_ranks_of_one_stage_keep_within_the_limit(states):
+    """Also where a list of ops has more branches in flight than each rank alone."""
     budget = StepBudget(segment_tokens=8)
-    everything = max(peaks(plans(1024.0, budget, overlaps, states=states), ONE_STAGE, states))
+    everything = max(peaks(plans(1024.0, budget, states=states), ONE_STAGE, states))
     forms = set()
     for share in (1.2, 0.9, 0.7, 0.5, 0.35):
-        steps = plans(share * everything / (1 - UNDIVIDED) / 2**20, budget, overlaps, states=states)
+        steps = plans(share * everything / (1 - UNDIVIDED) / 2**20, budget, states=states)
         if any(isinstance(step, InputError) for step in steps):
             assert share < 0.6
             continue
@@ -208,33 +203,20 @@ def test_a_list_of_ops_counts_the_rank_with_most_slots(states):
         assert ([op.kind is OpKind.BACKWARD for op in ops] == [op.is_backward for op in merged.ops]) == is_taken
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("states", [None, STATES], ids=["attention", "states"])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines_that_share_experts_keep_within_the_limit(name, states, overlaps):
+def test_pipelines_that_share_experts_keep_within_the_limit(name, states):
     pipeline, budget = PIPELINES[name], StepBudget(segment_tokens=8)
-    whole = plans(1024.0, budget, overlaps, pipeline, states)
-    assert whole[0].training.schedule.has_pairs == overlaps
+    whole = plans(1024.0, budget, pipeline, states)
     everything = max(peaks(whole, pipeline, states))
     for share in (0.9, 0.7):
         limit = share * everything / (1 - UNDIVIDED) / 2**20
-        steps = plans(limit, budget, overlaps, pipeline, states)
+        steps = plans(limit, budget, pipeline, states)
         assert max(peaks(steps, pipeline, states)) <= share * everything
         schedules = [
             [[(op.kind, op.chunk, bool(step.training.kept[0, op.segment])) for op in ops] for ops in stages]
             for step, stages in ((step, step.training.schedule.ops) for step in steps)
         ]
         assert schedules[0] == schedules[1]
-        assert steps[0].training.schedule.pairs == steps[1].training.schedule.pairs
-    found = plans(0.1, budget, overlaps, pipeline, states)
+        found = plans(0.1, budget, pipeline, states)
     assert all(isinstance(error, InputError) and "too small on pipeline rank" in str(error) for error in found)
-
-
-def test_ops_in_turns_work_at_the_same_time():
-    ops = [(OpKind.FORWARD, 0, 0), (OpKind.FORWARD, 1, 0), (OpKind.BACKWARD, 0, 0), (OpKind.BACKWARD, 1, 0)]
-    counts = [4, 6], [4, 6], [ChunkTensors([True, True], 10, 2.0, False, BYTES)]
-    alone = peak_bytes(ops, *counts)
-    # The forward of 6 tokens, beside the backward of 4 with both segments in flight.
-    together = peak_bytes(ops, *counts, pairs=[1])
-    assert together - alone == pytest.approx(float(BYTES.work(4, 4)))
-    assert float(BYTES.work(6, 6)) > float(BYTES.work(4, 4)) > 0

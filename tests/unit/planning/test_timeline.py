@@ -61,22 +61,6 @@ def test_a_replay_finds_a_plan_that_came_true(seed: int) -> None:
         replay(schedule, parents, events[1:])
 
 
-def test_ops_in_turns_share_their_time() -> None:
-    rng = seed_all(3)
-    parents, lengths = np.minimum(np.arange(-1, 29), 2), rng.integers(1, 9, 30)
-    costs = PipelineCosts(1 + rng.random((6, 30)), 1 + rng.random((6, 30)))
-    schedule = plan_pipeline(parents, lengths, costs, 3, 2, overlaps=True)
-    assert schedule.has_pairs
-    timeline = simulate(schedule, parents, costs)
-    events = timeline_events(schedule, timeline)
-    assert sum(timeline.busy) < costs.work.sum()
-    np.testing.assert_allclose(stage_seconds(events, 3)[0], timeline.busy, rtol=1e-9)
-    assert timeline_utilisation(events, 3) == pytest.approx(timeline.utilisation)
-    again = replay(schedule, parents, events)
-    np.testing.assert_allclose(again.busy, timeline.busy, rtol=1e-9)
-    assert again.makespan == pytest.approx(timeline.makespan, rel=0.05)
-
-
 def test_events_of_a_simulation_come_back(tmp_path: Path) -> None:
     events, utilisation = simulated()
     assert len(events) == 2 * 2 * 3 * 12
