@@ -24,6 +24,7 @@ from megatron_dta.config.train import settings_by_flag
 from megatron_dta.conversion.hf.config import architecture, read_hf_config, settings_from_hf
 from megatron_dta.conversion.job import check_target, run_job
 from megatron_dta.conversion.mappings import ModelShape
+from megatron_dta.conversion.safetensors_files import carried_text
 from megatron_dta.conversion.to_megatron import ToMegatron
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -84,4 +85,8 @@ def main() -> None:
     config = TrainConfig(model=ModelConfig(**settings, bf16=bf16), parallel=parallel)
     job.common = {"megatron_dta": {"settings": json.dumps(settings_by_flag(config))}}
     run_job(job, target, arguments.processes, console)
+    carried = carried_text(job.reader.weight_map)
+    if carried is not None:
+        line = f"not in it: {carried}; convert-megatron-to-hf --hf-checkpoint {source} adds them to an export unchanged"
+        console.print(line, soft_wrap=True, markup=False)
     console.print(f"saved {target}; train from it with --load {target} --finetune", soft_wrap=True)

@@ -26,6 +26,7 @@ from megatron_dta.conversion.integrity import SKIP_FLAG, check_checkpoint
 from megatron_dta.conversion.job import Job, check_target, run_job
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.conversion.megatron_files import MegatronCheckpoint
+from megatron_dta.conversion.safetensors_files import prefix_in
 from megatron_dta.conversion.to_huggingface import ToHuggingFace, model_of_checkpoint
 from megatron_dta.training.checkpoint.files import required_checkpoint
 
@@ -79,7 +80,7 @@ def _job(arguments: argparse.Namespace, source: Path, template: Path) -> Job:
     name, dtype = architecture(read_hf_config(template)).architecture, DTYPES[arguments.params_dtype]
     shape = ModelShape.of(model_of_checkpoint(source, template))
     if arguments.adapter_only:
-        return ToPeft(source, template, parameters_of(name, shape), dtype)
+        return ToPeft(source, template, parameters_of(name, shape, prefix_in(template)), dtype)
     size = None if arguments.max_shard_size is None else int(arguments.max_shard_size * 1e9)
     if LoraSettings.of(MegatronCheckpoint(source).settings()) is None:
         return ToHuggingFace(source, template, name, shape, dtype, size)

@@ -26,6 +26,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf.config import architecture, read_hf_config, settings_from_hf
 from megatron_dta.conversion.megatron_files import MegatronCheckpoint
+from megatron_dta.conversion.safetensors_files import carried_text, weight_map_of
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
 
@@ -93,6 +94,9 @@ def main() -> int:
         for row in of_kind[: max(1, arguments.rows)]:
             table.add_row(row.kind, row.name, f"{row.absolute:.1e}", f"{row.relative:.1e}")
     Console(soft_wrap=True).print(table)
+    carried = carried_text(weight_map_of(Path(arguments.hf_checkpoint)) or ())
+    if carried is not None:
+        print(f"not compared: {carried}, which lie beside the text model")
     if padding is not None:
         print(
             f"pad_token_id {padding}: transformers gives this row of the embedding no gradient; here it gets one on "

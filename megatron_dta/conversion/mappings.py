@@ -23,6 +23,7 @@ from megatron_dta.conversion.parameters import (
     head_group_blocks,
     interleaved_blocks,
 )
+from megatron_dta.conversion.safetensors_files import PREFIX
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 
 
@@ -271,8 +272,6 @@ ARCHITECTURES: dict[str, list[Rule]] = {
     "Qwen3_5ForCausalLM": [*OUTSIDE_LAYERS, *hybrid_layers(fused=False), *DENSE],
     "Qwen3_5MoeForCausalLM": [*OUTSIDE_LAYERS, *hybrid_layers(fused=False), *SHARED_MIXTURE],
 }
-# Buffers that old versions of transformers saved and newer ones compute. They are not converted.
-COMPUTED_TENSORS = ("rotary_emb.inv_freq",)
 
 
 def rules_of(architecture: str) -> list[Rule]:
@@ -288,9 +287,29 @@ def rules_of(architecture: str) -> list[Rule]:
     return ARCHITECTURES[architecture]
 
 
-def parameters_of(architecture: str, shape: ModelShape) -> list[Parameter]:
-    """All parameters of the whole model, in the order of the forward pass."""
-    rules = rules_of(architecture)
+def parameters_of(architecture: str, shape: ModelShape, prefix: str = PREFIX) -> list[Parameter]:
+    """All parameters of the whole model, in the order of the forward pass.
+
+    Args:
+        prefix: what the names of the text model's tensors begin with, see ``safetensors_files.text_prefix``.
+    """
+    parameters = _parameters(rules_of(architecture), shape)
+    if prefix == PREFIX:
+        return parameters
+    return [
+        replace(each, blocks=tuple(block._replace(tensor=_prefixed(block.tensor, prefix)) for block in each.blocks))
+        for each in parameters
+    ]
+
+
+def _prefixed(tensor: str, prefix: str) -> str:
+    if tensor.startswith(PREFIX):
+        return prefix + tensor.removeprefix(PREFIX)
+    # The output weight lies beside the text model, in models with a vision tower sometimes inside another one.
+    return prefix.removesuffix(PREFIX) + tensor if prefix.endswith("." + PREFIX) else tensor
+
+
+def _parameters(rules: list[Rule], shape: ModelShape) -> list[Parameter]:
     parameters = [_parameter(rule, shape) for rule in rules if rule.place is Place.EMBEDDING]
     for layer in range(shape.num_layers):
         mixture = shape.moe_layers[layer]

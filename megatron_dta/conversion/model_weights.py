@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from megatron_dta.common.errors import InputError
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.conversion.parameters import Parameter, Part, Sharding
-from megatron_dta.conversion.safetensors_files import SafetensorsFolder
+from megatron_dta.conversion.safetensors_files import PREFIX, SafetensorsFolder
 from megatron_dta.conversion.to_megatron import check_tensors, read_part
 
 _EXPERT = re.compile(r"local_experts\.(\d+)\.")
@@ -86,6 +86,7 @@ class HfWeights:
         architecture: Hugging Face's name of the architecture, such as "LlamaForCausalLM".
         host_group: group of all ranks for objects on the host (gloo); None uses the default group.
         without_head: leave out the output layer, which in a value model is not the checkpoint's.
+        prefix: what the names of the yielded tensors begin with, see ``safetensors_files.text_prefix``.
 
     Raises:
         InputError: the model has a parameter that the architecture does not.
@@ -98,9 +99,10 @@ class HfWeights:
         shape: ModelShape,
         host_group: ProcessGroup | None = None,
         without_head: bool = False,
+        prefix: str = PREFIX,
     ) -> None:
-        self._shape, self._host_group = shape, host_group
-        self.parameters = parameters_of(architecture, shape)
+        self._architecture, self._shape, self._host_group = architecture, shape, host_group
+        self.parameters = parameters_of(architecture, shape, prefix)
         self._exported = [each for each in self.parameters if not (without_head and each.name == _OUTPUT)]
         by_name = {parameter.name: parameter for parameter in self.parameters}
         self.held = [
@@ -117,12 +119,14 @@ class HfWeights:
             InputError: the checkpoint is damaged or of another model. In this case no weight has changed.
         """
         reader = SafetensorsFolder(folder)
-        check_tensors(reader, self.parameters, self._shape)
+        parameters = parameters_of(self._architecture, self._shape, reader.prefix)
+        check_tensors(reader, parameters, self._shape)
+        by_name = {parameter.name: parameter for parameter in parameters}
         with torch.no_grad():
             for held in self.held:
                 direct = held.values.is_cpu and held.values.is_contiguous()
                 host = held.values.detach() if direct else torch.empty(held.part.shape, dtype=held.values.dtype)
-                read_part(reader, held.parameter, held.part, host)
+                read_part(reader, by_name[held.parameter.name], held.part, host)
                 if not direct:
                     held.values.copy_(host)
         reader.close()

@@ -3,6 +3,9 @@
 A file consists of a length, a JSON header and the raw bytes of every tensor. Rows are read directly into their target
 memory, without intermediate copies and without mapping files, whose pages would count as resident memory. Reading
 cannot execute code. ``pytorch_model.bin`` is a pickle, which can, so it is refused.
+
+Published folders also hold tensors beside the text model: a vision tower, or heads that predict several tokens. These
+are carried: not loaded or trained, and copied unchanged when the trained model is exported.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +24,26 @@ import torch
 from torch import Tensor
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.conversion.stacked_experts import matrices_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# What names of the text model's tensors begin with: usually the last but one, beside a vision tower the first ones.
+PREFIX = "model."
+_PREFIXES = ("model.language_model.", "language_model.model.", PREFIX, "")
+# Dtypes that weights may have, and those that only carried tensors may have.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CARRIED_DTYPES = DTYPES | {
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+}
+DTYPE_NAMES = {dtype: name for name, dtype in _CARRIED_DTYPES.items()}
+# Heads for several tokens, vision towers, and buffers that old versions of transformers saved.
+_CARRIED = re.compile(r"(?P<part>(model\.)?(mtp|visual)\.).*|.*\.(?P<buffer>rotary_emb\.inv_freq)")
+# Last parts of the names of tensors that only quantized checkpoints have.
+_QUANTIZED = re.compile(
+    r".*[._](weight_scale(_inv|_2)?|input_scale|weight_(packed|shape|zero_point|g_idx)|qweight|qzeros|scales|g_idx|absmax)"
+)
 # Maximum header length that the format allows.
 _MAX_HEADER = 100_000_000
 # Maximum number of dimensions of a PyTorch tensor.
@@ -47,9 +67,14 @@ class StoredTensor:
         """Bytes of one row, or of one element of a vector."""
         return torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
 
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class SafetensorsFolder:
-    """The tensors of a checkpoint folder, by name.
+    """The tensors of a checkpoint folder, by name. Stacked experts are single matrices here.
 
     Args:
         folder: holds ``model.safetensors.index.json`` and the files it names, or ``model.safetensors``.
@@ -67,11 +92,16 @@ class SafetensorsFolder:
         for tensor, name in self.weight_map.items():
             if tensor not in headers[name]:
                 raise InputError(f"{self.folder / name}: has no tensor {shown(tensor)}, which {INDEX} places there")
-            self.tensors[tensor] = headers[name][tensor]
+            self.tensors |= _unstacked(tensor, headers[name][tensor])
         for name, header in headers.items():
             unlisted = sorted(tensor for tensor in header if self.weight_map.get(tensor) != name)
             if unlisted:
                 raise InputError(f"{self.folder / name}: {_some(unlisted)} in it, but {INDEX} does not say so")
+
+    @property
+    def prefix(self) -> str:
+        """See ``text_prefix``."""
+        return text_prefix(self.weight_map)
 
     @property
     def paths(self) -> list[Path]:
@@ -80,14 +110,27 @@ class SafetensorsFolder:
 
     def check(self, expected: dict[str, tuple[int, ...]], ignored: Callable[[str], bool] = lambda name: False) -> None:
         """Refuse a checkpoint whose tensors differ from ``expected`` in name or shape or are not of a weight dtype."""
+        quantized = [name for name in self.tensors if _QUANTIZED.fullmatch(name) and not is_carried(name)]
+        if quantized:
+            raise InputError(
+                f"{self.folder}: holds quantized weights ({shown(quantized[0])}), which cannot be trained; use the "
+                "checkpoint in bfloat16 or float32"
+            )
         missing = [name for name in expected if name not in self.tensors]
         if missing:
             raise InputError(f"{self.folder}: {_some(missing)} missing; the model in config.json needs it")
-        surplus = [name for name in self.tensors if name not in expected and not ignored(name)]
+        surplus = [
+            name for name in self.tensors if name not in expected and not ignored(name) and not is_carried(name)
+        ]
         if surplus:
             raise InputError(f"{self.folder}: {_some(surplus)} not known to the architecture in config.json")
         for name, shape in expected.items():
             stored = self.tensors[name]
+            if stored.dtype not in DTYPES.values():
+                raise InputError(
+                    f"{stored.path}: {name} is of type {DTYPE_NAMES[stored.dtype]}; weights must be one of "
+                    f"{', '.join(DTYPES)} (not quantized)"
+                )
             if stored.shape != shape:
                 raise InputError(
                     f"{stored.path}: {name} has the shape {list(stored.shape)}; config.json says {list(shape)}"
@@ -179,7 +222,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def _stored(path: Path, name: str, entry: dict[str, Any], start: int) -> tuple[StoredTensor, int]:
     """The tensor of a header's entry and the end of its bytes."""
-    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in _CARRIED_DTYPES:
         raise InputError(
             f"{path}: {shown(name)} is of type {shown(entry['dtype'])}; weights must be one of {', '.join(DTYPES)} "
             "(not quantized)"
@@ -187,10 +230,64 @@ def _stored(path: Path, name: str, entry: dict[str, Any], start: int) -> tuple[S
     (first, last), shape = entry["data_offsets"], entry["shape"]
     if not isinstance(shape, list) or len(shape) > _MAX_AXES or not all(map(_is_count, (first, last, *shape))):
         raise InputError(f"{path}: {shown(name)} has the shape {shown(shape)} at {shown([first, last])}")
-    stored = StoredTensor(path, DTYPES[entry["dtype"]], tuple(shape), start + first)
-    if last - first != math.prod(shape) * stored.dtype.itemsize:
+    stored = StoredTensor(path, _CARRIED_DTYPES[entry["dtype"]], tuple(shape), start + first)
+    if last - first != stored.size:
         raise InputError(f"{path}: {shown(name)} has {last - first} bytes, which its shape {shown(shape)} does not")
     return stored, start + last
+
+
+def _unstacked(name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
+    """The matrices in a tensor that stacks experts, or the tensor itself."""
+    if is_carried(name):
+        return {name: stored}
+    tensors, offset = {}, stored.offset
+    for matrix, shape in matrices_of(name, stored.shape):
+        tensors[matrix] = replace(stored, shape=shape, offset=offset)
+        offset += tensors[matrix].size
+    return tensors
+
+
+def text_prefix(names: Iterable[str]) -> str:
+    """What the names of the text model's tensors begin with; ``PREFIX`` if none of ``names`` tells."""
+    known = set(names)
+    return next((prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in known), PREFIX)
+
+
+def prefix_in(folder: str | Path | None) -> str:
+    """``text_prefix`` of a folder's tensors."""
+    return PREFIX if folder is None else text_prefix(weight_map_of(Path(folder)) or ())
+
+
+def is_carried(name: str) -> bool:
+    """Whether a tensor lies beside the text model, which is all that is trained."""
+    return _CARRIED.fullmatch(name) is not None
+
+
+def carried_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a folder that are not part of the text model, by name; none if it has no safetensors files.
+
+    Raises:
+        InputError: a file that holds some of them is missing or damaged.
+    """
+    places = {name: file for name, file in (weight_map_of(folder) or {}).items() if is_carried(name)}
+    try:
+        headers = {file: read_header(folder / file) for file in sorted(set(places.values()))}
+        return {name: headers[file][name] for name, file in places.items()}
+    except InputError as error:
+        raise InputError(f"{error}; tensors in it are exported unchanged: {carried_text(places)}") from None
+    except KeyError as error:
+        raise InputError(f"{folder}: has no tensor {shown(error.args[0])}, which {INDEX} lists") from None
+
+
+def carried_text(names: Iterable[str]) -> str | None:
+    """How many of these tensors are carried, and of which parts; None if none is."""
+    parts: Counter[str] = Counter()
+    for name in names:
+        carried = _CARRIED.fullmatch(name)
+        if carried is not None:
+            parts[f"{carried['part']}*" if carried["part"] else carried["buffer"]] += 1
+    counted = [f"{count} tensor{'s' if count > 1 else ''} {part}" for part, count in sorted(parts.items())]
+    return ", ".join(counted) or None
 
 
 def _is_count(value: object) -> bool:

@@ -2,7 +2,8 @@
 
 Every file of the target is written independently from the pieces that it needs. The configuration, the tokenizer and
 all other files are copied unchanged from a template, a Hugging Face checkpoint of the same model. If
-the template has the same tensors, it also determines their division into files.
+the template has the same tensors, it also determines their division into files. Tensors that it has beside the text
+model, such as a vision tower, are copied too.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ from megatron_dta.conversion.job import source_stamp
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.conversion.megatron_files import MegatronCheckpoint
 from megatron_dta.conversion.parameters import Parameter, Part
-from megatron_dta.conversion.safetensors_files import INDEX, weight_map_of
+from megatron_dta.conversion.safetensors_files import INDEX, carried_tensors, prefix_in, weight_map_of
 from megatron_dta.conversion.safetensors_output import FileLayout, SafetensorsOutput, Shapes, index_of, lay_out
 
-MAX_SHARD_BYTES = 5_000_000_000
 # Settings of a run that do not change the meaning of any weight.
 FREE_SETTINGS = ("max_position_embeddings", "init_method_std")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json", ".py")
@@ -75,7 +75,7 @@ class ToHuggingFace:
 
     @cached_property
     def parameters(self) -> list[Parameter]:
-        return parameters_of(self.architecture, self.shape)
+        return parameters_of(self.architecture, self.shape, prefix_in(self.template))
 
     @cached_property
     def layouts(self) -> list[FileLayout]:
@@ -172,9 +172,11 @@ def model_of_checkpoint(path: Path, template: Path) -> ModelConfig:
 
 
 def lay_out_like(template: Path, tensors: Shapes, max_shard_bytes: int | None) -> list[FileLayout]:
-    """Lay out files like ``template``'s if it has these tensors and no size is given, otherwise by size."""
-    weight_map = weight_map_of(template) if max_shard_bytes is None else None
-    return lay_out(tensors, max_shard_bytes or MAX_SHARD_BYTES, weight_map)
+    """Lay out files like ``template``'s if it has these tensors and no size is given, otherwise by size.
+
+    The tensors that ``template`` has beside the text model are copied.
+    """
+    return lay_out(tensors, max_shard_bytes, weight_map_of(template), carried_tensors(template))
 
 
 def carried_files(template: Path) -> list[Path]:
@@ -219,6 +221,9 @@ def _correct_dtype(path: Path, layouts: list[FileLayout]) -> None:
             counts[dtype] = counts.get(dtype, 0) + torch.Size(shape).numel()
     name = str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
     config = json.loads(path.read_text(encoding="utf-8"))
-    stated = [key for key in ("dtype", "torch_dtype") if key in config]
-    if any(config[key] != name for key in stated):
-        path.write_text(json.dumps({**config, **dict.fromkeys(stated, name)}, indent=2) + "\n", encoding="utf-8")
+    holders = [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
+    wrong = [(each, key) for each in holders for key in ("dtype", "torch_dtype") if each.get(key, name) != name]
+    for holder, key in wrong:
+        holder[key] = name
+    if wrong:
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

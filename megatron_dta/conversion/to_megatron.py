@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_dta.common.errors import InputError
 from megatron_dta.conversion.integrity import checksums_of, file_checksum, write_checksums
 from megatron_dta.conversion.job import source_stamp
-from megatron_dta.conversion.mappings import COMPUTED_TENSORS, ModelShape, parameters_of, tensors_of
+from megatron_dta.conversion.mappings import ModelShape, parameters_of, tensors_of
 from megatron_dta.conversion.megatron_files import Piece, PieceWriter, extra_states_of, write_metadata
 from megatron_dta.conversion.parameters import Parameter, Part, Sharding
 from megatron_dta.conversion.safetensors_files import SafetensorsFolder
@@ -30,7 +30,7 @@ PIECE_BYTES = 1 << 25
 FILE_BYTES = 1 << 31
 # Megatron's names for a checkpoint that was not made by a training step.
 RELEASE, TRACKER = "release", "latest_checkpointed_iteration.txt"
-_TIED = ("lm_head.weight", "model.embed_tokens.weight")
+_OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 @dataclass
@@ -66,7 +66,7 @@ class ToMegatron:
 
     @cached_property
     def parameters(self) -> list[Parameter]:
-        return parameters_of(self.architecture, self.shape)
+        return parameters_of(self.architecture, self.shape, self.reader.prefix)
 
     @cached_property
     def plan(self) -> dict[str, list[Piece | str]]:
@@ -214,18 +214,17 @@ def read_part(reader: SafetensorsFolder, parameter: Parameter, part: Part, into:
 
 
 def check_tensors(reader: SafetensorsFolder, parameters: list[Parameter], shape: ModelShape) -> None:
-    """Refuse a checkpoint whose tensors are not exactly those of the model."""
+    """Refuse a checkpoint whose tensors are not exactly those of the model, apart from carried ones."""
     tied = not shape.untie_embeddings_and_output_weights
-
-    def is_no_weight(name: str) -> bool:
-        return name.endswith(COMPUTED_TENSORS) or (tied and name == _TIED[0])
-
-    reader.check(tensors_of(parameters), is_no_weight)
-    if tied and _TIED[0] in reader.tensors and not _same_values(reader, *_TIED):
-        raise InputError(
-            f"{reader.folder}: {_TIED[0]} differs from {_TIED[1]}, but config.json ties them; "
-            'correct "tie_word_embeddings"'
-        )
+    embedding = f"{reader.prefix}embed_tokens.weight"
+    repeated = [name for name in _OUTPUTS if tied and name in reader.tensors]
+    reader.check(tensors_of(parameters), lambda name: name in repeated)
+    for name in repeated:
+        if not _same_values(reader, name, embedding):
+            raise InputError(
+                f"{reader.folder}: {name} differs from {embedding}, but config.json ties them; "
+                'correct "tie_word_embeddings"'
+            )
 
 
 def _same_values(reader: SafetensorsFolder, left: str, right: str) -> bool:

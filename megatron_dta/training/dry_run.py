@@ -56,7 +56,7 @@ from megatron_dta.training.monitor.run_description import mesh_text, run_mesh, s
 from megatron_dta.training.rollout_source import steps_per_rollout_batch
 from megatron_dta.training.setup import read_data, with_known_sizes
 from megatron_dta.training.teachers import teacher_folders, teacher_shape
-from megatron_dta.training.weights.huggingface import check_save_hf
+from megatron_dta.training.weights.huggingface import carried_text_of, check_save_hf
 
 Report = Callable[[str], None]
 
@@ -254,6 +254,8 @@ def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:
     elif checkpoint.load_hf is not None:
         _check_hf(Path(checkpoint.load_hf), config)
         lines.append(f"from the weights of {checkpoint.load_hf}")
+        carried = carried_text_of(config)
+        lines += [f"not trained: {carried}; exports hold them unchanged"] if carried is not None else []
     else:
         lines.append(f"from random weights, seed {config.optimization.seed}")
     for flag, folder, needed in (
@@ -272,7 +274,8 @@ def _check_hf(folder: Path, config: TrainConfig) -> None:
     """Check that all tensors are present and complete and have the shapes that config.json implies."""
     family = architecture(read_hf_config(folder))
     shape = ModelShape.of(config.model)
-    check_tensors(SafetensorsFolder(folder), parameters_of(family.architecture, shape), shape)
+    reader = SafetensorsFolder(folder)
+    check_tensors(reader, parameters_of(family.architecture, shape, reader.prefix), shape)
 
 
 def _memory(

@@ -16,7 +16,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config.derived.moe_layers import parse_linear_attention_freq, parse_moe_layer_freq
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
-from megatron_dta.conversion.hf.families import FAMILIES, Family, architecture
+from megatron_dta.conversion.hf.families import FAMILIES, Family, architecture, text_model
 from megatron_dta.conversion.hf.rope import rope_settings
 from megatron_dta.conversion.hf.values import CONFIG_FILE, HfValues, read_hf_config
 
@@ -60,7 +60,7 @@ def model_settings(
         InputError: a value is missing or has the wrong type, or a key that changes the result is not supported.
     """
     family = architecture(config, origin)
-    values = HfValues(dict(config), origin, family.defaults)
+    values = HfValues(text_model(config), origin, family.defaults)
     _refuse_unsupported(values, family)
     longest = max_position_embeddings or values.integer("max_position_embeddings")
     _refuse_window(values, family, longest)
@@ -134,7 +134,7 @@ def _same(name: str, value: object, settings: Mapping[str, object]) -> bool:
 def _source(name: str, config: Mapping[str, Any], settings: Mapping[str, object]) -> str:
     """The entry of ``config`` that determined the field ``name``, as written there."""
     family = architecture(config)
-    values = HfValues(dict(config), CONFIG_FILE, family.defaults)
+    values = HfValues(text_model(config), CONFIG_FILE, family.defaults)
     key = _KEYS.get(name)
     if name == "num_experts":
         key = "num_experts" if "num_experts" in values else "num_local_experts"
@@ -164,6 +164,10 @@ def _refuse_unsupported(values: HfValues, family: Family) -> None:
             raise values.error(
                 f"{values.as_written(key)} is not supported: training is without it; set it to 0 in {CONFIG_FILE}"
             )
+    if "attn_output_gate" in values and values.flag("attn_output_gate") is not family.hybrid:
+        raise values.error(f"{values.as_written('attn_output_gate')} is not supported for {family.architecture}")
+    if "output_gate_type" in values and values.text("output_gate_type") not in ("silu", "swish"):
+        raise values.error(f"{values.as_written('output_gate_type')} is not supported; supported is swish")
     if "pretraining_tp" in values and values.integer("pretraining_tp") > 1:
         raise values.error(f"{values.as_written('pretraining_tp')} is not supported; supported is 1")
 

@@ -1,6 +1,7 @@
 """Lists the supported Hugging Face architectures and their differences.
 
-They are Llama 2 and 3.x, Mistral, Mixtral, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Qwen3-Next and the text models of Qwen3.5.
+They are Llama 2 and 3.x, Mistral, Mixtral, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Qwen3-Next and the text models of Qwen3.5,
+also inside a model with a vision tower (``Qwen3_5ForConditionalGeneration``), whose config.json nests them.
 """
 
 from __future__ import annotations
@@ -139,13 +140,36 @@ FAMILIES = {
 }
 
 
+# The text models of architectures that also have a vision tower, by architecture and by model_type.
+_TEXT_MODELS = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+_TEXT_MODELS_BY_TYPE = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
+# Keys that hold for the whole model; beside ``text_config`` they take precedence over the same keys in it.
+_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "compression_config", "auto_map")
+
+
+def text_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the text model: ``config`` itself, or what it nests beside that of a vision tower."""
+    names, text = config.get("architectures"), config.get("text_config")
+    if names is None:
+        name = _TEXT_MODELS_BY_TYPE.get(str(config.get("model_type")))
+    else:
+        name = _TEXT_MODELS.get(str(names[0])) if isinstance(names, list) and len(names) == 1 else None
+    if name is None or not isinstance(text, dict):
+        return dict(config)
+    outside = {key: config[key] for key in _OF_THE_WHOLE if key in config}
+    return {**text, **outside, "architectures": [name]}
+
+
 def architecture(config: Mapping[str, Any], origin: str = CONFIG_FILE) -> Family:
     """The family that ``config`` names; error messages call the configuration ``origin``.
 
     Raises:
         InputError: the configuration names no family or an unsupported one.
     """
-    values = HfValues(dict(config), origin)
+    values = HfValues(text_model(config), origin)
     if "auto_map" in values:
         raise values.error("auto_map: models with code of their own are not supported")
     names = values.get("architectures")
@@ -157,8 +181,8 @@ def architecture(config: Mapping[str, Any], origin: str = CONFIG_FILE) -> Family
         raise values.error(f"architectures is {str(names)[:60]}; it must be a list of one name")
     if "vision_config" in values:
         raise values.error(
-            f"{names[0]} has a vision tower, which is not supported; give a checkpoint of its text model alone "
-            "(transformers' Qwen3_5ForCausalLM or Qwen3_5MoeForCausalLM, saved with save_pretrained)"
+            f"{names[0]} has a vision tower, beside which only the text models of {' and '.join(_TEXT_MODELS)} are "
+            "supported"
         )
     if names[0] not in FAMILIES:
         raise values.error(f"the architecture {names[0]} is not supported; supported are {', '.join(FAMILIES)}")

@@ -24,6 +24,7 @@ from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.prompts.tokenizer import GUESSED, Tokenizer
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.training.monitor.console import LEGEND
+from megatron_dta.training.weights.huggingface import carried_text_of
 
 Line = tuple[str, str]
 
@@ -57,6 +58,9 @@ class BuiltRun:
 def describe_run(run: BuiltRun) -> Iterator[Line]:
     config = run.config
     yield "model", _model_text(run)
+    carried = carried_text_of(config)
+    if carried is not None:
+        yield "not trained", f"{carried}; exports hold them unchanged"
     yield "devices", _devices_text(run)
     yield "mesh", mesh_text(run_mesh(config, run.mesh.world_size))
     yield "steps", steps_text(config)

@@ -25,6 +25,7 @@ from megatron_dta.conversion.hf.config_output import config_from_settings, write
 from megatron_dta.conversion.job import check_target
 from megatron_dta.conversion.mappings import ModelShape
 from megatron_dta.conversion.model_weights import HfWeights
+from megatron_dta.conversion.safetensors_files import carried_tensors, carried_text, prefix_in
 from megatron_dta.conversion.safetensors_output import FileLayout, SafetensorsOutput
 from megatron_dta.conversion.to_huggingface import lay_out_like, write_surroundings
 from megatron_dta.model import current_mesh
@@ -38,7 +39,8 @@ def hf_weights(config: TrainConfig, model: torch.nn.Module, without_head: bool =
     """The weights of the run's model under Hugging Face's names, see ``HfWeights``."""
     family = architecture(_hf_config(config))
     chunks = list(getattr(model, "model_chunks", [model]))
-    return HfWeights(chunks, family.architecture, ModelShape.of(config.model), current_mesh().host_group, without_head)
+    shape, prefix = ModelShape.of(config.model), prefix_in(_given(config))
+    return HfWeights(chunks, family.architecture, shape, current_mesh().host_group, without_head, prefix)
 
 
 def load_hf(config: TrainConfig, model: torch.nn.Module, without_head: bool = False) -> None:
@@ -59,14 +61,22 @@ def check_save_hf(config: TrainConfig) -> None:
     """Check before the run that ``--save-hf`` can be written at its end.
 
     Raises:
-        InputError: the folder exists, or no Hugging Face architecture fits the model.
+        InputError: the folder exists, no Hugging Face architecture fits the model, or tensors that the export is to
+            hold unchanged are missing.
     """
     if config.checkpoint.save_hf is not None:
         check_export(config)
+        carried_text_of(config)
         try:
             _hf_config(config)
         except InputError as error:
             raise InputError(f"--save-hf: {error}") from error
+
+
+def carried_text_of(config: TrainConfig) -> str | None:
+    """How many tensors lie beside the run's text model in its Hugging Face folder; None if none does."""
+    folder = _given(config)
+    return None if folder is None else carried_text(carried_tensors(Path(folder)))
 
 
 def save_hf(config: TrainConfig, model: torch.nn.Module, iteration: int) -> Path:
@@ -96,15 +106,19 @@ def write_hf(
 def _write_like(
     template: Path, weights: HfWeights, target: Path, flag: str, before_naming: Callable[[Path], None]
 ) -> None:
-    layouts = lay_out_like(template, weights.shapes(), None)
-    writer = _FolderWriter(target, layouts, flag) if current_mesh().rank == 0 else None
-    error: InputError | None = None
+    shapes, writer, error = weights.shapes(), None, None
+    if current_mesh().rank == 0:
+        try:
+            writer = _FolderWriter(target, lay_out_like(template, shapes, None), flag)
+        except InputError as caught:
+            error = caught
+    refuse_on_all(error)
     with ExitStack() as files:
         # After a failure on rank 0 the iteration continues, since it is collective.
         for name, values in weights.iterate(to_all=False):
             error = error or writer.attempt(lambda name=name, values=values: writer.write(name, values, files))
         if writer is not None:
-            error = error or writer.attempt(lambda: writer.finish(template, before_naming))
+            error = error or writer.attempt(lambda: writer.finish(template, before_naming, files))
     refuse_on_all(error)
 
 
@@ -135,15 +149,17 @@ class _FolderWriter:
             # Remove the leftovers of a killed run.
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
-        layout = self._layout_of[name]
+        self._output(self._layout_of[name], files).write(name, 0, values.cpu())
+
+    def _output(self, layout: FileLayout, files: ExitStack) -> SafetensorsOutput:
         if layout.name not in self._outputs:
             self._outputs[layout.name] = files.enter_context(SafetensorsOutput(self._folder, layout))
-        self._outputs[layout.name].write(name, 0, values.cpu())
+        return self._outputs[layout.name]
 
-    def finish(self, template: Path, before_naming: Callable[[Path], None]) -> None:
-        """Add the configuration and the tokenizer files and rename the folder."""
-        for output in self._outputs.values():
-            output.finish()
+    def finish(self, template: Path, before_naming: Callable[[Path], None], files: ExitStack) -> None:
+        """Add copied tensors, the configuration and the tokenizer files and rename the folder."""
+        for layout in self._layouts:
+            self._output(layout, files).finish()
         write_surroundings(template, self._folder, self._layouts)
         before_naming(self._folder)
         os.replace(self._folder, self._target)
