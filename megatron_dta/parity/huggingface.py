@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig
-from megatron_dta.conversion.hf.config import architecture
+from megatron_dta.conversion.hf.config import architecture, read_hf_config, text_model
 from megatron_dta.conversion.hf.config_output import huggingface_config
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.parity.huggingface_experts import experts_are_stacked, stack_experts
@@ -53,7 +53,7 @@ def empty_huggingface(config: dict[str, Any]) -> torch.nn.Module:
 
 
 def load_huggingface(folder: str | Path) -> torch.nn.Module:
-    """transformers' model of a checkpoint folder, in float32, with plain attention; only safetensors are read.
+    """transformers' text model of a checkpoint folder, in float32, with plain attention; only safetensors are read.
 
     Raises:
         InputError: transformers is missing or cannot load the folder.
@@ -61,9 +61,15 @@ def load_huggingface(folder: str | Path) -> torch.nn.Module:
     transformers = _import_transformers()
     from safetensors import SafetensorError  # comes with transformers
 
+    tied = text_model(read_hf_config(folder)).get("tie_word_embeddings")
     try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = config.get_text_config()
+        # Beside a vision tower, transformers looks for it in the configuration of the text model only.
+        config.tie_word_embeddings = config.tie_word_embeddings if tied is None else tied
         return transformers.AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
             dtype=torch.float32,
             attn_implementation="eager",
             use_safetensors=True,

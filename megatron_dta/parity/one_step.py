@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_dta.config import ObjectiveConfig, TreeConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import AttentionContext, TreeGPTModel
+from megatron_dta.model.recurrent.path_states import WholeSequence
 from megatron_dta.objectives import make_objective
 from megatron_dta.planning.step.sample import TrainingSample
 
@@ -158,5 +159,6 @@ class _CausalContext(AttentionContext):
 
 def _logits(model: TreeGPTModel, sample: TrainingSample, device: torch.device) -> Tensor:
     tokens = torch.from_numpy(sample.token_ids.astype(np.int64)).to(device)
-    context = _CausalContext(position_ids=torch.arange(len(tokens), device=device))
+    positions = torch.arange(len(tokens), device=device)
+    context = _CausalContext(position_ids=positions, path_states=WholeSequence())
     return model.logits(model(tokens[None], context))

@@ -20,7 +20,7 @@ from megatron_dta.conversion.hf.families import FAMILIES, Family, architecture, 
 from megatron_dta.conversion.hf.rope import rope_settings
 from megatron_dta.conversion.hf.values import CONFIG_FILE, HfValues, read_hf_config
 
-__all__ = ["FAMILIES", "Family", "architecture", "model_settings", "read_hf_config", "settings_from_hf"]
+__all__ = ["FAMILIES", "Family", "architecture", "model_settings", "read_hf_config", "settings_from_hf", "text_model"]
 
 # Fields that the run may choose; config.json's value is their default.
 _CHOICES = ("max_position_embeddings", "init_method_std")

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
-from dta_kernels.recurrence.contract import Recurrence
+from dta_kernels.recurrence.contract import Recurrence, Runs
 
 
 class RecurrentShape(NamedTuple):
@@ -53,6 +55,21 @@ class PathStates(Protocol):
         Args:
             state: shape of a state.
         """
+
+
+class WholeSequence:
+    """A pass over one whole sequence, before which there is nothing."""
+
+    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
+        channels, width = weight_CW.shape
+        padded = functional.pad(rows_NC.t(), (width - 1, 0))
+        return functional.silu(functional.conv1d(padded, weight_CW.unsqueeze(1), groups=channels)).t()
+
+    def recur(
+        self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
+    ) -> Tensor:
+        entry = torch.zeros(1, *state, dtype=torch.float32, device=inputs[0].device)
+        return recurrence(tuple(inputs), entry, Runs.of_lengths([len(inputs[0])], entry.device))[0]
 
 
 class NoTokens:
