@@ -101,7 +101,7 @@ def main() -> None:
         run_job(_job(arguments, source, Path(arguments.hf_checkpoint)), target, arguments.processes, console)
     else:
         template = target.with_name(target.name + ".template")
-        _write_template(source, template)
+        _write_template(source, template, console)
         try:
             run_job(_job(arguments, source, template), target, arguments.processes, console)
         finally:
@@ -109,8 +109,8 @@ def main() -> None:
     console.print(f"saved {target}", soft_wrap=True)
 
 
-def _write_template(source: Path, folder: Path) -> None:
-    """Return the configuration that the settings of the run imply, in place of --hf-checkpoint."""
+def _write_template(source: Path, folder: Path, console: Console) -> None:
+    """Write the configuration that the settings of the run imply, in place of --hf-checkpoint."""
     settings = MegatronCheckpoint(source).settings()
     if settings is None:
         raise InputError(f"{source}: does not say which model it is of; give --hf-checkpoint")
@@ -121,3 +121,7 @@ def _write_template(source: Path, folder: Path) -> None:
         raise InputError(f"{source}: {error}") from error
     except OSError as error:
         raise InputError(f"{folder}: cannot be written ({error.strerror})") from error
+    origin = settings.get("--load-hf") or settings.get("--hf-checkpoint")
+    if isinstance(origin, str):
+        line = f"the text model alone: give --hf-checkpoint {origin} for the other files and tensors of that folder"
+        console.print(line, soft_wrap=True, markup=False)
