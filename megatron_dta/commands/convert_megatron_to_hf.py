@@ -2,10 +2,11 @@
 
     megatron-dta convert-megatron-to-hf --load runs/first --hf-checkpoint models/llama --save-hf models/trained
 
-Configuration, tokenizer and generation settings are copied from --hf-checkpoint byte for byte; its config.json must
-describe the model. Without --hf-checkpoint they follow from the settings of the run, for example of a run from random
-weights. LoRA adapters are merged into the weights, in float32; with --adapter-only they are written alone, in PEFT's
-format. Tensors are converted a few at a time. An interrupted conversion continues when the same command runs again.
+Configuration, tokenizer and generation settings are copied from --hf-checkpoint, and name the token that ended
+trained responses; tensors that lie beside the text model are copied too. Its config.json must describe the model.
+Without --hf-checkpoint they follow from the settings of the run, for example of a run from random weights. LoRA
+adapters are merged into the weights, in float32; with --adapter-only they are written alone, in PEFT's format.
+Tensors are converted a few at a time. An interrupted conversion continues when the same command runs again.
 """
 
 from __future__ import annotations
@@ -82,11 +83,12 @@ def _job(arguments: argparse.Namespace, source: Path, template: Path) -> Job:
     if arguments.adapter_only:
         return ToPeft(source, template, parameters_of(name, shape, prefix_in(template)), dtype)
     size = None if arguments.max_shard_size is None else int(arguments.max_shard_size * 1e9)
+    end_id = MegatronCheckpoint(source).end_id()
     if LoraSettings.of(MegatronCheckpoint(source).settings()) is None:
-        return ToHuggingFace(source, template, name, shape, dtype, size)
+        return ToHuggingFace(source, template, name, shape, dtype, size, end_id=end_id)
     if not arguments.skip_checkpoint_checks:
         check_checkpoint(base_of(source))
-    return ToHuggingFace(base_of(source), template, name, shape, dtype, size, adapters=source)
+    return ToHuggingFace(base_of(source), template, name, shape, dtype, size, adapters=source, end_id=end_id)
 
 
 def main() -> None:

@@ -158,6 +158,14 @@ class MegatronCheckpoint:
             raise InputError(f"{self.path}: its common state is missing or cannot be read") from error
         return saved_settings(self.path, common)
 
+    def end_id(self) -> int | None:
+        """The token that ends the responses that the model was trained on; None if the checkpoint does not say."""
+        if not self.settings():
+            return None
+        progress = self._common()["megatron_dta"].get("progress")
+        end_id = progress.get("end_id") if isinstance(progress, dict) else None
+        return end_id if type(end_id) is int and end_id >= 0 else None
+
     def _common(self) -> Any:
         """The state common to all ranks. Since Megatron-Core 0.19 it is stored among the pieces."""
         stored = self._metadata.storage_data.get(MetadataIndex(_COMMON_STATE))

@@ -24,6 +24,7 @@ from megatron_dta.config import ModelConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.conversion.adapters import CheckpointAdapters
 from megatron_dta.conversion.hf.config import settings_from_hf
+from megatron_dta.conversion.hf.end_token import name_end_token
 from megatron_dta.conversion.job import source_stamp
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.conversion.megatron_files import MegatronCheckpoint
@@ -46,6 +47,7 @@ class ToHuggingFace:
         dtype: dtype of the written weights; None keeps the dtype of each.
         max_shard_bytes: maximum size of a file; None uses the template's division into files.
         adapters: checkpoint whose LoRA adapters are merged into the weights.
+        end_id: the token that ends a response, which the files are to name; None leaves them as they are.
     """
 
     source: Path
@@ -55,6 +57,7 @@ class ToHuggingFace:
     dtype: torch.dtype | None = None
     max_shard_bytes: int | None = None
     adapters: Path | None = None
+    end_id: int | None = None
 
     def __post_init__(self) -> None:
         for parameter in self.parameters:
@@ -147,6 +150,8 @@ class ToHuggingFace:
     def finish(self, folder: Path, records: dict[str, Any]) -> None:
         """Add the index and the files that are copied from the template."""
         write_surroundings(self.template, folder, self.layouts)
+        if self.end_id is not None:
+            name_end_token(folder, self.end_id)
 
 
 def model_of_checkpoint(path: Path, template: Path) -> ModelConfig:

@@ -109,6 +109,7 @@ class Trainer:
     rollout_files: RolloutFiles | None = None
     rollout_samples: RolloutSamples | None = None
     resumed: bool = False
+    end_id: int | None = None  # the token that ends trained responses, if a tokenizer says so
     saved_iteration: int | None = None
     signals: StopSignals = field(default_factory=StopSignals)
     stopped_by: str | None = None
@@ -350,6 +351,7 @@ class Trainer:
         source = self.source.state_dict(wait and self.stopped_by is None)
         state = self.progress.state_dict() | {"planning": self.tuner.state_dict()}
         state |= {"source": source} if source else {}
+        state |= {"end_id": self.end_id} if self.end_id is not None else {}
         self.checkpoints.save(iteration, state, self.progress.best)
         self.saved_iteration = iteration
 
@@ -357,5 +359,5 @@ class Trainer:
         if self.config.checkpoint.save_hf is None or self.stopped_by is not None:
             return
         self.watchdog.enter("saving in Hugging Face's form")
-        path = save_hf(self.config, self.model, self.progress.iteration)
+        path = save_hf(self.config, self.model, self.progress.iteration, self.end_id)
         self.output.print(f"saved {path}")

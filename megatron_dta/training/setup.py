@@ -53,6 +53,7 @@ from megatron_dta.training.data.stored import (
     check_text_flags,
     load_files,
     load_stored_rollouts,
+    stored_end,
     stored_tokenizer,
     text_reader,
 )
@@ -156,6 +157,7 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         rollout_files=_rollout_files(config, task),
         rollout_samples=_rollout_samples(config, task, console),
         resumed=start is not None and resumes,
+        end_id=task.tokenizer.eos_id if task is not None else stored_end(config),
         saved_iteration=progress.iteration if own else None,
         lock=lock or nullcontext(),
     )

@@ -168,6 +168,12 @@ def stored_tokenizer(config: TrainConfig) -> Tokenizer | None:
     return build_tokenizer(kind, file, sampling.eos_id, config.model.vocab_size, checkpoint)
 
 
+def stored_end(config: TrainConfig) -> int | None:
+    """The token that ends text in stored rollouts; None if no file holds text."""
+    reader = text_reader(config)
+    return None if reader is None else reader.tokenizer.eos_id
+
+
 def text_reader(config: TrainConfig) -> TextReader | None:
     """The reader for text in stored rollouts; None if no file holds text or there is no tokenizer."""
     sampling = config.sampling

@@ -22,6 +22,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.conversion.hf.config import architecture, read_hf_config
 from megatron_dta.conversion.hf.config_output import config_from_settings, write_template
+from megatron_dta.conversion.hf.end_token import name_end_token
 from megatron_dta.conversion.job import check_target
 from megatron_dta.conversion.mappings import ModelShape
 from megatron_dta.conversion.model_weights import HfWeights
@@ -79,10 +80,16 @@ def carried_text_of(config: TrainConfig) -> str | None:
     return None if folder is None else carried_text(carried_tensors(Path(folder)))
 
 
-def save_hf(config: TrainConfig, model: torch.nn.Module, iteration: int) -> Path:
-    """Write the folder ``--save-hf``. Every rank must call this."""
+def save_hf(config: TrainConfig, model: torch.nn.Module, iteration: int, end_id: int | None = None) -> Path:
+    """Write the folder ``--save-hf``, which names the end token ``end_id`` if given. Every rank must call this."""
     target = Path(config.checkpoint.save_hf)
-    write_hf(config, model, target, "--save-hf", lambda folder: note_export(config, iteration, folder))
+
+    def complete(folder: Path) -> None:
+        if end_id is not None:
+            name_end_token(folder, end_id)
+        note_export(config, iteration, folder)
+
+    write_hf(config, model, target, "--save-hf", complete)
     return target
 
 
