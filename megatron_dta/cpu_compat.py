@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import io
+import os
 import pickle
 import queue
 import threading
@@ -20,8 +21,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.utils import _ReaderView
 
-from megatron_dta.conversion.strict_pickle import load_values, read_metadata
+from megatron_dta.conversion.plain_values import Section, load_values
+from megatron_dta.conversion.strict_pickle import read_metadata
 
 _installed = False
 _buckets_placed = False
@@ -174,8 +177,10 @@ def read_checkpoints_without_running_them() -> None:
     """Read the metadata and the states in a checkpoint with unpicklers that run no code.
 
     PyTorch unpickles ``.metadata`` and every state that is not a tensor with access to everything that Python can
-    import, and Megatron cannot be given another reader. Checkpoints of this project contain plain values only.
+    import, Megatron lets the environment (``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD``) switch off the safe unpickler for the
+    common state, and it cannot be given another reader. Checkpoints of this project contain plain values only.
     """
+    from megatron.core.dist_checkpointing.strategies import common as common_strategies
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
     from torch.distributed.checkpoint import filesystem
 
@@ -183,6 +188,23 @@ def read_checkpoints_without_running_them() -> None:
         filesystem.pickle = _StrictPickle("pickle")
         planner = torch_strategies.MCoreLoadPlanner
         planner.load_bytes = _of_plain_values(planner.load_bytes)
+        common_strategies.torch = filesystem.torch = _TorchOfPlainValues("torch")
+
+
+class _TorchOfPlainValues(ModuleType):
+    """The torch module for readers of checkpoints: ``load`` gives tensors and plain values."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def load(self, file: Any, *_: Any, **__: Any) -> Any:
+        """Load from a path or an open file; the arguments that would allow more are not passed on."""
+        if not isinstance(file, str | os.PathLike):
+            # PyTorch's view of a part of a file cannot be positioned from its end.
+            is_view = isinstance(file, _ReaderView)
+            return load_values(Section(file.base_stream, file.offset, file.len) if is_view else file)
+        with open(file, "rb") as opened:
+            return load_values(opened)
 
 
 class _StrictPickle(ModuleType):
@@ -201,7 +223,7 @@ def _of_plain_values(load_bytes: Callable[..., None]) -> Callable[..., None]:
     def load_plain_values(planner: Any, read_item: Any, value: io.BytesIO) -> None:
         # The planner's own unpickler sees only these values, serialized again.
         checked = io.BytesIO()
-        torch.save(load_values(value, value.getbuffer().nbytes), checked)
+        torch.save(load_values(value), checked)
         checked.seek(0)
         load_bytes(planner, read_item, checked)
 

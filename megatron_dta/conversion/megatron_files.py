@@ -14,10 +14,8 @@ which is empty here but must exist.
 from __future__ import annotations
 
 import errno
-import io
 import json
 import math
-import os
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +38,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.conversion.parameters import Parameter, Sharding, StoredAt, StoredTensor
-from megatron_dta.conversion.strict_pickle import load_values, read_metadata
+from megatron_dta.conversion.plain_values import Section, load_values
+from megatron_dta.conversion.strict_pickle import read_metadata
 
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -82,8 +81,8 @@ class StoredPiece:
         """The piece, on the host; ``InputError`` if the file is damaged."""
         try:
             with open(self.path, "rb") as file:
-                section = _Section(file, self.offset, self.length)
-                values = load_values(section, self.length)
+                section = Section(file, self.offset, self.length)
+                values = load_values(section)
         except Exception as error:
             # Damaged bytes give PyTorch's reader wrong types, and any error.
             raise InputError(f"{self.path}: is damaged or truncated; write the checkpoint again") from error
@@ -94,35 +93,6 @@ class StoredPiece:
 
 def _is_plain_tensor(values: Any) -> bool:
     return type(values) is Tensor and values.layout is torch.strided and values.is_cpu and values.is_floating_point()
-
-
-class _Section(io.RawIOBase):
-    """A file-like view of a section of a file, read without intermediate copies."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length = file, start, length
-        file.seek(start)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        position = {0: 0, 1: self.tell(), 2: self._length}[whence] + offset
-        if position < 0:
-            raise OSError(errno.EINVAL, "before the start")
-        self._file.seek(self._start + position)
-        return position
-
-    def tell(self) -> int:
-        return self._file.tell() - self._start
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        return self._file.readinto(view[: max(0, self._length - self.tell())])  # type: ignore[attr-defined]
 
 
 class MegatronCheckpoint:
@@ -171,10 +141,9 @@ class MegatronCheckpoint:
         stored = self._metadata.storage_data.get(MetadataIndex(_COMMON_STATE))
         if stored is None:
             with open(self.path / "common.pt", "rb") as file:
-                return load_values(file, os.fstat(file.fileno()).st_size)
+                return load_values(file)
         with open(self.path / stored.relative_path, "rb") as file:
-            section = _Section(file, stored.offset, stored.length)
-            return load_values(section, stored.length)[0]
+            return load_values(Section(file, stored.offset, stored.length))[0]
 
     def dtype_of(self, parameter: Parameter) -> torch.dtype:
         """The dtype in which a parameter is stored."""

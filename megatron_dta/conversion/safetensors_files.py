@@ -119,9 +119,7 @@ class SafetensorsFolder:
         missing = [name for name in expected if name not in self.tensors]
         if missing:
             raise InputError(f"{self.folder}: {_some(missing)} missing; the model in config.json needs it")
-        surplus = [
-            name for name in self.tensors if name not in expected and not ignored(name) and not is_carried(name)
-        ]
+        surplus = [name for name in self.tensors if name not in expected and not ignored(name) and not is_carried(name)]
         if surplus:
             raise InputError(f"{self.folder}: {_some(surplus)} not known to the architecture in config.json")
         for name, shape in expected.items():

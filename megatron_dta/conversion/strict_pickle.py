@@ -5,8 +5,8 @@ pickle (``.metadata``) and lets it import everything. This reader builds only th
 module and name, from plain values, and then checks that the result is metadata. Sizes in the file cause no allocation
 before the corresponding bytes have been read.
 
-Tensors and plain values (``common.pt``, ``*.distcp``) are read by PyTorch's weights-only unpickler, from archives whose
-unpacked size is not larger than the file.
+PyTorch's weights-only unpickler, which reads everything else (``plain_values``), does not know the pickle protocol in
+which PyTorch writes metadata.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import io
 import pathlib
 import pickle
-import struct
-import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -78,6 +76,9 @@ _ALL_OF_TYPE: dict[Any, type] = {
     **dict.fromkeys(_ENUMS.values(), int),
 }
 
+# Largest number of axes of a tensor, of parts of a path and of fields of a record, and length of a part.
+_MOST_AXES, _MOST_PARTS, _LONGEST_PART = 64, 64, 4096
+
 
 class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
     """Builds metadata and nothing else.
@@ -86,7 +87,8 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
     damaged file states. Only flat values are hashed, so that hashing cannot take forever or overflow the stack.
     """
 
-    # Opcodes that build objects which metadata does not contain are removed.
+    # Opcodes that build objects which metadata does not contain are removed. Sizes are bounded, since a part that is
+    # used again and again takes as much time and memory each time.
     dispatch = {  # noqa: RUF012 (as the base class has it)
         code: load
         for code, load in pickle._Unpickler.dispatch.items()  # type: ignore[attr-defined]
@@ -116,7 +118,8 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
         else:
             # No flag is a number here: a dtype or a class may stand where a function should.
             kind = next((kind for known, kind in _ALL_OF_TYPE.items() if function is known), None)
-            fits = kind is not None and type(arguments) is tuple and all(type(each) is kind for each in arguments)
+            fits = kind is not None and type(arguments) is tuple and len(arguments) <= _MOST_PARTS
+            fits = fits and all(type(each) is kind and _is_short(each) for each in arguments)
         if not fits:
             raise _refused(f"a call of {_name_of(function)}")
         super().load_reduce()
@@ -135,6 +138,8 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
             raise _refused(f"a state of {_name_of(type(record))}")
         if type(state) is not dict and not (type(record) is TensorProperties and type(state) is tuple):
             raise _refused(f"a state of the type {type(state).__name__}")
+        if len(state) > _MOST_PARTS:
+            raise _refused(f"a state with {len(state)} fields")
         super().load_build()
 
     def load_setitem(self) -> None:
@@ -183,18 +188,23 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple | list) and all(_is_count(each) for each in value)
+    return isinstance(value, tuple | list) and len(value) <= _MOST_AXES and all(_is_count(each) for each in value)
+
+
+def _is_short(value: Any) -> bool:
+    """Whether an int or a string takes little time to use."""
+    return len(value) <= _LONGEST_PART if type(value) is str else abs(value) < 1 << 63
 
 
 def _is_flat(key: Any) -> bool:
     """Whether a key contains only strings and numbers."""
     if type(key) is not MetadataIndex:
-        return type(key) in (str, int)
+        return type(key) in (str, int) and _is_short(key)
     held = vars(key)
     return (
         type(held.get("fqn")) is str
         and (held.get("offset") is None or type(held["offset"]) is torch.Size)
-        and (held.get("index") is None or type(held["index"]) is int)
+        and (held.get("index") is None or _is_count(held["index"]))
     )
 
 
@@ -205,7 +215,8 @@ def read_metadata(file: BinaryIO) -> Metadata:
         pickle.UnpicklingError: it is damaged, names what does not belong there, or is something else.
     """
     try:
-        found = _MetadataUnpickler(io.BytesIO(file.read())).load()
+        content = file.read()
+        found = _MetadataUnpickler(io.BytesIO(content)).load()
     except (pickle.UnpicklingError, OSError):
         raise
     except EOFError:
@@ -215,18 +226,20 @@ def read_metadata(file: BinaryIO) -> Metadata:
         raise pickle.UnpicklingError(f"it is damaged: {' '.join(str(error).split())[:80]}") from error
     if type(found) not in (Metadata, _OlderMetadata):
         raise pickle.UnpicklingError(f"it holds a {type(found).__name__} instead of metadata")
-    _check_metadata(found)
+    _check_metadata(found, len(content))
     return found
 
 
-def _check_metadata(found: Metadata) -> None:
-    """Refuse metadata whose parts have types that PyTorch does not write."""
+def _check_metadata(found: Metadata, size: int) -> None:
+    """Refuse metadata of ``size`` bytes whose parts have types that PyTorch does not write, or are repeated."""
     held = vars(found)
     described, stored = held.get("state_dict_metadata"), held.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise pickle.UnpicklingError("its tables of tensors and files are missing")
     if type(held.get("storage_meta")) not in (type(None), StorageMeta):
         raise pickle.UnpicklingError("its storage_meta is of another type")
+    if sum(len(getattr(entry, "chunks", ())) for entry in described.values()) > size:
+        raise pickle.UnpicklingError("it repeats its parts without end")
     for name, entry in described.items():
         if type(name) is not str or not _is_storage(entry):
             raise pickle.UnpicklingError(f"its entry {str(name)[:80]!r} describes no tensor")
@@ -276,23 +289,3 @@ def _is_place(place: Any) -> bool:
         and _is_count(held.get("length"))
         and not held.get("transform_descriptors")
     )
-
-
-def load_values(file: Any, size: int) -> Any:
-    """Tensors and plain values as ``torch.save`` writes them, on the host.
-
-    Args:
-        size: bytes of ``file``; its unpacked size may not be larger.
-
-    Raises:
-        pickle.UnpicklingError: the file holds objects that could run code, or is not such an archive.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError, struct.error) as error:
-        raise pickle.UnpicklingError("it is damaged, or was not written by torch.save") from error
-    if unpacked > size:
-        raise pickle.UnpicklingError(f"its {size} bytes unpack to {unpacked}")
-    file.seek(0)
-    return torch.load(file, map_location="cpu", weights_only=True)

@@ -130,9 +130,7 @@ def _tensors(config: dict[str, Any]) -> dict[str, Tensor]:
         del tensors["lm_head.weight"]
     if config["model_type"] == "qwen3_next":
         tensors = _separate_experts(tensors)
-    layer = {
-        name.split(".layers.1.")[1]: values.shape for name, values in tensors.items() if ".layers.1." in name
-    }
+    layer = {name.split(".layers.1.")[1]: values.shape for name, values in tensors.items() if ".layers.1." in name}
     for name, shape in layer.items():
         tensors[f"mtp.layers.0.{name}"] = torch.randn(shape)
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):

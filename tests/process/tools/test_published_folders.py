@@ -45,8 +45,9 @@ def assert_carried(found: Path, source: Path) -> None:
     """The same tensors in the same files, and those beside the text model unchanged."""
     expected, tensors = tensors_in(source), tensors_in(found)
     assert tensors.keys() == expected.keys()
-    assert json.loads((found / "model.safetensors.index.json").read_text())["weight_map"] == (
-        json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    assert (
+        json.loads((found / "model.safetensors.index.json").read_text())["weight_map"]
+        == (json.loads((source / "model.safetensors.index.json").read_text())["weight_map"])
     )
     beside = [name for name in expected if name.startswith(("mtp.", "model.visual."))]
     assert len(beside) >= 15

@@ -13,7 +13,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_dta import cpu_compat
-from megatron_dta.conversion.strict_pickle import load_values, read_metadata
+from megatron_dta.conversion.plain_values import load_values
+from megatron_dta.conversion.strict_pickle import read_metadata
 from strict_pickle_cases import ATTACKS, Bomb, metadata
 
 
@@ -59,7 +60,7 @@ def packed_zeros() -> bytes:
 def test_values_that_could_run_code_or_unpack_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     content = saved({"a": torch.ones(3), "b": [None, "x"]})
-    assert torch.equal(load_values(io.BytesIO(content), len(content))["a"], torch.ones(3))
+    assert torch.equal(load_values(io.BytesIO(content))["a"], torch.ones(3))
     for content, message in (
         (saved([Bomb()]), "weights_only"),
         (pickle.dumps(Bomb()), "was not written by torch.save"),
@@ -67,7 +68,7 @@ def test_values_that_could_run_code_or_unpack_are_refused(tmp_path: Path, monkey
         (b"", "was not written by torch.save"),
     ):
         with pytest.raises(pickle.UnpicklingError, match=message):
-            load_values(io.BytesIO(content), len(content))
+            load_values(io.BytesIO(content))
     assert list(tmp_path.iterdir()) == []
 
 
