@@ -9,6 +9,7 @@ patches exactly this code, and only if CUDA is absent; no result changes. The fu
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib
 import io
@@ -203,6 +204,9 @@ class _TorchOfPlainValues(ModuleType):
             # PyTorch's view of a part of a file cannot be positioned from its end.
             is_view = isinstance(file, _ReaderView)
             return load_values(Section(file.base_stream, file.offset, file.len) if is_view else file)
+        if not os.path.isfile(file):
+            # A pipe would block forever.
+            raise FileNotFoundError(errno.ENOENT, "is no file", str(file))
         with open(file, "rb") as opened:
             return load_values(opened)
 

@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
         SKIP_FLAG,
         dest="skip_checkpoint_checks",
         action="store_true",
-        help="skip the checksums of the checkpoint's files, and accept a folder that every user can write to",
+        help="skip the checksums of the checkpoint's files, and accept a folder that other users may write to",
     )
     parser.add_argument(
         "--processes", type=int, default=1, metavar="N", help="number of processes that write files (default 1)"

@@ -38,7 +38,7 @@ class CheckpointConfig:
     finetune: bool = option(False, "Load only the weights from --load; optimizer, step and random state start afresh.")
     skip_checkpoint_checks: bool = option(
         False,
-        "Load checkpoints without comparing their files with the saved checksums, also from folders that every user "
+        "Load checkpoints without comparing their files with the saved checksums, also from folders that other users "
         "may write to.",
     )
     exit_on_missing_checkpoint: bool = option(False, "Stop if neither --save nor --load contains a checkpoint.")

@@ -1,4 +1,4 @@
-"""Verifies that a distributed checkpoint is unchanged since it was saved, and that not every user may write to it.
+"""Verifies that a distributed checkpoint is unchanged since it was saved, and that no other user may write to it.
 
     checksums.json      {"algorithm": "crc32", "files": {NAME: [BYTES, CHECKSUM]}}, for every other file of the folder
 
@@ -13,7 +13,6 @@ import errno
 import json
 import os
 import pickle
-import stat
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.common.trust import close_to_others, refuse_foreign
 from megatron_dta.conversion.megatron_files import read_metadata_of
 
 CHECKSUMS = "checksums.json"
@@ -54,11 +54,13 @@ def checksums_of(folder: Path, names: Iterable[str]) -> Checksums:
 
 
 def write_checksums(folder: Path, checksums: Checksums) -> None:
+    """Complete a checkpoint, to which from then on only its owner may write."""
     content = {"algorithm": _ALGORITHM, "files": dict(sorted(checksums.items()))}
     with open(folder / CHECKSUMS, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=0)
         file.flush()
         os.fsync(file.fileno())
+    close_to_others(folder)
 
 
 def read_checksums(path: Path) -> Checksums:
@@ -141,20 +143,13 @@ def check_parts(path: Path) -> int:
     return sum(ends.values())
 
 
-def refuse_open_to_all(path: Path) -> None:
-    """Refuse a checkpoint that every user of the machine may write."""
-    for each in (path, *sorted(path.glob("*")), *sorted(path.glob(".metadata"))):
-        try:
-            mode = each.stat().st_mode
-        except OSError:
-            continue
-        if mode & stat.S_IWOTH:
-            raise InputError(
-                f"{each}: every user may write to it; chmod -R o-w {path} if its files are yours, or give {SKIP_FLAG}"
-            )
+def refuse_foreign_checkpoint(path: Path) -> None:
+    """Refuse a checkpoint that other users of the machine may write."""
+    remedy = f"chmod -R go-w {path} if its files are yours and right, or give {SKIP_FLAG}"
+    refuse_foreign((path, *sorted(path.iterdir())), remedy)
 
 
 def check_checkpoint(path: Path) -> None:
     """Run all checks of the checkpoint ``path`` in one process: its permissions and its checksums."""
-    refuse_open_to_all(path)
+    refuse_foreign_checkpoint(path)
     verify_checksums(path)

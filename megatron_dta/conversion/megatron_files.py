@@ -105,6 +105,10 @@ class MegatronCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._by_place: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+        for name in ("metadata.json", "common.pt"):
+            if (path / name).exists() and not (path / name).is_file():
+                # Reading a pipe would block forever.
+                raise InputError(f"{path / name}: is no file; write the checkpoint again")
         try:
             content = json.loads((path / "metadata.json").read_text(encoding="utf-8"))
             if not isinstance(content, dict) or content.get("sharded_backend") != "torch_dist":

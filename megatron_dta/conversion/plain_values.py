@@ -96,11 +96,13 @@ def _check_values(content: bytes) -> None:
         if opcode.name not in _CODES or (opcode.name == "GLOBAL" and argument not in _NAMES):
             raise pickle.UnpicklingError(f"it holds {str(argument)[:80] or opcode.name}, which weights_only refuses")
         if opcode.name in ("BINPUT", "LONG_BINPUT"):
-            if latest in ("EMPTY_LIST", "EMPTY_DICT"):
-                born[argument] = work
-            elif latest in _TUPLES or latest == "REDUCE":
+            if latest in _TUPLES or latest == "REDUCE":
                 held[argument] = work
-        elif opcode.name in ("BINGET", "LONG_BINGET"):
+            elif latest not in _SCALARS and latest != "GLOBAL":
+                # What is put into a list or a dictionary later counts, too.
+                born[argument] = work if latest in ("EMPTY_LIST", "EMPTY_DICT") else 0
+            continue
+        if opcode.name in ("BINGET", "LONG_BINGET"):
             work += held.get(argument, 0) + (work - born[argument] if argument in born else 0)
         work += 1 + (len(argument) if isinstance(argument, str | bytes) else 0)
         if work > _MOST_WORK + 10 * len(content):
@@ -109,7 +111,7 @@ def _check_values(content: bytes) -> None:
 
 
 def _check_tensors(values: Any, size: int) -> None:
-    """Refuse tensors that have more elements than the file, and those that are no plain ones."""
+    """Refuse tensors that have more elements than the file."""
     waiting, seen = [values], set()
     while waiting:
         value = waiting.pop()

@@ -2,7 +2,8 @@
 
 ``suffix_forest.c`` needs only the C library, so a compiler (``$CC``, else ``cc``, ``gcc`` or ``clang``) builds it in
 about a second. The result is kept in ``$MEGATRON_DTA_CACHE`` (default: ``megatron_dta`` in the user's cache folder)
-under a name with the source's hash. It is renamed into place, so several processes may build it at once. If this fails,
+under a name with the source's hash, unless others may write there. It is renamed into place, so several processes may
+build it at once. If this fails,
 ``create_forest`` logs the reason once and uses the Python implementation.
 """
 
@@ -22,6 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_dta.common.errors import InputError
+from megatron_dta.common.trust import refuse_foreign
 from megatron_dta.speculation.suffix_forest import DraftParams, Drafts, PythonSuffixForest, SuffixForest
 
 logger = logging.getLogger(__name__)
@@ -80,9 +83,12 @@ def load_library() -> ctypes.CDLL:
             if folder is None:  # the cache cannot be written, or its files cannot be mapped for execution
                 with tempfile.TemporaryDirectory(prefix="megatron_dta-") as temporary:
                     return _load(_compile(Path(temporary) / name))
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / name
+            refuse_foreign((folder, path), "the library is compiled anew; set MEGATRON_DTA_CACHE to a folder of yours")
             return _load(path if path.exists() else _compile(path))
+        except InputError as error:
+            logger.warning("%s", error)
         except OSError as error:
             failure = error
     raise NativeUnavailable(f"the compiled suffix forest cannot be stored or loaded: {failure}")

@@ -29,7 +29,7 @@ from megatron_dta.config import ModelConfig, TrainConfig
 from megatron_dta.config.derived.lora_sizes import adapter_parameters
 from megatron_dta.config.distillation import is_address
 from megatron_dta.conversion.hf.config import architecture, read_hf_config
-from megatron_dta.conversion.integrity import check_parts
+from megatron_dta.conversion.integrity import check_parts, refuse_foreign_checkpoint
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.conversion.safetensors_files import SafetensorsFolder
 from megatron_dta.conversion.to_megatron import check_tensors
@@ -241,6 +241,8 @@ def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:
     checkpoint, lines = config.checkpoint, []
     found, resumes = starting_point(checkpoint)
     if found is not None:
+        if not checkpoint.skip_checkpoint_checks:
+            refuse_foreign_checkpoint(found)
         check_parts(found)
         common = read_common(found)
         if resumes:

@@ -75,6 +75,30 @@ ATTACKS = {
     "deep key": b"\x80\x02}N" + b"\x85" * 1_000_000 + b"Ns.",
     "wide key": b"\x80\x02}N" + b"2\x86" * 200 + b"Ns.",
     "deep value": b"\x80\x02N" + b"\x85" * 1_000_000 + b".",
+    # What is used again and again takes its time and memory each time.
+    "large shapes": b"\x80\x02(" + b"K\x01" * 100_000 + b"tq\x000" + b"ctorch\nSize\nh\x00\x85R" * 1000 + b".",
+    "large key": b"\x80\x02}\x8b"
+    + (1_000_000).to_bytes(4, "little")
+    + b"\x01" * 1_000_000
+    + b"q\x00K\x01s"
+    + b"h\x00K\x01s" * 20_000
+    + b".",
+    "large states": b"\x80\x02}("
+    + b"".join(b"X\x06\0\0\0%06dN" % number for number in range(100_000))
+    + b"uq\x000"
+    + b"ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n)\x81h\x00b" * 1000
+    + b".",
+    "large paths": b"\x80\x02(" + b"X\x01\0\0\0a" * 100_000 + b"tq\x000" + b"cpathlib\nPosixPath\nh\x00R" * 1000 + b".",
+    "the same chunks": pickle.dumps(
+        metadata(
+            state_dict_metadata=dict.fromkeys(
+                map(str, range(10_000)),
+                TensorStorageMetadata(
+                    TensorProperties(), torch.Size((1,)), [ChunkStorageMetadata((0,), (1,))] * 10_000
+                ),
+            )
+        )
+    ),
 }
 
 

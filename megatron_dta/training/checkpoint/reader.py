@@ -1,8 +1,8 @@
 """Reads Megatron's distributed checkpoints safely.
 
-Damaged and world-writable checkpoints are refused, and no code in a checkpoint is executed. The checksums are compared
-first (``conversion.integrity``); each rank reads its share of the files. Megatron then loads the shards, while
-``conversion.strict_pickle`` reads the pickles among the files.
+Damaged checkpoints and those that other users may write are refused, and no code in a checkpoint is executed. The
+checksums are compared first (``conversion.integrity``); each rank reads its share of the files. Megatron then loads the
+shards, while ``conversion.strict_pickle`` and ``conversion.plain_values`` read the pickles among the files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dta import cpu_compat
 from megatron_dta.common.errors import InputError
-from megatron_dta.conversion.integrity import refuse_open_to_all, verify_checksums
+from megatron_dta.conversion.integrity import refuse_foreign_checkpoint, verify_checksums
 from megatron_dta.model import current_mesh
 from megatron_dta.training.checkpoint.files import TRACKER
 from megatron_dta.training.checkpoint.writer import reason_of, refuse_on_all
@@ -25,7 +25,7 @@ _READ_ERRORS = (Exception, CheckpointException)
 
 
 def check_files(path: Path, wanted: bool = True) -> None:
-    """Refuse a checkpoint that has changed since it was saved, or that every user may write. Every rank must call this.
+    """Refuse a checkpoint that has changed since it was saved, or that others may write. Every rank must call this.
 
     Args:
         wanted: False (``--skip-checkpoint-checks``) skips the checks.
@@ -34,7 +34,7 @@ def check_files(path: Path, wanted: bool = True) -> None:
         return
     mesh, error = current_mesh(), None
     try:
-        refuse_open_to_all(path)
+        refuse_foreign_checkpoint(path)
         verify_checksums(path, (mesh.rank, mesh.world_size))
     except InputError as caught:
         error = caught

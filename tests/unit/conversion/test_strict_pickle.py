@@ -7,6 +7,7 @@ import pickle
 import resource
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,43 @@ def test_values_that_could_run_code_or_unpack_are_refused(tmp_path: Path, monkey
         with pytest.raises(pickle.UnpicklingError, match=message):
             load_values(io.BytesIO(content))
     assert list(tmp_path.iterdir()) == []
+
+
+def archive(values: bytes) -> bytes:
+    """An archive of ``torch.save`` with one number, and with the pickle ``values`` in the place of its own."""
+    target = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved(torch.zeros(1)))) as plain, zipfile.ZipFile(target, "w") as other:
+        for name in plain.namelist():
+            other.writestr(name, values if name.endswith(".pkl") else plain.read(name))
+    return target.getvalue()
+
+
+# A number in a pair with itself, that pair in a pair with itself, and so on.
+PAIRS = b"K\x01" + b"".join(b"q%bh%b\x86" % (bytes([i]), bytes([i])) for i in range(1, 61))
+# Remembered twice, so that the name that is used does not follow what it names.
+LISTS = b"]" + b"".join(b"q\xc8q%c]h%cah%ca" % (i, i, i) for i in range(1, 61))
+
+
+class Claim:
+    def __reduce__(self) -> tuple:
+        return bytearray, (1 << 33,)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda: saved({"a": Claim()}), "holds .*bytearray"),
+        (lambda: archive(b"\x80\x02}" + PAIRS + b"K\x01s."), "repeats its parts"),
+        (lambda: archive(b"\x80\x02" + LISTS + b"."), "repeats its parts"),
+        (lambda: saved(torch.zeros(1).expand(1 << 28)), "bytes claim a tensor of"),
+    ],
+    ids=["bytes", "key", "lists", "expanded"],
+)
+def test_small_files_claim_and_repeat_nothing(content: Any, message: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(pickle.UnpicklingError, match=message):
+        load_values(io.BytesIO(content()))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
 def test_pytorchs_reader_of_checkpoints_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from checkpoint_cases import MODEL, Run
 from conftest import seed_all
 from conversion_cases import save_huggingface, to_megatron
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import CheckpointConfig, TrainConfig
-from megatron_dta.conversion.integrity import CHECKSUMS, read_checksums, refuse_open_to_all, verify_checksums
+from megatron_dta.conversion.integrity import (
+    CHECKSUMS,
+    read_checksums,
+    refuse_foreign_checkpoint,
+    verify_checksums,
+    write_checksums,
+)
+from megatron_dta.conversion.megatron_files import MegatronCheckpoint
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import CheckpointSaver, load_checkpoint, load_weights
+from strict_pickle_cases import Bomb
 from tool_runs import run_tool
 
 
@@ -120,17 +129,46 @@ def test_a_pipe_does_not_keep_it_waiting(tmp_path: Path) -> None:
         verify_checksums(tmp_path)
 
 
-def test_folders_open_to_every_user(saved: tuple[Run, Path], tmp_path: Path) -> None:
+def test_folders_that_others_may_write(saved: tuple[Run, Path], tmp_path: Path) -> None:
     run, folder = saved
     shutil.copytree(folder, tmp_path / "copy")
     path = find_checkpoint(tmp_path / "copy")
     for open_to_all in (path, path / ".metadata"):
         mode = open_to_all.stat().st_mode
         open_to_all.chmod(mode | 0o002)
-        with pytest.raises(InputError, match=rf"{open_to_all}: every user may write to it; chmod -R o-w {path}"):
+        with pytest.raises(InputError, match=rf"{open_to_all}: every user may write to it; chmod -R go-w {path}"):
             run.load(path)
         open_to_all.chmod(mode)
-    refuse_open_to_all(path)
+    refuse_foreign_checkpoint(path)
+    os.mkfifo(path / "__9_9.distcp")
+    with pytest.raises(InputError, match="is neither a file nor a folder"):
+        run.load(path)
+
+
+def test_a_saved_checkpoint_is_closed_to_others(tmp_path: Path) -> None:
+    """Whatever rights new files get."""
+    (tmp_path / "a").write_bytes(b"x")
+    for path in (tmp_path, tmp_path / "a"):
+        path.chmod(0o777)
+    write_checksums(tmp_path, {"a": (1, "0")})
+    assert {path.stat().st_mode & 0o022 for path in (tmp_path, *tmp_path.iterdir())} == {0}
+
+
+def test_a_hostile_common_state_runs_nothing(saved: tuple[Run, Path], tmp_path: Path, monkeypatch) -> None:
+    """Also where the environment asks PyTorch to believe files."""
+    run, folder = saved
+    shutil.copytree(folder, tmp_path / "copy")
+    path = find_checkpoint(tmp_path / "copy")
+    (path / CHECKSUMS).unlink()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    run.load(path)
+    torch.save({"iteration": Bomb()}, path / "common.pt")
+    with pytest.raises(InputError, match="cannot be read"):
+        run.load(path)
+    with pytest.raises(InputError, match="its common state"):
+        MegatronCheckpoint(path).settings()
+    assert not (tmp_path / "exploded").exists()
 
 
 def test_the_converter_compares_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,84 @@
+"""Files that other users may write are refused where their content is believed or run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import REPOSITORY
+from megatron_dta.common import trust
+from megatron_dta.common.errors import InputError
+from megatron_dta.common.trust import refuse_foreign
+
+
+def fault_of(path: Path) -> str | None:
+    try:
+        refuse_foreign([path], "do this")
+    except InputError as error:
+        return str(error).removesuffix("; do this")
+    return None
+
+
+def test_what_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "inside" / "file"
+    path.parent.mkdir()
+    path.write_text("x")
+    assert fault_of(path) is None
+    assert fault_of(tmp_path / "missing") is None
+    path.chmod(0o666)
+    assert fault_of(path) == f"{path}: every user may write to it"
+    path.chmod(0o664)
+    monkeypatch.setattr(trust, "_is_own_group", lambda gid: False)
+    assert fault_of(path) == f"{path}: its group may write to it"
+    monkeypatch.setattr(trust, "_is_own_group", lambda gid: True)
+    assert fault_of(path) is None
+    # The folder around it, unless only owners may rename what it holds, as in /tmp.
+    path.parent.chmod(0o777)
+    assert fault_of(path) == f"{path.parent}: every user may replace what it holds"
+    path.parent.chmod(0o1777)
+    assert fault_of(path) is None
+    assert fault_of(path.parent) == f"{path.parent}: every user may write to it"
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 54321)
+    assert (fault_of(path) or "").startswith(f"{path}: belongs to another user") is (path.stat().st_uid != 0)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert fault_of(pipe) == f"{pipe}: is neither a file nor a folder"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_belongs_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("x")
+    os.chown(path, 65534, 65534)
+    assert "belongs to another user" in (fault_of(path) or "")
+
+
+def test_a_library_that_others_may_write_is_not_loaded(tmp_path: Path) -> None:
+    """Neither from a folder that is open nor from a file that is."""
+    code = (
+        "import logging; logging.basicConfig()\n"
+        "from megatron_dta.speculation.native import create_forest\n"
+        "print(type(create_forest(5)).__name__)"
+    )
+    environment = {**os.environ, "MEGATRON_DTA_CACHE": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+
+    def run() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=REPOSITORY, check=True
+        )
+        assert done.stdout.strip() == "NativeSuffixForest"
+        return done.stderr
+
+    assert "may write" not in run()
+    (library,) = tmp_path.glob("suffix_forest-*.so")
+    library.write_bytes(b"hostile")
+    library.chmod(0o666)
+    assert f"{library}: every user may write to it; the library is compiled anew" in run()
+    library.chmod(0o644)
+    tmp_path.chmod(0o777)
+    assert f"{tmp_path}: every user may write to it" in run()
+    assert library.read_bytes() == b"hostile"
