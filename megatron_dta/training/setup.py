@@ -135,8 +135,7 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
     else:
         source, evaluations = stored, _evaluations(config, engine, held_out)
     passes = _reference(config, objective, reference, optimizer.chunks)
-    stored_rollouts = stored.rollouts if stored is not None else []
-    lines = _description(config, optimizer, constant, tuner.describe(), task, stored_rollouts)
+    lines = _description(config, optimizer, constant, tuner.describe(), task, stored)
     for line in _copies(config, engine, resumes) + lines:
         console.print(line, soft_wrap=True)
     return Trainer(
@@ -198,7 +197,7 @@ def _description(
     constant: float,
     decided: str | None,
     task: SamplingTask | None,
-    stored: Sequence[Rollout],
+    stored: StoredRollouts | None,
 ) -> list[str]:
     """The lines that describe the run.
 
@@ -208,8 +207,9 @@ def _description(
     """
     mesh, part = current_mesh(), next(optimizer.chunks[0].parameters())
     counts = parameter_counts(optimizer.chunks, mesh, config)
+    rollouts = stored.rollouts if stored is not None else []
     named, metrics = _tokenizer(config, task), metrics_path(config)
-    built = BuiltRun(config, mesh, part.device, *counts, constant, task, named, stored, metrics, decided)
+    built = BuiltRun(config, mesh, part.device, *counts, constant, task, named, rollouts, metrics, decided)
     return [f"{name:<12} {text}" for name, text in describe_run(built)]
 
 
