@@ -88,5 +88,5 @@ def main() -> None:
     carried = carried_text(job.reader.weight_map)
     if carried is not None:
         line = f"not in it: {carried}; convert-megatron-to-hf --hf-checkpoint {source} adds them to an export unchanged"
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
     console.print(f"saved {target}; train from it with --load {target} --finetune", soft_wrap=True)

@@ -126,4 +126,4 @@ def _write_template(source: Path, folder: Path, console: Console) -> None:
     origin = settings.get("--load-hf") or settings.get("--hf-checkpoint")
     if isinstance(origin, str):
         line = f"the text model alone: give --hf-checkpoint {origin} for the other files and tensors of that folder"
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)

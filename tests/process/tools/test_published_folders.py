@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import save_file
 
 from conversion_cases import architecture_in, save_huggingface, shape_of, tensors_in, to_huggingface, to_megatron
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.console import Console
 from megatron_dta.common.errors import InputError
 from megatron_dta.conversion.hf.config import model_settings, read_hf_config
 from megatron_dta.conversion.safetensors_files import SafetensorsFolder, carried_text
