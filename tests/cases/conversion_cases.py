@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
 from forked import forkserver
@@ -88,7 +90,8 @@ def save_huggingface(
                 parameter.add_(1.0)
     model.save_pretrained(folder, max_shard_size=shard)
     (folder / "tokenizer.model").write_bytes(bytes(range(256)))
-    (folder / "tokenizer.json").write_text('{"model": {}}')
+    words = {"</s>": 0, **{str(word): word for word in range(1, COMMON["vocab_size"])}}
+    Tokenizer(WordLevel(words, unk_token="</s>")).save(str(folder / "tokenizer.json"))
     return model.eval()
 
 
