@@ -48,6 +48,7 @@ from megatron_dta.sampling.engines.build import listed_servers, silent_servers
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import load_environment
 from megatron_dta.training.checkpoint.files import required_checkpoint, starting_point
+from megatron_dta.training.checkpoint.inputs import changed_inputs, input_digests
 from megatron_dta.training.checkpoint.reader import read_common
 from megatron_dta.training.checkpoint.save_load import check_continues, check_weights
 from megatron_dta.training.data.stored import StoredRollouts, load_files
@@ -247,6 +248,7 @@ def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:
         common = read_common(found)
         if resumes:
             changed = check_continues(found, common, config, objective.needs_critic)
+            changed += changed_inputs(common["megatron_dta"]["progress"]["inputs"], input_digests(config))
             done = "" if common["iteration"] < config.optimization.train_iters else ": nothing is left to train"
             lines.append(f"continues {found} after step {common['iteration']}{done}")
             lines += [f"changed since the checkpoint: {line}" for line in changed if not line.startswith("--dry-run")]

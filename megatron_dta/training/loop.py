@@ -64,6 +64,7 @@ class Progress:
         waiting: steps that are prepared but not trained yet.
         guard: gradient norms and alarms that the guard has recorded.
         best: the best checkpoint so far, if the run selects one.
+        inputs: digests of the files that the run reads, see ``checkpoint.inputs``.
     """
 
     iteration: int = 0
@@ -71,21 +72,20 @@ class Progress:
     waiting: list[StepSamples] = field(default_factory=list)
     guard: GuardState = field(default_factory=GuardState)
     best: BestCheckpoint | None = None
+    inputs: dict[str, str] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything except the iteration, which a checkpoint stores separately, as plain values and tensors."""
         best = {} if self.best is None else {"best": asdict(self.best)}
-        state = {"rollout_batches": self.rollout_batches, "waiting": pack_steps(self.waiting)}
+        state = {"rollout_batches": self.rollout_batches, "waiting": pack_steps(self.waiting), "inputs": self.inputs}
         return state | {"guard": asdict(self.guard)} | best
 
     @classmethod
     def from_state_dict(cls, iteration: int, state: dict[str, Any]) -> Progress:
         """Restore the progress from a checkpoint."""
-        # Older checkpoints lack the last two fields and name the first one "collections".
-        batches = state.get("rollout_batches", state.get("collections"))
-        guard = GuardState(**state.get("guard", {}))
+        guard, waiting = GuardState(**state["guard"]), unpack_steps(state["waiting"])
         best = BestCheckpoint(**state["best"]) if "best" in state else None
-        return cls(iteration, batches, unpack_steps(state["waiting"]), guard, best)
+        return cls(iteration, state["rollout_batches"], waiting, guard, best, state["inputs"])
 
 
 @dataclass

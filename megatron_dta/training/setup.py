@@ -33,6 +33,7 @@ from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.autotune import Autotuner, build_autotuner
 from megatron_dta.training.checkpoint.files import remove_leftovers, required_checkpoint, starting_point
 from megatron_dta.training.checkpoint.finished import already_at
+from megatron_dta.training.checkpoint.inputs import changed_inputs, input_digests
 from megatron_dta.training.checkpoint.random_state import seed_random_states
 from megatron_dta.training.checkpoint.run_folders import lock_run, run_folders
 from megatron_dta.training.checkpoint.save_load import (
@@ -104,15 +105,14 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         _load_first_weights(config, model, start, console)
     # The reference is built before the checkpoint is loaded, so that without --ref-load it gets the initial weights.
     reference = _build_reference(config, objective, model, device, resumes)
-    critic = None
-    if objective.needs_critic:
-        critic = Critic(config, build_critic_model(config, model, device, resumes))
+    critic = Critic(config, build_critic_model(config, model, device, resumes)) if objective.needs_critic else None
     optimizer = TrainingOptimizer(model, config.optimization, config.parallel)
-    progress, source_state, planning = Progress(), {}, {}
+    progress, source_state, planning = Progress(inputs=input_digests(config)), {}, {}
     if start is not None and resumes:
         iteration, state, changed = load_checkpoint(start, config, model, optimizer, critic)
-        progress, source_state = Progress.from_state_dict(iteration, state), state.get("source", {})
-        planning = state.get("planning", {})
+        changed += changed_inputs(state["inputs"], progress.inputs)
+        progress = Progress.from_state_dict(iteration, state | {"inputs": progress.inputs})
+        source_state, planning = state.get("source", {}), state.get("planning", {})
         _report_continuation(start, iteration, changed, config, console)
 
     own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
@@ -171,9 +171,8 @@ def _report_continuation(
         changed = [*changed, *filter(None, [lost_records(metrics_path(config), iteration)])]
     for line in changed:
         console.print(f"changed since the checkpoint: {line}", soft_wrap=True, style="yellow")
-    last = config.optimization.train_iters
-    if iteration >= last:
-        console.print(already_at(iteration, last), soft_wrap=True)
+    if iteration >= config.optimization.train_iters:
+        console.print(already_at(iteration, config.optimization.train_iters), soft_wrap=True)
 
 
 def _tuner(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -235,15 +236,16 @@ def test_tokens_of_a_real_vocabulary_are_drawn_as_by_the_twin(dtype: torch.dtype
     steepness = torch.from_numpy(10.0 ** generator.uniform(-1, 1, (300, 1))).to(CUDA)
     logits = (torch.randn(300, 151_936, device=CUDA) * steepness).to(dtype)
     noise = torch.from_numpy(generator.random(300)).to(CUDA)
-    for temperature in (0.0, 0.6, 1.0):
-        tokens, logprobs = draw_tokens(logits, noise, temperature)
-        expected, their_logprobs = draw_tokens_reference(logits, noise, temperature)
+    for temperature, known in product((0.0, 0.6, 1.0), (None, 151_669)):  # ids that the tokenizer of Qwen3 has
+        tokens, logprobs = draw_tokens(logits, noise, temperature, known)
+        expected, their_logprobs = draw_tokens_reference(logits, noise, temperature, known)
+        assert known is None or int(tokens.max()) < known
         # A draw within rounding of the border between two tokens may fall to either side; and the sums of 150,000
         # float32 quotients that differ in the last bit are another border yet.
         assert (tokens != expected).sum() <= (3 if temperature == 0.6 else 1)
         same = tokens == expected
         assert (logprobs - their_logprobs)[same].abs().max() <= 2e-5
-        assert torch.equal(tokens[7:9], draw_tokens(logits[7:9], noise[7:9], temperature)[0])
+        assert torch.equal(tokens[7:9], draw_tokens(logits[7:9], noise[7:9], temperature, known)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
