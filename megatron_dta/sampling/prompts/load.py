@@ -79,7 +79,8 @@ class PromptReader:
         """All prompts of a file in order; ``InputError`` names file, row (from 1) and field of an invalid one."""
         file = Path(path)
         if not file.is_file():
-            raise InputError(f"{file}: no such prompt file")
+            what = "is a folder; name its files" if file.is_dir() else "no such prompt file"
+            raise InputError(f"{file}: {what}")
         prompts: list[Prompt] = []
         seen: dict[str, int] = {}
         before = self.overlong

@@ -226,6 +226,8 @@ def test_bad_prompt_rows(tmp_path: Path, line: str, message: str):
 def test_bad_prompt_files(tmp_path: Path):
     with pytest.raises(InputError, match="no such prompt file"):
         PromptReader(CharacterTokenizer()).read(tmp_path / "none.jsonl")
+    with pytest.raises(InputError, match="is a folder; name its files"):
+        PromptReader(CharacterTokenizer()).read(tmp_path)
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n \n")
     with pytest.raises(InputError, match="no prompts"):
