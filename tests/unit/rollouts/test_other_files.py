@@ -18,16 +18,21 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 BOM = b"\xef\xbb\xbf"
 
 
+def zipped(content: bytes) -> bytes:
+    """Gzipped without a time, so that all test workers have the same names of tests."""
+    return gzip.compress(content, mtime=0)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
         ("rows.jsonl", LINES),
         ("rows.jsonl", BOM + LINES.replace(b"\n", b"\r\n")),
-        ("rows.jsonl.gz", gzip.compress(LINES)),
-        ("gzipped.jsonl", gzip.compress(BOM + LINES)),
+        ("rows.jsonl.gz", zipped(LINES)),
+        ("gzipped.jsonl", zipped(BOM + LINES)),
         ("rows.json", json.dumps(ROWS).encode()),
         ("rows.json", BOM + b"\n" + json.dumps(ROWS, indent=1, ensure_ascii=False).encode()),
-        ("rows.json.gz", gzip.compress(json.dumps(ROWS, indent=1).encode())),
+        ("rows.json.gz", zipped(json.dumps(ROWS, indent=1).encode())),
     ],
 )
 def test_rows_are_the_same_in_all_forms(tmp_path: Path, name: str, content: bytes) -> None:
@@ -38,7 +43,7 @@ def test_rows_are_the_same_in_all_forms(tmp_path: Path, name: str, content: byte
     assert holds_text(path)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe{", b"PAR1", b"(\xb5/\xfd\0", b"PK\x03\x04", gzip.compress(LINES)[:-9]])
+@pytest.mark.parametrize("content", [b"\xff\xfe{", b"PAR1", b"(\xb5/\xfd\0", b"PK\x03\x04", zipped(LINES)[:-9]])
 def test_other_content_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
@@ -66,6 +71,6 @@ def test_a_broken_row_is_named(tmp_path: Path, content: bytes, message: str) -> 
 def test_rollouts_may_be_gzipped(tmp_path: Path) -> None:
     row = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "reward": 1.0, "group_id": "a"}
     path = tmp_path / "rollouts.jsonl.gz"
-    path.write_bytes(gzip.compress(BOM + json.dumps(row).encode()))
+    path.write_bytes(zipped(BOM + json.dumps(row).encode()))
     (rollout,) = load_rollouts(path)
     assert rollout.token_ids.tolist() == [1, 2, 3]
