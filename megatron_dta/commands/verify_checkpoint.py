@@ -4,8 +4,9 @@
 
 Both models run in float32 on the same tokens. The command compares logits, logprobs, the gradient of every tensor, and
 every tensor after one step of gradient descent. Differences are relative to the largest magnitude in the tensor; the
-exit status is 1 if one is above the tolerance. Rounding gives the gradients of trained models differences of up to
-1e-4; a tensor that is permuted, scaled or missing gives more than 1e-2. Tokens are random unless a rollout file is
+exit status is 1 if one is above the tolerance, for logits, logprobs and loss a tenth of it. Rounding gives a trained
+model of 30 layers differences of 2e-5 in its logprobs and 2e-4 in its gradients; a tensor that is permuted, scaled or
+missing gives more than 1e-2. Tokens are random unless a rollout file is
 given. The command needs Hugging Face transformers (pip install "megatron_dta[parity]") and memory for both models with
 their gradients.
 """
@@ -43,7 +44,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of random tokens (default 0)")
     parser.add_argument("--lr", type=float, default=1.0, metavar="X", help="learning rate of the step (default 1)")
     parser.add_argument(
-        "--tolerance", type=float, default=1e-3, metavar="X", help="maximum relative difference (default 1e-3)"
+        "--tolerance",
+        type=float,
+        default=1e-3,
+        metavar="X",
+        help="maximum relative difference of gradients and weights (default 1e-3); of the outputs a tenth of it",
     )
     parser.add_argument("--rows", type=int, default=10, metavar="N", help="worst tensors of each kind in the table")
     parser.add_argument("--json", action="store_true", help="print one JSON object with every tensor as the last line")
@@ -102,9 +107,10 @@ def main() -> int:
             f"pad_token_id {padding}: transformers gives this row of the embedding no gradient; here it gets one on "
             "both sides, as in training"
         )
-    failed = {kind: row for kind, row in worst.items() if not row.relative <= arguments.tolerance}
+    limits = {kind: arguments.tolerance * (1 if kind in ("gradient", "weight") else 0.1) for kind in worst}
+    failed = {kind: row for kind, row in worst.items() if not row.relative <= limits[kind]}
     for kind, row in failed.items():
-        print(f"{kind} {row.name} differs by {row.relative:.1e}, above the tolerance {arguments.tolerance:g}")
+        print(f"{kind} {row.name} differs by {row.relative:.1e}, above the tolerance {limits[kind]:g}")
     if not failed:
         print(f"{len(rows)} comparisons are within tolerance")
     if arguments.json:
