@@ -130,7 +130,8 @@ def step_line(record: Record, train_iters: int, seconds_per_step: float) -> str:
     compares = "zero_advantages" in record or "dpo_margin" in record
     figures = (
         # Name, value, format, and drop order: figures with the highest number are dropped first.
-        ("reward", record.get("reward"), ".3f", 0),
+        # A pair of a preferred and a rejected response has the mean reward 0.5, whatever is learned.
+        ("reward", None if "dpo_margin" in record else record.get("reward"), ".3f", 0),
         ("accuracy", record.get("dpo_accuracy"), ".0%", 1),
         ("loss", record.get("loss"), ".4f", 3),
         ("grad", record.get("grad_norm"), ".3f", 1),

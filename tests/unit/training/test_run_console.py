@@ -65,7 +65,9 @@ def test_lines_of_steps_fit_a_terminal() -> None:
     assert short.endswith("0.05 s  left 1m00s")
     assert "left" not in step_line(record(4), 4, 1.0)
     # Pairs: the reward of chosen and rejected text is fixed, so the share that the model prefers is what counts.
-    assert "accuracy 75%" in step_line(record(1, dpo_accuracy=0.75, dpo_margin=0.1), 4, 1.0)
+    preferences = step_line(record(1, dpo_accuracy=0.75, dpo_margin=0.1), 4, 1.0)
+    assert "accuracy 75%" in preferences
+    assert "reward" not in preferences
     # Supervised training compares no groups, and its loss is what counts.
     supervised = {"iteration": 1, "loss": float("nan"), "uniform_groups": 1.0, "timing": {}}
     assert step_line(supervised, 1, 1.0) == "step 1/1  loss nan"
