@@ -77,12 +77,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tree-segment-tokens",
         type=int,
-        help="default: 4096, or chosen with the next two; on a GPU without any of these flags as in training",
+        help="default: 4096, or chosen with --tree-memory-gib; on a GPU without any of these flags as in training",
     )
     parser.add_argument(
         "--pack-tokens", type=int, help="maximum number of tokens in a pack (default: the longest sequence)"
     )
-    parser.add_argument("--cost-model", help="file of tools/fit_cost_model.py: plan by it, and say what it predicts")
     parser.add_argument(
         "--tree-memory-gib", type=float, help="memory of weights, gradients and the step; as in training"
     )
@@ -128,9 +127,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         if arguments.tree_memory_gib is not None and getattr(arguments, flag) is not None:
             raise InputError(f"--tree-memory-gib decides what --{flag.replace('_', '-')} says; give one of the two")
     limits = ("segment_tokens", "memory_gib", "memory_tokens", "activation_tokens")
-    is_given = arguments.cost_model is not None or any(
-        getattr(arguments, f"tree_{name}") is not None for name in limits
-    )
+    is_given = any(getattr(arguments, f"tree_{name}") is not None for name in limits)
     # A GPU decides as in training.
     is_divided = arguments.tensor_model_parallel_size > 1
     is_divided |= arguments.expert_model_parallel_size > 1 and arguments.pipeline_model_parallel_size > 1

@@ -25,7 +25,6 @@ from megatron_dta.engine.cost_inputs import why_not_predicted
 from megatron_dta.model import build_model, initialize_parallel, training_mesh
 from megatron_dta.objectives import make_objective
 from megatron_dta.objectives.weights import count_trained
-from megatron_dta.planning.costs.file import load_cost_file
 from megatron_dta.planning.costs.memory_budget import GIB, MemoryBudget
 from megatron_dta.planning.step.passes import stage_peak_bytes
 from megatron_dta.planning.step.sample import TrainingSample
@@ -40,7 +39,6 @@ class EngineOptions:
 
     logprob_chunk_tokens: int | None = None
     tree_attention_impl: str = "auto"
-    cost_model: str | None = None
     bf16_gradients: bool = False
     kv_offload_fraction: float = 0.0
 
@@ -87,7 +85,6 @@ class StepTimer:
             self.chunks,
             logprob_chunk_tokens=options.logprob_chunk_tokens,
             tree_attention_impl=options.tree_attention_impl,
-            costs=load_cost_file(options.cost_model) if options.cost_model else None,
         )
         engine.offload_kv(options.kv_offload_fraction)
         return engine
@@ -167,7 +164,7 @@ class StepTimer:
         return {"predicted_seconds": expected, "prediction_error": expected / seconds - 1}
 
     def _predicted_peak(self, batch: TreeBatch) -> float | None:
-        """GiB of this process by measured or counted bytes, weights and gradients included; None if unknown."""
+        """GiB of this process by counted bytes, weights and gradients included; None if unknown."""
         if why_not_predicted(self.engine.tree_models[0]) is not None:
             return None
         shape = self.engine.pipeline(batch.plan.segments.segment_tokens)

@@ -1,7 +1,7 @@
 """The experiments of AReaL-DTA (arXiv 2602.00482), like for like: all modes on the same kernels, with their bounds.
 
     python benchmarks/papers/areal_dta.py [--small] [--smallest] [--output-dir runs/papers/areal_dta]
-        [--parts modes sizes orders balance rivals] [--model qwen3-1.7b] [--tree-memory-gib 40] [--cost-model FILE]
+        [--parts modes sizes orders balance rivals] [--model qwen3-1.7b] [--tree-memory-gib 40]
 
     modes    dense one by one with recomputation, dense packed, packed trees and trees; by trajectory and by turn
     sizes    segment sizes
@@ -32,7 +32,7 @@ from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
-from common.training_step import EngineOptions, StepTimer
+from common.training_step import StepTimer
 from megatron_dta.common.command_line import check_at_least
 from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.config import ParallelConfig
@@ -103,7 +103,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tree-memory-gib", type=float, help="memory of dense packed training and of trees (default: 40)"
     )
-    parser.add_argument("--cost-model", help="file of tools/fit_cost_model.py by which steps are planned")
     parser.add_argument("--steps", type=int, help="timed runs of a step (default: 2; with --small 1)")
     arguments = parser.parse_args()
     check_at_least(arguments, 1, "seeds", "trajectories", "steps")
@@ -167,7 +166,7 @@ def make_timer(arguments: argparse.Namespace, preset: Preset, sets: Sequence[Rol
     if most >= vocab_size:
         raise InputError(f"--set: has token id {most}, but {preset.model} has {vocab_size}")
     config = benchmark_model(preset.model, vocab_size, longest, bf16=torch.cuda.is_available())
-    timer = StepTimer(config, ParallelConfig(), 1, EngineOptions(cost_model=arguments.cost_model))
+    timer = StepTimer(config, ParallelConfig(), 1)
     timer.limit_memory(preset.settings.memory_gib)
     return timer
 

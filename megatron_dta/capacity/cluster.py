@@ -2,8 +2,7 @@
 
 Peaks come from a preset or from flags. ``gemm_tflops`` is the rate of a product of large matrices; it is measured for
 the H200 and estimated for the others. The achieved shares are fitted to steps of the 1.7B, 8B, 14B and 70B shapes on
-one and four H200 (``benchmarks/step_*.json``, within 8%). A cost model fitted to measured segments corrects them
-(``step_time.calibrated``).
+one and four H200 (``benchmarks/step_*.json``, within 8%).
 """
 
 from __future__ import annotations

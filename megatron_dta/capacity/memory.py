@@ -9,7 +9,7 @@ logits         the logit chunk that exists at a time, and its gradient
 workspace      temporary memory of the running segment, messages, and a fixed amount for the CUDA context, NCCL and the
                allocator
 
-Bytes per token are those of ``planning.costs.segment_bytes``, counted or measured (``megatron-dta fit-cost-model``).
+Bytes per token are those of ``planning.costs.segment_bytes``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from functools import lru_cache
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape, RankParameters
-from megatron_dta.planning.costs.file import RUN_SETTINGS, CostFile, CostShape
 from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 
@@ -213,34 +212,6 @@ def counted_bytes(
     )
 
 
-def of_measurement(shape: CostShape, layers: int = 1) -> RunMesh:
-    """The mesh on which a cost file was measured."""
-    return RunMesh(
-        shape.tensor_model_parallel_size,
-        1,
-        1,
-        (layers,),
-        experts=shape.expert_model_parallel_size,
-        expert_tensor=shape.expert_tensor_parallel_size,
-        sequence_parallel=shape.sequence_parallel,
-    )
-
-
-def corrected_bytes(counted: SegmentBytes, measured: CostFile | None) -> SegmentBytes:
-    """Scale each field of ``counted`` by the ratio of measured to counted bytes of the measured model."""
-    if measured is None or measured.bytes is None:
-        return counted
-    of = measured.shape
-    expected = counted_bytes(of.decoder(), of_measurement(of), StateSettings())
-    found = {}
-    for field in fields(SegmentBytes):
-        value, was, is_now = (getattr(each, field.name) for each in (counted, expected, measured.bytes))
-        # What the measured model lacks, such as experts, is as counted.
-        found[field.name] = value * is_now / was if was else is_now or value
-    kept = {name: getattr(counted, name) for name in RUN_SETTINGS}
-    return SegmentBytes(**found | kept)
-
-
 @dataclass(frozen=True)
 class InFlight:
     """Peak of a step's segments on a stage.
@@ -279,10 +250,10 @@ def stage_memory(
         once = each.kept_per_token
         rows = states.logprob_chunk_tokens or max(1, LOGIT_ELEMENTS // shape.vocab_size)
         rows = min(rows, flight.segment / mesh.context)
-        logits = each.work_fixed or rows * shape.vocab_size / mesh.tensor * LOGIT_BYTES
+        logits = rows * shape.vocab_size / mesh.tensor * LOGIT_BYTES
     of_token = replace(each, kept_per_token=once).kept(num_layers)
     kept = flight.tokens if flight.kept is None else min(flight.kept, flight.tokens)
-    room = float(replace(each, work_fixed=0.0).work(flight.segment, flight.path))
+    room = float(each.work(flight.segment, flight.path))
     keys_values = flight.tokens * each.slot(num_layers)
     kv_on_host = flight.tokens * each.host_slot(num_layers)
     if flight.peak_bytes is None:

@@ -130,10 +130,7 @@ def cost_source(planner: Planner, arguments: argparse.Namespace) -> str:
     """Model, GPU and source of the predicted seconds."""
     model = arguments.model or arguments.hf_config or arguments.args_file or "the model"
     peak = f"{planner.cluster.gemm_tflops:g} TFLOP/s"
-    how = f"operations at assumed shares of the peaks ({peak})"
-    if arguments.cost_model is not None:
-        how = f"operations at the shares of the peaks ({peak}) that {arguments.cost_model} measured"
-    return f"seconds: {model} on {arguments.gpu}, {how}"
+    return f"seconds: {model} on {arguments.gpu}, operations at assumed shares of the peaks ({peak})"
 
 
 def print_misses(found: dict[str, Any]) -> None:

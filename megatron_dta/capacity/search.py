@@ -22,7 +22,6 @@ from megatron_dta.capacity.memory import (
     RankMemory,
     RunMesh,
     StateSettings,
-    corrected_bytes,
     counted_bytes,
     stage_memory,
 )
@@ -34,11 +33,9 @@ from megatron_dta.capacity.step_time import (
     reduction_seconds,
     send_seconds,
     stage_time,
-    training_costs,
 )
 from megatron_dta.capacity.work import ReplicaWork, StepWork
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.memory_budget import GIB, MemoryBudget, StageBytes, peak_bytes
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import SegmentBytes
@@ -104,15 +101,12 @@ class Planner:
     Attributes:
         shape, cluster, step: the model, the machines and the sequences of a step.
         states: data types and placement of states; recomputation is set by each choice.
-        measured: fitted cost model for the forward's share and the bytes. ``cluster`` must already be corrected by it
-            (``calibrated``).
     """
 
     shape: DecoderShape
     cluster: Cluster
     step: StepWork
     states: StateSettings = field(default_factory=StateSettings)
-    measured: CostFile | None = None
 
     def estimate(self, choice: Choice) -> Prediction:
         """Predict from counts, without planning segments."""
@@ -149,11 +143,10 @@ class Planner:
             ops = [PipelineOp(kind, segment) for kind, segment in depth_first_schedule(segments)]
             schedule = PipelineSchedule(1, 1, [ops])
         else:
-            measured = None if self.measured is None else self.measured.model(self.shape.num_layers)
-            model = mesh_costs(self.shape, mesh, self.cluster, measured, work.segment_tokens)
+            model = mesh_costs(self.shape, mesh, self.cluster, work.segment_tokens)
             send = send_seconds(self.shape, mesh, self.cluster, work.segment_tokens)
             # Training plans the schedule with its own cost model; the costs of this cluster give the time.
-            known = self._training_costs(choice)
+            known = CostModel.from_shape(self.shape, choice.segment_tokens)
             if not choice.full_recompute:
                 kept = kept_on_stages(by_tokens, parents, len(mesh.layers))
             known_costs = PipelineCosts.of_segments(known, *counts, mesh.layers, ~kept)
@@ -186,13 +179,11 @@ class Planner:
         is_last = (len(mesh.layers) - 1 - virtual_stage) % mesh.pipeline == 0
         return StageBytes(each if is_last else replace(each, kept_per_token=0.0), states)
 
-    def _training_costs(self, choice: Choice) -> CostModel:
-        return training_costs(self.shape, choice.mesh, self.measured, choice.segment_tokens)
-
     def _cut(self, choice: Choice) -> tuple[int, StepBudget, PipelineShape]:
         """Arguments of ``StepWork.plan`` for a choice."""
         budget = StepBudget(choice.segment_tokens, choice.memory_tokens)
-        return choice.mesh.data, budget, PipelineShape(choice.mesh.pipeline, cost_model=self._training_costs(choice))
+        costs = CostModel.from_shape(self.shape, choice.segment_tokens)
+        return choice.mesh.data, budget, PipelineShape(choice.mesh.pipeline, cost_model=costs)
 
     def _state_bytes(self, choice: Choice) -> float:
         """Bytes of weights, gradients and optimizer on the rank with most of them."""
@@ -207,7 +198,7 @@ class Planner:
 
     def _bytes(self, choice: Choice, layers: Sequence[int] | None = None) -> SegmentBytes:
         """Bytes of a token in ``layers``, None for all."""
-        return corrected_bytes(counted_bytes(self.shape, choice.mesh, self._states(choice), layers), self.measured)
+        return counted_bytes(self.shape, choice.mesh, self._states(choice), layers)
 
     def _bytes_of(self, choice: Choice, stage: int) -> SegmentBytes:
         return self._bytes(choice, tuple(choice.mesh.stage_layers(stage)))

@@ -34,13 +34,11 @@ from megatron_dta.capacity.memory import (
     DTYPE_BYTES,
     RunMesh,
     StateSettings,
-    of_measurement,
     rank_parameters,
     state_parameters,
 )
 from megatron_dta.capacity.work import ReplicaWork
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.file import CostFile, CostShape
 from megatron_dta.planning.costs.model import CostModel
 
 # Kernels that each expert of a rank adds, over those of a layer without experts: 5 of about 30.
@@ -179,13 +177,11 @@ def mesh_costs(
     shape: DecoderShape,
     mesh: RunMesh,
     cluster: Cluster,
-    measured: CostModel | None = None,
     segment_tokens: int = CostModel.segment_tokens,
 ) -> CostModel:
     """Compute the cost model of the whole model on such a mesh; the stages of a simulation take shares of it.
 
     Args:
-        measured: cost model that provides the forward's share; None for the default.
         segment_tokens: maximum tokens of a segment.
     """
     whole = replace(mesh, pipeline=1, chunks=1, layers=(shape.num_layers,))
@@ -195,8 +191,7 @@ def mesh_costs(
             shape, whole, cluster, ReplicaWork(tokens, pairs, edges, 0, segment_tokens, 0, 0), 0
         ).computing
 
-    return replace(
-        measured or CostModel(),
+    return CostModel(
         seconds_per_token=seconds(tokens=1),
         seconds_per_pair=seconds(pairs=1),
         seconds_per_edge=seconds(edges=1),
@@ -204,22 +199,6 @@ def mesh_costs(
         * sum(count * layer_launches(shape, mesh, layer) for layer, count in shape.kinds(range(shape.num_layers))),
         forward_floor_share=cluster.forward_floor_share,
     )
-
-
-def training_costs(
-    shape: DecoderShape, mesh: RunMesh, measured: CostFile | None = None, segment_tokens: int = 2048
-) -> CostModel:
-    """Return the cost model with which training would plan segments and schedules on such a mesh.
-
-    It is the measured one if it was measured on this shape and tensor parallelism; otherwise it is counted at fixed
-    rates.
-    """
-    if measured is not None and (shape.num_experts is None or (shape.moe_grouped_gemm and all(shape.moe_layers))):
-        ranks = (mesh.experts, mesh.expert_tensor)
-        needed = CostShape.of(shape, measured.shape.dtype, mesh.tensor, mesh.sequence_parallel, ranks)
-        if measured.shape == needed and mesh.context == 1:
-            return measured.model(shape.num_layers, segment_tokens)
-    return CostModel.from_shape(shape, segment_tokens)
 
 
 def send_seconds(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, segment_tokens: int) -> float:
@@ -256,30 +235,3 @@ def optimizer_seconds(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, stat
     moved = 2.0 * states.optimizer_bytes + 2.0 * DTYPE_BYTES[states.main_grads] + DTYPE_BYTES[states.weights]
     on_gpu, on_host = 1 - states.offload_fraction, states.offload_fraction
     return count * moved * (on_gpu / cluster.hbm_rate + on_host / (cluster.host_gigabytes_per_second * 1e9))
-
-
-def calibrated(cluster: Cluster, measured: CostFile) -> Cluster:
-    """Correct the cluster's shares so that they reproduce the measured seconds for the measured model.
-
-    Other models and tensor parallelisms are then predicted with the same shares. One factor scales products,
-    elementwise work and communication of a layer; attention and logits have their own factors.
-    """
-    cluster = replace(cluster, short_segment_tokens=0.0)  # The measurements include short segments.
-    of, layers = measured.shape, measured.num_layers
-    tensor = of.tensor_model_parallel_size
-    mesh = of_measurement(of, layers)
-    found, expected = measured.model(), mesh_costs(of.decoder(layers), mesh, cluster)
-    token, pair, edge = (
-        getattr(expected, name) / getattr(found, name) if getattr(found, name) else 1.0
-        for name in ("seconds_per_token", "seconds_per_pair", "seconds_per_edge")
-    )
-    return replace(
-        cluster,
-        gemm_share=cluster.gemm_share * token,
-        hbm_share=cluster.hbm_share * token,
-        link_share=cluster.link_share * (token if tensor * of.expert_model_parallel_size > 1 else 1.0),
-        attention_share=cluster.attention_share * pair,
-        logit_share=cluster.logit_share * edge,
-        floor_seconds_per_layer=found.floor_seconds / layers,
-        forward_floor_share=found.forward_floor_share,
-    )

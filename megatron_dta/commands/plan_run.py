@@ -8,9 +8,8 @@ FILE is a rollout file (.jsonl, .parquet or .npz) that represents one optimizer 
 sizes as numbers. The model is a name, a Hugging Face config.json (--hf-config) or flags of the training command. With
 --args-file, the model, mesh and settings come from an argument file, and only that mesh is evaluated. All settings that
 no flag fixes are searched. The planners of training divide the sequences, cut them into segments and schedule them.
-Seconds are predicted from operation counts and the achieved shares of the hardware peaks; --cost-model corrects the
-shares by measurements (megatron-dta fit-cost-model). If no mesh fits into memory, the nearest ones are shown with the
-missing memory, and the exit status is 1.
+Seconds are predicted from operation counts and the achieved shares of the hardware peaks. If no mesh fits into memory,
+the nearest ones are shown with the missing memory, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ from megatron_dta.capacity.report import as_json, print_misses, print_prediction
 from megatron_dta.capacity.search import Planner
 from megatron_dta.capacity.sequences import made_up_sequences
 from megatron_dta.capacity.settings import HELP, read_args_file, read_hf_config
-from megatron_dta.capacity.step_time import calibrated, mesh_costs
+from megatron_dta.capacity.step_time import mesh_costs
 from megatron_dta.capacity.work import StepWork
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.file import load_cost_file
 from megatron_dta.planning.costs.named_shapes import SHAPES
 from megatron_dta.planning.partition.divide import trained_parts
 from megatron_dta.rollouts import load_chosen_rollouts
@@ -105,7 +103,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--no-distributed-optimizer", action="store_true", help="keep all optimizer states on every replica")
     add("--no-optimizer", action="store_true", help="plan forward and backward only, as in benchmarks/train.py")
     add("--logprob-chunk-tokens", type=int, metavar="N", help=HELP["logprob_chunk_tokens"])
-    add("--cost-model", metavar="JSON", help="measured costs of this or another model (file of fit-cost-model)")
     add("--top", type=int, metavar="N", default=5, help="meshes to plan in full (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
@@ -231,13 +228,10 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         shape = replace(read_shape(arguments), moe_grouped_gemm=arguments.moe_grouped_gemm)
         states = read_states(arguments)
         looked_at = choices(arguments, shape, cluster)
-    measured = None if arguments.cost_model is None else load_cost_file(arguments.cost_model)
-    if measured is not None:
-        cluster = calibrated(cluster, measured)
     sequences, masks = read_step(arguments)
     whole = RunMesh(1, 1, 1, (shape.num_layers,))
     step = StepWork(sequences, masks, mesh_costs(shape, whole, cluster), arguments.tree_mode)
-    planner = Planner(shape, cluster, step, states, measured)
+    planner = Planner(shape, cluster, step, states)
     best, misses = planner.search(looked_at, arguments.top)
     return {
         "planner": planner,

@@ -6,7 +6,7 @@ FILE is a rollout file (.jsonl, .parquet or .npz). Utilisation is computing time
 ideal utilisation N / (N + P - 1) is that of N equal microbatches on P stages; the bound is an upper limit for any
 schedule of these segments under this limit on in-flight tokens. A token is in flight on a stage from the forward to the
 backward of its segment. Costs come from the cost model (megatron_dta/planning/costs/model.py): counted for Qwen3-32B on
-H200 by default or for --model, or measured with --cost-model.
+H200 by default, or for --model.
 """
 
 from __future__ import annotations
@@ -206,7 +206,6 @@ def main() -> None:
         tuple(layers_of(arguments, model)),
         model,
         arguments.pipeline_in_flight_tokens,
-        is_measured=arguments.cost_model is not None,
     )
     begin = time.perf_counter()
     budget = StepBudget(arguments.tree_segment_tokens, arguments.tree_memory_tokens, arguments.tree_activation_tokens)

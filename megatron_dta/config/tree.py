@@ -19,8 +19,8 @@ class TreeConfig:
     tree_segment_tokens: int | None = option(
         None,
         "Maximum number of tokens in a segment, the unit of one forward and one backward; pipelines choose smaller "
-        "segments (default: the fastest size on a GPU and with --cost-model or --tree-memory-gib; 2048 on a CPU and "
-        "for experts without --moe-grouped-gemm).",
+        "segments (default: the fastest size on a GPU and with --tree-memory-gib; 2048 on a CPU and for experts "
+        "without --moe-grouped-gemm).",
         minimum=1,
     )
     tree_memory_tokens: int | None = option(
@@ -51,12 +51,6 @@ class TreeConfig:
         "of the result; segments must be long enough for computation to hide the copies.",
         minimum=0,
         maximum=1,
-    )
-    cost_model: str | None = option(
-        None,
-        "File of measured seconds and bytes, written by megatron-dta fit-cost-model for this model's shape, dtype, and "
-        "tensor and expert parallelism, by which work is planned (default: the rates of the GPU's data sheet, "
-        "corrected by the second step; on a CPU counts of operations).",
     )
     tree_attention_impl: str = option(
         "auto",

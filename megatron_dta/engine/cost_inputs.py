@@ -1,4 +1,4 @@
-"""Derives the planner's inputs from a built model: its sizes, and the properties that a cost file must match."""
+"""Derives the planner's inputs from a built model: its sizes, its costs and its bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron_dta.common.errors import InputError
 from megatron_dta.model import TreeGPTModel
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.file import CostShape
 from megatron_dta.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
@@ -47,23 +46,6 @@ def _linear_attention(config: TransformerConfig) -> dict[str, Any]:
     return sizes | dict(linear_attention_layers=layers, attention_output_gate=config.attention_output_gate)
 
 
-def cost_shape(config: TransformerConfig, shape: DecoderShape, dtype: torch.dtype) -> CostShape:
-    """The properties for which a measurement of the model is valid; raises InputError if it cannot be measured."""
-    if shape.num_experts is not None and not all(shape.moe_layers):
-        raise InputError("--cost-model: layers with and without experts (--moe-layer-freq) differ; leave it out")
-    if config.context_parallel_size > 1:
-        raise InputError(
-            "--cost-model: costs are measured on one context rank; leave it out with --context-parallel-size"
-        )
-    return CostShape.of(
-        shape,
-        str(dtype).removeprefix("torch."),
-        config.tensor_model_parallel_size,
-        config.sequence_parallel,
-        (config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1),
-    )
-
-
 def why_not_predicted(model: TreeGPTModel) -> str | None:
     """Why time and memory of a segment cannot be predicted for the model's layers; None if they can.
 
@@ -97,7 +79,7 @@ def costs_of_gpu(
 def counted_bytes(
     model: TreeGPTModel, shape: DecoderShape, rank: RankTensors, layers: range | None = None
 ) -> SegmentBytes:
-    """Bytes for each token in ``layers`` of the model, None for all, counted instead of measured.
+    """Bytes for each token in ``layers`` of the model, None for all.
 
     Layers without RMSNorm and SwiGLU keep the tensors of Megatron's modules even on the kernels. Raises InputError if
     they cannot be counted.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron_dta.engine.batch import TreeBatch
-from megatron_dta.engine.cost_inputs import cost_shape, costs_of_gpu, counted_bytes, why_not_predicted
+from megatron_dta.engine.cost_inputs import costs_of_gpu, counted_bytes, why_not_predicted
 from megatron_dta.engine.expert_pass import with_auxiliary_losses
 from megatron_dta.engine.loss_pass import Objective
 from megatron_dta.engine.op_clock import OpClock
@@ -27,7 +27,6 @@ from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.engine.step_result import StepResult, TokenOutputs
 from megatron_dta.model import HostSlots, Mesh, Model, training_mesh, weights_quantized_once
 from megatron_dta.planning.costs.correction import CostCorrection
-from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.memory_budget import MemoryBudget, StageBytes
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
@@ -44,8 +43,6 @@ class TreeEngine(RankModel):
     Args:
         model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay: see ``RankModel``.
         pipeline_in_flight_tokens: maximum number of tokens that a pipeline stage holds; None for the planner's default.
-        costs: measured costs of this model; costs of another model raise InputError. None for those of the GPU's data
-            sheet or, on a CPU and with experts, for counts of operations.
 
     Attributes:
         memory: the memory that a step may use; None means no limit. ``limit_memory`` sets it.
@@ -60,15 +57,11 @@ class TreeEngine(RankModel):
         pipeline_in_flight_tokens: int | None = None,
         tree_attention_impl: str = "auto",
         routing_replay: bool = False,
-        costs: CostFile | None = None,
     ) -> None:
         self.memory: MemoryBudget | None = None
         super().__init__(model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay)
         self.pipeline_in_flight_tokens = pipeline_in_flight_tokens
         self.correction = CostCorrection()
-        self.costs = costs
-        if costs is not None:
-            costs.check(cost_shape(self.config, self.shape, self.dtype))
 
     def offload_kv(self, fraction: float) -> None:
         """Keep the K/V slots of this share of the layers on the host (``--kv-offload-fraction``)."""
@@ -92,28 +85,16 @@ class TreeEngine(RankModel):
             self.memory = replace(self.memory, stages=self.stage_bytes())
 
     def stage_bytes(self) -> tuple[StageBytes, ...]:
-        """Bytes of each virtual stage: measured where they were measured, else counted."""
+        """Bytes of each virtual stage."""
         ends = np.cumsum(self.tree_models[0].stage_layers).tolist()
         ranges = [range(begin, end) for begin, end in pairwise([0, *ends])]
         divisor = self.config.tensor_model_parallel_size * self.mesh.context_size
         return tuple(
-            StageBytes(self._bytes(layers), StateBytes.of_shape(self.shape, self.dtype.itemsize, divisor, layers))
+            StageBytes(
+                self.counted_bytes(layers), StateBytes.of_shape(self.shape, self.dtype.itemsize, divisor, layers)
+            )
             for layers in ranges
         )
-
-    def _bytes(self, layers: range) -> SegmentBytes:
-        each = self.costs.bytes if self.costs is not None else None
-        if each is None:
-            return self.counted_bytes(layers)
-        fraction = self.kv_on_host.fraction if self.kv_on_host is not None else 0.0
-        share, of_all = self.shape.attention_share(layers), self.shape.attention_share()
-        if share != of_all:
-            # Measured were layers of all kinds: those of this stage differ from them as they do by counting.
-            counted, mean = self.counted_bytes(layers), self.counted_bytes()
-            kept = each.kept_per_token_and_layer * counted.kept_per_token_and_layer / mean.kept_per_token_and_layer
-            keys = each.kv_per_token_and_layer * share / of_all
-            each = replace(each, kept_per_token_and_layer=kept, kv_per_token_and_layer=keys)
-        return replace(each, kv_offload_fraction=fraction, attention_share=share)
 
     def counted_bytes(self, layers: range | None = None) -> SegmentBytes:
         """Bytes that a step needs for each token in ``layers``, None for all, by counting; raises InputError for a
@@ -144,8 +125,6 @@ class TreeEngine(RankModel):
             segment_tokens: maximum number of tokens of a segment. None if the planner chooses the segment size: the
                 costs are then for the usual size or, if they are in seconds, for the largest size that may be chosen.
         """
-        if self.costs is not None:
-            return self.costs.model(self.shape.num_layers, segment_tokens or max(SIZES))
         size = segment_tokens or max(SIZES) * self.mesh.context_size
         of_gpu = costs_of_gpu(self.tree_models[0], self.shape, size, self.mesh.context_size)
         if of_gpu is not None:
@@ -155,7 +134,7 @@ class TreeEngine(RankModel):
     @property
     def has_device_costs(self) -> bool:
         """Whether ``cost_model`` is in seconds of this rank's device."""
-        return self.costs is not None or (self.device.type == "cuda" and why_not_predicted(self.tree_models[0]) is None)
+        return self.device.type == "cuda" and why_not_predicted(self.tree_models[0]) is None
 
     def pipeline(self, segment_tokens: int | None) -> PipelineShape:
         """The ranks for which a step must be planned (``prepare_batch``).

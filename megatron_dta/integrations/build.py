@@ -10,7 +10,6 @@ from megatron_dta.config import TrainConfig
 from megatron_dta.engine import TreeEngine
 from megatron_dta.engine.copy_speed import check_copies
 from megatron_dta.model import Model, current_mesh
-from megatron_dta.planning.costs.file import load_cost_file
 from megatron_dta.training.autotune import Autotuner, build_autotuner
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.optimizer import TrainingOptimizer
@@ -36,7 +35,6 @@ def build_tree_engine(
         tree.logprob_chunk_tokens,
         parallel.pipeline_in_flight_tokens,
         tree.tree_attention_impl,
-        costs=load_cost_file(tree.cost_model) if tree.cost_model is not None else None,
     )
     engine.offload_kv(tree.kv_offload_fraction)
     check_copies(engine, tree.tree_segment_tokens)

@@ -171,7 +171,7 @@ class Autotuner:
     ) -> None:
         self._engine, self._constant, self._measure = engine, constant_bytes, measure
         self._sets_memory, self._folder = sets_memory, folder
-        self._corrects_costs = engine.has_device_costs and engine.costs is None and not deterministic
+        self._corrects_costs = engine.has_device_costs and not deterministic
         # Steps of this process, and whether a checkpoint's decisions are continued.
         self._steps, self._is_continued, self._retried = 0, False, False
         # A limit with which a step has run out of memory is not tried again.

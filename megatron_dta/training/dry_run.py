@@ -35,7 +35,6 @@ from megatron_dta.conversion.safetensors_files import SafetensorsFolder
 from megatron_dta.conversion.to_megatron import check_tensors
 from megatron_dta.objectives import Objective, make_objective
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.file import load_cost_file
 from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.partition.divide import trained_parts
 from megatron_dta.planning.segments.cut import default_in_flight
@@ -76,7 +75,6 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     _check_folders(config)
     check_save_hf(config)
     objective = make_objective(config.objective)
-    costs = load_cost_file(config.tree.cost_model) if config.tree.cost_model is not None else None
     stored, held_out, task = read_data(config, objective)
     config = with_known_sizes(config, task)
     world_size = os.environ.get("WORLD_SIZE", "1")
@@ -103,8 +101,6 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     for name, own in _teacher_shapes(config).items():
         show("teacher", f"{name}: {DecoderShape.of(own).num_parameters:,} parameters")
     memory = _memory(config, objective, shape, mesh, flight)
-    if costs is not None:
-        show("costs", f"measured, {config.tree.cost_model}")
     _show_memory(config, memory, show)
     report("dry run: nothing is wrong; nothing was trained or written")
 

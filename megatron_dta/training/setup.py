@@ -24,7 +24,6 @@ from megatron_dta.engine import TreeEngine
 from megatron_dta.engine.copy_speed import check_copies, copy_rate
 from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import Objective, make_objective
-from megatron_dta.planning.costs.file import CostFile, load_cost_file
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.batch_source import Evaluation
 from megatron_dta.sampling.engines.build import listed_servers
@@ -83,7 +82,6 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
 
 def _build_trainer(config: TrainConfig, device: torch.device | None, console: Console) -> Trainer:
     objective = make_objective(config.objective)
-    costs = load_cost_file(config.tree.cost_model) if config.tree.cost_model is not None else None
     stored, held_out, task = read_data(config, objective)
     for line in task.notes if task is not None else ():
         console.print(line, soft_wrap=True)
@@ -120,7 +118,7 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         save_base(config, model)
     # A new run starts a new metrics file, including the record before the first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
-    engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay, costs)
+    engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay)
     teachers = build_teachers(config, device, engine, lambda own: _engine(config, own))
     constant = _constant_bytes(config, optimizer, _frozen_models(reference, teachers, config), critic)
     tuner = _tuner(config, engine, constant, (optimizer, critic), _frozen_models(reference, teachers))
@@ -379,7 +377,6 @@ def _engine(
     config: TrainConfig,
     model: Model | list[torch.nn.Module],
     routing_replay: bool = False,
-    costs: CostFile | None = None,
 ) -> TreeEngine:
     engine = TreeEngine(
         model,
@@ -388,7 +385,6 @@ def _engine(
         config.parallel.pipeline_in_flight_tokens,
         config.tree.tree_attention_impl,
         routing_replay,
-        costs,
     )
     engine.offload_kv(config.tree.kv_offload_fraction)
     return engine

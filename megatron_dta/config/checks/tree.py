@@ -1,4 +1,4 @@
-"""Checks the settings of memory, costs and tree attention."""
+"""Checks the settings of memory and tree attention."""
 
 from __future__ import annotations
 
@@ -25,9 +25,5 @@ def _check_experts(config: TrainConfig) -> Iterator[str]:
     tree, model = config.tree, config.model
     if model.num_experts is None:
         return
-    if tree.cost_model is not None and not model.moe_grouped_gemm:
-        yield f"--cost-model {tree.cost_model}: supports experts with --moe-grouped-gemm only; add it"
-    if tree.tree_memory_gib is None:
-        return
-    if not model.moe_grouped_gemm:
+    if tree.tree_memory_gib is not None and not model.moe_grouped_gemm:
         yield f"--tree-memory-gib {tree.tree_memory_gib:g}: supports experts with --moe-grouped-gemm only; add it"

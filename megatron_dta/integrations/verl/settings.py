@@ -39,7 +39,6 @@ _SAME = (
     "tree_activation_tokens",
     "tree_memory_gib",
     "tree_attention_impl",
-    "cost_model",
     "logprob_chunk_tokens",
     "seed",
 )

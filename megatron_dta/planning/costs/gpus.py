@@ -4,9 +4,9 @@
                                    + sums over the tensor group and exchanges over the context group / link rate
                                    + attention / attention rate
 
-The achieved shares of the data sheet's rates are those of a measured cost file (Qwen3-1.7B on an H200,
-``benchmarks/results/cost_model_qwen3-1.7b_h200.json``); they reproduce its coefficients within 1%. Other GPUs are
-assumed to achieve the same shares. A run corrects both by its own first steps (``costs.correction``).
+The achieved shares of the data sheet's rates are those of measured segments (Qwen3-1.7B on an H200,
+``benchmarks/results/segment_seconds_qwen3-1.7b_h200.json``); they reproduce the fitted seconds within 1%. Other GPUs
+are assumed to achieve the same shares. A run corrects both by its own first steps (``costs.correction``).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ segment's forward, and the time of a pipeline's forward.
 Before a forest is cut its segments are unknown. ``CostModel.cost`` is therefore linear in the counts, and so a sum over
 the nodes of the forest. Only ratios of costs decide a partition, so the coefficients may have other units than seconds.
 
-``CostModel.from_shape`` derives the coefficients from the FLOPs of a model. A file of coefficients fitted to measured
-segments replaces them (``costs.file``).
+``CostModel.from_shape`` derives the coefficients from the FLOPs of a model, ``costs.gpus`` from the data sheet of a
+GPU.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import numpy as np
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.common.files import read_json
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 
 # Rates in FLOP/s of one H200 in bfloat16, forward and backward: large GEMMs at two thirds of their peak, attention.
@@ -106,29 +104,6 @@ class CostModel:
             each[0] / total if total else 0.5 for each, total in zip((token, pair, edge, floor), sums, strict=True)
         ]
         return cls(*sums, segment_tokens, *shares)
-
-    @classmethod
-    def load(cls, path: str | Path) -> CostModel:
-        """Load a cost model from a JSON object of attributes; missing attributes keep their defaults.
-
-        Raises InputError with one line that names the file and the fault.
-        """
-        values = read_json(path)
-        names = [field.name for field in fields(cls)]
-        if not isinstance(values, dict):
-            raise InputError(f"{path}: must hold one JSON object with some of {', '.join(names)}")
-        for name in values:
-            if name == "seconds_per_segment":
-                raise InputError(
-                    f"{path}: field 'seconds_per_segment' was added to what a segment's tokens take; give "
-                    "floor_seconds, the least that a segment takes in all"
-                )
-            if name not in names:
-                raise InputError(f"{path}: field {name!r} is not known; the fields are {', '.join(names)}")
-        try:
-            return cls(**values)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
 
     def cost(self, tokens: np.ndarray, pairs: np.ndarray, edges: np.ndarray) -> np.ndarray:
         """Cost of forests with these counts (arrays of one shape, or numbers). The cost is linear in the counts.

@@ -170,10 +170,8 @@ def _trees_text(run: BuiltRun) -> str:
     tree = run.config.tree
     if tree.tree_mode == "dense":
         return "none (--tree-mode dense): every rollout is computed by itself"
-    costs, in_seconds = "costs by counting", tree.cost_model is not None
-    if in_seconds:
-        costs = f"measured costs ({tree.cost_model})"
-    elif run.device.type == "cuda" and (run.config.model.num_experts is None or run.decided_memory is not None):
+    costs, in_seconds = "costs by counting", False
+    if run.device.type == "cuda" and (run.config.model.num_experts is None or run.decided_memory is not None):
         gpu, is_known = gpu_named(torch.cuda.get_device_name(run.device))
         later = "" if run.config.optimization.deterministic_mode else ", corrected by step 2"
         costs = f"costs of the data sheet of an {gpu.name}{'' if is_known else ' (this GPU is not known)'}{later}"

@@ -206,7 +206,6 @@ def test_hugging_face_weights(tmp_path: Path) -> None:
         ("--tree-memory-tokens 3 --tree-segment-tokens 3", "--tree-memory-tokens 3: a rollout has"),
         ("--timeline-dir {0}/r.jsonl/x", "--timeline-dir: the folder .* cannot be created"),
         ("--eval-rollouts {0}/bad.jsonl --eval-interval 1", "bad.jsonl: row 1: "),
-        ("--cost-model {0}/none.json", "none.json"),
     ],
 )
 def test_what_is_wrong_is_told(tmp_path: Path, change: str, message: str) -> None:

@@ -64,6 +64,18 @@ def test_operations_are_those_of_every_product_written_out():
     assert counts.flops(experts) == pytest.approx(3 * (forward + routers))
 
 
+def test_too_little_memory_is_refused_with_what_suffices(tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "rollouts.jsonl", make_rollouts(seed_all(3), 6, 4))
+    step = [TOOL, str(tmp_path / "rollouts.jsonl"), "--model", "tiny", "--steps", "1", "--tree-mode", "dta"]
+    done = run_python([*step, "--tree-memory-gib", "0.001"])
+    line = done.stderr.splitlines()[-1]
+    assert done.returncode == 2
+    assert line.startswith("error: ")
+    assert "--tree-memory-gib 0.001 is " in line
+    enough = re.search(r"set it to ([0-9.]+) or more", line)[1]
+    assert run_python([*step, "--tree-memory-gib", enough]).returncode == 0
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_trees_beside_dense(tmp_path, processes):
     write_rollouts(tmp_path / "rollouts.jsonl", make_rollouts(seed_all(3), 6, 4))

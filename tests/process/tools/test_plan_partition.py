@@ -57,14 +57,8 @@ def test_figures(tmp_path: Path, seed: int) -> None:
     assert whole["idle_ranks"] >= 9 - len(set(names))
 
 
-def test_the_cost_model_and_the_framing_are_used(tmp_path: Path) -> None:
+def test_the_model_and_the_framing_are_used(tmp_path: Path) -> None:
     path, *_ = write_turns(tmp_path / "rollouts.jsonl", 2)
-    model = tmp_path / "model.json"
-    coefficients = {"seconds_per_token": 1, "seconds_per_pair": 0, "seconds_per_edge": 0, "floor_seconds": 0}
-    model.write_text(json.dumps(coefficients))
-    values = TOOL.json(path, "--data-parallel-size", 3, "--cost-model", model)
-    assert values["cost_per_rank"] == values["tokens_per_rank"]
-    assert values["costs"] == f"coefficients of {model}"
     small = TOOL.json(path, "--data-parallel-size", 3, "--model", "qwen3-1.7b")
     assert small["costs"].startswith("qwen3-1.7b on H200s")
     assert small["total_cost"] < TOOL.json(path, "--data-parallel-size", 3)["total_cost"]
@@ -123,7 +117,6 @@ def test_the_table_names_every_method_and_json_is_only_on_demand(tmp_path: Path)
         (GOOD, ("--data-parallel-size", "2", "--sample-granularity", "row"), ("--sample-granularity", "trajectory")),
         (GOOD, ("--data-parallel-size", "2", "--keep-together", "x"), ("--keep-together", "group")),
         (GOOD, ("--data-parallel-size", "2", "--max-length", "0"), ("--max-length", "at least 1")),
-        (GOOD, ("--data-parallel-size", "2", "--cost-model", "no.json"), ("no.json", "cannot be read")),
         (
             GOOD,
             ("--data-parallel-size", "3", "--expert-model-parallel-size", "2"),

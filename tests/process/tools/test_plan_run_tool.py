@@ -67,9 +67,7 @@ def hf_config(name: str) -> dict:
 def test_the_command_for_a_named_model_trains_the_published_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     output = importlib.import_module("megatron_dta.capacity.report")
     planner = SimpleNamespace(shape=SHAPES[name], step=SimpleNamespace(longest=6000))
-    arguments = SimpleNamespace(
-        model=name, hf_config=None, args_file=None, file="r.jsonl", gpu="h100", cost_model="c.json"
-    )
+    arguments = SimpleNamespace(model=name, hf_config=None, args_file=None, file="r.jsonl", gpu="h100")
     flags = output._model_flags(planner, arguments)
     published = ModelConfig(**model_settings(hf_config(name)))
     model = parse_settings([*flags, "--rollouts", "r.jsonl"]).model
@@ -85,7 +83,7 @@ def test_the_command_for_a_named_model_trains_the_published_one(name: str, monke
     ]
     planner.cluster = SimpleNamespace(gemm_tflops=700.0)
     source = output.cost_source(planner, arguments)
-    assert all(word in source for word in (name, "h100", "c.json", "700 TFLOP/s"))
+    assert all(word in source for word in (name, "h100", "700 TFLOP/s"))
     # A model of the user's own has no checkpoint to start from, and that is said.
     own = SimpleNamespace(shape=replace(SHAPES[name], num_layers=2, moe_layers=()), step=planner.step)
     assert output.own_flags(own, arguments) == ["--save", "runs/planned"]
@@ -161,7 +159,6 @@ def test_a_rollout_file_and_a_configuration() -> None:
         ([*NUMBERS, "--num-gpus", "12", "--model", "llama3-8b"], "--num-gpus 12 is not a multiple"),
         ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--tensor-model-parallel-size", "3"], "does not divide"),
         ([*NUMBERS, "--num-gpus", "8", "--args-file", "nowhere.args"], "there is no such file"),
-        ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--cost-model", "no.json"], "no.json: cannot be read"),
         ([*NUMBERS, "--num-gpus", "8", "--model", "gpt5"], "--model"),
         (
             [*NUMBERS, "--num-gpus", "128", "--args-file", "examples/qwen3_235b_a22b.args", "--moe-grouped-gemm"],

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,12 +14,9 @@ from megatron_dta.capacity.meshes import Choice
 from megatron_dta.capacity.report import train_flags, useful_share
 from megatron_dta.capacity.search import Planner
 from megatron_dta.capacity.sequences import made_up_sequences
-from megatron_dta.capacity.step_time import calibrated, mesh_costs, stage_time
+from megatron_dta.capacity.step_time import mesh_costs, stage_time
 from megatron_dta.capacity.work import ReplicaWork, StepWork
-from megatron_dta.commands.fit_cost_model import depths
-from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.file import CostFile, CostShape, PassSeconds, load_cost_file
 from megatron_dta.planning.costs.memory_budget import StageBytes
 from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates
@@ -115,41 +110,3 @@ def test_experts_beside_gated_delta_net() -> None:
     assert 0 < useful_share(planner, planned) < 1
     hub = DecoderShape.of(parse_settings(train_flags(planner, planned, ARGUMENTS)).model)
     assert (hub.num_experts, hub.linear_attention_layers) == (8, shape.linear_attention_layers)
-
-
-def test_measured_costs_are_those_of_groups_of_layers(tmp_path: Path) -> None:
-    sizes = dict(attention_output_gate=True, linear_num_key_heads=8, linear_conv_kernel_dim=3)
-    shape = replace(SMALL, linear_attention_layers=(True, True, True, False) * 3, qk_layernorm=False, **sizes)
-    of = CostShape.of(shape, "bfloat16", 1, False)
-    assert of.decoder(12) == shape
-    assert SegmentBytes.of_shape(of.decoder(), RankTensors(2)) == SegmentBytes.of_shape(shape, RankTensors(2))
-    forward, backward = PassSeconds(1e-6, 2e-10, 3e-7, 4e-7, 1e-4), PassSeconds(2e-6, 5e-10, 6e-7, 8e-7, 2e-4)
-    path = tmp_path / "costs.json"
-    path.write_text(json.dumps(CostFile("costs.json", of, 12, forward, backward).as_json()))
-    costs = load_cost_file(path)
-    assert costs.shape == of
-    cluster = calibrated(Cluster(num_gpus=1, gpus_per_node=1), costs)
-    expected, found = costs.model(), mesh_costs(of.decoder(12), RunMesh(1, 1, 1, (12,)), cluster)
-    for name in ("seconds_per_token", "seconds_per_pair", "seconds_per_edge", "floor_seconds"):
-        assert getattr(found, name) == pytest.approx(getattr(expected, name)), name
-    with pytest.raises(InputError, match="was measured with --linear-attention-freq 4, but the model has 2; measure"):
-        costs.check(CostShape.of(replace(shape, linear_attention_layers=(True, False) * 6), "bfloat16", 1, False))
-    for layers in (
-        (True, True, False) * 3 + (True,) * 3,
-        (False, True, False, True) * 3,
-        (True, False) * 5 + (True,) * 2,
-    ):
-        with pytest.raises(InputError, match="needs attention in every N-th layer"):
-            CostShape.of(replace(shape, linear_attention_layers=layers), "bfloat16", 1, False)
-
-
-def test_depths_that_are_measured_have_whole_groups() -> None:
-    def depths_of(model: str, layers: int | None) -> tuple[int, int]:
-        return depths(argparse.Namespace(model=model, num_layers=layers))
-
-    assert depths_of("qwen3.5-9b", None) == (8, 32)
-    assert depths_of("qwen3.5-9b", 8) == (4, 8)
-    assert depths_of("qwen3-1.7b", 6) == (1, 6)
-    for layers in (4, 10):
-        with pytest.raises(InputError, match=f"--num-layers {layers}: .* groups of 4 layers; give a multiple of 4, at"):
-            depths_of("qwen3.5-9b", layers)

@@ -13,14 +13,13 @@ from megatron_dta.capacity.memory import InFlight, RunMesh, StateSettings, rank_
 from megatron_dta.capacity.meshes import Choice, MeshSizes, SearchSpace, make_mesh, possible_choices
 from megatron_dta.capacity.search import USABLE, Planner
 from megatron_dta.capacity.sequences import made_up_sequences
-from megatron_dta.capacity.step_time import calibrated, mesh_costs, send_seconds, stage_time, training_costs
+from megatron_dta.capacity.step_time import mesh_costs, send_seconds, stage_time
 from megatron_dta.capacity.work import ReplicaWork, StepWork
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig
 from megatron_dta.config.derived.benchmark_model import settings_of
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.planning.costs.decoder_shape import DecoderShape, RankParameters
-from megatron_dta.planning.costs.file import CostFile, CostShape, PassSeconds
 from megatron_dta.planning.costs.memory_budget import GIB
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.named_shapes import SHAPES
@@ -152,32 +151,6 @@ def test_states_are_divided_offloaded_and_smaller() -> None:
     assert experts.optimizer == pytest.approx(12 * (held.dense / 8 + held.experts / 2))
 
 
-@pytest.mark.parametrize(("tensor", "experts"), [(1, 0), (2, 0), (1, 1), (1, 4)])
-def test_a_measured_cost_model_is_reproduced(tensor: int, experts: int) -> None:
-    rng = seed_all(tensor)
-    shape = replace(SMALL, qk_layernorm=False)
-    if experts:
-        shape = replace(shape, num_experts=8, moe_layers=(), moe_ffn_hidden_size=256, moe_grouped_gemm=True)
-    of = CostShape.of(shape, "bfloat16", tensor, tensor > 1, (max(1, experts), 1))
-    assert CostShape.of(of.decoder(), "bfloat16", tensor, tensor > 1, (max(1, experts), 1)) == of
-    forward, backward = (PassSeconds(*(rng.random(6) * [1e-6, 1e-9, 1e-6, 1e-6, 1e-4, 0])) for _ in range(2))
-    measured = CostFile("x", of, shape.num_layers, forward, backward)
-    cluster = calibrated(Cluster(8), measured)
-    mesh = RunMesh(tensor, 1, 1, (shape.num_layers,), experts=max(1, experts), sequence_parallel=tensor > 1)
-    found, expected = mesh_costs(shape, mesh, cluster, measured.model()), measured.model()
-    for name in ("seconds_per_token", "seconds_per_pair", "seconds_per_edge", "floor_seconds"):
-        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-9), name
-    # Training knows it of this model and parallelism alone.
-    model = measured.model(shape.num_layers, 700)
-    assert training_costs(shape, mesh, measured, 700) == model
-    others = [replace(shape, hidden_size=1024), replace(shape, num_experts=4, moe_layers=())]
-    for other in (*others, *([replace(shape, moe_grouped_gemm=False)] if experts else [])):
-        assert training_costs(other, mesh, measured, 700) == training_costs(other, mesh, None, 700) != model
-    if experts:
-        assert training_costs(shape, replace(mesh, experts=2), measured, 700) != model
-    assert training_costs(shape, replace(mesh, tensor=4), measured) == training_costs(shape, mesh, None) != model
-
-
 def step_of_training(plan: Planner, mesh: RunMesh, segment_tokens: int) -> StepPlan:
     """What training would plan for the slowest replica, as its engine says."""
     partition = plan.step.partition(mesh.data)
@@ -203,7 +176,7 @@ def test_a_plan_is_that_of_training_and_its_parts_add_up(pipeline: int, chunks: 
         schedule = step.training.schedule
         np.testing.assert_array_equal(step.segments.segment_start, segments.segment_start)
         expected = PipelineCosts.of_segments(
-            mesh_costs(SMALL, mesh, plan.cluster, None, segments.segment_tokens), *counts, mesh.layers
+            mesh_costs(SMALL, mesh, plan.cluster, segments.segment_tokens), *counts, mesh.layers
         )
         send = send_seconds(SMALL, mesh, plan.cluster, segments.segment_tokens)
         timeline = simulate(schedule, segments.segment_parent, expected, send)

@@ -40,9 +40,13 @@ SHAPE = DecoderShape(
 def test_bytes_are_those_of_training(sizes):
     mesh = make_mesh(SHAPE, 8, sizes)
     rank = RankTensors(
-        2, mesh.tensor, mesh.sequence_parallel, 1024, True, True, True, False, False, mesh.experts, mesh.context
+        tensor_size=mesh.tensor,
+        sequence_parallel=mesh.sequence_parallel,
+        expert_ranks=mesh.experts,
+        context_size=mesh.context,
+        expert_tensor_size=mesh.expert_tensor,
     )
-    expected = SegmentBytes.of_shape(SHAPE, replace(rank, expert_tensor_size=mesh.expert_tensor))
+    expected = SegmentBytes.of_shape(SHAPE, rank)
     assert counted_bytes(SHAPE, mesh, StateSettings()) == replace(expected, work_fixed=0.0, fixed=0.0)
 
 

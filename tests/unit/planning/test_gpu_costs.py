@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.planning.costs.correction import CostCorrection, MeasuredPass, fit_correction
-from megatron_dta.planning.costs.file import load_cost_file
 from megatron_dta.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.named_shapes import SHAPES
@@ -23,7 +23,13 @@ SHAPE = SHAPES["qwen3-1.7b"]
 
 
 def test_costs_are_those_measured_on_an_h200() -> None:
-    measured = load_cost_file(RESULTS / "cost_model_qwen3-1.7b_h200.json").model(SHAPE.num_layers)
+    values = json.loads((RESULTS / "segment_seconds_qwen3-1.7b_h200.json").read_text())
+    passes = values["forward"], values["backward"]
+    seconds = [
+        [SHAPE.num_layers * each.get(f"{name}_and_layer", 0.0) + each.get(name, 0.0) for each in passes]
+        for name in ("token", "pair", "edge", "floor")
+    ]
+    measured = CostModel.of_passes(*seconds, segment_tokens=2048)
     found = gpu_cost_model(SHAPE, H200, LayerSplit(), measured.segment_tokens)
     for field in fields(CostModel):
         assert getattr(found, field.name) == pytest.approx(getattr(measured, field.name), rel=0.01), field.name
