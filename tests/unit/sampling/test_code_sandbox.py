@@ -63,6 +63,7 @@ def test_standard_input_and_output() -> None:
         ("import sys\ndef main(): print(sum(map(int, sys.stdin.buffer.read().split())))\n"
          "import threading\nthreading.Thread(target=main).start()", 1),
         ("if __name__ == '__main__': print(sum(map(int, open(0).read().split())))", 1),
+        ("print(sum(map(int, input().split())))\nexit()", 1),
         ("input()\nprint(3)", 0),
         ("print(sum(map(int, input().split())))\nraise SystemExit(1)", 0),
     ):  # fmt: skip
@@ -92,7 +93,9 @@ def facts(secret):
         "root": os.getuid() == 0,
         "secret": os.path.exists(secret) or "DTA_SECRET" in os.environ,
         "sockets": [family for family in range(2, 46) if can(socket.socket, family, socket.SOCK_DGRAM)],
-        "writes": [path for path in ("/x", "/dev/x", "/usr/x", "/proc/sys/kernel/ns_last_pid") if can(open, path, "w")],
+        "writes": [path for path in ("/x", "/dev/x", "/usr/x", "/proc/sys/kernel/ns_last_pid", "/proc/pressure/memory")
+                   if can(open, path, "w")],
+        "memory": can(os.memfd_create, "x"),
         "read-only": [os.statvfs(path).f_flag & 1 for path in ("/", "/usr", "/dev", "/proc/sys", "/scripts")],
         "processes": len([name for name in os.listdir("/proc") if name.isdigit()]),
         "space": os.statvfs("/tmp").f_blocks * os.statvfs("/tmp").f_frsize >> 20,
@@ -105,7 +108,7 @@ def test_what_a_program_can_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DTA_SECRET", "token")
     (tmp_path / "prompts.jsonl").write_text("the tests")
     expected = {"root": False, "secret": False, "sockets": [], "writes": [], "processes": 3, "space": 256}
-    expected["read-only"] = [1] * 5
+    expected |= {"read-only": [1] * 5, "memory": False}
     tests = {"fn_name": "facts", "inputs": [[str(tmp_path)]], "outputs": [{**expected, "privileges": ["", ""]}]}
     assert confined()({"tests": tests}, fenced(FACTS), []) == 1
 
@@ -189,6 +192,8 @@ def test_texts_are_compared_by_tokens(output: str, expected: str, same: bool, ju
         ('{"1": [0.30000000000000004]}', {"1": [0.3]}, True),
         ("1.0", 1, True),
         ("10000001", 10000000, False),
+        ("10000001.0", 10000000, False),
+        ("NaN", 10**400, False),
         ("1e400", 5, False),
         ("null", None, True),
         ("null", 0, False),

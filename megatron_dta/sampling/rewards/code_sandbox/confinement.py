@@ -2,8 +2,8 @@
 
 Inside there is a read-only system and Python, an empty folder in memory, and /proc and /dev of its own; no network, no
 other process, no file of the user, no capability. A small filter of system calls closes what namespaces leave open:
-sockets of other families than AF_UNIX (AF_VSOCK reaches the host), namespaces within, kernel keys, shared memory that
-no limit counts, other processes' memory, and io_uring, which would pass the filter by.
+sockets of other families than AF_UNIX (AF_VSOCK reaches the host), namespaces within, kernel keys, memory that no limit
+counts (shared memory, memfds), other processes' memory, and io_uring, which would pass the filter by.
 
 Where the trainer is root, programs run as a user id of their own that nobody has; elsewhere they run as the user, in a
 user namespace that maps it to 65534.
@@ -36,8 +36,9 @@ _FORBIDDEN = {
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "add_key": (248, 217),
     "request_key": (249, 218), "keyctl": (250, 219), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
-    "mq_open": (240, 180), "personality": (135, 92), "inotify_add_watch": (254, 27), "fanotify_init": (300, 262),
-    "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "setpriority": (141, 140),
+    "mq_open": (240, 180), "memfd_create": (319, 279), "memfd_secret": (447, 447), "personality": (135, 92),
+    "inotify_add_watch": (254, 27), "fanotify_init": (300, 262), "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274), "setpriority": (141, 140),
 }  # fmt: skip
 _MACHINES = {"x86_64": (0xC000003E, 41, 53, 56), "aarch64": (0xC00000B7, 198, 199, 220)}
 _CLONE3, _X32 = 435, 0x40000000
@@ -80,7 +81,9 @@ def command(scripts: Path, memory_bytes: int, filter_descriptor: int) -> list[st
         for parent in _parents(path):
             words += ["--perms", "0755", "--dir", parent]
         words += ["--ro-bind-try", path, path]
-    words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
+    # Anybody may write /proc/pressure, which starts threads of the kernel.
+    words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]
+    words += ["--ro-bind-try", "/proc/pressure", "/proc/pressure", "--dev", "/dev"]
     words += ["--perms", "1777", "--size", str(SHARED_BYTES), "--tmpfs", "/dev/shm"]
     return [*words, "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
 

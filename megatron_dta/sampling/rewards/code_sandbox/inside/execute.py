@@ -3,8 +3,11 @@
 import builtins
 import json
 import os
+import site
 import sys
 import types
+
+site.setquit()  # ``exit`` and ``quit``, which the interpreter's option -S leaves out
 
 # What programs in the style of LeetCode use without importing it.
 _MODULES = "string re datetime copy random operator heapq bisect math functools itertools collections typing"
