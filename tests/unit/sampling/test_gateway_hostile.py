@@ -118,6 +118,29 @@ def test_keys(served) -> None:
     assert post(gateway, gateway.admin_key, "/v1/chat/completions", ASK)[0] == 401
 
 
+def test_bodies_that_come_after_their_session_has_closed(served) -> None:
+    """A session is closed once, whatever its unfinished requests ask for."""
+    gateway, engine = served
+    session, key = gateway.open()
+    bodies = {"/v1/session/close": {}, "/v1/session/reward": {"reward": 5}, "/v1/chat/completions": ASK}
+    with ExitStack() as stack:
+        clients = []
+        for path, body in bodies.items():
+            data = json.dumps(body).encode()
+            clients.append((stack.enter_context(connection(gateway)), data[-1:]))
+            clients[-1][0].sendall(head(key, len(data), path) + data[:-1])
+        # A request on the same event loop: the others' heads have been read.
+        assert post(gateway, gateway.open()[1], "/v1/chat/completions", ASK)[0] == 200
+        assert post(gateway, key, "/v1/session/close", {})[0] == 200
+        for client, rest in clients:
+            client.sendall(rest)
+            assert b" 401 " in client.recv(4096).partition(b"\r\n")[0]
+    assert gateway.closed == [(session, False)]
+    assert session.reward is None
+    assert not session.calls
+    settled(gateway, engine, session)
+
+
 def test_the_same_text_in_two_sessions_shares_nothing(served) -> None:
     gateway, _ = served
     (one, key), (other, other_key) = gateway.open(number=1), gateway.open(number=2)

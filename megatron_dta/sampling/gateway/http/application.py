@@ -122,7 +122,10 @@ class Application:
         return guarded
 
     async def _body(self, request: Request, session: Session | None) -> bytes:
-        return await limited_body(request, self._most_bytes, self._bodies, session)
+        body = await limited_body(request, self._most_bytes, self._bodies, session)
+        if session is not None:
+            self._session(request)  # it may have been closed while the body came
+        return body
 
     def _session(self, request: Request) -> Session:
         return self._gateway.sessions.find(_key(request))
