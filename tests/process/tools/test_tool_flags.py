@@ -33,6 +33,8 @@ def settings() -> dict[str, tuple[str, str]]:
             kind = hints[setting.name]
             if get_origin(kind) in (types.UnionType, Union):
                 (kind,) = (each for each in get_args(kind) if each is not type(None))
+            if get_origin(kind) is list:
+                (kind,) = get_args(kind)
             choices = setting.metadata["choices"]
             value = choices[0] if choices else {bool: "", int: "1", float: "1"}.get(kind, "x")
             found[setting.name] = (flag_of(setting), value)
