@@ -90,14 +90,14 @@ def _agreed(
 def _choose(
     samples: Sequence[TrainingSample], tree_mode: str, budget: StepBudget, pipeline: PipelineShape
 ) -> StepChoice:
-    """Use the given segment size, or choose the fastest plan if the size is free or memory is limited."""
+    """Choose the fastest plan if stages or memory ask for it or the size is free, or use the given segment size."""
     lengths = [sample.needed_length() for sample in samples]
     sequences = [sample.keys[:length] for sample, length in zip(samples, lengths, strict=True)]
     masks = [sample.loss_mask[:length] for sample, length in zip(samples, lengths, strict=True)]
     known = [sample.path for sample in samples if sample.path is not None]
     paths = known if len(known) == len(samples) else None
     is_free = pipeline.memory is not None or (budget.segment_tokens is None and pipeline.is_measured)
-    if is_free and tree_mode != "packed":
+    if (is_free or pipeline.num_stages > 1) and tree_mode != "packed":
         return choose_step(build_forest(sequences, tree_mode, paths), masks, pipeline, budget)
     size = budget.segment_tokens or DEFAULT_SEGMENT_TOKENS * pipeline.context_size
     segments = plan_forest(sequences, tree_mode, replace(budget, segment_tokens=size), pipeline, paths)

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_dta.planning.costs.segment_counts import segment_counts
 from megatron_dta.planning.costs.state_bytes import StepStates
-from megatron_dta.planning.pipeline.segments import plan_pipeline_segments, tokens_of_floor
+from megatron_dta.planning.pipeline.segments import plan_pipeline_segments, rounded, tokens_of_floor
 from megatron_dta.planning.segments.cut import default_memory_tokens
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.recompute import choose_kept_segments
@@ -37,6 +38,10 @@ PIPELINE_SIZES = (4096, 2048, 1024, 512)
 DEFAULT_SEGMENT_TOKENS = 2048
 # Shares of the tokens in flight whose activations are kept; a pipeline tries them in turn.
 KEPT_SHARES = (1.0, 0.7, 0.4, 0.0)
+# If the busiest stage of a pipeline computes for less than this share of the step, segments that are shorter by these
+# factors are tried as well.
+BUSY_ENOUGH = 0.95
+SHORTER = (0.75, 0.5)
 
 
 def choose_step(
@@ -66,50 +71,93 @@ def _useful_sizes(sizes: Sequence[int], tree: PrefixTree, shape: PipelineShape) 
             yield size * shape.context_size
 
 
+class _Candidate(NamedTuple):
+    """Segments of a pipeline before they are scheduled.
+
+    Attributes:
+        seconds: predicted time of the step: exact for equal segments on equal stages, and close for others.
+        memory_tokens: budget of tokens in flight with which they were cut.
+    """
+
+    seconds: float
+    memory_tokens: int
+    segments: SegmentPlan
+
+
 def _for_pipeline(
     tree: PrefixTree, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape, limits: StepBudget
 ) -> StepChoice:
     """``choose_step`` for several stages."""
     stages, longest = shape.num_stages, int(tree.sequence_lengths.max(initial=0))
+    at_floor = tokens_of_floor(shape.cost_model)
+
+    def cut(size: int, budget: int, floor: int) -> _Candidate:
+        segments = plan_pipeline_segments(tree, size, budget, stages, shape.max_in_flight_tokens, floor)
+        forward, backward = shape.cost_model.segment_seconds(*segment_counts(segments, loss_masks))
+        count = max(1, segments.num_segments)
+        seconds = float((forward + backward).sum()) / stages * (count + stages - 1) / count
+        return _Candidate(seconds, budget, segments)
+
+    if limits.segment_tokens:
+        sizes = [limits.segment_tokens]
+    elif shape.memory is None and not shape.is_measured:
+        sizes = [DEFAULT_SEGMENT_TOKENS * shape.context_size]
+    else:
+        sizes = _useful_sizes(PIPELINE_SIZES, tree, shape)
     candidates = []
-    sizes = [limits.segment_tokens] if limits.segment_tokens else _useful_sizes(PIPELINE_SIZES, tree, shape)
     for size in sizes:
-        budgets = [limits.memory_tokens]
+        budgets = [limits.memory_tokens or default_memory_tokens(tree, size)]
         if limits.memory_tokens is None and shape.memory is not None:
             budgets.append(longest)
         # Try segments with and without the minimum length of the launch time; shorter ones need less memory.
-        for budget, floor in product(budgets, (0, tokens_of_floor(shape.cost_model))):
-            segments = plan_pipeline_segments(tree, size, budget, stages, shape.max_in_flight_tokens, floor)
-            forward, backward = shape.cost_model.segment_seconds(*segment_counts(segments, loss_masks))
-            count = max(1, segments.num_segments)
-            # Exact for equal segments, and close for unequal ones.
-            seconds = float((forward + backward).sum()) / stages * (count + stages - 1) / count
-            candidates.append((seconds, -count, budget or default_memory_tokens(tree, size), segments))
-    candidates.sort(key=lambda each: each[:2])
-    if shape.memory is None:
-        seconds, _, budget, segments = candidates[0]
-        return StepChoice(segments, choose_kept_segments(segments, limits.activation_tokens, stages), budget, seconds)
-    best: StepChoice | None = None
+        candidates += [cut(size, budget, floor) for budget, floor in product(budgets, (0, at_floor))]
+    candidates.sort(key=lambda each: (each.seconds, -each.segments.num_segments))
+    best = _fastest(candidates if shape.memory is not None else candidates[:1], loss_masks, shape, limits)
+    timeline, size = best.passes[0].timeline, best.segments.segment_tokens
+    if limits.segment_tokens is None and max(timeline.busy) < BUSY_ENOUGH * timeline.makespan:
+        # Shorter segments fill and drain the pipeline sooner, and suit the times in which a stage would wait.
+        shorter = [cut(rounded(share * size), best.memory_tokens, at_floor) for share in SHORTER]
+        best = _fastest(shorter, loss_masks, shape, limits, best)
+    return best
+
+
+def _fastest(
+    candidates: Sequence[_Candidate],
+    loss_masks: Sequence[np.ndarray] | None,
+    shape: PipelineShape,
+    limits: StepBudget,
+    best: StepChoice | None = None,
+) -> StepChoice:
+    """The fastest of ``best`` and of the candidates that fit into the memory, each scheduled and simulated."""
     missing, stage = np.inf, 0
-    for bound, _, budget, segments in candidates:
-        if best is not None and best.seconds <= bound:
+    for seconds, budget, segments in candidates:
+        if best is not None and best.seconds <= seconds:
             continue
-        found, short, rank = _within_memory(segments, loss_masks, shape, budget)
+        found, short, rank = _within_memory(segments, loss_masks, shape, budget, limits.activation_tokens)
         if found is not None and (best is None or found.seconds < best.seconds):
             best = found
         if short < missing:
             missing, stage = short, rank
     if best is None:
+        segments = candidates[-1].segments
         raise out_of_memory_error(
-            shape.memory, stage, missing, tree, candidates[-1][3].segment_tokens, limits.memory_tokens
+            shape.memory, stage, missing, segments.tree, segments.segment_tokens, limits.memory_tokens
         )
     return best
 
 
 def _within_memory(
-    segments: SegmentPlan, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape, memory_tokens: int
+    segments: SegmentPlan,
+    loss_masks: Sequence[np.ndarray] | None,
+    shape: PipelineShape,
+    memory_tokens: int,
+    activation_tokens: int | None = None,
 ) -> tuple[StepChoice | None, float, int]:
     """The first attempt that fits on all stages, or None with the fewest missing bytes and their stage."""
+    if shape.memory is None:
+        kept = choose_kept_segments(segments, activation_tokens, shape.num_stages)
+        passes = plan_passes(segments, segment_counts(segments, loss_masks)[2], kept, shape)
+        return StepChoice(segments, kept, memory_tokens, passes[0].timeline.makespan, passes), 0.0, 0
     missing, stage = np.inf, 0
     for attempt in _attempts(segments, loss_masks, shape, memory_tokens):
         over = [peak - shape.memory.available(rank) for rank, peak in enumerate(attempt.peak_bytes)]

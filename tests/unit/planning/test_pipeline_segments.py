@@ -18,6 +18,10 @@ from megatron_dta.planning.pipeline.segments import (
     plan_pipeline_segments,
     tokens_of_floor,
 )
+from megatron_dta.planning.plan_step import plan_step
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.planning.step.plan import StepPlan
+from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.tree import build_prefix_tree
 from partition_cases import turns_forest
 
@@ -89,3 +93,22 @@ def test_budgets_and_limits() -> None:
 
 def test_tokens_of_the_floor() -> None:
     assert tokens_of_floor(replace(MODEL, floor_seconds=1500 * MODEL.seconds_per_token)) == 1500
+
+
+def busiest(step: StepPlan) -> float:
+    """Share of the step in which the busiest stage computes."""
+    return max(step.training.timeline.busy) / step.training.timeline.makespan
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+def test_segments_are_shorter_where_stages_would_wait(stages: int) -> None:
+    samples = [TrainingSample(*each) for each in zip(*forest(0), strict=True)]
+    shape = PipelineShape(stages, layers=(64 // stages,) * stages, cost_model=MODEL)
+    budgets = StepBudget(2048), StepBudget(), StepBudget()
+    longest, free, again = (plan_step(samples, "dta", budget, shape) for budget in budgets)
+    assert busiest(longest) < 0.95 < busiest(free)
+    assert free.training.timeline.makespan < 0.985 * longest.training.timeline.makespan
+    assert free.segments.segment_tokens < longest.segments.segment_tokens
+    # Every rank plans for itself, and all have to make the same choice.
+    assert free.training.schedule.digest() == again.training.schedule.digest()
+    np.testing.assert_array_equal(free.segments.segment_start, again.segments.segment_start)
