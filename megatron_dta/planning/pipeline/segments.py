@@ -11,7 +11,8 @@ N / (N + P - 1) of the time), but not below 256 tokens, where weights are read f
 
 Launches by the host bound the time of a segment from below. A segment of S tokens takes max(floor, a S), and a step of
 T tokens max(floor, a S) (T / S + P - 1). The minimum is at S = floor / a: smaller segments take as long each, and
-larger ones increase the bubble. S is therefore at least that, as long as (P - 1) S is within half of the limit.
+larger ones increase the bubble. S is therefore at least that, as long as (P - 1) S is within half of the limit. Where
+stages wait nevertheless, ``planning.step.choice`` compares the rule's size with smaller ones.
 """
 
 from __future__ import annotations

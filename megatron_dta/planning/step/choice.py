@@ -8,7 +8,8 @@ a rank. With segments of S tokens and a budget of M tokens in flight:
     recompute    a second forward of some segments (``recompute``), which saves their activations
 
 On a single stage, pairs of S and M are searched (``StepSearch``). For a pipeline, each candidate is scheduled and
-simulated, and its memory is the largest amount that any stage holds at once in that schedule.
+simulated, and its memory is the largest amount that any stage holds at once in that schedule. Where its busiest stage
+would still wait, shorter segments are tried too: they fill and drain the pipeline sooner.
 """
 
 from __future__ import annotations
@@ -115,7 +116,6 @@ def _for_pipeline(
     best = _fastest(candidates if shape.memory is not None else candidates[:1], loss_masks, shape, limits)
     timeline, size = best.passes[0].timeline, best.segments.segment_tokens
     if limits.segment_tokens is None and max(timeline.busy) < BUSY_ENOUGH * timeline.makespan:
-        # Shorter segments fill and drain the pipeline sooner, and suit the times in which a stage would wait.
         shorter = [cut(rounded(share * size), best.memory_tokens, at_floor) for share in SHORTER]
         best = _fastest(shorter, loss_masks, shape, limits, best)
     return best
