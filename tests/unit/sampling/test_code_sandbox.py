@@ -95,7 +95,8 @@ def facts(secret):
         "sockets": [family for family in range(2, 46) if can(socket.socket, family, socket.SOCK_DGRAM)],
         "writes": [path for path in ("/x", "/dev/x", "/usr/x", "/proc/sys/kernel/ns_last_pid", "/proc/pressure/memory")
                    if can(open, path, "w")],
-        "memory": can(os.memfd_create, "x"),
+        "memory": can(os.memfd_create, "x") or can(open, f"/proc/{os.getppid()}/mem", "r+b"),
+        "first": os.listdir("/proc/1"),
         "read-only": [os.statvfs(path).f_flag & 1 for path in ("/", "/usr", "/dev", "/proc/sys", "/scripts")],
         "processes": len([name for name in os.listdir("/proc") if name.isdigit()]),
         "space": os.statvfs("/tmp").f_blocks * os.statvfs("/tmp").f_frsize >> 20,
@@ -108,7 +109,7 @@ def test_what_a_program_can_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DTA_SECRET", "token")
     (tmp_path / "prompts.jsonl").write_text("the tests")
     expected = {"root": False, "secret": False, "sockets": [], "writes": [], "processes": 3, "space": 256}
-    expected |= {"read-only": [1] * 5, "memory": False}
+    expected |= {"read-only": [1] * 5, "memory": False, "first": []}
     tests = {"fn_name": "facts", "inputs": [[str(tmp_path)]], "outputs": [{**expected, "privileges": ["", ""]}]}
     assert confined()({"tests": tests}, fenced(FACTS), []) == 1
 

@@ -83,7 +83,9 @@ def command(scripts: Path, memory_bytes: int, filter_descriptor: int) -> list[st
         words += ["--ro-bind-try", path, path]
     # Anybody may write /proc/pressure, which starts threads of the kernel.
     words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]
-    words += ["--ro-bind-try", "/proc/pressure", "/proc/pressure", "--dev", "/dev"]
+    words += ["--ro-bind-try", "/proc/pressure", "/proc/pressure"]
+    # Hides bubblewrap's first process, which has no limits: its memory is open to programs of the same user.
+    words += ["--perms", "0555", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1", "--dev", "/dev"]
     words += ["--perms", "1777", "--size", str(SHARED_BYTES), "--tmpfs", "/dev/shm"]
     return [*words, "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
 
