@@ -22,6 +22,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards import code_reward, server_reward
 from megatron_dta.sampling.rewards.code_reward import CodeTests, program_in
+from megatron_dta.sampling.rewards.code_sandbox import running
 from megatron_dta.sampling.rewards.code_sandbox.forms import tests_of as read_tests
 from megatron_dta.sampling.rewards.code_sandbox.running import INSIDE
 from one_reward import compute_reward
@@ -155,6 +156,14 @@ def test_programs_that_wait_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None
     for code in ("import time\nwhile True: time.sleep(0.01)", "import signal\nsignal.raise_signal(signal.SIGSTOP)"):
         assert function({"tests": ECHO}, fenced(code), []) == 0
     assert function.counts["code_timeouts"] == 2
+
+
+def test_programs_may_be_stopped_before_their_judge_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = confined()
+    monkeypatch.setattr(running, "MOST_FILES", -1)
+    monkeypatch.setattr(running, "SAMPLE_MS", 1)
+    assert [function({"tests": ECHO}, fenced("print(input())"), []) for _ in range(3)] == [0, 0, 0]
+    assert function.counts["code_timeouts"] == 3
 
 
 def test_without_bubblewrap_programs_run_only_where_that_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,9 @@ class Sandbox:
             runner = self._start(stack, RUNNER, limits, stdin=given, stdout=sink, stderr=errors)
             judge, written = self._judge(stack, tests, stream, errors)
             stream.close(), sink.close()
-            is_stopped = self._watch(runner.pid, judge, len(tests.inputs))
-            verdict = _verdict(written, errors)
-        return {**verdict, "stopped": verdict["stopped"] or is_stopped}
+            if self._watch(runner.pid, judge, len(tests.inputs)):  # maybe before the judge has started
+                return {"passed": False, "stopped": True}
+            return _verdict(written, errors)
 
     def judge(self, tests: ProgramTests, outcomes: Iterable[bytes]) -> dict[str, bool]:
         """The same verdict on a program that ran elsewhere; ``outcomes`` are read until one is wrong."""
