@@ -89,7 +89,7 @@ class Audit:
         texts = [prompt.content + text.encode() + b"<|im_end|>"]
         repeated = self._repeated(prompt, call, text, answer)
         if repeated is not None:
-            texts.append(repeated.encode())
+            texts.append(repeated[0].encode())
         for whole in texts:
             self.known.update((session.session_id, digest) for _, digest in prefixes(whole))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-import json
 from pathlib import Path
 
 import pytest
@@ -115,13 +114,6 @@ def test_flags_without_effect_are_refused() -> None:
     arguments = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --linear-key-head-dim 4 --rollouts r.jsonl"
     with pytest.raises(InputError, match="--linear-key-head-dim has no effect without --experimental-attention"):
         check_config(parse_arguments(f"{arguments} --global-batch-size 2 --vocab-size 5".split()))
-
-
-def test_a_vision_tower_is_refused_by_name(tmp_path: Path) -> None:
-    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {"depth": 2}, "text_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="Qwen3_5ForConditionalGeneration has a vision tower"):
-        settings_from_hf(tmp_path, {})
 
 
 @pytest.mark.parametrize(
