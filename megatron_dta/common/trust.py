@@ -25,12 +25,12 @@ def refuse_foreign(paths: Iterable[Path], remedy: str) -> None:
     around: set[Path] = set()
     for path in paths:
         try:
-            found = path.stat()
+            status = path.stat()
         except FileNotFoundError:
             continue
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-        fault = _fault(found)
+        fault = _fault(status)
         if fault is not None:
             raise InputError(f"{path}: {fault}; {remedy}")
         around.update(path.resolve().parents)
@@ -40,14 +40,14 @@ def refuse_foreign(paths: Iterable[Path], remedy: str) -> None:
             raise InputError(f"{folder}: every user may replace what it holds; {remedy}")
 
 
-def _fault(found: os.stat_result) -> str | None:
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+def _fault(status: os.stat_result) -> str | None:
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         return "is neither a file nor a folder"
-    if found.st_mode & stat.S_IWOTH:
+    if status.st_mode & stat.S_IWOTH:
         return "every user may write to it"
-    if found.st_uid not in (0, os.geteuid()):
-        return f"belongs to another user ({_user(found.st_uid)})"
-    if found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid):
+    if status.st_uid not in (0, os.geteuid()):
+        return f"belongs to another user ({_user(status.st_uid)})"
+    if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid):
         return "its group may write to it"
     return None
 

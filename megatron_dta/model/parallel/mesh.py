@@ -367,5 +367,5 @@ def _initialize_process_group(backend: str, timeout: timedelta) -> None:
     )
     if backend == "nccl":
         # Later barriers take this device; without one NCCL guesses it from the rank, and warns. With ``device_id``
-        # above, Megatron's groups would all connect at once: 5.5 GiB a GPU and 1.1 s on two H100, for every new mesh.
+        # above, Megatron's groups would all connect at once, which took 5.5 GiB of the first of two H100 and 1.1 s.
         torch.distributed.barrier(device_ids=[torch.cuda.current_device()])
