@@ -89,14 +89,6 @@ def compare(
     return ranks
 
 
-def assert_bits_of_one_gpu(ranks: list[dict], params: SamplingParams, **changes: Any) -> None:
-    """The job ``graphs`` has the logprobs of an engine with graphs on one GPU, bit for bit."""
-    model = reference(torch.float32, **changes)[2]
-    alone = run_forest(started(model, params, static_passes=True), replace(DRIVE, order=1))
-    for rank in ranks:
-        assert_same(rank["graphs"][0], alone, 0)
-
-
 def assert_reproducible(ranks: list[dict]) -> None:
     """Both of two ranks have the same logprobs, bit for bit, and so have the jobs ``graphs`` and ``again``."""
     for name, (forest, _) in ranks[0].items():
