@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_dta.config.options import option
+
+teacher_option = partial(option, needs="teacher_load_hf")
 
 
 @dataclass
@@ -17,17 +20,17 @@ class DistillationConfig:
         "the policy's mesh, or addresses of megatron-dta teacher, NAME=http://HOST:PORT. A prompt or rollout names its "
         "teacher in the field teacher (default: the first).",
     )
-    teacher_kl: str = option(
+    teacher_kl: str = teacher_option(
         "full-vocabulary",
         "Reverse KL divergence from the teacher: over the whole vocabulary, as a term of the loss, or on the sampled "
         "tokens, subtracted from their advantages.",
         choices=("full-vocabulary", "sampled-tokens"),
     )
-    teacher_coef: float = option(1.0, "Weight of this divergence.", above=0)
-    teacher_only: bool = option(
+    teacher_coef: float = teacher_option(1.0, "Weight of this divergence.", above=0)
+    teacher_only: bool = teacher_option(
         False, "Learn from the teacher alone: rewards are reported, and their advantages are 0."
     )
-    offload_teacher: bool = option(
+    offload_teacher: bool = teacher_option(
         False, "Keep teachers in host memory, and on the device only while they score; their output weights stay."
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -13,6 +14,12 @@ from megatron_dta.config.options import NO_FLAG, REQUIRED, option
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 # Those of layers with gated delta net.
 RECURRENT_LORA_TARGETS = ("in_proj", "out_proj")
+
+
+llama3_option = partial(option, needs="use_rope_scaling")
+yarn_option = partial(option, needs="position_embedding_type=yarn")
+linear_option = partial(option, needs="experimental_attention_variant")
+moe_option = partial(option, needs="num_experts")
 
 
 @dataclass
@@ -52,35 +59,39 @@ class ModelConfig:
         None, "Linear scaling of rotary positions: positions are divided by this factor.", above=0
     )
     use_rope_scaling: bool = option(False, "Scale rotary frequencies as Llama 3 does.")
-    rope_scaling_factor: float = option(8.0, "Llama 3 scaling: low frequencies are divided by this factor.", above=0)
-    rope_scaling_low_freq_factor: float = option(
+    rope_scaling_factor: float = llama3_option(
+        8.0, "Llama 3 scaling: low frequencies are divided by this factor.", above=0
+    )
+    rope_scaling_low_freq_factor: float = llama3_option(
         1.0, "Llama 3 scaling: frequencies with fewer than this many turns over the original length are low.", above=0
     )
-    rope_scaling_high_freq_factor: float = option(
+    rope_scaling_high_freq_factor: float = llama3_option(
         4.0,
         "Llama 3 scaling: frequencies with more than this many turns over the original length are unchanged.",
         above=0,
     )
-    rope_scaling_original_max_position_embeddings: int = option(
+    rope_scaling_original_max_position_embeddings: int = llama3_option(
         8192, "Llama 3 scaling: maximum length of the model before scaling.", minimum=1
     )
-    rotary_scaling_factor: float = option(1.0, "YaRN: low frequencies are divided by this factor.", above=0)
-    yarn_original_max_position_embeddings: int = option(
+    rotary_scaling_factor: float = yarn_option(1.0, "YaRN: low frequencies are divided by this factor.", above=0)
+    yarn_original_max_position_embeddings: int = yarn_option(
         4096, "YaRN: maximum length of the model before scaling.", minimum=1
     )
-    yarn_beta_fast: float = option(
+    yarn_beta_fast: float = yarn_option(
         32.0, "YaRN: frequencies with more than this many turns over the original length are unchanged.", above=0
     )
-    yarn_beta_slow: float = option(
+    yarn_beta_slow: float = yarn_option(
         1.0,
         "YaRN: frequencies with fewer than this many turns over the original length are divided by the scaling factor.",
         above=0,
     )
-    no_yarn_correction_range_round_to_int: bool = option(
+    no_yarn_correction_range_round_to_int: bool = yarn_option(
         False, "YaRN: do not round the bounds of the range between scaled and unchanged frequencies."
     )
-    mscale: float = option(1.0, "YaRN: how strongly cosine and sine grow with the logarithm of the scaling factor.")
-    mscale_all_dim: float = option(0.0, "YaRN: the same coefficient, in the denominator.")
+    mscale: float = yarn_option(
+        1.0, "YaRN: how strongly cosine and sine grow with the logarithm of the scaling factor."
+    )
+    mscale_all_dim: float = yarn_option(0.0, "YaRN: the same coefficient, in the denominator.")
     qk_layernorm: bool = option(False, "Normalize queries and keys per head.")
     add_qkv_bias: bool = option(False, "Add a bias to the query, key and value projection only.")
     disable_bias_linear: bool = option(False, "Omit the bias of the linear layers.")
@@ -92,17 +103,17 @@ class ModelConfig:
     experimental_attention_variant: str | None = option(
         None, "Attention of the layers that --linear-attention-freq selects.", choices=("gated_delta_net",)
     )
-    linear_attention_freq: str | None = option(
+    linear_attention_freq: str | None = linear_option(
         None,
         "Layers with linear attention: N for attention in every N-th layer and linear attention in the others, or a "
         "list with one entry per layer, such as ([1]*3+[0])*2 (1 for linear attention).",
     )
-    linear_conv_kernel_dim: int = option(4, "Tokens that the convolution of linear attention sees.", minimum=2)
-    linear_key_head_dim: int = option(128, "Size of a key head of linear attention.", minimum=1)
-    linear_value_head_dim: int = option(128, "Size of a value head of linear attention.", minimum=1)
-    linear_num_key_heads: int = option(16, "Number of key heads of linear attention.", minimum=1)
-    linear_num_value_heads: int = option(32, "Number of value heads of linear attention.", minimum=1)
-    gated_delta_rule_impl: str = option(
+    linear_conv_kernel_dim: int = linear_option(4, "Tokens that the convolution of linear attention sees.", minimum=2)
+    linear_key_head_dim: int = linear_option(128, "Size of a key head of linear attention.", minimum=1)
+    linear_value_head_dim: int = linear_option(128, "Size of a value head of linear attention.", minimum=1)
+    linear_num_key_heads: int = linear_option(16, "Number of key heads of linear attention.", minimum=1)
+    linear_num_value_heads: int = linear_option(32, "Number of value heads of linear attention.", minimum=1)
+    gated_delta_rule_impl: str = linear_option(
         "auto",
         "Implementation of the gated delta rule: the kernels of flash-linear-attention (extra hybrid; a GPU, 16 bits), "
         "plain PyTorch (reference), or the kernels on a GPU in 16 bits and plain PyTorch elsewhere (auto).",
@@ -149,67 +160,78 @@ class ModelConfig:
         "Scaling of FP8 values: per 128 values of a row (blockwise, the default), per tensor (tensorwise), per 32 "
         "values (mxfp8, on Blackwell or newer), or from earlier passes (delayed, not supported).",
         choices=("delayed", "tensorwise", "mxfp8", "blockwise"),
+        needs="fp8_format",
     )
     recompute_granularity: str | None = option(
         None, "Recompute activations inside a segment's backward.", choices=("full", "selective")
     )
     recompute_method: str | None = option(
-        None, "How --recompute-granularity full selects the layers to recompute.", choices=("uniform", "block")
+        None,
+        "How --recompute-granularity full selects the layers to recompute.",
+        choices=("uniform", "block"),
+        needs="recompute_granularity=full",
     )
     recompute_num_layers: int | None = option(
-        None, "Layers per recomputed unit (uniform), or number of recomputed layers (block).", minimum=1
+        None,
+        "Layers per recomputed unit (uniform), or number of recomputed layers (block).",
+        minimum=1,
+        needs="recompute_granularity=full",
     )
 
     # Expert indices are stored in 16 bits, in rollouts and between a forward and its recomputation.
     num_experts: int | None = option(
         None, "Routed experts per mixture-of-experts layer (default: no such layers).", minimum=1, maximum=1 << 15
     )
-    moe_router_topk: int = option(2, "Experts to which each token is routed.", minimum=1)
-    moe_ffn_hidden_size: int | None = option(
+    moe_router_topk: int = moe_option(2, "Experts to which each token is routed.", minimum=1)
+    moe_ffn_hidden_size: int | None = moe_option(
         None, "Width of one expert's feed-forward layer (default: --ffn-hidden-size).", minimum=1
     )
-    moe_layer_freq: str = option(
+    moe_layer_freq: str = moe_option(
         "1",
         "Layers with experts: N for every N-th layer starting with the first, or a list with one entry per layer, "
         "such as [0]*1+[1]*3.",
     )
-    moe_shared_expert_intermediate_size: int | None = option(
+    moe_shared_expert_intermediate_size: int | None = moe_option(
         None, "Total width of the shared experts, which process every token (default: no shared experts).", minimum=1
     )
-    moe_shared_expert_gate: bool = option(False, "Scale the shared experts' output by a learned gate.")
-    moe_router_score_function: str = option(
+    moe_shared_expert_gate: bool = option(
+        False, "Scale the shared experts' output by a learned gate.", needs="moe_shared_expert_intermediate_size"
+    )
+    moe_router_score_function: str = moe_option(
         "softmax", "Function that turns router logits into scores.", choices=("softmax", "sigmoid")
     )
-    moe_router_pre_softmax: bool = option(
+    moe_router_pre_softmax: bool = moe_option(
         False, "Apply the softmax over all experts before the top k are chosen instead of after."
     )
-    moe_router_topk_scaling_factor: float | None = option(
+    moe_router_topk_scaling_factor: float | None = moe_option(
         None, "Factor applied to the scores of the chosen experts.", above=0
     )
-    moe_router_num_groups: int | None = option(
+    moe_router_num_groups: int | None = moe_option(
         None, "Number of expert groups, of which --moe-router-group-topk are chosen first.", minimum=1
     )
-    moe_router_group_topk: int | None = option(None, "Groups to which a token may be routed.", minimum=1)
-    moe_router_dtype: str | None = option(
+    moe_router_group_topk: int | None = moe_option(None, "Groups to which a token may be routed.", minimum=1)
+    moe_router_dtype: str | None = moe_option(
         None, "Dtype of the router's logits (default: the dtype of the activations).", choices=("fp32", "fp64")
     )
-    moe_router_enable_expert_bias: bool = option(
+    moe_router_enable_expert_bias: bool = moe_option(
         False,
         "Balance the load by a bias on each expert's score, updated from its load after every step; needs "
         "--moe-router-score-function sigmoid.",
     )
-    moe_router_bias_update_rate: float = option(1e-3, "Change of an expert's bias per step.", minimum=0)
-    moe_router_load_balancing_type: str = option(
+    moe_router_bias_update_rate: float = option(
+        1e-3, "Change of an expert's bias per step.", minimum=0, needs="moe_router_enable_expert_bias"
+    )
+    moe_router_load_balancing_type: str = moe_option(
         "seq_aux_loss",
         "Load-balancing loss: computed for each sequence and averaged over a step's sequences (seq_aux_loss), or "
         "none. The other types are not supported.",
         choices=("seq_aux_loss", "none", "aux_loss", "global_aux_loss", "sinkhorn"),
     )
-    moe_aux_loss_coeff: float = option(0.0, "Coefficient of the load-balancing loss; 0 disables it.", minimum=0)
-    moe_z_loss_coeff: float | None = option(
+    moe_aux_loss_coeff: float = moe_option(0.0, "Coefficient of the load-balancing loss; 0 disables it.", minimum=0)
+    moe_z_loss_coeff: float | None = moe_option(
         None, "Coefficient of the mean squared log-sum-exp of the router's logits (default: no such loss).", minimum=0
     )
-    moe_routing_replay: bool = option(
+    moe_routing_replay: bool = moe_option(
         False, "Route tokens to the experts that the rollouts' sampler chose (field routed_experts)."
     )
     moe_routing_conflicts: str = option(
@@ -217,19 +239,20 @@ class ModelConfig:
         "Where rollouts that share a token were routed differently, with --moe-routing-replay: first lets the choice "
         "of the first rollout hold for all; fork shares the token only among rollouts that were routed the same way.",
         choices=("first", "fork"),
+        needs="moe_routing_replay",
     )
-    moe_grouped_gemm: bool = option(
+    moe_grouped_gemm: bool = moe_option(
         False, "Compute the experts of a rank as grouped matrix products; weights and checkpoints are unchanged."
     )
-    moe_token_dispatcher_type: str = option(
+    moe_token_dispatcher_type: str = moe_option(
         "alltoall",
         "How tokens reach their experts; only alltoall is supported.",
         choices=("alltoall", "allgather", "flex"),
     )
-    moe_expert_capacity_factor: float | None = option(None, "Not supported: no token is dropped.")
-    moe_pad_expert_input_to_capacity: bool = option(False, "Not supported: no token is dropped.")
-    moe_token_drop_policy: str | None = option(None, "Not supported: no token is dropped.")
-    moe_input_jitter_eps: float | None = option(
+    moe_expert_capacity_factor: float | None = moe_option(None, "Not supported: no token is dropped.")
+    moe_pad_expert_input_to_capacity: bool = moe_option(False, "Not supported: no token is dropped.")
+    moe_token_drop_policy: str | None = moe_option(None, "Not supported: no token is dropped.")
+    moe_input_jitter_eps: float | None = moe_option(
         None, "Not supported: sequences that share a prefix would share the noise."
     )
 
@@ -239,7 +262,10 @@ class ModelConfig:
         minimum=1,
     )
     lora_alpha: float | None = option(
-        None, "The output of an adapter is scaled by --lora-alpha / --lora-rank (default: --lora-rank).", above=0
+        None,
+        "The output of an adapter is scaled by --lora-alpha / --lora-rank (default: --lora-rank).",
+        above=0,
+        needs="lora_rank",
     )
     lora_dropout: float = option(
         0.0, "Dropout before adapters; must be 0, because sequences that share a prefix would share its dropout mask."
@@ -248,6 +274,7 @@ class ModelConfig:
         None,
         "Linear layers with adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, and of gated delta net in_proj, "
         "out_proj (default: all).",
+        needs="lora_rank",
     )
 
     def __post_init__(self) -> None:

@@ -6,11 +6,9 @@ them. So a setting has one definition, one default and one help text, in Python 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import MISSING, Field, field, fields
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, field
 from typing import Any
-
-from megatron_dta.common.errors import InputError
 
 REQUIRED = MISSING
 NO_FLAG = ""
@@ -25,6 +23,7 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
+    needs: str | tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field with the metadata of its command-line flag.
 
@@ -36,6 +35,7 @@ def option(
             API only.
         minimum, maximum: inclusive bounds of a number, checked by ``config.checks``.
         above: exclusive lower bound of a number, checked by ``config.checks``.
+        needs: without which other settings this one is not read, see ``config.checks.needs``.
     """
     metadata = {
         "help": help,
@@ -45,6 +45,7 @@ def option(
         "minimum": minimum,
         "maximum": maximum,
         "above": above,
+        "needs": (needs,) if isinstance(needs, str) else needs,
     }
     return field(default=default, metadata=metadata)
 
@@ -52,10 +53,3 @@ def option(
 def flag_of(setting: Field) -> str:
     """The flag of a dataclass field made by ``option``, including its dashes."""
     return setting.metadata["flag"] or "--" + setting.name.replace("_", "-")
-
-
-def refuse_unread(settings: Any, names: Collection[str], needed: str) -> None:
-    """Raise ``InputError`` if one of these fields of ``settings`` is given, which are not read without ``needed``."""
-    for setting in fields(settings):
-        if setting.name in names and getattr(settings, setting.name) != setting.default:
-            raise InputError(f"{flag_of(setting)} has no effect without {needed}; leave it out or add that")

@@ -27,6 +27,7 @@ class TreeConfig:
         None,
         "Maximum number of tokens in flight (default: the larger of 1.5 x the longest sequence and 8 segments).",
         minimum=1,
+        needs="tree_mode!=packed",
     )
     tree_activation_tokens: int | None = option(
         None,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 
-from megatron_dta.config.agents import AgentConfig
 from megatron_dta.config.train import TrainConfig
 
 
@@ -38,13 +36,3 @@ def check_agents(config: TrainConfig) -> Iterator[str]:
         yield f"--eval-interval needs --eval-prompt-data with {flag}"
     if sampling.task is not None:
         yield f"--task {sampling.task} has its own prompts, which {flag} cannot use; give --prompt-data"
-
-
-def agent_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """Condition -> (whether it holds, the settings that have no effect otherwise)."""
-    own = [setting.name for setting in fields(AgentConfig)]
-    names = " ".join(name for name in own if name not in ("agent_command", "agent_callable"))
-    return {
-        "--prompt-data or --task (for agents)": (not config.data.rollouts, "agent_command agent_callable"),
-        "--agent-command or --agent-callable": (config.agent.is_used, names),
-    }

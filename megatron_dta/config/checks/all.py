@@ -13,8 +13,8 @@ import os
 from collections.abc import Iterator
 
 from megatron_dta.common.errors import InputError, caught, raise_all
-from megatron_dta.config.checks.agents import agent_conditions, check_agents
-from megatron_dta.config.checks.distillation import check_distillation, distillation_conditions
+from megatron_dta.config.checks.agents import check_agents
+from megatron_dta.config.checks.distillation import check_distillation
 from megatron_dta.config.checks.experts import check_experts
 from megatron_dta.config.checks.hybrid import check_hybrid
 from megatron_dta.config.checks.lora import check_lora, check_reference
@@ -24,12 +24,13 @@ from megatron_dta.config.checks.mesh import (
     check_tensor_parallel,
     check_world_size,
 )
-from megatron_dta.config.checks.objectives import POLICY_GRADIENT, check_objective, objective_conditions
+from megatron_dta.config.checks.needs import unread_settings
+from megatron_dta.config.checks.objectives import check_objective
 from megatron_dta.config.checks.optimizer_states import check_states
-from megatron_dta.config.checks.rollouts import check_rollout_engine, rollout_conditions, samples
+from megatron_dta.config.checks.rollouts import check_rollout_engine, samples
 from megatron_dta.config.checks.transformer_engine import check_transformer_impl
 from megatron_dta.config.checks.tree import check_tree
-from megatron_dta.config.checks.treepo import check_treepo, treepo_conditions
+from megatron_dta.config.checks.treepo import check_treepo
 from megatron_dta.config.derived.pipeline_layout import stage_layers
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
@@ -43,7 +44,7 @@ def check_config(config: TrainConfig) -> None:
     source, model = list(_check_source(config)), list(_check_model(config))
     if config.model.kv_channels is None or config.model.num_query_groups is None:
         raise_all([*source, *model])
-    raise_all([*source, *model, *_contradictions(config), *([] if source else _check_no_effect(config))])
+    raise_all([*source, *model, *_contradictions(config), *([] if source else unread_settings(config))])
 
 
 def check_engine(config: TrainConfig) -> None:
@@ -56,6 +57,8 @@ def check_engine(config: TrainConfig) -> None:
             *_check_schedule(config),
             *_check_parallel(config),
             *caught(check_states, config.model, config.optimization, config.parallel),
+            # These trainers give the whole schedule.
+            *unread_settings(config, ("lr_", "min_lr")),
         ]
     )
 
@@ -256,104 +259,3 @@ def _check_hf(config: TrainConfig) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.load_hf is not None and checkpoint.load is not None:
         yield "--load-hf conflicts with --load; keep one of them"
-
-
-def _routing_conditions(config: TrainConfig, sampled: bool) -> dict[str, tuple[bool, str]]:
-    returns_routing = not sampled or config.sampling.rollout_engine in ("vllm", "sglang")
-    return {
-        "--rollouts, or --rollout-engine vllm or sglang": (returns_routing, "moe_routing_replay"),
-        "--moe-routing-replay": (config.model.moe_routing_replay, "moe_routing_conflicts"),
-    }
-
-
-def _tokenizer_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """Condition of flags about text -> (whether it holds, the flags that have no effect otherwise)."""
-    sampling = config.sampling
-    return {
-        "--prompt-data or --rollouts": (
-            sampling.task is None,
-            "tokenizer_type tokenizer_model eos_id input_key label_key",
-        ),
-        "--tokenizer-type HuggingFaceTokenizer": (
-            sampling.tokenizer_type == "HuggingFaceTokenizer",
-            "apply_chat_template",
-        ),
-        "--apply-chat-template": (sampling.apply_chat_template, "apply_chat_template_kwargs chat_template_date"),
-    }
-
-
-def _check_no_effect(config: TrainConfig) -> Iterator[str]:
-    """Reject a flag that differs from its default although no code would read it."""
-    policy_gradient, sampled = config.objective.objective in POLICY_GRADIENT, not config.data.rollouts
-    evaluated = config.logging.eval_interval is not None
-    wsd = config.optimization.lr_decay_style == "WSD"
-    decays = config.optimization.lr_decay_style != "constant"
-    full_recompute = config.model.recompute_granularity == "full"
-    eval_prompts = config.sampling.eval_prompt_data is not None or config.sampling.task is not None
-    conditions = {
-        **agent_conditions(config),
-        **distillation_conditions(config),
-        **objective_conditions(config, sampled),
-        "--prompt-data or --task": (
-            sampled,
-            "eval_temperature rollout_batch_size n_samples_per_prompt rollout_top_p rollout_max_response_len "
-            "n_samples_per_eval_prompt rollout_engine inference_max_requests inference_dynamic_batching_block_size "
-            "inference_dynamic_batching_buffer_size_gb inference_dynamic_batching_max_tokens rollout_cuda_graphs",
-        ),
-        "--prompt-data": (
-            config.sampling.prompt_data is not None,
-            "eval_prompt_data reward_function filter_overlong_prompts",
-        ),
-        **_tokenizer_conditions(config),
-        "--task arithmetic": (config.sampling.task is not None, "arithmetic_max_operand arithmetic_operators"),
-        "--rollouts": (not sampled, "rollout_sample_granularity eval_rollouts seq_length"),
-        **_routing_conditions(config, sampled),
-        "--eval-interval": (
-            evaluated,
-            "keep_best_checkpoint eval_iters eval_rollouts eval_prompt_data eval_temperature",
-        ),
-        "--eval-prompt-data": (eval_prompts, "n_samples_per_eval_prompt eval_temperature"),
-        "--lora-rank": (config.model.lora_rank is not None, "lora_alpha lora_target_modules"),
-        "--lr-decay-style WSD": (wsd, "lr_wsd_decay_style lr_wsd_decay_iters"),
-        "another --lr-decay-style than constant": (decays, "min_lr lr_decay_iters"),
-        "--lr-warmup-iters": (config.optimization.lr_warmup_iters > 0, "lr_warmup_init"),
-        "--load": (config.checkpoint.load is not None, "finetune"),
-        "--save or --load": (bool(config.checkpoint.save or config.checkpoint.load), "exit_on_missing_checkpoint"),
-        "--save": (
-            config.checkpoint.save is not None,
-            "save_interval async_save ckpt_fully_parallel_save keep_checkpoints keep_best_checkpoint "
-            "save_rollouts_interval",
-        ),
-        "--keep-best-checkpoint": (config.checkpoint.keep_best_checkpoint is not None, "best_checkpoint_mode"),
-        "--grad-norm-outlier-factor": (
-            config.optimization.grad_norm_outlier_factor is not None,
-            "grad_norm_outlier_window grad_norm_outlier_action",
-        ),
-        "--save-rollouts-interval": (config.logging.save_rollouts_interval is not None, "save_rollouts_groups"),
-        "--timeline-dir": (config.logging.timeline_dir is not None, "timeline_interval"),
-        "--wandb-project": (config.logging.wandb_project is not None, "wandb_exp_name"),
-        "--recompute-granularity full": (full_recompute, "recompute_method recompute_num_layers"),
-        "--pipeline-model-parallel-size above 1": (
-            config.parallel.pipeline_model_parallel_size > 1,
-            "num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout pipeline_in_flight_tokens",
-        ),
-        "--use-rope-scaling": (
-            config.model.use_rope_scaling,
-            "rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor "
-            "rope_scaling_original_max_position_embeddings",
-        ),
-        "--position-embedding-type yarn": (
-            config.model.position_embedding_type == "yarn",
-            "rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow mscale "
-            "mscale_all_dim no_yarn_correction_range_round_to_int",
-        ),
-        "--overlap-grad-reduce": (config.parallel.overlap_grad_reduce, "ddp_bucket_size"),
-        **rollout_conditions(config),
-        "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),
-        **treepo_conditions(config, sampled, policy_gradient),
-    }
-    changed = {setting.name: setting for _, setting, value in settings_of(config) if value != setting.default}
-    for needed, (holds, names) in conditions.items():
-        ignored = set() if holds else changed.keys() & names.split()
-        for name in [name for name in changed if name in ignored]:
-            yield f"{flag_of(changed.pop(name))} has no effect without {needed}; leave it out or add that"

@@ -17,8 +17,3 @@ def check_distillation(config: TrainConfig) -> Iterator[str]:
         yield f"--teacher-load-hf needs a policy gradient, such as --objective grpo, not {objective.objective}"
     if objective.objective == "ppo":
         yield "--teacher-load-hf with --objective ppo: its critic would not know of the teacher; give --objective grpo"
-
-
-def distillation_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """Condition -> (whether it holds, the settings that have no effect otherwise)."""
-    return {"--teacher-load-hf": (config.distillation.is_used, "teacher_kl teacher_coef teacher_only offload_teacher")}

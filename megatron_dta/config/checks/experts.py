@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.model import ModelConfig
-from megatron_dta.config.options import refuse_unread
 from megatron_dta.config.parallel import ParallelConfig
-
-_OF_PARALLEL = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 def check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ``InputError`` for settings with which an expert model cannot be built."""
     if model.num_experts is None:
-        refuse_unread(model, [name for name in vars(model) if name.startswith("moe_")], "--num-experts")
-        refuse_unread(parallel, _OF_PARALLEL, "--num-experts")
         return
     _check_dropless(model)
     _check_router(model)
@@ -67,8 +62,6 @@ def _check_router(model: ModelConfig) -> None:
             )
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
         raise InputError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid")
-    if not model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate != 1e-3:
-        raise InputError("--moe-router-bias-update-rate has no effect without --moe-router-enable-expert-bias")
 
 
 def _check_balance(model: ModelConfig) -> None:
@@ -93,8 +86,6 @@ def _check_layers(model: ModelConfig) -> None:
     _ = model.moe_layers  # raises if the pattern does not match the number of layers
     if not model.disable_bias_linear:
         raise InputError("--num-experts needs --disable-bias-linear: Megatron's experts cannot train a bias; add it")
-    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
-        raise InputError("--moe-shared-expert-gate has no effect without --moe-shared-expert-intermediate-size")
     if model.moe_token_dispatcher_type != "alltoall":
         raise InputError(
             f"--moe-token-dispatcher-type {model.moe_token_dispatcher_type} is not supported; use alltoall"

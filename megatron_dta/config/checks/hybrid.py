@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.model import ModelConfig
-from megatron_dta.config.options import refuse_unread
 from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.planning.costs.decoder_shape import linear_heads_refusal
 
@@ -17,8 +16,6 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig) -> None:
         flag = "--apply-layernorm-1p" if model.apply_layernorm_1p else "--attention-output-gate"
         raise InputError(f"{flag} needs --transformer-impl local")
     if model.experimental_attention_variant is None:
-        own = [name for name in vars(model) if name.startswith("linear_") or name == "gated_delta_rule_impl"]
-        refuse_unread(model, own, "--experimental-attention-variant")
         return
     if model.linear_attention_freq is None:
         raise InputError("--experimental-attention-variant gated_delta_net needs --linear-attention-freq, such as 4")

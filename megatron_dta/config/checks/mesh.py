@@ -37,8 +37,6 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
 def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Reject a model that cannot be divided equally over the ranks of a tensor group."""
     size = parallel.tensor_model_parallel_size
-    if parallel.sequence_parallel and size == 1:
-        raise InputError("--sequence-parallel has no effect without --tensor-model-parallel-size above 1")
     for flag, value in (
         ("--num-query-groups", model.num_query_groups),
         ("--num-attention-heads", model.num_attention_heads),

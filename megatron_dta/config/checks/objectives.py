@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 from megatron_dta.config.checks.rollouts import samples
-from megatron_dta.config.objective import CriticConfig
 from megatron_dta.config.train import TrainConfig
 
 POLICY_GRADIENT = ("grpo", "ppo", "gspo", "gspo-token", "cispo")
@@ -84,32 +82,3 @@ def _check_filters(config: TrainConfig, sampled: bool) -> Iterator[str]:
         )
     if filtering.rejection_sampling == "threshold" and filtering.rejection_reward_threshold is None:
         yield "--rejection-sampling threshold needs --rejection-reward-threshold"
-
-
-def objective_conditions(config: TrainConfig, sampled: bool) -> dict[str, tuple[bool, str]]:
-    """Condition -> (whether it holds, the settings that have no effect otherwise)."""
-    objective, filtering = config.objective, config.filtering
-    policy = objective.objective in POLICY_GRADIENT
-    reference = (policy and (objective.kl_loss_coef > 0 or objective.kl_coef > 0)) or objective.objective == "dpo"
-    critic = " ".join(setting.name for setting in fields(CriticConfig))
-    return {
-        "--objective grpo": (
-            policy,
-            "eps_clip eps_clip_high dual_clip kl_loss_coef kl_coef entropy_coef disable_grpo_std_normalization "
-            "old_logprobs use_tis sampler_mismatch_alarm",
-        ),
-        "--objective ppo": (objective.objective == "ppo", critic),
-        "--objective dpo": (objective.objective == "dpo", "dpo_beta dpo_label_smoothing dpo_pairs"),
-        "another --objective than dpo": (objective.objective != "dpo", "loss_aggregation"),
-        "--kl-loss-coef above 0": (policy and objective.kl_loss_coef > 0, "kl_loss_type"),
-        "--kl-coef above 0": (policy and objective.kl_coef > 0, "kl_reward_type"),
-        "--kl-loss-coef or --kl-coef above 0, or --objective dpo": (reference, "ref_load ref_model offload_reference"),
-        "--sampler-mismatch-alarm": (objective.sampler_mismatch_alarm is not None, "sampler_mismatch_stop"),
-        "--use-tis": (objective.use_tis, "tis_mode tis_level tis_clip tis_clip_low"),
-        "--loss-aggregation sequence-sum": (objective.loss_aggregation == "sequence-sum", "loss_length"),
-        "--prompt-data or --task (to sample)": (sampled, "dynamic_sampling overlong_buffer_len"),
-        "--dynamic-sampling": (filtering.dynamic_sampling, "dynamic_sampling_max_rounds"),
-        "--overlong-buffer-len": (filtering.overlong_buffer_len is not None, "overlong_penalty_factor"),
-        "--objective sft": (objective.objective == "sft", "rejection_sampling"),
-        "--rejection-sampling": (filtering.rejection_sampling is not None, "rejection_reward_threshold"),
-    }

@@ -14,21 +14,16 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config.checks.transformer_engine import check_fp8, check_fp8_support
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.optimization import OptimizationConfig
-from megatron_dta.config.options import flag_of, refuse_unread
+from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-_OFFLOAD = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "no_pin_cpu_grads", "no_pin_cpu_params")
 
 
 def check_states(model: ModelConfig, optimization: OptimizationConfig, parallel: ParallelConfig) -> None:
     """Raise ``InputError`` for settings of optimizer states and FP8 that conflict."""
     aware, offload = optimization.use_precision_aware_optimizer, optimization.optimizer_cpu_offload
-    if not aware:
-        refuse_unread(optimization, ("main_grads_dtype", *_STATE_DTYPES), "--use-precision-aware-optimizer")
-    if not offload:
-        refuse_unread(optimization, _OFFLOAD, "--optimizer-cpu-offload")
     if offload and not aware:
         raise InputError("--optimizer-cpu-offload needs --use-precision-aware-optimizer; add it")
     if aware and not parallel.use_distributed_optimizer:

@@ -50,6 +50,8 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
         yield "--rollout-engine replay needs --rollout-replay FILE, the rollouts to return"
     if sampling.reward_function == "remote" and not config.reward.reward_server_url:
         yield "--reward-function remote needs --reward-server-url http://HOST:PORT/PATH"
+    if config.model.moe_routing_replay and engine not in SERVERS:
+        yield "--moe-routing-replay needs --rollouts, or --rollout-engine vllm or sglang, which return experts"
     if config.model.moe_routing_replay:
         for flag, is_set in (
             ("--rollout-method treepo", config.treepo.rollout_method == "treepo"),
@@ -161,54 +163,3 @@ def _check_partial(config: TrainConfig) -> Iterator[str]:
     ):
         if is_set:
             yield f"--partial-rollout samples independent rollouts and conflicts with {flag}; leave one of them out"
-
-
-def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """Condition -> (whether it holds, the settings that have no effect otherwise)."""
-    engine, reward = config.sampling.rollout_engine, config.sampling.reward_function
-    return {
-        "--reward-function": (reward is not None, "reward_failure"),
-        "--reward-function math_verify, code_tests or remote": (
-            reward in ("math_verify", "code_tests", "remote"),
-            "reward_workers",
-        ),
-        "--reward-function code_tests": (
-            reward == "code_tests",
-            "code_time_seconds code_memory_mb code_processes code_sandbox_url code_unconfined",
-        ),
-        "--reward-function remote": (reward == "remote", "reward_server_url"),
-        "--reward-function remote or --code-sandbox-url": (
-            reward == "remote" or (reward == "code_tests" and config.reward.code_sandbox_url is not None),
-            "reward_attempts",
-        ),
-        "--reward-function remote or FILE.py:NAME": (
-            reward is not None and (reward == "remote" or ":" in reward),
-            "reward_timeout_seconds",
-        ),
-        "--rollout-engine vllm or sglang": (
-            engine in SERVERS and samples(config),
-            "rollout_server_url rollout_server_file rollout_request_processes rollout_weights_dir "
-            "rollout_weight_transfer rollout_weight_delta rollout_max_staleness partial_rollout",
-        ),
-        "--rollout-engine vllm or sglang, or --teacher-load-hf http://HOST:PORT": (
-            (engine in SERVERS and samples(config)) or config.distillation.has_served,
-            "rollout_timeout_seconds rollout_attempts",
-        ),
-        "--partial-rollout": (config.sampling.partial_rollout, "partial_rollout_stale"),
-        "--rollout-weight-transfer nccl, gloo or ipc": (
-            config.sampling.rollout_weight_transfer != "folder",
-            "rollout_weight_bucket_mb",
-        ),
-        "--rollout-weight-delta": (config.sampling.rollout_weight_delta, "rollout_weight_check_interval"),
-        "--rollout-engine replay": (engine == "replay" and samples(config), "rollout_replay"),
-        "--rollout-engine in-process": (
-            engine == "in-process",
-            "inference_dynamic_batching_block_size inference_dynamic_batching_buffer_size_gb "
-            "inference_dynamic_batching_max_tokens rollout_cuda_graphs das_budget rollout_stop_degenerate",
-        ),
-        "another --rollout-engine than replay": (engine != "replay", "inference_max_requests rollout_speculation"),
-        "--rollout-speculation das": (
-            config.speculation.rollout_speculation == "das",
-            "das_window das_max_tokens das_depth das_draft_tokens das_budget",
-        ),
-    }

@@ -12,7 +12,6 @@ import torch
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.model import ModelConfig
-from megatron_dta.config.options import refuse_unread
 from megatron_dta.config.parallel import ParallelConfig
 
 # Widths of FP8 products must be multiples of these: 16 in any case, and whole blocks where a block shares a scale.
@@ -42,7 +41,6 @@ def check_transformer_impl(model: ModelConfig) -> None:
 def check_fp8(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Refuse settings of FP8 that do not fit together."""
     if model.fp8_format is None:
-        refuse_unread(model, ["fp8_recipe"], "--fp8-format")
         return
     if model.transformer_impl != "transformer_engine":
         raise InputError("--fp8-format needs --transformer-impl transformer_engine and that package; leave it out")
