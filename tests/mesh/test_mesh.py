@@ -221,5 +221,3 @@ def test_impossible_meshes_are_refused(suite):
         check_tensor_parallel(suite.models["qwen3"], four)
     with pytest.raises(InputError, match="--tensor-model-parallel-size 4 does not divide the 6 processes"):
         check_world_size(four, 6)
-    with pytest.raises(InputError, match="--sequence-parallel has no effect without"):
-        check_tensor_parallel(suite.models["qwen3"], ParallelConfig(sequence_parallel=True))

@@ -207,8 +207,6 @@ def test_layers_with_experts() -> None:
         ("--use-rope-scaling", "--use-rope-scaling contradicts .*: no rope_scaling, which means False"),
         ("--rotary-seq-len-interpolation-factor 2", "interpolation-factor 2.0 contradicts .*: no rope_scaling"),
         ("--vocab-size 99", "--vocab-size 99 contradicts .*: vocab_size 100"),
-        ("--rope-scaling-factor 4", "--rope-scaling-factor has no effect"),
-        ("--mscale 0.5", "--mscale has no effect"),
     ],
 )
 def test_flags_that_contradict_are_refused(flags: str, message: str, tmp_path: Path) -> None:

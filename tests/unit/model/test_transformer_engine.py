@@ -44,7 +44,6 @@ def test_other_dtypes_are_refused(dtype):
             "multiples of 16: --ffn-hidden-size over .* is 200; leave",
         ),
         (dict(fp8_recipe="mxfp8", kv_channels=20), "multiples of 32: query heads times .* is 80; give"),
-        (dict(fp8_format=None, fp8_recipe="blockwise"), "--fp8-recipe has no effect without --fp8-format"),
     ],
 )
 def test_fp8_is_refused_where_it_does_not_fit(settings, message):

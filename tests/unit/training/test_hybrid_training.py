@@ -110,12 +110,6 @@ def test_what_cannot_work_is_refused_in_one_line(more: str, message: str) -> Non
     assert any(message in line for line in str(caught.value).splitlines()), caught.value
 
 
-def test_flags_without_effect_are_refused() -> None:
-    arguments = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --linear-key-head-dim 4 --rollouts r.jsonl"
-    with pytest.raises(InputError, match="--linear-key-head-dim has no effect without --experimental-attention"):
-        check_config(parse_arguments(f"{arguments} --global-batch-size 2 --vocab-size 5".split()))
-
-
 @pytest.mark.parametrize(
     "method", ["", "--rollout-method treepo --treepo-segment-length 3 --advantage-estimator treepo"]
 )

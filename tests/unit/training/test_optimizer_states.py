@@ -167,17 +167,12 @@ def test_the_gradient_buffer_has_the_dtype_asked_for(bfloat16_is_a_gpu: None) ->
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--exp-avg-dtype bf16", "--exp-avg-dtype has no effect without --use-precision-aware-optimizer"),
-        ("--main-grads-dtype bf16", "--main-grads-dtype has no effect without --use-precision-aware-optimizer"),
-        ("--optimizer-offload-fraction 0.5", "--optimizer-offload-fraction has no effect without --optimizer-cpu-"),
-        ("--no-pin-cpu-grads", "--no-pin-cpu-grads has no effect without --optimizer-cpu-offload"),
         ("--optimizer-cpu-offload", "--optimizer-cpu-offload needs --use-precision-aware-optimizer"),
         ("--use-precision-aware-optimizer --bf16", "needs --use-distributed-optimizer"),
         ("--use-precision-aware-optimizer --use-distributed-optimizer", "needs --bf16"),
         (" ".join(AWARE) + " --optimizer-cpu-offload --exp-avg-dtype bf16", "with --optimizer-cpu-offload the states"),
         (" ".join(AWARE) + " --exp-avg-dtype int8", "--exp-avg-dtype"),
         ("--fp8-format hybrid --bf16", "--fp8-format needs --transformer-impl transformer_engine"),
-        ("--fp8-recipe mxfp8", "--fp8-recipe has no effect without --fp8-format"),
     ],
 )
 def test_what_does_not_fit_is_refused(flags: str, message: str) -> None:

@@ -87,7 +87,6 @@ def test_the_preset_of_areal_runs(runs: Runs) -> None:
     ("flags", "match"),
     [
         ("--partial-rollout", "needs --rollout-max-staleness 1 or more"),
-        ("--partial-rollout-stale drop", "has no effect without --partial-rollout"),
         ("--rollout-max-staleness 1 --partial-rollout --dynamic-sampling", "conflicts with --dynamic-sampling"),
         (
             "--rollout-max-staleness 1 --partial-rollout --rollout-method treepo",

@@ -183,15 +183,9 @@ REFUSED = [
     ("--rollout-engine vllm --rollout-server-url http://a:1", "needs --rollout-weights-dir"),
     ("--rollout-engine replay", "needs --rollout-replay"),
     ("--rollout-max-staleness 1", "needs --rollout-engine vllm or sglang"),
-    ("--rollout-server-url http://a:1", "has no effect without --rollout-engine vllm or sglang"),
-    ("--rollout-engine replay --rollout-replay f --inference-max-requests 3", "has no effect without"),
     (
         "--rollout-engine replay --rollout-replay f --rollout-max-staleness 1",
         "has no effect on --rollout-engine replay",
-    ),
-    (
-        "--rollout-engine vllm --rollout-server-url http://a:1 --save s --inference-dynamic-batching-block-size 8",
-        "has no effect without --rollout-engine in-process",
     ),
     (
         "--rollout-engine vllm --rollout-server-url http://a:1 --save s --rollout-temperature 0.5 --rollout-top-p 0.5",
@@ -226,11 +220,6 @@ REFUSED = [
     (
         "--rollout-engine sglang --rollout-server-url http://a:1 --rollout-weight-transfer nccl --rollout-weight-delta",
         "--rollout-weight-delta needs --rollout-engine vllm",
-    ),
-    (
-        "--rollout-engine vllm --rollout-server-url http://a:1 --rollout-weight-transfer nccl "
-        "--rollout-weight-check-interval 3",
-        "has no effect without --rollout-weight-delta",
     ),
     (
         "--rollout-engine sglang --rollout-server-url http://a:1 --rollout-weight-transfer nccl "
