@@ -12,6 +12,7 @@ from typing import Any
 
 REQUIRED = MISSING
 NO_FLAG = ""
+BOUNDS = ("minimum", "maximum", "above")
 
 
 def option(
@@ -20,10 +21,8 @@ def option(
     *,
     choices: Sequence[str] | None = None,
     flag: str | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
     needs: str | tuple[str, ...] = (),
+    **bounds: float,
 ) -> Any:
     """A dataclass field with the metadata of its command-line flag.
 
@@ -33,18 +32,18 @@ def option(
         choices: the accepted values; None accepts any value.
         flag: the name of the flag, if it is not the field's name with dashes; ``NO_FLAG`` for settings of the Python
             API only.
-        minimum, maximum: inclusive bounds of a number, checked by ``config.checks``.
-        above: exclusive lower bound of a number, checked by ``config.checks``.
         needs: without which other settings this one is not read, see ``config.checks.needs``.
+        bounds: ``minimum`` and ``maximum`` of a number, and ``above``, which excludes it; ``config.checks`` holds them.
     """
+    if not bounds.keys() <= set(BOUNDS):
+        raise TypeError(f"bounds are {', '.join(BOUNDS)}, not {', '.join(bounds)}")
     metadata = {
         "help": help,
         "choices": choices,
         "flag": flag,
         "command_line": flag != NO_FLAG,
-        "minimum": minimum,
-        "maximum": maximum,
-        "above": above,
+        **dict.fromkeys(BOUNDS),
+        **bounds,
         "needs": (needs,) if isinstance(needs, str) else needs,
     }
     return field(default=default, metadata=metadata)
