@@ -21,7 +21,7 @@ setup(
     # Compiled where it is used; without a compiler its twin in Python serves.
     package_data={
         "megatron_dta": ["py.typed"],
-        "megatron_dta.speculation": ["suffix_forest.c", "suffix_nodes.h"],
+        "megatron_dta.sampling.speculation": ["suffix_forest.c", "suffix_nodes.h"],
         "megatron_dta.integrations.verl": ["hydra/*/*.yaml"],
     },
     entry_points={

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_dta.common.quiet import quieten_libraries
+from megatron_dta.core.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
@@ -43,9 +43,9 @@ from common.report import Report
 from dta_kernels.tree_attention.config import TreeAttentionConfig, default_config, padded_head_size
 from dta_kernels.tree_attention.plan import AttentionShape
 from megatron_dta.common.command_line import CommandLineParser, print_json
-from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.rollouts import load_rollouts
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.tree import build_prefix_tree
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Relative error against float32 that 16-bit kernels stay under by far; a wrong mask or tile is above it by far.

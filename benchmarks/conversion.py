@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.conversion.mappings import ModelShape, parameters_of, tensors_of
-from megatron_dta.conversion.safetensors_files import INDEX
-from megatron_dta.conversion.safetensors_output import SafetensorsOutput, index_of, lay_out
+from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.training.huggingface.files import INDEX
+from megatron_dta.training.huggingface.mappings import ModelShape, parameters_of, tensors_of
+from megatron_dta.training.huggingface.safetensors_output import SafetensorsOutput, index_of, lay_out
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 CONFIG = {

@@ -18,9 +18,9 @@ import torch
 
 from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser, print_json
-from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.speculation.native import NativeSuffixForest, NativeUnavailable
-from megatron_dta.speculation.suffix_forest import DraftParams, PythonSuffixForest, SuffixForest
+from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.sampling.speculation.native import NativeSuffixForest, NativeUnavailable
+from megatron_dta.sampling.speculation.suffix_forest import DraftParams, PythonSuffixForest, SuffixForest
 
 _PROBLEMS, _STEP, _VOCABULARY = 8, 4, 3000
 

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.common.quiet import quieten_libraries
+from megatron_dta.core.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
@@ -46,11 +46,11 @@ from common.engine import Setup, add_arguments, build_engine, build_setup, check
 from common.profile import profile_step
 from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser, print_json
-from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.model import current_mesh
-from megatron_dta.model.parallel.tensor_sum import tensor_sum
-from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
-from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.core.model import current_mesh
+from megatron_dta.core.model.parallel.tensor_sum import tensor_sum
+from megatron_dta.sampling.in_process.engine import InProcessEngine
+from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from rollout_parts.drafting import add_das_arguments, run_das
 from rollout_parts.gap import add_gap_arguments, run_gap

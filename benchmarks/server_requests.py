@@ -23,11 +23,11 @@ import torch
 
 from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.sampling.engines.interface import GenerationRequest
-from megatron_dta.sampling.engines.servers.engine import HttpEngine
-from megatron_dta.sampling.engines.servers.http_settings import HttpSettings
-from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
+from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.extras.servers.engine import HttpEngine
+from megatron_dta.extras.servers.http_settings import HttpSettings
+from megatron_dta.extras.servers.vllm import VllmProtocol
+from megatron_dta.sampling.interface import GenerationRequest
 from megatron_dta.sampling.params import SamplingParams
 
 VOCABULARY = 150_000

@@ -6,7 +6,7 @@ dense.
 
 Weights are random; gradients are accumulated in float32. Every mode takes one step to warm up and then --steps timed
 ones, of which the median counts. Operations are counted once for every token of the mode's forest
-(megatron_dta/planning/step/flops.py); the share of the peak is against a measured product of 8192 x 8192 matrices. The
+(megatron_dta/core/planning/step/flops.py); the share of the peak is against a measured product of 8192 x 8192 matrices. The
 speed-up of a mode over dense cannot be more than the ratio of their operations, the bound. On several pipeline stages
 the ops of the last timed step are timed too: the share of the stages' time that they compute is reported with the
 planned one and that of a replay, the plan in the measured times of its ops (common/plan_accuracy.py).
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.common.quiet import quieten_libraries
+from megatron_dta.core.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which tells what is not installed
 
@@ -36,15 +36,15 @@ from common.profile import profile_step
 from common.report import Report
 from common.training_step import EngineOptions, StepTimer, compared
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_output, print_json
-from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.config import ModelConfig, ParallelConfig, TreeConfig
-from megatron_dta.config.derived.benchmark_model import MODELS, TINY, benchmark_model
-from megatron_dta.config.derived.device_queues import set_device_queues
-from megatron_dta.engine import StepResult
-from megatron_dta.planning.pipeline.timeline import timeline_span, timeline_utilisation
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.core.config import ModelConfig, ParallelConfig, TreeConfig
+from megatron_dta.core.engine import StepResult
+from megatron_dta.core.planning.pipeline.timeline import timeline_span, timeline_utilisation
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import load_rollouts
 from megatron_dta.training.autotune import Autotuner, measure_gpu
+from megatron_dta.training.config.derived.benchmark_model import MODELS, TINY, benchmark_model
+from megatron_dta.training.config.derived.device_queues import set_device_queues
 from megatron_dta.training.monitor.timelines import write_timeline_files
 
 PARALLEL = (

@@ -42,11 +42,11 @@ from verl.workers.utils.losses import ppo_loss
 
 from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser, check_at_least
-from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.config.derived.benchmark_model import MODELS, TINY, benchmark_model
-from megatron_dta.conversion.hf.config_output import huggingface_config
+from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.core.rollouts import load_rollouts
 from megatron_dta.integrations.verl.config import MegatronDtaEngineConfig
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.training.config.derived.benchmark_model import MODELS, TINY, benchmark_model
+from megatron_dta.training.huggingface.config.config_output import huggingface_config
 
 ENGINES = ("megatron_dta", "fsdp2", "megatron")
 # FlashAttention 4 for packed rows. transformers passes it the longest length as a tensor, which it refuses.

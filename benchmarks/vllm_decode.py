@@ -30,11 +30,11 @@ import torch
 from common.bandwidth import measured_bandwidth
 from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.config import ModelConfig
-from megatron_dta.config.derived.benchmark_model import settings_of
-from megatron_dta.conversion.hf.config_output import config_from_settings
-from megatron_dta.planning.costs.named_shapes import SHAPES
+from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.shapes.named import SHAPES
+from megatron_dta.training.config.derived.benchmark_model import settings_of
+from megatron_dta.training.huggingface.config.config_output import config_from_settings
 
 if TYPE_CHECKING:
     from vllm import LLM

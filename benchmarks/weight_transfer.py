@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from megatron_dta.common.quiet import quieten_libraries
+from megatron_dta.core.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
@@ -36,19 +36,21 @@ from common.report import Report
 from common.vllm_server import vllm_server
 from common.weight_receiver import byte_sum
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.common.http.replies import parse_json
-from megatron_dta.config import ModelConfig, SamplingConfig, TrainConfig
-from megatron_dta.config.derived.benchmark_model import settings_of
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.sampling.engines.servers.engine import HttpEngine
-from megatron_dta.sampling.engines.servers.http_client import Server
-from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
-from megatron_dta.sampling.engines.servers.weights.groups import group_opener
-from megatron_dta.sampling.engines.servers.weights.host_weights import empty_weights
-from megatron_dta.sampling.engines.servers.weights.patches import expected_checksums
-from megatron_dta.training.weights.huggingface import hf_weights
-from megatron_dta.training.weights.servers import rollout_weights
+from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.extras.servers.engine import HttpEngine
+from megatron_dta.extras.servers.http_client import Server
+from megatron_dta.extras.servers.vllm import VllmProtocol
+from megatron_dta.extras.servers.weights.groups import group_opener
+from megatron_dta.extras.servers.weights.patches import expected_checksums
+from megatron_dta.extras.servers.weights.send import rollout_weights
+from megatron_dta.sampling.config import SamplingConfig
+from megatron_dta.sampling.host_weights import empty_weights
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.config.derived.benchmark_model import settings_of
+from megatron_dta.training.huggingface.save import hf_weights
 
 RECEIVER = Path(__file__).resolve().parent / "common" / "weight_receiver.py"
 

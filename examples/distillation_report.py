@@ -11,7 +11,7 @@ from pathlib import Path
 import matplotlib
 
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.common.errors import InputError, run_entry_point
+from megatron_dta.core.common.errors import InputError, run_entry_point
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.common.files import replacing
 from megatron_dta.common.measurement import measured_on
+from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.core.common.files import replacing
 from megatron_dta.training.monitor.metrics import read_metrics
 
 LEAST_GAIN = 0.2

@@ -19,22 +19,22 @@ from slime.ray.train_actor import TrainRayActor
 from slime.utils.data import process_rollout_data
 from torch import Tensor
 
-from megatron_dta.arguments import settings_from
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TrainConfig
-from megatron_dta.config.checks.all import check_engine
-from megatron_dta.config.train import settings_of
-from megatron_dta.engine import TreeEngine
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.engine import TreeEngine
+from megatron_dta.core.model import Model, build_model, current_mesh, initialize_parallel
+from megatron_dta.core.objectives import SequenceLoss
 from megatron_dta.integrations.build import build_tree_engine
 from megatron_dta.integrations.plans import Planner, RowPlan
 from megatron_dta.integrations.rows import Row
-from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
-from megatron_dta.objectives import SequenceLoss
+from megatron_dta.training.arguments import settings_from
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_dta.training.checkpoint.writer import on_rank0
-from megatron_dta.training.optimizer import TrainingOptimizer
-from megatron_dta.training.weights.huggingface import load_hf, write_hf
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.config.checks.all import check_engine
+from megatron_dta.training.config.train import settings_of
+from megatron_dta.training.huggingface.save import load_hf, write_hf
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 # Settings of slime that must have these values.
 REQUIRED = {"offload_train": False, "use_critic": False, "use_opd": False, "keep_old_actor": False}

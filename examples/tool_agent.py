@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.common.errors import run_entry_point
-from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.core.common.errors import run_entry_point
+from megatron_dta.core.rollouts import Rollout, write_rollouts
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
 

@@ -7,7 +7,7 @@ import importlib
 import sys
 
 import megatron_dta
-from megatron_dta.common.errors import InputError, run_entry_point
+from megatron_dta.core.common.errors import InputError, run_entry_point
 
 COMMANDS = {
     "train": "train a model on sampled or stored rollouts",

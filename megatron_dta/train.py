@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from megatron_dta.common.errors import run_entry_point
+from megatron_dta.core.common.errors import run_entry_point
 
 if TYPE_CHECKING:
     from megatron_dta.common.console import Console
-    from megatron_dta.config import TrainConfig
+    from megatron_dta.training.config import TrainConfig
 
 
 def main() -> int:
@@ -24,9 +24,9 @@ def main() -> int:
     # instead of 0.1 s, measured with a small model and two threads). OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Imported here so that a wrong flag is reported before the import of Megatron, which takes seconds.
-    from megatron_dta.arguments import parse_arguments
     from megatron_dta.common.console import Console
-    from megatron_dta.config.derived.device_queues import set_device_queues
+    from megatron_dta.training.arguments import parse_arguments
+    from megatron_dta.training.config.derived.device_queues import set_device_queues
 
     config = parse_arguments()
     parallel = config.parallel
@@ -37,7 +37,7 @@ def main() -> int:
     if warning is not None:
         console.print(f"warning: {warning}", soft_wrap=True)
     if config.logging.dry_run:
-        from megatron_dta.training.dry_run import dry_run
+        from megatron_dta.wiring.dry_run import dry_run
 
         if is_first:
             dry_run(config, lambda line: console.print(line, soft_wrap=True))
@@ -58,7 +58,7 @@ def _train(config: TrainConfig, console: Console) -> int:
 
     from megatron_dta.training.monitor.plot import plot_reward
     from megatron_dta.training.monitor.stop_signals import INTERRUPTED
-    from megatron_dta.training.setup import build_trainer, metrics_path
+    from megatron_dta.wiring.setup import build_trainer, metrics_path
 
     trainer = build_trainer(config, console)
     try:

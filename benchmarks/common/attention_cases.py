@@ -12,10 +12,10 @@ from itertools import pairwise
 import numpy as np
 
 from dta_kernels.tree_attention.blocks import local_key_end
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning.segments.ancestors import root_paths
-from megatron_dta.planning.segments.cut import plan_segments
-from megatron_dta.tree import PrefixTree, build_prefix_tree
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.segments.ancestors import root_paths
+from megatron_dta.core.planning.segments.cut import plan_segments
+from megatron_dta.core.tree import PrefixTree, build_prefix_tree
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ import numpy as np
 import torch
 
 from common.bandwidth import measured_bandwidth
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.config.derived.benchmark_model import settings_of
-from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.named_shapes import SHAPES
-from megatron_dta.sampling.engines.in_process.cache_size import state_bytes
-from megatron_dta.sampling.engines.in_process.cuda_graphs import bucket, why_not_captured
-from megatron_dta.sampling.engines.in_process.drafting import Drafting
-from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
-from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.model import Model, build_model, current_mesh, initialize_parallel
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.core.shapes.named import SHAPES
+from megatron_dta.sampling.in_process.cache_size import state_bytes
+from megatron_dta.sampling.in_process.cuda_graphs import bucket, why_not_captured
+from megatron_dta.sampling.in_process.drafting import Drafting
+from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEngine
+from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.training.config.derived.benchmark_model import settings_of
 
 # "tiny" and "tiny-moe" are for trying things on a laptop.
 MODELS = {

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.sampling.engines.in_process.drafting import Drafting, NoDrafting, Round
-from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
-from megatron_dta.sampling.engines.in_process.scheduler import Request
-from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
+from megatron_dta.sampling.in_process.drafting import Drafting, NoDrafting, Round
+from megatron_dta.sampling.in_process.engine import InProcessEngine
+from megatron_dta.sampling.in_process.scheduler import Request
+from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, generate
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_dta.planning.pipeline.costs import PipelineCosts
-from megatron_dta.planning.pipeline.schedule import PipelineSchedule
-from megatron_dta.planning.pipeline.simulation import Timeline, simulate
-from megatron_dta.planning.pipeline.timeline import WORK_KINDS, TimelineEvent, busy_seconds
-from megatron_dta.planning.step.passes import PipelineShape, attention_pairs
-from megatron_dta.planning.step.plan import StepPlan
+from megatron_dta.core.planning.pipeline.costs import PipelineCosts
+from megatron_dta.core.planning.pipeline.schedule import PipelineSchedule
+from megatron_dta.core.planning.pipeline.simulation import Timeline, simulate
+from megatron_dta.core.planning.pipeline.timeline import WORK_KINDS, TimelineEvent, busy_seconds
+from megatron_dta.core.planning.step.passes import PipelineShape, attention_pairs
+from megatron_dta.core.planning.step.plan import StepPlan
 
 
 def predicted_seconds(step: StepPlan, shape: PipelineShape) -> float:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron_dta.common.command_line import json_text
-from megatron_dta.common.files import replacing
 from megatron_dta.common.measurement import measured_on
+from megatron_dta.core.common.files import replacing
 
 
 class Report:

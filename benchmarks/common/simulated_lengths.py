@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, GenerationResult, RolloutEngine
+from megatron_dta.sampling.interface import FinishReason, GenerationRequest, GenerationResult, RolloutEngine
 from megatron_dta.sampling.params import SamplingParams
 
 _NORMAL = NormalDist()

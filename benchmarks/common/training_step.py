@@ -17,20 +17,20 @@ from megatron.core.distributed import finalize_model_grads
 
 from common.plan_accuracy import predicted_seconds
 from common.profile import gemm_peak, now
-from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
-from megatron_dta.config.checks.experts import check_experts
-from megatron_dta.config.checks.mesh import check_context_parallel, check_tensor_parallel, check_world_size
-from megatron_dta.engine import StepPart, StepResult, TreeBatch, TreeEngine, prepare_batch
-from megatron_dta.engine.cost_inputs import why_not_predicted
-from megatron_dta.model import build_model, initialize_parallel, training_mesh
-from megatron_dta.objectives import make_objective
-from megatron_dta.objectives.weights import count_trained
-from megatron_dta.planning.costs.memory_budget import GIB, MemoryBudget
-from megatron_dta.planning.step.passes import stage_peak_bytes
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.core.config.checks.experts import check_experts
+from megatron_dta.core.config.checks.mesh import check_context_parallel, check_tensor_parallel, check_world_size
+from megatron_dta.core.engine import StepPart, StepResult, TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.core.engine.cost_inputs import why_not_predicted
+from megatron_dta.core.model import build_model, initialize_parallel, training_mesh
+from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.objectives.weights import count_trained
+from megatron_dta.core.planning.costs.memory_budget import GIB, MemoryBudget
+from megatron_dta.core.planning.step.passes import stage_peak_bytes
+from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.data.division import partition_samples
-from megatron_dta.training.optimizer import data_parallel_chunks
+from megatron_dta.training.optimizer.build import data_parallel_chunks
 
 
 @dataclass(frozen=True)

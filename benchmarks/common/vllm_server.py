@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig
-from megatron_dta.conversion.hf.config_output import config_from_settings
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.training.huggingface.config.config_output import config_from_settings
 
 START_S = 400
 _ENVIRONMENT = {

@@ -28,17 +28,17 @@ import torch
 from matplotlib.axes import Axes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron_dta.common.quiet import quieten_libraries
+from megatron_dta.core.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
 from common.training_step import StepTimer
 from megatron_dta.common.command_line import check_at_least
-from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.config import ParallelConfig
-from megatron_dta.config.derived.benchmark_model import MODELS, TINY, benchmark_model
-from megatron_dta.planning import CostModel
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.core.planning import CostModel
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.training.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from papers.areal_parts import balance, notes, orders, rivals, steps
 from papers.areal_parts.workload import RolloutSet, generated_set, load_set
 from papers.tables import COLORS, PaperReport, paper_parser

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 
 from megatron_dta.common.console import Console
-from megatron_dta.common.quiet import quieten_libraries
+from megatron_dta.core.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.paths import decoded_tokens
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.paths import decoded_tokens
+from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.data.step import StepSamples
 from megatron_dta.training.loop import Trainer
 from megatron_dta.training.monitor.metrics import read_metrics
-from megatron_dta.training.setup import build_trainer
+from megatron_dta.wiring.setup import build_trainer
 
 METRICS = "metrics.jsonl"
 TASK = Path(__file__).resolve().parents[2] / "examples" / "scratchpad.py"

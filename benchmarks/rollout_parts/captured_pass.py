@@ -13,11 +13,11 @@ from torch import Tensor
 
 from common.engine import Setup, check_arguments
 from common.profile import profile_step
-from megatron_dta.common.errors import InputError
-from megatron_dta.model.attention.paged_cache import PagedCache
-from megatron_dta.model.attention.paged_context import StaticPass, pass_rows, static_tiles
-from megatron_dta.sampling.engines.in_process.cache_size import head_shape
-from megatron_dta.sampling.engines.in_process.next_token import next_tokens
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model.decode.paged_cache import PagedCache
+from megatron_dta.core.model.decode.paged_context import StaticPass, pass_rows, static_tiles
+from megatron_dta.sampling.in_process.cache_size import head_shape
+from megatron_dta.sampling.in_process.next_token import next_tokens
 from megatron_dta.sampling.params import SamplingParams
 
 _REPLAYS = 20

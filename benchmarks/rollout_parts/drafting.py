@@ -23,17 +23,17 @@ import numpy as np
 from common.bandwidth import synchronize
 from common.engine import Setup, build_engine, check_arguments, counts_since, warm_up
 from common.forced_engine import FixedDrafting, ForcedEngine, WaveTime
-from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts import load_rollouts
-from megatron_dta.sampling.engines.in_process.drafting import Drafting
-from megatron_dta.sampling.engines.in_process.suffix_drafting import SuffixDrafting
-from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.sampling.in_process.drafting import Drafting
+from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
+from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.speculation.budgets import BUDGETS
-from megatron_dta.speculation.drafter import DrafterParams
-from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.gate import SpeculationGate
-from megatron_dta.speculation.replay import (
+from megatron_dta.sampling.speculation.budgets import BUDGETS
+from megatron_dta.sampling.speculation.drafter import DrafterParams
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
+from megatron_dta.sampling.speculation.gate import SpeculationGate
+from megatron_dta.sampling.speculation.replay import (
     RecordedSample,
     plain_lives,
     recorded_samples,
@@ -43,9 +43,9 @@ from megatron_dta.speculation.replay import (
     text_like_control,
     waves,
 )
-from megatron_dta.speculation.report import SpeculationReport
-from megatron_dta.speculation.speculator import Speculator
-from megatron_dta.speculation.suffix_forest import DraftParams
+from megatron_dta.sampling.speculation.report import SpeculationReport
+from megatron_dta.sampling.speculation.speculator import Speculator
+from megatron_dta.sampling.speculation.suffix_forest import DraftParams
 
 _PASSES, _WARM_PASSES = 40, 8
 """Timed passes and warm-up passes."""

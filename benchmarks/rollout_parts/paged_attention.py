@@ -16,7 +16,7 @@ import torch
 from common.bandwidth import measured_bandwidth
 from common.engine import MODELS, Setup, check_arguments
 from dta_kernels.paged_attention.launch import PagedConfig, Parts, paged_attention, paged_config, tiles_of
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 
 _REPEATS = 20
 

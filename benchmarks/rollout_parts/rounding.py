@@ -30,10 +30,10 @@ import numpy as np
 
 from common.engine import Setup, build_engine, check_arguments
 from common.forced_engine import ForcedEngine, KnownDrafting
-from megatron_dta.common.errors import InputError
-from megatron_dta.sampling.engines.in_process.cuda_graphs import bucket
-from megatron_dta.sampling.engines.in_process.drafting import Drafting
-from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.sampling.in_process.cuda_graphs import bucket
+from megatron_dta.sampling.in_process.drafting import Drafting
+from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, generate
 from megatron_dta.sampling.params import SamplingParams
 
 

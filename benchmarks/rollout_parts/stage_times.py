@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_dta.model import current_mesh
-from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
+from megatron_dta.core.model import current_mesh
+from megatron_dta.sampling.in_process.engine import InProcessEngine
 
 
 def longest_stage_seconds(engine: InProcessEngine, sample: Callable[[], object]) -> float | None:

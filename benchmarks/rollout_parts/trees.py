@@ -21,8 +21,8 @@ import numpy as np
 from common.bandwidth import synchronize
 from common.engine import Setup, build_engine, check_arguments, counts_since, warm_up
 from common.simulated_lengths import LengthDistribution, SimulatedLengths
-from megatron_dta.common.errors import InputError
-from megatron_dta.sampling.engines.interface import RolloutEngine
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.sampling.interface import RolloutEngine
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.common.errors import run_entry_point
-from megatron_dta.common.files import replacing
-from megatron_dta.planning.segments.cut import SegmentPlan, plan_segments
-from megatron_dta.planning.segments.schedule import OpKind, depth_first_schedule
-from megatron_dta.report.markup import SVG_NAMESPACE, Markup, svg, tag
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.common.errors import run_entry_point
+from megatron_dta.core.common.files import replacing
+from megatron_dta.core.planning.segments.cut import SegmentPlan, plan_segments
+from megatron_dta.core.planning.segments.schedule import OpKind, depth_first_schedule
+from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.extras.report.markup import SVG_NAMESPACE, Markup, svg, tag
 
 PROMPT = ["2", "+", "3", "=", "?"]
 ANSWERS = [["I", "add", ":", "5", "."], ["I", "add", ":", "6", "?", "no"], ["5", "!"]]

@@ -17,12 +17,12 @@ from typing import Any, get_type_hints
 # This checkout, whichever one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_dta.arguments import build_parser
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.common.errors import InputError, run_entry_point
-from megatron_dta.common.files import replacing
-from megatron_dta.config import TrainConfig
-from megatron_dta.config.options import flag_of
+from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.core.common.files import replacing
+from megatron_dta.core.config.options import flag_of
+from megatron_dta.training.arguments import build_parser
+from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.monitor.metric_names import METRICS
 
 DEFAULT = Path(__file__).resolve().parent.parent / "reference.md"

@@ -19,13 +19,14 @@ from rich.table import Table
 
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
-from megatron_dta.config.derived.moe_layers import parse_linear_attention_freq
-from megatron_dta.conversion.hf.config import settings_from_hf
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.objectives import make_objective
-from megatron_dta.parity import (
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, ObjectiveConfig, TreeConfig
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.shapes.moe_layers import parse_linear_attention_freq
+from megatron_dta.extras.parity import (
     Outcome,
     ParityErrors,
     compare_outcomes,
@@ -34,10 +35,9 @@ from megatron_dta.parity import (
     run_stock,
     run_tree,
 )
-from megatron_dta.parity.cases import compact_vocabulary
-from megatron_dta.parity.huggingface import to_huggingface
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.extras.parity.cases import compact_vocabulary
+from megatron_dta.extras.parity.huggingface import to_huggingface
+from megatron_dta.training.huggingface.config.config import settings_from_hf
 
 MODES = ("dense", "packed", "dta")
 DEFAULT_LAYERS = 2

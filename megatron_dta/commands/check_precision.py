@@ -36,23 +36,23 @@ from megatron_dta.common.command_line import (
     print_json,
 )
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.common.files import replacing
 from megatron_dta.common.measurement import measured_on
-from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
-from megatron_dta.config.checks.transformer_engine import check_fp8, check_fp8_support, check_transformer_impl
-from megatron_dta.config.derived.benchmark_model import MODELS, benchmark_model
-from megatron_dta.conversion.hf.config import architecture, read_hf_config, settings_from_hf
-from megatron_dta.conversion.mappings import ModelShape
-from megatron_dta.conversion.model_weights import HfWeights
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import build_model, current_mesh, initialize_parallel
-from megatron_dta.objectives import make_objective
-from megatron_dta.parity.outcome import Outcome
-from megatron_dta.parity.precision import PrecisionReport, report_precision
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import load_rollouts
-from megatron_dta.training.optimizer import data_parallel_chunks
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.common.files import replacing
+from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.core.config.checks.transformer_engine import check_fp8, check_fp8_support, check_transformer_impl
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model import build_model, current_mesh, initialize_parallel
+from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.extras.parity.outcome import Outcome
+from megatron_dta.extras.parity.precision import PrecisionReport, report_precision
+from megatron_dta.training.config.derived.benchmark_model import MODELS, benchmark_model
+from megatron_dta.training.huggingface.config.config import architecture, read_hf_config, settings_from_hf
+from megatron_dta.training.huggingface.mappings import ModelShape
+from megatron_dta.training.huggingface.weights import HfWeights
+from megatron_dta.training.optimizer.build import data_parallel_chunks
 
 WORST = 5
 HEADINGS = (

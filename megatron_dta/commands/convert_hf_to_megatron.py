@@ -18,14 +18,15 @@ import torch
 
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, ParallelConfig, TrainConfig
-from megatron_dta.config.train import settings_by_flag
-from megatron_dta.conversion.hf.config import architecture, read_hf_config, settings_from_hf
-from megatron_dta.conversion.job import check_target, run_job
-from megatron_dta.conversion.mappings import ModelShape
-from megatron_dta.conversion.safetensors_files import carried_text
-from megatron_dta.conversion.to_megatron import ToMegatron
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.config.train import settings_by_flag
+from megatron_dta.training.huggingface.config.config import architecture, read_hf_config, settings_from_hf
+from megatron_dta.training.huggingface.files import carried_text
+from megatron_dta.training.huggingface.job import check_target, run_job
+from megatron_dta.training.huggingface.mappings import ModelShape
+from megatron_dta.training.huggingface.read_part import ToMegatron
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 

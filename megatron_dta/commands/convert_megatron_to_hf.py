@@ -19,17 +19,21 @@ import torch
 
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.conversion.adapters import LoraSettings, ToPeft, base_of
-from megatron_dta.conversion.hf.config import architecture, read_hf_config
-from megatron_dta.conversion.hf.config_output import config_from_settings, model_from_settings, write_template
-from megatron_dta.conversion.integrity import SKIP_FLAG, check_checkpoint
-from megatron_dta.conversion.job import Job, check_target, run_job
-from megatron_dta.conversion.mappings import ModelShape, parameters_of
-from megatron_dta.conversion.megatron_files import MegatronCheckpoint
-from megatron_dta.conversion.safetensors_files import prefix_in
-from megatron_dta.conversion.to_huggingface import ToHuggingFace, model_of_checkpoint
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.training.checkpoint.files import required_checkpoint
+from megatron_dta.training.checkpoint.integrity import SKIP_FLAG, check_checkpoint
+from megatron_dta.training.huggingface.config.config import architecture, read_hf_config
+from megatron_dta.training.huggingface.config.config_output import (
+    config_from_settings,
+    model_from_settings,
+    write_template,
+)
+from megatron_dta.training.huggingface.files import prefix_in
+from megatron_dta.training.huggingface.job import Job, check_target, run_job
+from megatron_dta.training.huggingface.mappings import ModelShape, parameters_of
+from megatron_dta.training.huggingface.megatron_files import MegatronCheckpoint
+from megatron_dta.training.huggingface.peft import LoraSettings, ToPeft, base_of
+from megatron_dta.training.huggingface.to_huggingface import ToHuggingFace, model_of_checkpoint
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

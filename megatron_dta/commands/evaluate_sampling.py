@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dta.common.command_line import CommandLineParser, json_text
-from megatron_dta.common.errors import InputError
-from megatron_dta.common.files import replacing
-from megatron_dta.config import TrainConfig, TreePOConfig
-from megatron_dta.config.checks.all import check_config
-from megatron_dta.training_flags import ENGINE, MESH, TASK, ToolFlags, passed_over
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.common.files import replacing
+from megatron_dta.sampling.config import TreePOConfig
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.config.checks.all import check_config
+from megatron_dta.training.megatron_args import ENGINE, MESH, TASK, ToolFlags, passed_over
 
 if TYPE_CHECKING:
-    from megatron_dta.sampling.engines.interface import RolloutEngine
+    from megatron_dta.sampling.interface import RolloutEngine
     from megatron_dta.sampling.task import SamplingTask
 
 # Settings of trees that do not shape a single tree: weights of leaves and changes over a run.
@@ -81,11 +82,11 @@ def _evaluate(config: TrainConfig, ks: list[int], answer_of: Callable[[str], str
 def load_engine(config: TrainConfig) -> tuple[RolloutEngine, SamplingTask]:
     """An engine in this process with the weights of ``--load``, and the task, which has held-out prompts."""
     # Megatron takes seconds to import, so flags are checked first.
-    from megatron_dta.sampling.engines.build import build_engine
     from megatron_dta.sampling.task import build_task
     from megatron_dta.training.checkpoint.files import required_checkpoint
     from megatron_dta.training.data.template_date import with_date_of
-    from megatron_dta.training.setup import build_loaded_model
+    from megatron_dta.wiring.engines import build_engine
+    from megatron_dta.wiring.setup import build_loaded_model
 
     checkpoint = required_checkpoint("--load", config.checkpoint.load)
     config = with_date_of(config, checkpoint)

@@ -25,15 +25,15 @@ from megatron_dta.common.command_line import (
     print_json,
 )
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning.costs.memory_budget import GIB
-from megatron_dta.planning.costs.named_shapes import SHAPES
-from megatron_dta.planning.costs.state_bytes import StateBytes
-from megatron_dta.planning.segments.cut import plan_segments
-from megatron_dta.planning.segments.plan import SegmentPlan
-from megatron_dta.planning.segments.runs import SegmentRuns
-from megatron_dta.rollouts import load_chosen_rollouts
-from megatron_dta.tree import TreeStatistics, build_prefix_tree, tree_statistics
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.costs.memory_budget import GIB
+from megatron_dta.core.planning.costs.state_bytes import StateBytes
+from megatron_dta.core.planning.segments.cut import plan_segments
+from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.segments.runs import SegmentRuns
+from megatron_dta.core.rollouts import load_chosen_rollouts
+from megatron_dta.core.shapes.named import SHAPES
+from megatron_dta.core.tree import TreeStatistics, build_prefix_tree, tree_statistics
 
 HYBRIDS = sorted(name for name, shape in SHAPES.items() if shape.linear_attention_layers)
 SEGMENT_TOKENS = 2048  # TreeConfig's default; importing it would import torch, which is slower than this command.
@@ -76,7 +76,7 @@ def read_states(arguments: argparse.Namespace) -> StateBytes | None:
         return StateBytes.of_shape(SHAPES[arguments.model], element_bytes=2)
     if arguments.hf_config is None:
         return None
-    from megatron_dta.capacity.settings import read_hf_config  # Importing torch takes seconds.
+    from megatron_dta.extras.capacity.settings import read_hf_config  # Importing torch takes seconds.
 
     each = StateBytes.of_shape(read_hf_config(arguments.hf_config), element_bytes=2)
     if each is None:
@@ -170,7 +170,7 @@ def main() -> None:
     values |= state_figures(plan, read_states(arguments))
     print_table(values, title)
     if arguments.plot:
-        from megatron_dta.plots import plot_tree  # matplotlib takes a second to import.
+        from megatron_dta.extras.report.plots import plot_tree  # matplotlib takes a second to import.
 
         plot_tree(plan, arguments.plot, title)
         print(f"picture: {arguments.plot}")

@@ -3,7 +3,7 @@
     megatron-dta plan-partition FILE --data-parallel-size 8 [--sample-granularity turn] [--json]
 
 FILE is a rollout file (.jsonl, .parquet or .npz). Costs are the seconds of a rank's forward and backward predicted by
-the cost model (megatron_dta/planning/costs/model.py); a shared prefix counts on each rank that computes it. Duplicated
+the cost model (megatron_dta/core/planning/costs/model.py); a shared prefix counts on each rank that computes it. Duplicated
 tokens are the computed tokens beyond the unique ones. As in training, tokens after the last trained token of a sequence
 are left out. The table also shows other methods under the same cost model: first fit by token count, and contiguous
 runs of leaves, cut by unique tokens or by predicted cost (AReaL-DTA). Planning time includes the prefix tree.
@@ -23,19 +23,19 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from megatron_dta.capacity.predicted_costs import add_cost_flags, read_costs
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.expert_parallel.group_step import GroupStep
-from megatron_dta.planning.partition.baselines import contiguous, contiguous_by_cost, first_fit
-from megatron_dta.planning.partition.divide import Partition, least_slowest, partition_costs, trained_parts
-from megatron_dta.planning.partition.sequence_costs import SequenceCosts
-from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
-from megatron_dta.planning.step.passes import PipelineShape, StepBudget
-from megatron_dta.rollouts import Rollout, load_chosen_rollouts
-from megatron_dta.tree import PrefixTree, build_prefix_tree
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.costs.model import CostModel
+from megatron_dta.core.planning.partition.baselines import contiguous, contiguous_by_cost, first_fit
+from megatron_dta.core.planning.partition.divide import Partition, least_slowest, partition_costs, trained_parts
+from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
+from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS
+from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.core.rollouts import Rollout, load_chosen_rollouts
+from megatron_dta.core.tree import PrefixTree, build_prefix_tree
+from megatron_dta.extras.capacity.predicted_costs import add_cost_flags, read_costs
+from megatron_dta.extras.expert_parallel.planning.group_step import GroupStep
 
 # The other methods: keys of --json and their names in the table.
 OTHERS = {

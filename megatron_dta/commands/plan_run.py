@@ -21,21 +21,21 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.capacity.cluster import PRESETS, Cluster
-from megatron_dta.capacity.memory import DTYPE_BYTES, RunMesh, StateSettings
-from megatron_dta.capacity.meshes import Choice, MeshSizes, SearchSpace, make_mesh, possible_choices
-from megatron_dta.capacity.report import as_json, print_misses, print_predictions
-from megatron_dta.capacity.search import Planner
-from megatron_dta.capacity.sequences import made_up_sequences
-from megatron_dta.capacity.settings import HELP, read_args_file, read_hf_config
-from megatron_dta.capacity.step_time import mesh_costs
-from megatron_dta.capacity.work import StepWork
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.named_shapes import SHAPES
-from megatron_dta.planning.partition.divide import trained_parts
-from megatron_dta.rollouts import load_chosen_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.partition.divide import trained_parts
+from megatron_dta.core.rollouts import load_chosen_rollouts
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.core.shapes.named import SHAPES
+from megatron_dta.extras.capacity.cluster import PRESETS, Cluster
+from megatron_dta.extras.capacity.memory import DTYPE_BYTES, RunMesh, StateSettings
+from megatron_dta.extras.capacity.meshes import Choice, MeshSizes, SearchSpace, make_mesh, possible_choices
+from megatron_dta.extras.capacity.report import as_json, print_misses, print_predictions
+from megatron_dta.extras.capacity.search import Planner
+from megatron_dta.extras.capacity.sequences import made_up_sequences
+from megatron_dta.extras.capacity.settings import HELP, read_args_file, read_hf_config
+from megatron_dta.extras.capacity.step_time import mesh_costs
+from megatron_dta.extras.capacity.work import StepWork
 
 SHAPE_FLAGS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),

@@ -33,15 +33,15 @@ from rich.table import Table
 
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_picture, print_json
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.plots.speculation import plot_speculation
-from megatron_dta.rollouts import load_rollouts
-from megatron_dta.speculation.budgets import BUDGETS
-from megatron_dta.speculation.drafter import DrafterParams
-from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.gate import SpeculationGate
-from megatron_dta.speculation.native import create_forest
-from megatron_dta.speculation.replay import (
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.extras.report.plots.speculation import plot_speculation
+from megatron_dta.sampling.speculation.budgets import BUDGETS
+from megatron_dta.sampling.speculation.drafter import DrafterParams
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
+from megatron_dta.sampling.speculation.gate import SpeculationGate
+from megatron_dta.sampling.speculation.native import create_forest
+from megatron_dta.sampling.speculation.replay import (
     RecordedSample,
     plain_lives,
     plain_makespan,
@@ -52,9 +52,9 @@ from megatron_dta.speculation.replay import (
     text_like_control,
     waves,
 )
-from megatron_dta.speculation.report import SpeculationReport
-from megatron_dta.speculation.speculator import Speculator
-from megatron_dta.speculation.suffix_forest import DraftParams
+from megatron_dta.sampling.speculation.report import SpeculationReport
+from megatron_dta.sampling.speculation.speculator import Speculator
+from megatron_dta.sampling.speculation.suffix_forest import DraftParams
 
 SMALL_TOKENS = 20_000
 """With fewer tokens, starting processes takes longer than they save."""

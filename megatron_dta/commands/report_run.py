@@ -41,8 +41,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     # torch takes seconds to import, so flags are checked first.
-    from megatron_dta.common.files import replacing
-    from megatron_dta.report import read_run, report_html
+    from megatron_dta.core.common.files import replacing
+    from megatron_dta.extras.report import read_run, report_html
 
     run = read_run(arguments.run, arguments.metrics_file, arguments.timeline_dir, arguments.steps)
     path = Path(arguments.output) if arguments.output else Path(arguments.run) / "report.html"

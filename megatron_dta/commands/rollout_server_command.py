@@ -15,11 +15,11 @@ import os
 import shlex
 import sys
 
-from megatron_dta.arguments import build_parser
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.common.errors import InputError
-from megatron_dta.sampling.engines.servers.command import server_command
-from megatron_dta.training_flags import ToolFlags
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.extras.servers.command import server_command
+from megatron_dta.training.arguments import build_parser
+from megatron_dta.training.megatron_args import ToolFlags
 
 FLAGS = ToolFlags(
     "megatron-dta rollout-server-command",

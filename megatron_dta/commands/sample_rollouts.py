@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.common.errors import InputError
-from megatron_dta.config.checks.all import check_config
-from megatron_dta.rollouts import write_rollouts
-from megatron_dta.training_flags import ENGINE, MESH, TASK, ToolFlags, passed_over
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.training.config.checks.all import check_config
+from megatron_dta.training.megatron_args import ENGINE, MESH, TASK, ToolFlags, passed_over
 
 FLAGS = ToolFlags(
     "megatron-dta sample-rollouts",
@@ -50,13 +50,13 @@ def main() -> None:
         raise InputError("--load is missing: the folder of the checkpoint to sample from")
 
     # Megatron takes seconds to import, so flags are checked first.
-    from megatron_dta.model import current_mesh
-    from megatron_dta.sampling.engines.build import build_engine
+    from megatron_dta.core.model import current_mesh
     from megatron_dta.sampling.task import build_task
     from megatron_dta.training.checkpoint.files import required_checkpoint
     from megatron_dta.training.data.template_date import with_date_of
-    from megatron_dta.training.rollout_source import build_sampling_source
-    from megatron_dta.training.setup import build_loaded_model
+    from megatron_dta.wiring.engines import build_engine
+    from megatron_dta.wiring.setup import build_loaded_model
+    from megatron_dta.wiring.sources import build_sampling_source
 
     checkpoint = required_checkpoint("--load", config.checkpoint.load)
     config = with_date_of(config, checkpoint)

@@ -5,7 +5,7 @@
 FILE is a rollout file (.jsonl, .parquet or .npz). Utilisation is computing time over the total time of all stages. The
 ideal utilisation N / (N + P - 1) is that of N equal microbatches on P stages; the bound is an upper limit for any
 schedule of these segments under this limit on in-flight tokens. A token is in flight on a stage from the forward to the
-backward of its segment. Costs come from the cost model (megatron_dta/planning/costs/model.py): counted for Qwen3-32B on
+backward of its segment. Costs come from the cost model (megatron_dta/core/planning/costs/model.py): counted for Qwen3-32B on
 H200 by default, or for --model.
 """
 
@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from megatron_dta.capacity.predicted_costs import SHAPE, add_cost_flags, read_costs
 from megatron_dta.common.command_line import (
     CommandLineParser,
     add_sample_granularity,
@@ -28,22 +27,23 @@ from megatron_dta.common.command_line import (
     print_json,
 )
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.partition.divide import trained_parts
-from megatron_dta.planning.pipeline.bounds import makespan_bound
-from megatron_dta.planning.pipeline.costs import PipelineCosts
-from megatron_dta.planning.pipeline.layers import check_layers_per_stage, layers_per_stage
-from megatron_dta.planning.pipeline.planner import in_flight_limits
-from megatron_dta.planning.pipeline.schedule import check_schedule, peak_in_flight, tree_1f1b
-from megatron_dta.planning.pipeline.segments import ideal_utilisation
-from megatron_dta.planning.pipeline.simulation import Timeline, simulate
-from megatron_dta.planning.pipeline.timeline import timeline_events, write_chrome_trace
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.step.passes import PipelineShape, StepBudget, attention_pairs
-from megatron_dta.planning.step.plan import StepPlan
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import load_chosen_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.costs.model import CostModel
+from megatron_dta.core.planning.partition.divide import trained_parts
+from megatron_dta.core.planning.pipeline.bounds import makespan_bound
+from megatron_dta.core.planning.pipeline.costs import PipelineCosts
+from megatron_dta.core.planning.pipeline.layers import check_layers_per_stage, layers_per_stage
+from megatron_dta.core.planning.pipeline.planner import in_flight_limits
+from megatron_dta.core.planning.pipeline.schedule import check_schedule, peak_in_flight, tree_1f1b
+from megatron_dta.core.planning.pipeline.segments import ideal_utilisation
+from megatron_dta.core.planning.pipeline.simulation import Timeline, simulate
+from megatron_dta.core.planning.pipeline.timeline import timeline_events, write_chrome_trace
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget, attention_pairs
+from megatron_dta.core.planning.step.plan import StepPlan
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import load_chosen_rollouts
+from megatron_dta.extras.capacity.predicted_costs import SHAPE, add_cost_flags, read_costs
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -219,7 +219,7 @@ def main() -> None:
     print(f"seconds: {source}")
     events = timeline_events(step.training.schedule, timeline)
     if arguments.plot:
-        from megatron_dta.plots import plot_timelines  # matplotlib takes a second to import.
+        from megatron_dta.extras.report.plots import plot_timelines  # matplotlib takes a second to import.
 
         plot_timelines([("simulated", events)], arguments.plot, shape.num_stages, title)
         print(f"picture: {arguments.plot}")

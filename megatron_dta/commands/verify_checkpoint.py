@@ -23,13 +23,13 @@ from rich.table import Table
 
 from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig
-from megatron_dta.conversion.hf.config import architecture, read_hf_config, settings_from_hf
-from megatron_dta.conversion.megatron_files import MegatronCheckpoint
-from megatron_dta.conversion.safetensors_files import carried_text, weight_map_of
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.training.huggingface.config.config import architecture, read_hf_config, settings_from_hf
+from megatron_dta.training.huggingface.files import carried_text, weight_map_of
+from megatron_dta.training.huggingface.megatron_files import MegatronCheckpoint
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -68,9 +68,9 @@ def main() -> int:
     config = read_hf_config(arguments.hf_checkpoint)
     family = architecture(config, f"{arguments.hf_checkpoint}/config.json")
     # Megatron takes seconds to import, so the command line is checked first.
-    from megatron_dta.model import build_model, initialize_parallel
-    from megatron_dta.parity.huggingface import load_huggingface, to_huggingface, train_padding
-    from megatron_dta.parity.one_step import differences, step_huggingface, step_ours
+    from megatron_dta.core.model import build_model, initialize_parallel
+    from megatron_dta.extras.parity.huggingface import load_huggingface, to_huggingface, train_padding
+    from megatron_dta.extras.parity.one_step import differences, step_huggingface, step_ours
     from megatron_dta.training.checkpoint.files import required_checkpoint
     from megatron_dta.training.checkpoint.save_load import load_weights
 
@@ -140,7 +140,7 @@ def settings_of_both(arguments: argparse.Namespace, path: Path) -> ModelConfig:
 
 def load_samples(arguments: argparse.Namespace, vocab_size: int) -> list[TrainingSample]:
     """Return the file's first sequences, cut, or random ones."""
-    from megatron_dta.parity.one_step import random_samples, training_sample
+    from megatron_dta.extras.parity.one_step import random_samples, training_sample
 
     if arguments.tokens is None:
         return random_samples(vocab_size, arguments.num_sequences, arguments.seq_length, arguments.seed)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_dta.common.errors import InputError, one_line, raise_all
+from megatron_dta.core.common.errors import InputError, one_line, raise_all
 
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 
 Result = TypeVar("Result")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 
 
 def refuse_foreign(paths: Iterable[Path], remedy: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.common.errors import InputError, one_line
+from megatron_dta.core.common.errors import InputError, one_line
 
 
 def load_from_file(where: str, path: str, name: str) -> Callable[..., Any]:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_dta.config import TrainConfig
-from megatron_dta.engine import TreeEngine
-from megatron_dta.engine.copy_speed import check_copies
-from megatron_dta.model import Model, current_mesh
+from megatron_dta.core.engine import TreeEngine
+from megatron_dta.core.model import Model, current_mesh
+from megatron_dta.extras.kv_offload.copy_speed import check_copies
 from megatron_dta.training.autotune import Autotuner, build_autotuner
+from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.constant_memory import constant_bytes
-from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 
 def build_tree_engine(

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_dta.config import TreeConfig
-from megatron_dta.engine import StepPart, TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.core.config import TreeConfig
+from megatron_dta.core.engine import StepPart, TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.core.objectives import count_trained
+from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.integrations.rows import Row
-from megatron_dta.objectives import count_trained
-from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.training.autotune import Autotuner
 from megatron_dta.training.data.division import partition_samples
 

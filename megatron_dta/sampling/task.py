@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import RewardConfig, SamplingConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.sampling.config import RewardConfig, SamplingConfig
 from megatron_dta.sampling.prompts.arithmetic import ArithmeticTask
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate, chat_template_settings, date_of
 from megatron_dta.sampling.prompts.load import Prompt, PromptReader

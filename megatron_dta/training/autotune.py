@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.common.files import read_json, replacing
-from megatron_dta.config import TrainConfig
-from megatron_dta.engine import StepResult, TreeBatch, TreeEngine
-from megatron_dta.engine.cost_inputs import why_not_predicted
-from megatron_dta.planning.costs.correction import CostCorrection, MeasuredPass, fit_correction
-from megatron_dta.planning.costs.memory_budget import GIB
-from megatron_dta.planning.step.passes import attention_pairs
-from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.common.files import read_json, replacing
+from megatron_dta.core.engine import StepResult, TreeBatch, TreeEngine
+from megatron_dta.core.engine.cost_inputs import why_not_predicted
+from megatron_dta.core.planning.costs.correction import CostCorrection, MeasuredPass, fit_correction
+from megatron_dta.core.planning.costs.memory_budget import GIB
+from megatron_dta.core.planning.step.passes import attention_pairs
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 # Share of the GPU that stays free: blocks that the allocator cannot join, and what libraries allocate during a step.
 MARGIN_SHARE = 0.04

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_dta.config import OptimizationConfig
-from megatron_dta.model import TreeTELinear
+from megatron_dta.extras.transformer_engine.layers import TreeTELinear
+from megatron_dta.training.config import OptimizationConfig
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
-from megatron_dta.config import TrainConfig
-from megatron_dta.config.model import without_lora
-from megatron_dta.engine import TreeBatch, TreeEngine
-from megatron_dta.model import Model, build_model
-from megatron_dta.objectives import make_value_objective
-from megatron_dta.objectives.value import explained_variance
+from megatron_dta.core.config.model import without_lora
+from megatron_dta.core.engine import TreeBatch, TreeEngine
+from megatron_dta.core.model import Model, build_model
+from megatron_dta.core.objectives import make_value_objective
+from megatron_dta.core.objectives.value import explained_variance
 from megatron_dta.training.checkpoint.files import required_checkpoint
 from megatron_dta.training.checkpoint.frozen_base import base_part
 from megatron_dta.training.checkpoint.reader import check_files, read_checkpoint, read_common
-from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 _PREFIX = "critic."
 _HEAD = "output_layer.weight"

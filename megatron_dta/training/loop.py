@@ -24,20 +24,21 @@ from typing import Any
 import torch
 
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TrainConfig
-from megatron_dta.engine import StepResult, TreeBatch, TreeEngine
-from megatron_dta.model import Model
-from megatron_dta.objectives import Objective
-from megatron_dta.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
-from megatron_dta.rollouts.paths import decoded_tokens
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.engine import StepResult, TreeBatch, TreeEngine
+from megatron_dta.core.model import Model
+from megatron_dta.core.objectives import Objective
+from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
+from megatron_dta.core.rollouts.paths import decoded_tokens
 from megatron_dta.training.autotune import Autotuner
 from megatron_dta.training.checkpoint.best import BestCheckpoint, better_checkpoint
 from megatron_dta.training.checkpoint.save_load import CheckpointSaver
+from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.critic import Critic
 from megatron_dta.training.data.prepare import SamplePreparation
 from megatron_dta.training.data.saved_rollouts import RolloutFiles
 from megatron_dta.training.data.step import STALENESS, StepSamples, pack_steps, unpack_steps
+from megatron_dta.training.huggingface.save import save_hf
 from megatron_dta.training.monitor.console import RunConsole
 from megatron_dta.training.monitor.guard import Guard, GuardState
 from megatron_dta.training.monitor.metrics import TIMING, MetricsLog
@@ -46,9 +47,8 @@ from megatron_dta.training.monitor.step_metrics import Stopwatch, step_sizes, st
 from megatron_dta.training.monitor.stop_signals import StopSignals
 from megatron_dta.training.monitor.timelines import write_step_timeline
 from megatron_dta.training.monitor.watchdog import Watchdog
-from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 from megatron_dta.training.teachers import Teachers
-from megatron_dta.training.weights.huggingface import save_hf
 
 # A run ends after this many consecutive rollout batches in which rejection sampling or pairing left nothing to train.
 _MAX_EMPTY_BATCHES = 20

@@ -21,19 +21,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_dta.common.errors import InputError
 from megatron_dta.common.http.session import Limits, http_parts
-from megatron_dta.config import DistillationConfig, ModelConfig, TrainConfig, TreeConfig
-from megatron_dta.config.distillation import is_address
-from megatron_dta.conversion.hf.config import settings_from_hf
-from megatron_dta.engine import TreeBatch, TreeEngine
-from megatron_dta.engine.teacher_pass import TeacherTarget
-from megatron_dta.model import Head, build_model
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import Rollout
-from megatron_dta.training.remote_teacher import RemoteTeacher
-from megatron_dta.training.teacher_samples import rows_of_pairs, teacher_batch
-from megatron_dta.training.weights.huggingface import load_hf
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, TreeConfig
+from megatron_dta.core.engine import TreeBatch, TreeEngine
+from megatron_dta.core.engine.teacher_pass import TeacherTarget
+from megatron_dta.core.model import Head, build_model
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.extras.teachers.remote import RemoteTeacher
+from megatron_dta.extras.teachers.samples import rows_of_pairs, teacher_batch
+from megatron_dta.training.config import DistillationConfig, TrainConfig
+from megatron_dta.training.config.distillation import is_address
+from megatron_dta.training.huggingface.config.config import settings_from_hf
+from megatron_dta.training.huggingface.save import load_hf
 from megatron_dta.training.weights.offload import HostStorages
 
 # Settings of the policy that its teachers share; everything else follows from their config.json.

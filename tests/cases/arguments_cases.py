@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.config import TrainConfig
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.training.config import TrainConfig
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
 STORED = f"{MODEL} --vocab-size 100 --rollouts a.jsonl --global-batch-size 8"

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_dta.config import ModelConfig, OptimizationConfig, TrainConfig
-from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.model import build_model, initialize_parallel
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, save_checkpoint
-from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.config import OptimizationConfig, TrainConfig
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 MODEL = ModelConfig(
     num_layers=2, hidden_size=24, num_attention_heads=3, vocab_size=37, swiglu=True, disable_bias_linear=True

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from forked import forkserver
 from megatron_dta.common.console import Console
-from megatron_dta.config import ModelConfig
-from megatron_dta.conversion.hf.config import architecture, model_settings, read_hf_config
-from megatron_dta.conversion.job import run_job
-from megatron_dta.conversion.mappings import ModelShape
-from megatron_dta.conversion.to_huggingface import ToHuggingFace
-from megatron_dta.conversion.to_megatron import ToMegatron
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.training.huggingface.config.config import architecture, model_settings, read_hf_config
+from megatron_dta.training.huggingface.job import run_job
+from megatron_dta.training.huggingface.mappings import ModelShape
+from megatron_dta.training.huggingface.read_part import ToMegatron
+from megatron_dta.training.huggingface.to_huggingface import ToHuggingFace
 
 COMMON = dict(
     vocab_size=37,
@@ -150,8 +150,8 @@ def stock_model(folder: Path, **mesh: int) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from megatron_dta.model import initialize_parallel
-    from megatron_dta.model.build import build_stock_model, model_arguments, transformer_config
+    from megatron_dta.core.model import initialize_parallel
+    from megatron_dta.core.model.build import build_stock_model, model_arguments, transformer_config
 
     config, settings = dense_config(folder), settings_of(folder)
     device = initialize_parallel(0) if not mesh else torch.device("cpu")

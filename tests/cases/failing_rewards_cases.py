@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from megatron_dta.config.sampling import RewardConfig
+from megatron_dta.sampling.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards.code_reward import CodeTests
 
 QUICK = RewardConfig(code_time_seconds=1.0, code_memory_mb=256, code_processes=4)

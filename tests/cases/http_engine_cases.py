@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, GenerationResult
-from megatron_dta.sampling.engines.servers.engine import HttpEngine
-from megatron_dta.sampling.engines.servers.http_client import HttpSettings
-from megatron_dta.sampling.engines.servers.routing import RoutingShape
-from megatron_dta.sampling.engines.servers.sglang import SglangProtocol
-from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
-from megatron_dta.sampling.engines.servers.weights.groups import GroupOpener
+from megatron_dta.extras.servers.engine import HttpEngine
+from megatron_dta.extras.servers.http_client import HttpSettings
+from megatron_dta.extras.servers.routing import RoutingShape
+from megatron_dta.extras.servers.sglang import SglangProtocol
+from megatron_dta.extras.servers.vllm import VllmProtocol
+from megatron_dta.extras.servers.weights.groups import GroupOpener
+from megatron_dta.sampling.interface import FinishReason, GenerationRequest, GenerationResult
 from megatron_dta.sampling.params import SamplingParams
 from rollout_server_forms import log_softmax
 from rollout_servers import SERVERS, RolloutServer

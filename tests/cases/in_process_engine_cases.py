@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_dta.config import TreeConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.config import TreeConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.planning.step.sample import TrainingSample
 from rollout_forest import PARAMS
 
 

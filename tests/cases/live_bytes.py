@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_dta.planning.pipeline.schedule import PipelineOp
+from megatron_dta.core.planning.pipeline.schedule import PipelineOp
 
 
 class LiveBytes(TorchDispatchMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dta.config import ModelConfig
+from megatron_dta.core.config import ModelConfig
 from tree_engine_cases import model_config, weights_of
 
 LORA = {"lora_rank": 3, "lora_alpha": 5.0}

@@ -8,7 +8,7 @@ import numpy as np
 
 from conftest import REPOSITORY, seed_all
 from forked import run_python
-from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts import Rollout, write_rollouts
 
 
 def hf_rollouts(path: Path, seed: int) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.config import ModelConfig
-from megatron_dta.model import build_stock_model
-from megatron_dta.parity import random_training_samples
-from megatron_dta.parity.plain_router import PlainRouter
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.model import build_stock_model
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.extras.parity import random_training_samples
+from megatron_dta.extras.parity.plain_router import PlainRouter
 from tree_engine_cases import branching_sequences, model_config, weights_of
 
 TEMPERATURE = 0.7

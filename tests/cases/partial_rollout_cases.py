@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.console import Console
-from megatron_dta.rollouts import Rollout
-from megatron_dta.sampling.engines.servers.http_settings import HttpSettings
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.extras.servers.http_settings import HttpSettings
 from megatron_dta.sampling.sources.rank0_source import unpack_rollout
+from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.loop import Trainer
-from megatron_dta.training.setup import build_trainer
+from megatron_dta.wiring.setup import build_trainer
 from rollout_runs import Runs
 from rollout_server_base import RolloutServer
 from rollout_server_forms import log_softmax

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.config import ModelConfig
-from megatron_dta.model import AttentionContext, build_model, initialize_parallel
-from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
-from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult
-from megatron_dta.sampling.engines.interface import generate as generate_with
-from megatron_dta.sampling.keyed_random import keyed_uniform
+from megatron_dta.common.keyed_random import keyed_uniform
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.model import AttentionContext, build_model, initialize_parallel
+from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEngine
+from megatron_dta.sampling.interface import GenerationRequest, GenerationResult
+from megatron_dta.sampling.interface import generate as generate_with
 from megatron_dta.sampling.params import SamplingParams
 
 VOCAB, EOS = 23, 22

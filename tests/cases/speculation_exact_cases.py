@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_dta.sampling.engines.in_process.drafting import Drafting
-from megatron_dta.sampling.engines.in_process.suffix_drafting import SuffixDrafting
-from megatron_dta.speculation.drafter import DrafterParams
-from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.gate import SpeculationGate
-from megatron_dta.speculation.speculator import Speculator
-from megatron_dta.speculation.suffix_forest import DraftParams
+from megatron_dta.sampling.in_process.drafting import Drafting
+from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
+from megatron_dta.sampling.speculation.drafter import DrafterParams
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
+from megatron_dta.sampling.speculation.gate import SpeculationGate
+from megatron_dta.sampling.speculation.speculator import Speculator
+from megatron_dta.sampling.speculation.suffix_forest import DraftParams
 from sampling_cases import VOCAB
 
 

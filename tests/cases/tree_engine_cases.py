@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.objectives import make_objective
-from megatron_dta.parity import random_training_samples
+from megatron_dta.core.config import ModelConfig, ObjectiveConfig, TreeConfig
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.objectives import make_objective
+from megatron_dta.extras.parity import random_training_samples
 
 VOCABULARY = 7
 TEMPERATURE = 0.7

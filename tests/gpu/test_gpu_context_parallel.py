@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
-from megatron_dta.config import ParallelConfig
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock
 from mesh_cases import MeshSuite, joined
 from mesh_worker import RankResult, run_cases, run_on_ranks
 from tree_engine_cases import QWEN2, QWEN3, TEMPERATURE, branching_sequences, model_config

@@ -18,11 +18,11 @@ from dta_kernels.paged_attention import launch
 from dta_kernels.paged_attention.launch import paged_config
 from few_rows_cases import check_pages, product_errors
 from in_process_engine_cases import trainers_logprobs
-from megatron_dta.config import TreeConfig
-from megatron_dta.model.attention.paged_context import PagedContext
-from megatron_dta.model.layers.fused_layer import FusedLayer
-from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
-from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.core.config import TreeConfig
+from megatron_dta.core.model.decode.paged_context import PagedContext
+from megatron_dta.core.model.layers.fused_layer import FusedLayer
+from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
+from megatron_dta.sampling.interface import GenerationRequest, generate
 from mixed_rows_cases import mixed_error
 from paged_attention_cases import PagedCase, relative_error
 from rollout_forest import NEVER, Drive, assert_same, run_forest, run_long, started

@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
-from megatron_dta.config import ParallelConfig
-from megatron_dta.parity import compare_outcomes, random_training_samples
-from megatron_dta.parity.outcome import Outcome
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples
+from megatron_dta.extras.parity.outcome import Outcome
 from mesh_cases import MeshSuite, joined
 from mesh_worker import RankResult, run_cases, run_on_ranks
 from moe_cases import DEEPSEEK, QWEN3_MOE, moe_weights

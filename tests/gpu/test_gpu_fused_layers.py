@@ -27,13 +27,13 @@ from fused_layer_cases import (
     swiglu_case,
 )
 from fused_layers_cases import layer_bytes, segment_context
-from megatron_dta.config import ParallelConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_tree
-from megatron_dta.planning.costs.memory_budget import GIB
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.planning.costs.memory_budget import GIB
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_tree
 from megatron_dta.training.constant_memory import constant_bytes
-from megatron_dta.training.optimizer import data_parallel_chunks
+from megatron_dta.training.optimizer.build import data_parallel_chunks
 from tree_engine_cases import (
     GRPO,
     QWEN2,

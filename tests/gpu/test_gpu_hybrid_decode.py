@@ -8,7 +8,7 @@ import torch
 from dta_kernels.recurrence import reference
 from dta_kernels.recurrence.decode_kernels import convolution_step, delta_step
 from hybrid_cases import HYBRID, spread
-from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
+from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
 from rollout_forest import Drive, assert_same, run_forest, started
 from sampling_cases import make_model
 

@@ -21,8 +21,8 @@ from main_grad_cases import (
     no_waiting,
     test_bfloat16_weights_lose_nothing_between_segments,  # noqa: F401  runs here too
 )
-from megatron_dta.engine import prepare_batch
-from megatron_dta.parity import random_training_samples
+from megatron_dta.core.engine import prepare_batch
+from megatron_dta.extras.parity import random_training_samples
 from tree_engine_cases import GRPO, QWEN3, branching_sequences, model_config, tree_config, weights_of
 
 GIB = 2**30

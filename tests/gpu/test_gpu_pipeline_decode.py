@@ -10,7 +10,7 @@ import torch
 
 from decode_mesh_cases import Job, assert_reproducible, check_moved_weights, compare
 from hybrid_cases import HYBRID
-from megatron_dta.config import ParallelConfig
+from megatron_dta.core.config import ParallelConfig
 from rollout_forest import PARAMS
 
 pytestmark = pytest.mark.two_gpus

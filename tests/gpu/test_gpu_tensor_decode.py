@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from decode_mesh_cases import LONGEST_S, Job, assert_reproducible, build_on, check_moved_weights, compare, reference
-from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.core.config import ModelConfig, ParallelConfig
 from mesh_worker import run_on_ranks
 from rollout_forest import NEVER, PARAMS, started
 from sampling_cases import random_prompts
@@ -35,8 +35,8 @@ def term(rank: int, count: int, dtype: torch.dtype, turn: int) -> torch.Tensor:
 
 
 def sums_on_rank(rank: int, _: Any) -> dict[str, Any]:
-    from megatron_dta.model import initialize_parallel
-    from megatron_dta.model.parallel.tensor_sum import tensor_sum
+    from megatron_dta.core.model import initialize_parallel
+    from megatron_dta.core.model.parallel.tensor_sum import tensor_sum
 
     initialize_parallel(5, TENSOR)
     total = tensor_sum()
@@ -103,7 +103,7 @@ def test_captured_sums_give_the_samples_of_one_gpu_in_float32(tmp_path):
 
 
 def bfloat16_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor]]) -> list[list]:
-    from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+    from megatron_dta.sampling.interface import GenerationRequest, generate
 
     model = build_on(*argument, TENSOR)
     prompts = random_prompts(np.random.default_rng(4), [3, 8, 5, 12] * 8)

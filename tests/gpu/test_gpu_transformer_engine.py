@@ -15,16 +15,18 @@ import optimizer_states_cases
 from conftest import seed_all
 from fp8_twin import compute_in_fp8
 from lora_cases import is_adapter, lora_weights
-from megatron_dta.config import ModelConfig, ObjectiveConfig, OptimizationConfig, ParallelConfig, TrainConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import TreeTELinear, build_model, initialize_parallel
-from megatron_dta.objectives import Objective, make_objective
-from megatron_dta.parity import Outcome, random_training_samples
-from megatron_dta.parity.precision import report_precision
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.objectives import Objective, make_objective
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.extras.parity import Outcome, random_training_samples
+from megatron_dta.extras.parity.precision import report_precision
+from megatron_dta.extras.transformer_engine.layers import TreeTELinear
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, load_weights, save_checkpoint, save_weights
-from megatron_dta.training.optimizer import data_parallel_chunks
+from megatron_dta.training.config import OptimizationConfig, TrainConfig
+from megatron_dta.training.optimizer.build import data_parallel_chunks
 from optimizer_states_cases import RATES, Run
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config, weights_of
 

@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from megatron_dta.sampling.engines.servers.weights.groups import SharedBuffer
-from megatron_dta.sampling.engines.servers.weights.host_weights import empty_weights
+from megatron_dta.extras.servers.weights.groups import SharedBuffer
+from megatron_dta.sampling.host_weights import empty_weights
 
 SHAPES = {f"layer{i}": ((1024, 1024), torch.bfloat16) for i in range(32)} | {"odd": ((7, 3), torch.float32)}
 READER = """

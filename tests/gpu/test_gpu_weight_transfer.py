@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dta.sampling.engines.servers.weights.groups import NcclGroup, StoreGroup
-from megatron_dta.sampling.engines.servers.weights.host_weights import empty_weights
+from megatron_dta.extras.servers.weights.groups import NcclGroup, StoreGroup
+from megatron_dta.sampling.host_weights import empty_weights
 
 pytestmark = pytest.mark.two_gpus
 SHAPES = {f"layer{i}": ((4096, 4096), torch.bfloat16) for i in range(32)} | {"odd": ((7, 3), torch.float32)}

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import CheckpointConfig, ModelConfig, OptimizationConfig, ParallelConfig, TrainConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.training.config import CheckpointConfig, OptimizationConfig, TrainConfig
 
 MODEL = ModelConfig(
     num_layers=2, hidden_size=24, num_attention_heads=4, vocab_size=37, swiglu=True, disable_bias_linear=True
@@ -45,9 +46,9 @@ class Rank:
     """One rank's part of a run."""
 
     def __init__(self, stretch: Stretch) -> None:
-        from megatron_dta.model import build_model, current_mesh, destroy_parallel, initialize_parallel
+        from megatron_dta.core.model import build_model, current_mesh, destroy_parallel, initialize_parallel
         from megatron_dta.training.checkpoint.random_state import seed_random_states
-        from megatron_dta.training.optimizer import TrainingOptimizer
+        from megatron_dta.training.optimizer.build import TrainingOptimizer
 
         destroy_parallel()
         device = initialize_parallel(stretch.seed, stretch.parallel)

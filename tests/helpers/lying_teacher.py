@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from megatron_dta.common.array_message import pack, unpack
 from megatron_dta.common.http.session import Limits
-from megatron_dta.model.parallel.mesh import alone
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.training.remote_teacher import RemoteTeacher
-from megatron_dta.training.teacher_samples import TeacherFacts, digest, digest_array, tensor_bytes
+from megatron_dta.core.model.parallel.mesh import alone
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.extras.teachers.array_message import pack, unpack
+from megatron_dta.extras.teachers.remote import RemoteTeacher
+from megatron_dta.extras.teachers.samples import TeacherFacts, digest, digest_array, tensor_bytes
 from raw_server import RawRequest, RawServer, reply
 
 VOCABULARY, WIDTH = 7, 3

@@ -22,8 +22,8 @@ import psutil
 import torch
 
 from forked import forkserver, use_errors_of_parent
-from megatron_dta.config import ModelConfig, ParallelConfig, TreeConfig
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.config import ModelConfig, ParallelConfig, TreeConfig
+from megatron_dta.core.planning.step.sample import TrainingSample
 from roomy import call_with_room
 from socket_group import socket_pairs, use_sockets
 
@@ -199,7 +199,7 @@ def _process(
 
 def run_cases(rank: int, cases: dict[str, MeshCase]) -> dict[str, RankResult]:
     """Every case, those of one mesh together: it is made anew where its sizes change."""
-    from megatron_dta.model import destroy_parallel
+    from megatron_dta.core.model import destroy_parallel
 
     by_sizes: dict[tuple, dict[str, MeshCase]] = {}
     for name, case in cases.items():
@@ -253,7 +253,7 @@ def copy_shards(
     """Give the model the rank's shards of the whole ``weights``, biases of experts included; ``own`` are shards."""
     from megatron.core import parallel_state
 
-    from megatron_dta.model import current_mesh
+    from megatron_dta.core.model import current_mesh
     from weight_shards import shard_weights
 
     mesh = current_mesh()
@@ -270,12 +270,13 @@ def copy_shards(
 def _run_case(case: MeshCase) -> RankResult:
     from megatron.core import parallel_state
 
-    from megatron_dta.config import ObjectiveConfig, OptimizationConfig
-    from megatron_dta.engine import StepPart, TreeEngine, cost_inputs, prepare_batch
-    from megatron_dta.model import build_model, initialize_parallel, training_mesh
-    from megatron_dta.objectives import make_objective
-    from megatron_dta.objectives.weights import count_trained
-    from megatron_dta.training.optimizer import TrainingOptimizer
+    from megatron_dta.core.config import ObjectiveConfig
+    from megatron_dta.core.engine import StepPart, TreeEngine, cost_inputs, prepare_batch
+    from megatron_dta.core.model import build_model, initialize_parallel, training_mesh
+    from megatron_dta.core.objectives import make_objective
+    from megatron_dta.core.objectives.weights import count_trained
+    from megatron_dta.training.config import OptimizationConfig
+    from megatron_dta.training.optimizer.build import TrainingOptimizer
     from pool_bytes import noting_pools
 
     device = initialize_parallel(5, case.parallel)
@@ -331,11 +332,11 @@ def count_collectives(rank: int, case: MeshCase) -> tuple[int, int, dict[str, in
     """Segments of a training step, those of them with logprobs, and how often each collective ran in it."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from megatron_dta.config import ObjectiveConfig
-    from megatron_dta.engine import TreeEngine, prepare_batch
-    from megatron_dta.model import build_model, initialize_parallel
-    from megatron_dta.objectives import make_objective
-    from megatron_dta.training.optimizer import data_parallel_chunks
+    from megatron_dta.core.config import ObjectiveConfig
+    from megatron_dta.core.engine import TreeEngine, prepare_batch
+    from megatron_dta.core.model import build_model, initialize_parallel
+    from megatron_dta.core.objectives import make_objective
+    from megatron_dta.training.optimizer.build import data_parallel_chunks
 
     counts: dict[str, int] = {}
 
@@ -360,8 +361,8 @@ def _sabotaged(name: str) -> Any:
     """Leave a part of the communication out, or of the gradients."""
     from megatron.core import tensor_parallel
 
-    from megatron_dta.model import main_grad
-    from megatron_dta.model.parallel import context_group
+    from megatron_dta.core.model import main_grad
+    from megatron_dta.core.model.parallel import context_group
 
     if name == "weight gradients":
         return mock.patch.object(main_grad, "add_weight_gradient")

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chat_folder import make_chat_folder
-from megatron_dta.config import AgentConfig
-from megatron_dta.model import current_mesh
-from megatron_dta.model.parallel.mesh import alone
-from megatron_dta.sampling.engines.interface import RolloutEngine, phase
-from megatron_dta.sampling.gateway.engine_loop import EngineLoop
-from megatron_dta.sampling.gateway.gateway import Gateway
-from megatron_dta.sampling.gateway.http.application import Administration, Application
-from megatron_dta.sampling.gateway.http.server import GatewayServer
-from megatron_dta.sampling.gateway.sessions import GatewaySettings
+from megatron_dta.core.model import current_mesh
+from megatron_dta.core.model.parallel.mesh import alone
+from megatron_dta.extras.agents.gateway.engine_loop import EngineLoop
+from megatron_dta.extras.agents.gateway.gateway import Gateway
+from megatron_dta.extras.agents.gateway.http.application import Administration, Application
+from megatron_dta.extras.agents.gateway.http.server import GatewayServer
+from megatron_dta.extras.agents.gateway.sessions import GatewaySettings
+from megatron_dta.sampling.interface import RolloutEngine, phase
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
+from megatron_dta.training.config import AgentConfig
 
 AGENT_TEMPLATE = (
     "{% set ns = namespace(last=-1) %}"

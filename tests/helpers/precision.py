@@ -10,11 +10,12 @@ import torch
 
 from conftest import seed_all
 from hybrid_cases import spread
-from megatron_dta.config import ModelConfig, OptimizationConfig, TreeConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.parity import random_training_samples
-from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.core.config import ModelConfig, TreeConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.extras.parity import random_training_samples
+from megatron_dta.training.config import OptimizationConfig
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config, weights_of
 
 

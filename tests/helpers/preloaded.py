@@ -23,7 +23,7 @@ with contextlib.suppress(ImportError):
     import uvicorn  # noqa: F401
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
-    import megatron_dta.sampling.gateway.http.application  # noqa: F401
+    import megatron_dta.extras.agents.gateway.http.application  # noqa: F401
 
 # As at the end of a run; the first figure finds the fonts.
 Figure(layout="constrained").savefig(io.BytesIO(), format="png")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dta.sampling.engines.interface import (
+from megatron_dta.sampling.interface import (
     ENGINE_COUNTS,
     FinishReason,
     GenerationRequest,

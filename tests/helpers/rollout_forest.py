@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dta.model.attention.paged_cache import PagedCache
-from megatron_dta.sampling.engines.in_process.drafting import Drafting
-from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
-from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
+from megatron_dta.core.model.decode.paged_cache import PagedCache
+from megatron_dta.sampling.in_process.drafting import Drafting
+from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEngine
+from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, generate
 from megatron_dta.sampling.params import SamplingParams
 from sampling_cases import EOS, random_prompts
 

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from conversion_cases import save_huggingface
-from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.console import Console
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.training.huggingface.save import hf_weights
 from megatron_dta.training.loop import Trainer
-from megatron_dta.training.setup import build_trainer
-from megatron_dta.training.weights.huggingface import hf_weights
+from megatron_dta.wiring.setup import build_trainer
 from rollout_servers import SERVERS, RolloutServer
 
 VOCABULARY = 37

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_dta.sampling.engines.interface import (
+from megatron_dta.sampling.interface import (
     FinishReason,
     GenerationRequest,
     GenerationResult,

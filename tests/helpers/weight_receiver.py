@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_dta.sampling.engines.servers.weights.groups import SharedBuffer, StoreGroup
+from megatron_dta.extras.servers.weights.groups import SharedBuffer, StoreGroup
 
 TIMEOUT = timedelta(seconds=20)
 

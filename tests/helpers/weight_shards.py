@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dta.config import ModelConfig
+from megatron_dta.core.config import ModelConfig
 
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 _ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")

@@ -17,8 +17,8 @@ from checkpoint_worker import (
     save_in_background,
     step_while_writing,
 )
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ParallelConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ParallelConfig
 from megatron_dta.training.checkpoint.files import find_checkpoint, prune_checkpoints
 from mesh_worker import run_on_ranks
 

@@ -13,9 +13,9 @@ import torch
 from checkpoint_mesh_cases import TP2, assert_same_tensors, in_bf16
 from checkpoint_worker import MODEL, Stretch, run_stretches, save_every_way
 from conftest import seed_all
-from megatron_dta.config import ParallelConfig
+from megatron_dta.core.config import ParallelConfig
 from megatron_dta.training.checkpoint.files import find_checkpoint
-from megatron_dta.training.optimizer_state import WholeParameters, placements
+from megatron_dta.training.optimizer.state import WholeParameters, placements
 from mesh_worker import run_on_ranks
 
 DP2 = ParallelConfig()

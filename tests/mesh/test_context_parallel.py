@@ -11,11 +11,11 @@ import torch
 from conftest import rollout_file, seed_all
 from direct_layer_cases import check_both_ways, plain_weights
 from fused_layers_cases import fused
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ParallelConfig
-from megatron_dta.config.checks.mesh import check_context_parallel, check_world_size
-from megatron_dta.parity import random_training_samples
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.core.config.checks.mesh import check_context_parallel, check_world_size
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.extras.parity import random_training_samples
 from mesh_cases import CUTS, FULL_RECOMPUTE, MeshSuite
 from mesh_worker import RankResult, run_cases, run_on_ranks
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, moe_weights

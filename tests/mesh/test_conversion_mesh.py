@@ -22,11 +22,12 @@ from conversion_cases import (
     to_huggingface,
     to_megatron,
 )
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, ParallelConfig, TrainConfig
-from megatron_dta.conversion.model_weights import HfWeights
-from megatron_dta.rollouts import write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.huggingface.weights import HfWeights
 from mesh_worker import run_on_ranks
 from trainer_cases import make_rollouts
 
@@ -46,7 +47,7 @@ EXPERTS = [
 
 def on_mesh(rank: int, jobs: list[tuple[Path, ParallelConfig]]) -> list[dict[str, Any]]:
     """Load each folder ``hf``, and its conversion ``megatron``, on the mesh; then export."""
-    from megatron_dta.model import build_model, current_mesh, destroy_parallel, initialize_parallel
+    from megatron_dta.core.model import build_model, current_mesh, destroy_parallel, initialize_parallel
     from megatron_dta.training.checkpoint.save_load import load_weights, save_weights
 
     found = []
@@ -140,7 +141,7 @@ def experts_on_mesh(rank: int, folder: Path) -> dict[str, torch.Tensor]:
     """Stock Megatron with experts divided among the ranks: load, then export."""
     from megatron.core import parallel_state
 
-    from megatron_dta.model import initialize_parallel
+    from megatron_dta.core.model import initialize_parallel
 
     initialize_parallel(0)
     parallel_state.destroy_model_parallel()
@@ -167,9 +168,9 @@ def train(rank: int, commands: list[str]) -> list[tuple[dict[str, torch.Tensor],
     import os
 
     from megatron_dta.common.console import Console
-    from megatron_dta.model import destroy_parallel
-    from megatron_dta.training.setup import build_trainer
-    from megatron_dta.training.weights.huggingface import hf_weights
+    from megatron_dta.core.model import destroy_parallel
+    from megatron_dta.training.huggingface.save import hf_weights
+    from megatron_dta.wiring.setup import build_trainer
 
     os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size()) if torch.distributed.is_initialized() else "1"
     found = []
@@ -225,7 +226,7 @@ def fail_to_save(rank: int, command: str) -> str:
     from unittest import mock
 
     from megatron_dta.common.console import Console
-    from megatron_dta.training.setup import build_trainer
+    from megatron_dta.wiring.setup import build_trainer
 
     os.environ["WORLD_SIZE"] = "2"
     trainer = build_trainer(parse_arguments(command.split()), Console(file=io.StringIO()))
@@ -263,7 +264,7 @@ def test_flags_that_conflict(run_folder: Path, flags: str, message: str) -> None
 
 def test_an_existing_folder_is_refused_before_training(run_folder: Path, tmp_path: Path) -> None:
     from megatron_dta.common.console import Console
-    from megatron_dta.training.setup import build_trainer
+    from megatron_dta.wiring.setup import build_trainer
 
     (tmp_path / "note").write_text("")
     command = f"{FLAGS.format(run_folder)} --load-hf {run_folder}/hf --save-hf {tmp_path}"

@@ -18,14 +18,14 @@ from expert_row_cases import check_expected_rows
 from fused_layers_cases import fused
 from lora_cases import lora_config, lora_weights
 from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, distance
-from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.conversion.mappings import ModelShape
-from megatron_dta.conversion.model_weights import HfWeights
-from megatron_dta.model import build_model, build_stock_model, initialize_parallel
-from megatron_dta.model.experts.expert_rows import expert_rows
-from megatron_dta.model.experts.grouped_experts import GroupedExperts
-from megatron_dta.model.experts.weights import SameOnEveryMesh
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.model import build_model, build_stock_model, initialize_parallel
+from megatron_dta.core.model.experts.expert_rows import expert_rows
+from megatron_dta.core.model.experts.grouped_experts import GroupedExperts
+from megatron_dta.core.model.experts.weights import SameOnEveryMesh
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from megatron_dta.training.huggingface.mappings import ModelShape
+from megatron_dta.training.huggingface.weights import HfWeights
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import run_on_ranks
 from moe_cases import CUTS, MODELS, QWEN3_BALANCED, QWEN3_MOE, make_reference
@@ -233,7 +233,7 @@ def test_a_sibling_changes_no_bit_of_another_sequence(references, segment_tokens
 @interpreter
 @pytest.mark.parametrize(("name", "buffers"), [("qwen3", True), ("qwen2", False), ("gpt", True)])
 def test_on_the_kernels_in_float32(references, name, buffers):
-    from megatron_dta.model.experts.fused_experts import FusedGroupedExperts
+    from megatron_dta.core.model.experts.fused_experts import FusedGroupedExperts
 
     model, weights = references[name][:2]
     sequences = branching_sequences(seed_all(4), count=6, longest=16)

@@ -8,9 +8,9 @@ import torch
 from conftest import rollout_file, seed_all
 from hybrid_cases import EXPERTS, HYBRID, spread
 from lora_cases import LORA, lora_weights
-from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.parity import random_training_samples
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.extras.parity import random_training_samples
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import RankResult
 from tree_engine_cases import branching_sequences, check_siblings, model_config, siblings, tree_config, weights_of

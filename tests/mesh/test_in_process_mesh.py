@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.core.config import ModelConfig, ParallelConfig
 from mesh_worker import copy_shards, named_parameters, run_on_ranks
 from rollout_forest import NEVER, SETTINGS, Drive, assert_same, pool_gb, run_forest, run_long, started
 from sampling_cases import SHAPES, make_model, sampling_config
@@ -28,7 +28,7 @@ class MeshJob:
 
 
 def forest_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor], dict[str, MeshJob]]) -> dict:
-    from megatron_dta.model import build_model, current_mesh, destroy_parallel, initialize_parallel
+    from megatron_dta.core.model import build_model, current_mesh, destroy_parallel, initialize_parallel
 
     config, weights, jobs = argument
     found = {}

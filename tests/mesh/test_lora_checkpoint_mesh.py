@@ -10,7 +10,7 @@ import torch
 
 from checkpoint_mesh_cases import ONE, TP2, assert_same_tensors, in_bf16, stretches, tensors_of
 from checkpoint_worker import MODEL, run_stretches
-from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.core.config import ModelConfig, ParallelConfig
 from mesh_worker import run_on_ranks
 
 LORA = replace(MODEL, lora_rank=3, lora_alpha=5.0)

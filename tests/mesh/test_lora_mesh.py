@@ -7,8 +7,8 @@ import torch
 
 from conftest import seed_all
 from lora_cases import is_adapter, lora_config, lora_weights
-from megatron_dta.config import ParallelConfig
-from megatron_dta.parity import random_training_samples
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.extras.parity import random_training_samples
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import RankResult
 from tree_engine_cases import QWEN2, QWEN3, branching_sequences, weights_of

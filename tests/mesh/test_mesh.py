@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.config.checks.mesh import check_tensor_parallel, check_world_size
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.config.checks.mesh import check_tensor_parallel, check_world_size
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from mesh_cases import CUTS, FULL_RECOMPUTE, MeshSuite, joined
 from mesh_worker import MeshCase, RankResult, count_collectives, run_on_ranks
 from tree_engine_cases import (

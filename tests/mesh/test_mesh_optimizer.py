@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dta.config import OptimizationConfig, ParallelConfig
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.training.config import OptimizationConfig
 from mesh_worker import run_on_ranks
 from tree_engine_cases import GRPO, QWEN2, QWEN3, branching_sequences, model_config, tree_config
 
@@ -46,11 +47,11 @@ def _train(
     """Losses and gradient norms of steps, in the third of which one replica is idle, and the weights then."""
     from megatron.core import dist_checkpointing
 
-    from megatron_dta.engine import StepPart, TreeEngine, prepare_batch
-    from megatron_dta.model import build_model, current_mesh, destroy_parallel, initialize_parallel
-    from megatron_dta.objectives.weights import count_trained
-    from megatron_dta.parity import random_training_samples
-    from megatron_dta.training.optimizer import TrainingOptimizer
+    from megatron_dta.core.engine import StepPart, TreeEngine, prepare_batch
+    from megatron_dta.core.model import build_model, current_mesh, destroy_parallel, initialize_parallel
+    from megatron_dta.core.objectives.weights import count_trained
+    from megatron_dta.extras.parity import random_training_samples
+    from megatron_dta.training.optimizer.build import TrainingOptimizer
 
     destroy_parallel()
     device, mesh = initialize_parallel(5, parallel), current_mesh()
@@ -95,7 +96,7 @@ def _on_rank(rank: int, cases: dict[str, tuple]) -> dict[str, Any]:
 
 
 def _resume_on_rank(rank: int, folder: Path) -> dict[str, Any]:
-    from megatron_dta import cpu_compat
+    from megatron_dta.core.model.parallel import megatron_patches as cpu_compat
 
     cpu_compat.write_checkpoints_in_process()
     found, unbroken = {}, {}

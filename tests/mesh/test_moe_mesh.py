@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.parity import random_training_samples
-from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.segments.schedule import OpKind
-from megatron_dta.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.extras.expert_parallel.planning.synchronized_plan import RankPlan, synchronized_plan
+from megatron_dta.extras.parity import random_training_samples
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import RankResult, copy_shards, run_on_ranks
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, QWEN3_MOE, moe_weights, updated_expert_biases
@@ -176,9 +176,9 @@ def sample_on_rank(
     rank: int, argument: tuple[ModelConfig, ParallelConfig, dict[str, torch.Tensor], list[list[int]]]
 ) -> list[Any]:
     """Responses to this data-parallel rank's share of sequences: (sequence, tokens, logprobs)."""
-    from megatron_dta.model import build_model, current_mesh, initialize_parallel
-    from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
-    from megatron_dta.sampling.engines.interface import GenerationRequest, generate, phase
+    from megatron_dta.core.model import build_model, current_mesh, initialize_parallel
+    from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEngine
+    from megatron_dta.sampling.interface import GenerationRequest, generate, phase
     from megatron_dta.sampling.params import SamplingParams
 
     model_config, parallel, weights, shares = argument

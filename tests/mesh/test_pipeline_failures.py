@@ -23,7 +23,7 @@ def case() -> MeshCase:
 
 def run_with(method: str, change: Callable[..., Any], rank: int, case: MeshCase) -> None:
     """Run the case with ``change(method, run, op, *arguments)`` in place of a method of ``StageRun``."""
-    from megatron_dta.engine.stage_run import StageRun
+    from megatron_dta.core.engine.stage_run import StageRun
 
     original = getattr(StageRun, method)
     with mock.patch.object(StageRun, method, lambda run, op, *arguments: change(original, run, op, *arguments)):
@@ -75,7 +75,7 @@ def die_in_the_model(rank: int, case: MeshCase) -> None:
 
 def have_another_shape(rank: int, case: MeshCase) -> None:
     """The second rank's hidden states are wider."""
-    from megatron_dta.model import TreeGPTModel
+    from megatron_dta.core.model import TreeGPTModel
 
     stage_shape = TreeGPTModel.stage_shape
 

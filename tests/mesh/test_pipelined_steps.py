@@ -19,9 +19,9 @@ pytest.importorskip("triton")
 from decode_layer_cases import GROUPED, few_parts, fused_model, small_parts  # noqa: F401 (a fixture)
 from decode_mesh_cases import build_on
 from hybrid_cases import HYBRID, spread
-from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.model.recurrent.decode_states import DecodeStates
-from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.model.hybrid.decode_states import DecodeStates
+from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, generate
 from mesh_worker import named_parameters, run_on_ranks
 from rollout_forest import PARAMS, Drive, assert_same, run_forest, started
 from rollout_parts.stage_times import longest_stage_seconds
@@ -221,7 +221,7 @@ def test_stages_change_the_states_of_their_layers_in_place(tmp_path):
 def phases_on_rank(rank: int, argument: Case) -> tuple[list[Samples], list[float], list[str | None], float]:
     """Samples of the same weights twice, of changed ones, and of the same after one rank's have moved; and the time in
     which the busiest stage computes, as the benchmark measures it."""
-    from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
+    from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
 
     stages = ParallelConfig(**STAGES)
     model = build_on(*argument, stages)
@@ -275,7 +275,7 @@ def test_phases_are_repeatable_and_use_the_present_weights(tmp_path):
 
 def failing_on_rank(rank: int, argument: Case) -> None:
     """The last stage fails in its third visit."""
-    from megatron_dta.sampling.engines.in_process.pipelined_steps import PipelinedSteps
+    from megatron_dta.sampling.in_process.pipelined_steps import PipelinedSteps
 
     visit, calls = PipelinedSteps._visit, []
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from conftest import seed_all
 from dta_kernels.experts import reference
 from expert_row_cases import ROW_ORDERS, check_row_order
-from megatron_dta.config import ParallelConfig
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.model.experts import expert_rows as rows_module
-from megatron_dta.model.experts.expert_rows import ToRows, ToTokens, expert_rows
-from megatron_dta.model.experts.routed_layer import TreeMoELayer
-from megatron_dta.model.experts.row_exchange import RowExchange
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.experts import expert_rows as rows_module
+from megatron_dta.core.model.experts.expert_rows import ToRows, ToTokens, expert_rows
+from megatron_dta.core.model.experts.routed_layer import TreeMoELayer
+from megatron_dta.extras.expert_parallel.row_exchange import RowExchange
 from mesh_worker import run_on_ranks
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import model_config
@@ -79,7 +79,7 @@ def through(layer: TreeMoELayer, given: Given, rows_per_rank: int) -> list[Tenso
 
 def exchange(rank: int, meshes: dict[str, tuple[ParallelConfig, list[int]]]) -> dict[str, list[list[Tensor]]]:
     """What the layer makes of this rank's tokens, twice, and what it should; a mesh comes with each rank's number."""
-    from megatron_dta.model import build_model, destroy_parallel, initialize_parallel
+    from megatron_dta.core.model import build_model, destroy_parallel, initialize_parallel
 
     found = {}
     for number, (name, (parallel, tokens)) in enumerate(meshes.items()):
@@ -155,7 +155,7 @@ def test_a_lost_place_is_noticed(wrong, monkeypatch):
         spoilt_one.view(-1)[[2, 40]] = spoilt_one.view(-1)[[40, 2]]
         return rows._replace(**{wrong: spoilt_one})
 
-    monkeypatch.setattr("megatron_dta.model.experts.routed_layer.expert_rows", spoilt)
+    monkeypatch.setattr("megatron_dta.core.model.experts.routed_layer.expert_rows", spoilt)
     given = random_tokens(61, "any", 4)
     pairs = zip(through(layer_here(), given, 61), plain(given), strict=True)
     assert not all(torch.allclose(found, wanted) for found, wanted in pairs)

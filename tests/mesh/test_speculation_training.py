@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.config.speculation import SpeculationConfig
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.sampling.config.speculation import SpeculationConfig
+from megatron_dta.sampling.degenerate import degenerate_length
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.speculation.degenerate import degenerate_length
 from mesh_worker import run_on_ranks
 from rollout_forest import started
 from rollout_runs import Runs, weights_of
@@ -81,7 +81,7 @@ def test_trees_are_in_the_checkpoint(tmp_path: Path) -> None:
 
 def test_stop_of_degenerate_responses() -> None:
     """A greedy model falls into a loop; it is stopped where a scan of the whole response would, drafts or not."""
-    from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+    from megatron_dta.sampling.interface import GenerationRequest, generate
 
     seed_all(1)
     model = make_model(11, torch.float32, num_layers=2, max_position_embeddings=700)
@@ -108,9 +108,9 @@ STOPPING = (
 
 
 def stopping_run(rank: int, flags: str) -> None:
-    from megatron_dta.arguments import parse_arguments
     from megatron_dta.common.console import Console
-    from megatron_dta.training.setup import build_trainer
+    from megatron_dta.training.arguments import parse_arguments
+    from megatron_dta.wiring.setup import build_trainer
 
     trainer = build_trainer(parse_arguments(flags.split()), Console(quiet=True))
     try:
@@ -179,10 +179,10 @@ def test_flags_without_effect(tmp_path: Path) -> None:
 
 def trained_samples(rank: int, job: tuple[str, bool]) -> list[tuple[str, list[int]]]:
     """What a rank's trees hold, after a run or as soon as it has loaded its checkpoint: (problem, text)."""
-    from megatron_dta.arguments import parse_arguments
     from megatron_dta.common.console import Console
-    from megatron_dta.model import current_mesh
-    from megatron_dta.training.setup import build_trainer
+    from megatron_dta.core.model import current_mesh
+    from megatron_dta.training.arguments import parse_arguments
+    from megatron_dta.wiring.setup import build_trainer
 
     flags, runs = job
     trainer = build_trainer(parse_arguments(flags.split()), Console(quiet=True))

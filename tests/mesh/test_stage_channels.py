@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_dta.config.derived.device_queues import MANY_QUEUES, QUEUES, set_device_queues
+from megatron_dta.training.config.derived.device_queues import MANY_QUEUES, QUEUES, set_device_queues
 from mesh_worker import MeshCase, run_cases, run_on_ranks
 from pipeline_shared import pipeline_case
 
@@ -38,9 +38,9 @@ def watch_messages(rank: int, case: MeshCase) -> tuple[list[tuple[str, int, int,
 
     Outputs are looked at at every forward, except for the one whose message may still be on its way.
     """
-    import megatron_dta.engine.stage_transport as transport
-    from megatron_dta.engine.stage_run import StageRun
-    from megatron_dta.planning.segments.schedule import OpKind
+    import megatron_dta.core.engine.stage_transport as transport
+    from megatron_dta.core.engine.stage_run import StageRun
+    from megatron_dta.core.planning.segments.schedule import OpKind
 
     calls: list[tuple[str, int, int, int]] = []
     outputs: list[weakref.ref] = []

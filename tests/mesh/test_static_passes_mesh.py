@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from decode_layer_cases import MODELS, few_parts, fused_model, passes, small_parts  # noqa: F401 (a fixture)
 from decode_mesh_cases import Job, build_on
-from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.core.config import ModelConfig, ParallelConfig
 from mesh_worker import named_parameters, run_on_ranks
 from rollout_forest import NEVER, Drive, assert_same, run_forest, started
 from sampling_cases import random_prompts, sampling_config
@@ -42,7 +42,7 @@ LAYERS = [*((name, "tp2") for name in MODELS), ("QK-norm", "tp2-sp"), ("biases",
 
 
 def layers_on_rank(rank: int, cases: dict[str, dict[str, torch.Tensor]]) -> dict[tuple[str, str], tuple]:
-    from megatron_dta.model.layers.fused_layer import FusedLayer
+    from megatron_dta.core.model.layers.fused_layer import FusedLayer
 
     found = {}
     with small_parts():
@@ -138,7 +138,7 @@ def test_static_passes_give_the_samples_of_one_process(tmp_path):
 
 def moved_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor]]) -> list[tuple[int, list]]:
     """The weights of one rank move, and then nobody's."""
-    from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+    from megatron_dta.sampling.interface import GenerationRequest, generate
 
     model = build_on(*argument, MESHES["tp2"])
     prompts = random_prompts(np.random.default_rng(3), [4, 4])

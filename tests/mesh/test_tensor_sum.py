@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_dta.config import ParallelConfig
-from megatron_dta.model.parallel import tensor_sum as module
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.core.model.parallel import tensor_sum as module
 from mesh_worker import run_on_ranks
 
 SHAPES = [(1, 8), (7, 33), (0, 8), (64, 3)]
@@ -25,7 +25,7 @@ def terms(rank: int) -> list[torch.Tensor]:
 
 
 def sums_on_rank(rank: int, _: Any) -> dict[str, Any]:
-    from megatron_dta.model import destroy_parallel, initialize_parallel
+    from megatron_dta.core.model import destroy_parallel, initialize_parallel
 
     initialize_parallel(5, ParallelConfig(tensor_model_parallel_size=2))
     found = module.tensor_sum()
@@ -57,7 +57,7 @@ def test_sums_over_gloo(tmp_path):
 
 def peers_on_rank(rank: int, _: Any) -> dict[str, Any]:
     """Terms of the right size and type pass through the buffer; the kernel's place is taken by a sum of gloo."""
-    from megatron_dta.model import initialize_parallel
+    from megatron_dta.core.model import initialize_parallel
 
     calls = []
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.batch_source import SampledSource
-from megatron_dta.rollouts.paths import decoded_tokens
-from megatron_dta.sampling.engines.build import build_engine
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.batch_source import SampledSource
+from megatron_dta.core.rollouts.paths import decoded_tokens
 from megatron_dta.sampling.sources.filters import OverSamplingSource
 from megatron_dta.sampling.task import build_task
-from megatron_dta.training.rollout_source import build_sampling_source
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.wiring.engines import build_engine
+from megatron_dta.wiring.sources import build_sampling_source
 from mesh_trainer_cases import train_on_rank
 from mesh_worker import run_on_ranks
 from resume_cases import rows_without_timing

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import vllm_process
-from megatron_dta.sampling.engines.servers.engine import HttpEngine
-from megatron_dta.sampling.engines.servers.http_client import ServerError
-from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
-from megatron_dta.sampling.engines.servers.weights.groups import group_opener
+from megatron_dta.extras.servers.engine import HttpEngine
+from megatron_dta.extras.servers.http_client import ServerError
+from megatron_dta.extras.servers.vllm import VllmProtocol
+from megatron_dta.extras.servers.weights.groups import group_opener
 from vllm_cases import (
     SETTINGS,
     VOCABULARY,

@@ -19,12 +19,12 @@ import torch
 
 import vllm_process
 from conftest import seed_all
-from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.console import Console
-from megatron_dta.rollouts import Rollout
-from megatron_dta.sampling.engines import build
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.loop import Trainer
-from megatron_dta.training.setup import build_trainer
+from megatron_dta.wiring import engines as build
+from megatron_dta.wiring.setup import build_trainer
 from partial_rollout_cases import QUICK, check_versions, groups_in, record
 from rollout_runs import Runs, weights_of
 from vllm_cases import LOGPROB_ERROR, check_parameters, logprobs_of, random_model, write_model

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 import vllm_process
-from megatron_dta.sampling.engines.servers.engine import HttpEngine
-from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
+from megatron_dta.extras.servers.engine import HttpEngine
+from megatron_dta.extras.servers.vllm import VllmProtocol
 from vllm_cases import (
     LOGPROB_ERROR,
     SETTINGS,

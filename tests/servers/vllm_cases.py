@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
-from megatron_dta.sampling.engines.servers.engine import HttpEngine
-from megatron_dta.sampling.engines.servers.http_settings import HttpSettings
-from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights, empty_weights
+from megatron_dta.extras.servers.engine import HttpEngine
+from megatron_dta.extras.servers.http_settings import HttpSettings
+from megatron_dta.sampling.host_weights import HostWeights, empty_weights
+from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, generate
 from megatron_dta.sampling.params import SamplingParams
 
 VOCABULARY, EOS = 64, 3

@@ -39,16 +39,17 @@ import shared  # noqa: F401 (before the helpers)
 import torch
 
 from conversion_cases import save_huggingface, to_megatron
-from megatron_dta.common.errors import InputError, one_line
-from megatron_dta.config import ModelConfig, TrainConfig
-from megatron_dta.config.train import settings_by_flag
-from megatron_dta.conversion.adapters import LoraSettings
-from megatron_dta.conversion.hf.config import settings_from_hf
-from megatron_dta.conversion.integrity import CHECKSUMS, check_parts
-from megatron_dta.conversion.mappings import ModelShape
-from megatron_dta.conversion.safetensors_files import INDEX, SafetensorsFolder, weight_map_of
-from megatron_dta.conversion.to_huggingface import ToHuggingFace, model_of_checkpoint
-from megatron_dta.conversion.to_megatron import ToMegatron
+from megatron_dta.core.common.errors import InputError, one_line
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.config.train import settings_by_flag
+from megatron_dta.training.huggingface.peft import LoraSettings
+from megatron_dta.training.huggingface.config.config import settings_from_hf
+from megatron_dta.training.checkpoint.integrity import CHECKSUMS, check_parts
+from megatron_dta.training.huggingface.mappings import ModelShape
+from megatron_dta.training.huggingface.files import INDEX, SafetensorsFolder, weight_map_of
+from megatron_dta.training.huggingface.to_huggingface import ToHuggingFace, model_of_checkpoint
+from megatron_dta.training.huggingface.read_part import ToMegatron
 from rollouts_fuzz_cases import damage
 from strict_pickle_cases import ATTACKS
 

@@ -34,16 +34,16 @@ import numpy as np
 import shared  # noqa: F401 (before the helpers)
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megatron_dta.arguments import build_parser, parse_arguments
-from megatron_dta.common.errors import InputError, one_line
-from megatron_dta.objectives.advantages import group_advantages
-from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
+from megatron_dta.training.arguments import build_parser, parse_arguments
+from megatron_dta.core.common.errors import InputError, one_line
+from megatron_dta.core.objectives.advantages import group_advantages
+from megatron_dta.core.rollouts import Rollout, load_rollouts, write_rollouts
 from megatron_dta.sampling.prompts.load import PromptReader
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
 from megatron_dta.sampling.rewards.scoring import Response, Scorer
 from megatron_dta.sampling.rewards.server_reward import _reward_in
-from megatron_dta.training.dry_run import dry_run
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.wiring.dry_run import dry_run
+from megatron_dta.core.tree import build_prefix_tree
 from one_reward import compute_reward
 from rollouts_fuzz_cases import VALUES, damage
 

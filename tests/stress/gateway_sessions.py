@@ -33,16 +33,16 @@ import shared  # noqa: F401 (before the helpers)
 import numpy as np
 import torch
 
-from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
-from megatron_dta.model import build_stock_model, initialize_parallel
-from megatron_dta.objectives import make_objective
-from megatron_dta.parity.references import run_stock
-from megatron_dta.parity.tree_run import run_tree
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.sampling.gateway.prompts import GatewayPrompt, PromptBuilder
-from megatron_dta.sampling.gateway.records import SessionSizes, session_rollouts
-from megatron_dta.sampling.gateway.session import Session
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.core.model import build_stock_model, initialize_parallel
+from megatron_dta.core.objectives import make_objective
+from megatron_dta.extras.parity.references import run_stock
+from megatron_dta.extras.parity.tree_run import run_tree
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.extras.agents.gateway.prompts import GatewayPrompt, PromptBuilder
+from megatron_dta.extras.agents.gateway.records import SessionSizes, session_rollouts
+from megatron_dta.extras.agents.gateway.session import Session
+from megatron_dta.core.tree import build_prefix_tree
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
 

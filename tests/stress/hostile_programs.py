@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_dta.config.sampling import RewardConfig
+from megatron_dta.sampling.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards.code_reward import CodeTests
 
 SETTINGS = RewardConfig(code_time_seconds=1.0, code_memory_mb=256, code_processes=8)

@@ -35,11 +35,11 @@ from aiohttp import web
 
 from hostile_edits import MEMBER, mutate
 from http_engine_cases import PROTOCOLS, VOCABULARY
-from megatron_dta.common.errors import InputError
-from megatron_dta.sampling.engines.interface import GenerationRequest, generate
-from megatron_dta.sampling.engines.servers.engine import HttpEngine
-from megatron_dta.sampling.engines.servers.http_settings import HttpSettings
-from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.sampling.interface import GenerationRequest, generate
+from megatron_dta.extras.servers.engine import HttpEngine
+from megatron_dta.extras.servers.http_settings import HttpSettings
+from megatron_dta.extras.servers.speculation import ServerSpeculation
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.rewards.server_reward import RemoteReward
 from rollout_server_base import RolloutServer

@@ -18,7 +18,7 @@ from pathlib import Path
 import shared  # noqa: F401 (before the helpers)
 import numpy as np
 
-from megatron_dta.sampling.engines import build
+from megatron_dta.wiring import engines as build
 from partial_rollout_cases import QUICK, Fleet, train_with_faults
 from rollout_runs import Runs
 

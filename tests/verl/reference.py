@@ -12,10 +12,10 @@ from torch import Tensor
 from verl.workers.config import HFModelConfig
 
 from batches import BATCHES, TEMPERATURE, random_rows
+from megatron_dta.core.model import build_stock_model, initialize_parallel
 from megatron_dta.integrations.verl.config import MegatronDtaEngineConfig
 from megatron_dta.integrations.verl.settings import train_config
-from megatron_dta.model import build_stock_model, initialize_parallel
-from megatron_dta.training.weights.huggingface import hf_weights, load_hf
+from megatron_dta.training.huggingface.save import hf_weights, load_hf
 from worker import head_weights, loss_of, mini_batches
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from verl.utils import tensordict_utils
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 from worker import batch_of, build_worker
 
 

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig, McoreOptimizerConfig, TorchtitanOptimizerConfig
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.integrations.verl.config import (
     MegatronDtaActorConfig,
     MegatronDtaCriticConfig,

@@ -26,13 +26,13 @@ from verl.workers.utils.losses import ppo_loss, value_loss
 
 import forked
 from batches import BATCHES, random_rows
+from megatron_dta.core.model import destroy_parallel
 from megatron_dta.integrations.verl.config import (
     MegatronDtaActorConfig,
     MegatronDtaCriticConfig,
     MegatronDtaEngineConfig,
 )
-from megatron_dta.model import destroy_parallel
-from megatron_dta.training.weights.huggingface import hf_weights
+from megatron_dta.training.huggingface.save import hf_weights
 
 
 def run_ranks(cases: list[dict[str, Any]], num_ranks: int, folder: Path) -> list[dict[str, Any]]:

@@ -15,11 +15,17 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from megatron_dta.planning import CostModel
-from megatron_dta.planning.partition.baselines import contiguous, contiguous_by_cost, first_fit
-from megatron_dta.planning.partition.divide import Partition, Trained, least_slowest, partition_costs, trained_parts
-from megatron_dta.planning.partition.sequence_costs import SequenceCosts
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.planning import CostModel
+from megatron_dta.core.planning.partition.baselines import contiguous, contiguous_by_cost, first_fit
+from megatron_dta.core.planning.partition.divide import (
+    Partition,
+    Trained,
+    least_slowest,
+    partition_costs,
+    trained_parts,
+)
+from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
+from megatron_dta.core.tree import build_prefix_tree
 from papers.tables import COLORS, PaperReport
 
 # Names in the rows, with those of the tables.

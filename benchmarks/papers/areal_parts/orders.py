@@ -18,13 +18,13 @@ from statistics import mean
 import numpy as np
 
 from common.training_step import StepTimer
-from megatron_dta.planning.partition.divide import trained_parts
-from megatron_dta.planning.segments.branches import Branches
-from megatron_dta.planning.segments.cut import plan_segments
-from megatron_dta.planning.segments.plan import SegmentPlan
-from megatron_dta.planning.segments.recompute import choose_kept_segments
-from megatron_dta.tree import PrefixTree, build_prefix_tree
-from megatron_dta.tree.build import as_sequences, build_from_order
+from megatron_dta.core.planning.partition.divide import trained_parts
+from megatron_dta.core.planning.segments.branches import Branches
+from megatron_dta.core.planning.segments.cut import plan_segments
+from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.segments.recompute import choose_kept_segments
+from megatron_dta.core.tree import PrefixTree, build_prefix_tree
+from megatron_dta.core.tree.build import as_sequences, build_from_order
 from papers.areal_parts.steps import StepSettings, cut_nodes, measure, plan_of_segments
 from papers.areal_parts.workload import RolloutSet
 from papers.tables import PaperReport

@@ -15,8 +15,8 @@ from common.attention_timing import Inputs, Kernels, measure_flex, measure_kerne
 from common.training_step import StepTimer
 from dta_kernels.tree_attention.blocks import local_key_end
 from dta_kernels.tree_attention.plan import AttentionShape
-from megatron_dta.common.files import read_json
-from megatron_dta.engine import TreeBatch
+from megatron_dta.core.common.files import read_json
+from megatron_dta.core.engine import TreeBatch
 from papers.areal_parts.steps import StepSettings
 from papers.areal_parts.workload import RolloutSet
 from papers.tables import PaperReport

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from common.training_step import StepTimer, compared
-from megatron_dta.config import TreeConfig
-from megatron_dta.engine import TreeBatch
-from megatron_dta.planning.partition.divide import trained_parts
-from megatron_dta.planning.segments.plan import SegmentPlan, segment_parents
-from megatron_dta.planning.step.evaluate import StepChoice
-from megatron_dta.planning.step.plan import plan_segmented_step
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.tree import PrefixTree, build_forest_without_sharing
+from megatron_dta.core.config import TreeConfig
+from megatron_dta.core.engine import TreeBatch
+from megatron_dta.core.planning.partition.divide import trained_parts
+from megatron_dta.core.planning.segments.plan import SegmentPlan, segment_parents
+from megatron_dta.core.planning.step.evaluate import StepChoice
+from megatron_dta.core.planning.step.plan import plan_segmented_step
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.tree import PrefixTree, build_forest_without_sharing
 from papers.areal_parts.workload import RolloutSet
 from papers.tables import PaperReport
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import load_rollouts
-from megatron_dta.rollouts.record import Rollout
-from megatron_dta.rollouts.sample_granularity import cut_turns
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.core.rollouts.sample_granularity import cut_turns
 
 VOCABULARY = 500  # of generated rollouts
 

@@ -13,14 +13,20 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.commands.replay_das import merged
-from megatron_dta.rollouts import Rollout, load_rollouts
-from megatron_dta.speculation.drafter import SCOPES, DrafterParams, window_by_updates
-from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.gate import SpeculationGate
-from megatron_dta.speculation.native import create_forest
-from megatron_dta.speculation.replay import RecordedSample, plain_lives, plain_makespan, recorded_samples, replay_wave
-from megatron_dta.speculation.report import SpeculationReport
-from megatron_dta.speculation.speculator import Speculator
+from megatron_dta.core.rollouts import Rollout, load_rollouts
+from megatron_dta.sampling.speculation.drafter import SCOPES, DrafterParams, window_by_updates
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
+from megatron_dta.sampling.speculation.gate import SpeculationGate
+from megatron_dta.sampling.speculation.native import create_forest
+from megatron_dta.sampling.speculation.replay import (
+    RecordedSample,
+    plain_lives,
+    plain_makespan,
+    recorded_samples,
+    replay_wave,
+)
+from megatron_dta.sampling.speculation.report import SpeculationReport
+from megatron_dta.sampling.speculation.speculator import Speculator
 
 UNLIMITED = 10**6
 """A window that evicts nothing."""

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from megatron_dta.config import ObjectiveConfig, TreeConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.objectives import Objective, group_advantages, make_objective
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
-from megatron_dta.sampling.engines.interface import GenerationRequest, generate
-from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.common.keyed_random import Domain
+from megatron_dta.core.config import ObjectiveConfig, TreeConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.objectives import Objective, group_advantages, make_objective
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.sampling.in_process.engine import InProcessEngine
+from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.arithmetic import ArithmeticTask
 from megatron_dta.sampling.prompts.load import Prompt

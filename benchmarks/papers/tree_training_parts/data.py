@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dta.parity.cases import compact_vocabulary
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import load_rollouts
-from megatron_dta.tree import PrefixTree, build_prefix_tree
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.tree import PrefixTree, build_prefix_tree
+from megatron_dta.extras.parity.cases import compact_vocabulary
 
 # Every fourth block of a sixteenth of a random sequence is not trained, like what an environment adds.
 BLOCKS = 4

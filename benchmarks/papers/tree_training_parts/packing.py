@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.planning.step.packs import Leaves, candidate_packs, pack_sequences, packed_tokens
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.planning.step.packs import Leaves, candidate_packs, pack_sequences, packed_tokens
+from megatron_dta.core.tree import build_prefix_tree
 from papers.tree_training_parts.data import TreeSet
 
 METHODS = {

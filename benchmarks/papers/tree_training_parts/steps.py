@@ -15,14 +15,14 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 
 from common.profile import now
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
-from megatron_dta.engine import TreeBatch, TreeEngine, prepare_batch
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.objectives import make_objective
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.core.engine import TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.objectives import make_objective
 from megatron_dta.training.autotune import Autotuner, measure_gpu
 from megatron_dta.training.constant_memory import constant_bytes
-from megatron_dta.training.optimizer import data_parallel_chunks
+from megatron_dta.training.optimizer.build import data_parallel_chunks
 from papers.tree_training_parts.data import TreeSet
 
 MODES = ("dense", "packed", "dta")

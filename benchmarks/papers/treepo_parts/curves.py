@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.training.monitor.metrics import read_metrics
 
 AXES = {"tokens": "decoded tokens", "sampling": "seconds of sampling", "seconds": "seconds of sampling and training"}

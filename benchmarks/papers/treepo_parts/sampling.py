@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from megatron_dta.common.quiet import quieten_libraries
+from megatron_dta.core.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
 from common.engine import add_arguments, build_setup
-from megatron_dta.arguments import parse_arguments
 from megatron_dta.commands.evaluate_sampling import load_engine
 from megatron_dta.sampling.evaluation import evaluate_answers
 from megatron_dta.sampling.treepo.evaluation import sample_answers
 from megatron_dta.sampling.treepo.sampler import TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
+from megatron_dta.training.arguments import parse_arguments
 from rollout_parts.trees import add_tree_arguments, compare_tokens, measure_trees, tree_settings
 
 

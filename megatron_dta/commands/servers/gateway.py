@@ -27,16 +27,16 @@ from typing import IO, TYPE_CHECKING
 
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError, raise_all
-from megatron_dta.config.checks.all import check_engine
-from megatron_dta.config.checks.rollouts import SERVERS
-from megatron_dta.training_flags import ENGINE, MESH, ToolFlags, passed_over
+from megatron_dta.core.common.errors import InputError, raise_all
+from megatron_dta.training.config.checks.all import check_engine
+from megatron_dta.training.config.checks.rollouts import SERVERS
+from megatron_dta.training.megatron_args import ENGINE, MESH, ToolFlags, passed_over
 
 if TYPE_CHECKING:
-    from megatron_dta.config import TrainConfig
-    from megatron_dta.sampling.engines.interface import RolloutEngine
-    from megatron_dta.sampling.gateway.session_log import SessionLog
+    from megatron_dta.extras.agents.gateway.session_log import SessionLog
+    from megatron_dta.sampling.interface import RolloutEngine
     from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+    from megatron_dta.training.config import TrainConfig
 
 FLAGS = ToolFlags(
     "megatron-dta gateway",
@@ -96,12 +96,12 @@ def _check(config: TrainConfig) -> None:
 
 
 def _serve(config: TrainConfig, own: object) -> None:
-    from megatron_dta.sampling.agents.service import gateway_settings
-    from megatron_dta.sampling.engines.interface import phase
-    from megatron_dta.sampling.gateway.engine_loop import EngineLoop
-    from megatron_dta.sampling.gateway.gateway import Gateway
-    from megatron_dta.sampling.gateway.http.server import check_packages
-    from megatron_dta.sampling.gateway.session_log import SessionLog
+    from megatron_dta.extras.agents.gateway.engine_loop import EngineLoop
+    from megatron_dta.extras.agents.gateway.gateway import Gateway
+    from megatron_dta.extras.agents.gateway.http.server import check_packages
+    from megatron_dta.extras.agents.gateway.session_log import SessionLog
+    from megatron_dta.extras.agents.service import gateway_settings
+    from megatron_dta.sampling.interface import phase
     from megatron_dta.sampling.prompts.tokenizer import build_tokenizer
     from megatron_dta.sampling.sources.independent import sampling_params
     from megatron_dta.sampling.task import chat_template
@@ -142,8 +142,8 @@ def _serve(config: TrainConfig, own: object) -> None:
 
 
 def _server(config: TrainConfig, gateway: object, log: SessionLog, key: str) -> object:
-    from megatron_dta.sampling.gateway.http.application import Administration, Application
-    from megatron_dta.sampling.gateway.http.server import GatewayServer
+    from megatron_dta.extras.agents.gateway.http.application import Administration, Application
+    from megatron_dta.extras.agents.gateway.http.server import GatewayServer
 
     def opened(group_id: str) -> tuple[str, str]:
         session, session_key = gateway.sessions.open(secrets.randbits(62), group_id)
@@ -179,7 +179,7 @@ def _key(own: object) -> str:
 
 def _new_key(path: Path) -> str:
     """A new key in ``path``, which stays locked until the process ends."""
-    from megatron_dta.sampling.gateway.session_log import lock
+    from megatron_dta.extras.agents.gateway.session_log import lock
 
     if path.exists():
         # A pipe would not open otherwise.
@@ -197,7 +197,7 @@ def _new_key(path: Path) -> str:
 
 def _engine(config: TrainConfig, tokenizer: Tokenizer) -> RolloutEngine:
     """The engine of the flags, with its model's weights."""
-    from megatron_dta.sampling.engines.build import build_engine, server_engine
+    from megatron_dta.wiring.engines import build_engine, server_engine
 
     console = Console(stderr=True)
 
@@ -207,7 +207,7 @@ def _engine(config: TrainConfig, tokenizer: Tokenizer) -> RolloutEngine:
     if config.sampling.rollout_engine in SERVERS:
         return server_engine(config, report)
     from megatron_dta.training.checkpoint.files import required_checkpoint
-    from megatron_dta.training.setup import build_loaded_model
+    from megatron_dta.wiring.setup import build_loaded_model
 
     load = config.checkpoint.load
     model = build_loaded_model(config, tokenizer, None if load is None else required_checkpoint("--load", load))

@@ -22,15 +22,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.common.errors import InputError
-from megatron_dta.config.checks.all import check_engine
-from megatron_dta.training_flags import MESH, ToolFlags, passed_over
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.training.config.checks.all import check_engine
+from megatron_dta.training.megatron_args import MESH, ToolFlags, passed_over
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from megatron_dta.config import TrainConfig
-    from megatron_dta.engine import TreeEngine
+    from megatron_dta.core.engine import TreeEngine
+    from megatron_dta.training.config import TrainConfig
 
 FLAGS = ToolFlags(
     "megatron-dta teacher",
@@ -77,9 +77,9 @@ class _Job:
 def _serve(config: TrainConfig, own: Any) -> None:
     import torch
 
-    from megatron_dta.engine import TreeEngine
-    from megatron_dta.model import build_model, current_mesh, initialize_parallel
-    from megatron_dta.training.weights.huggingface import load_hf
+    from megatron_dta.core.engine import TreeEngine
+    from megatron_dta.core.model import build_model, current_mesh, initialize_parallel
+    from megatron_dta.training.huggingface.save import load_hf
 
     device = initialize_parallel(config.optimization.seed, config.parallel)
     mesh = current_mesh()
@@ -143,7 +143,7 @@ def _compute(
     """The arrays of the reply, complete on rank 0."""
     import numpy as np
 
-    from megatron_dta.training.teacher_samples import rows_of_pairs, teacher_batch, tensor_bytes, unpack_samples
+    from megatron_dta.extras.teachers.samples import rows_of_pairs, teacher_batch, tensor_bytes, unpack_samples
 
     samples = unpack_samples(arrays, engine.true_vocab_size, config.model.max_position_embeddings)
     batch = teacher_batch(engine, samples, config.tree)
@@ -162,7 +162,7 @@ def _whole_head(engine: TreeEngine) -> tuple[np.ndarray, str, bool]:
     """The output weight of all ranks as bytes, its dtype, and whether its logits are float32; the same on all ranks."""
     import torch
 
-    from megatron_dta.training.teacher_samples import tensor_bytes
+    from megatron_dta.extras.teachers.samples import tensor_bytes
 
     part, mesh, own = engine.tree_models[-1], engine.mesh, None
     if part.post_process:
@@ -184,11 +184,11 @@ def _server(
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-    from megatron_dta.common.array_message import pack, unpack
-    from megatron_dta.sampling.gateway.errors import RequestError, refuse
-    from megatron_dta.sampling.gateway.http.bodies import BodyBudget, limited_body
-    from megatron_dta.sampling.gateway.http.server import GatewayServer, check_packages
-    from megatron_dta.training.teacher_samples import TeacherFacts, digest, digest_array, unpack_samples
+    from megatron_dta.extras.agents.gateway.errors import RequestError, refuse
+    from megatron_dta.extras.agents.gateway.http.bodies import BodyBudget, limited_body
+    from megatron_dta.extras.agents.gateway.http.server import GatewayServer, check_packages
+    from megatron_dta.extras.teachers.array_message import pack, unpack
+    from megatron_dta.extras.teachers.samples import TeacherFacts, digest, digest_array, unpack_samples
 
     check_packages("megatron-dta teacher")
     key, one_at_a_time = os.environ.get(KEY, ""), asyncio.Lock()

@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator
 from typing import Any
 
-from megatron_dta.common.errors import one_line
+from megatron_dta.core.common.errors import one_line
 
 # Enough for the metrics of a server with many engines, and for its settings.
 MOST_REPLY_BYTES = 16 << 20

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from megatron_dta.common.errors import InputError
 from megatron_dta.common.http.replies import (
     MOST_ERROR_BYTES,
     MOST_REPLY_BYTES,
@@ -37,6 +36,7 @@ from megatron_dta.common.http.replies import (
     message_in,
     read_at_most,
 )
+from megatron_dta.core.common.errors import InputError
 
 _TRANSIENT = frozenset((408, 429))
 Answer = TypeVar("Answer")

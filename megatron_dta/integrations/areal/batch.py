@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.engine import StepResult, TreeEngine
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.engine import StepResult, TreeEngine
+from megatron_dta.core.objectives import SequenceLoss
 from megatron_dta.integrations.plans import Planner, RowPlan
 from megatron_dta.integrations.rows import Placement, Row, shifted
-from megatron_dta.objectives import SequenceLoss
 
 Loss = Callable[..., Tensor]
 LossWeight = Callable[[dict[str, Any]], Tensor]

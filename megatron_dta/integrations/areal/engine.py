@@ -15,19 +15,20 @@ from areal.api import TrainEngine
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_dta.arguments import settings_from
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ParallelConfig, TrainConfig
-from megatron_dta.config.checks.all import check_engine
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.core.model import build_model, initialize_parallel
 from megatron_dta.integrations.areal.batch import Loss, LossWeight, RowBatch
 from megatron_dta.integrations.build import build_tree_engine
 from megatron_dta.integrations.plans import Planner
-from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.training.arguments import settings_from
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, load_weights, save_checkpoint, save_weights
 from megatron_dta.training.checkpoint.writer import on_rank0
-from megatron_dta.training.optimizer import TrainingOptimizer
-from megatron_dta.training.weights.huggingface import hf_weights, load_hf, write_hf
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.config.checks.all import check_engine
+from megatron_dta.training.huggingface.save import hf_weights, load_hf, write_hf
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _WEIGHTS = "weights"

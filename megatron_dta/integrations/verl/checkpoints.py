@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TrainConfig
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import (
     load_checkpoint,
@@ -26,7 +25,8 @@ from megatron_dta.training.checkpoint.save_load import (
     save_weights,
 )
 from megatron_dta.training.checkpoint.writer import on_rank0
-from megatron_dta.training.weights.huggingface import write_hf
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.huggingface.save import write_hf
 
 if TYPE_CHECKING:
     from megatron_dta.integrations.verl.engine import MegatronDtaEngine

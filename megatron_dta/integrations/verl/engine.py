@@ -18,8 +18,8 @@ from verl.workers.config import HFModelConfig, OptimizerConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import _hf_entry_identity, enable_full_determinism, hf_delta_export
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TrainConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model import Model, build_model, current_mesh, initialize_parallel, without_adapters
 from megatron_dta.integrations.build import build_tree_engine
 from megatron_dta.integrations.plans import Planner
 from megatron_dta.integrations.verl.checkpoints import VerlCheckpoints
@@ -27,9 +27,9 @@ from megatron_dta.integrations.verl.config import BACKEND, MegatronDtaEngineConf
 from megatron_dta.integrations.verl.settings import train_config
 from megatron_dta.integrations.verl.step import Loss, MiniBatch, describe, loss_scope
 from megatron_dta.integrations.verl.weights import shards
-from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel, without_adapters
-from megatron_dta.training.optimizer import TrainingOptimizer
-from megatron_dta.training.weights.huggingface import hf_weights, load_hf
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.huggingface.save import hf_weights, load_hf
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 from megatron_dta.training.weights.offload import HostStorages
 
 logger = logging.getLogger(__name__)

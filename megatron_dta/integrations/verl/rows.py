@@ -20,9 +20,9 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model import Mesh
 from megatron_dta.integrations.rows import Row
-from megatron_dta.model import Mesh
 
 
 def read_rows(data: TensorDict) -> list[Row]:

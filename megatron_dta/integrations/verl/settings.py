@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig, McoreOptimizerConfig, OptimizerConfig
 
-from megatron_dta.arguments import settings_from
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TrainConfig
-from megatron_dta.config.checks.all import check_engine
-from megatron_dta.config.model import LORA_TARGETS, RECURRENT_LORA_TARGETS
-from megatron_dta.config.train import settings_of
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config.model import LORA_TARGETS, RECURRENT_LORA_TARGETS
 from megatron_dta.integrations.verl.config import MegatronDtaEngineConfig
+from megatron_dta.training.arguments import settings_from
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.config.checks.all import check_engine
+from megatron_dta.training.config.train import settings_of
 
 # Settings of verl's engine whose names and meanings are the same here.
 _SAME = (

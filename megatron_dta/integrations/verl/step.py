@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from verl.utils.py_functional import append_to_dict
 
-from megatron_dta.engine import TokenOutputs, TreeEngine
+from megatron_dta.core.engine import TokenOutputs, TreeEngine
+from megatron_dta.core.objectives import SequenceLoss
 from megatron_dta.integrations.plans import Planner, RowPlan
 from megatron_dta.integrations.rows import Placement, Row, shifted
 from megatron_dta.integrations.verl.rows import RowTable, gather_tables, read_rows
-from megatron_dta.objectives import SequenceLoss
 
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 # Policy losses of verl 0.9 whose value for a row depends on the other rows of the call.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from verl.workers.engine.spec import BlockPlacement, ShardSpec
 
-from megatron_dta.conversion.model_weights import HfWeights
+from megatron_dta.training.huggingface.weights import HfWeights
 
 
 def shards(weights: HfWeights, device: torch.device) -> Iterator[tuple[str, Tensor, ShardSpec]]:

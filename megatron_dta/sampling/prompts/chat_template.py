@@ -19,8 +19,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.common.errors import InputError, one_line
 from megatron_dta.common.time_limit import TimeLimitError, within_limit
+from megatron_dta.core.common.errors import InputError, one_line
 from megatron_dta.sampling.prompts.messages import ContentForm, checked_tools, normalized, words_to_continue
 
 _CLOCK = "strftime_now"

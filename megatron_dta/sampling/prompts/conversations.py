@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.continuation import PieceEncoder
 from megatron_dta.sampling.prompts.messages import is_trained, text_of, words_to_continue

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 
 # Fields with which public formats mark turns of the assistant that are context only.
 MARKS = ("weight", "trainable", "train", "loss", "loss_mask", "step_loss_mask")

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_dta.common.errors import InputError, one_line
-from megatron_dta.common.files import read_json
 from megatron_dta.common.time_limit import TimeLimitError, within_limit
+from megatron_dta.core.common.errors import InputError, one_line
+from megatron_dta.core.common.files import read_json
 
 TOKENIZER_TYPES = ("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer")
 ARITHMETIC_ALPHABET = "0123456789+-*= "

@@ -21,8 +21,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config.sampling import RewardConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.sampling.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards.code_sandbox.confinement import system_call_filter
 from megatron_dta.sampling.rewards.code_sandbox.forms import ProgramTests, tests_of
 from megatron_dta.sampling.rewards.code_sandbox.running import Sandbox

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 
 WORKER = Path(__file__).with_name("math_worker.py")
 START_SECONDS = 300.0

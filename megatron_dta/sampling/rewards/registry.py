@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_dta.common.errors import InputError, one_line
 from megatron_dta.common.user_code import describe_error, load_from_file
-from megatron_dta.config.sampling import RewardConfig
+from megatron_dta.core.common.errors import InputError, one_line
+from megatron_dta.sampling.config.sampling import RewardConfig
 
 BUILT_IN = ("exact_match", "math_verify", "code_tests", "remote")
 REMOTE_SECONDS = 60.0

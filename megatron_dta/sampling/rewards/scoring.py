@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dta.common import slow_calls
-from megatron_dta.common.errors import InputError
 from megatron_dta.common.futures import in_daemon_thread
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.rewards.registry import (
     Response,
     RewardFunction,

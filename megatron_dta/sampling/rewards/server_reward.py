@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_dta.common.errors import InputError
 from megatron_dta.common.http.replies import (
     RefusedError,
     TimedOutError,
@@ -28,6 +27,7 @@ from megatron_dta.common.http.replies import (
     shown,
 )
 from megatron_dta.common.http.session import HttpSession, Limits, http_parts
+from megatron_dta.core.common.errors import InputError
 
 MOST_REPLY_BYTES = 1 << 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0

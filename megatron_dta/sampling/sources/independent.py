@@ -15,13 +15,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_dta.config import SamplingConfig
-from megatron_dta.model import current_mesh
-from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.batch_source import Evaluation, RolloutError, SampledSource
-from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, RolloutEngine, generate, phase
+from megatron_dta.common.keyed_random import Domain
+from megatron_dta.core.model import current_mesh
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutError, SampledSource
+from megatron_dta.sampling.config import SamplingConfig
 from megatron_dta.sampling.evaluation import pass_rates
-from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, RolloutEngine, generate, phase
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt, prompts_at
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer

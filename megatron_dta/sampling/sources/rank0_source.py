@@ -24,13 +24,13 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.model import current_mesh
-from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
-from megatron_dta.sampling.engines.interface import RolloutEngine
-from megatron_dta.sampling.engines.replay import ReplayEngine
-from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model import current_mesh
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
+from megatron_dta.sampling.host_weights import HostWeights
+from megatron_dta.sampling.interface import RolloutEngine
+from megatron_dta.sampling.replay import ReplayEngine
 from megatron_dta.sampling.sources.prefetcher import RolloutPrefetcher
 
 _WAIT_S = 1.0

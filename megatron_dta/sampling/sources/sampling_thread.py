@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.model.parallel.mesh import alone
-from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights
+from megatron_dta.core.model.parallel.mesh import alone
+from megatron_dta.sampling.host_weights import HostWeights
 
 Job = tuple[Callable[[], Any], Future[Any]]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megatron_dta.config import TrainConfig
-from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.evaluation import Answers, evaluate_answers
+from megatron_dta.sampling.interface import RolloutEngine
 from megatron_dta.sampling.sources.independent import evaluation_params
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.sampler import TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.source import sample_scored_trees, stop_rules
+from megatron_dta.training.config import TrainConfig
 
 
 def compare_at_equal_tokens(

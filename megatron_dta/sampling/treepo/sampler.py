@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, RolloutEngine, phase
+from megatron_dta.sampling.environment import Environment, EnvironmentRunner, StepOutcome
+from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, RolloutEngine, phase
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.sampling.treepo.environment import Environment, EnvironmentRunner, StepOutcome
 from megatron_dta.sampling.treepo.keys import QueryNumbers
 from megatron_dta.sampling.treepo.policy import QueryPolicy
 from megatron_dta.sampling.treepo.settings import TreeSettings

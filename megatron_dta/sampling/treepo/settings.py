@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_dta.config import SamplingConfig, TreePOConfig
+from megatron_dta.sampling.config import SamplingConfig, TreePOConfig
 
 
 @dataclass(frozen=True)

@@ -13,24 +13,24 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TrainConfig
-from megatron_dta.model import current_mesh
-from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.batch_source import RolloutError
-from megatron_dta.sampling.engines.interface import RolloutEngine
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model import current_mesh
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.batch_source import RolloutError
+from megatron_dta.sampling.environment import EnvironmentRunner, load_environment
 from megatron_dta.sampling.evaluation import pass_rates
+from megatron_dta.sampling.interface import RolloutEngine
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt
 from megatron_dta.sampling.rewards.scoring import counted
 from megatron_dta.sampling.sources.independent import HeldOutEvaluation, PromptSource
 from megatron_dta.sampling.task import SamplingTask
-from megatron_dta.sampling.treepo.environment import EnvironmentRunner, load_environment
 from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.stops import StopRules, answer_rule
 from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, SampledTree
+from megatron_dta.training.config import TrainConfig
 
 
 class TreeSource(PromptSource):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
 
 Decode = Callable[[Sequence[int] | np.ndarray], str]

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.common.files import replace_text
-from megatron_dta.config import CheckpointConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.common.files import replace_text
 from megatron_dta.training.checkpoint.files import iteration_folder
+from megatron_dta.training.config import CheckpointConfig
 
 BEST = "best_checkpoint.json"
 

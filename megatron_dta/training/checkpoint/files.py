@@ -15,8 +15,8 @@ import re
 import shutil
 from pathlib import Path
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import CheckpointConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.training.config import CheckpointConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".tmp"

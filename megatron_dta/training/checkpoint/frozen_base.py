@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dta.config import ModelConfig
-from megatron_dta.model import Model, StagedModel
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.model import Model, StagedModel
 
 # Key in the checkpoint's ``megatron_dta`` entry: the checkpoint's model holds only adapters.
 ADAPTERS_ONLY = "adapters_only"

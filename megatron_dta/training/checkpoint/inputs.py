@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_dta.config import TrainConfig
-from megatron_dta.config.options import flag_of
-from megatron_dta.config.train import settings_of
+from megatron_dta.core.config.options import flag_of
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.config.train import settings_of
 
 _DATA = {"prompt_data", "eval_prompt_data", "rollouts", "eval_rollouts", "rollout_replay"}
 _CODE = {"reward_function", "environment", "agent_callable"}

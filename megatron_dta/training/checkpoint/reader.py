@@ -13,11 +13,11 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dta import cpu_compat
-from megatron_dta.common.errors import InputError
-from megatron_dta.conversion.integrity import refuse_foreign_checkpoint, verify_checksums
-from megatron_dta.model import current_mesh
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model import current_mesh
+from megatron_dta.core.model.parallel import megatron_patches as cpu_compat
 from megatron_dta.training.checkpoint.files import TRACKER
+from megatron_dta.training.checkpoint.integrity import refuse_foreign_checkpoint, verify_checksums
 from megatron_dta.training.checkpoint.writer import reason_of, refuse_on_all
 
 # Errors that Megatron's and PyTorch's readers raise on damaged files; CheckpointException is not an ``Exception``.

@@ -8,11 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TrainConfig
-from megatron_dta.model import current_mesh
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model import current_mesh
 from megatron_dta.training.checkpoint.run_lock import LOCK, RunLock
 from megatron_dta.training.checkpoint.writer import refuse_on_all
+from megatron_dta.training.config import TrainConfig
 
 
 @contextmanager

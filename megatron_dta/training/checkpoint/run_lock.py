@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 
 LOCK = "lock"
 TOUCH_S = 5.0

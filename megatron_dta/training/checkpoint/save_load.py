@@ -23,22 +23,23 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.common.files import replace_text
-from megatron_dta.config import ModelConfig, ParallelConfig, TrainConfig
-from megatron_dta.config.model import without_lora
-from megatron_dta.config.options import flag_of
-from megatron_dta.config.train import settings_by_flag
-from megatron_dta.conversion.adapters import BASE, base_of
-from megatron_dta.conversion.megatron_files import saved_settings
-from megatron_dta.model import Model, current_mesh
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.common.files import replace_text
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.config.model import without_lora
+from megatron_dta.core.config.options import flag_of
+from megatron_dta.core.model import Model, current_mesh
 from megatron_dta.training.checkpoint.best import BestCheckpoint
 from megatron_dta.training.checkpoint.files import TRACKER, iteration_folder, prune_checkpoints
 from megatron_dta.training.checkpoint.frozen_base import ADAPTERS_ONLY, adapter_part, base_part, load_part, trained_part
 from megatron_dta.training.checkpoint.random_state import capture_random_state, restore_random_state
 from megatron_dta.training.checkpoint.reader import check_files, read_checkpoint, read_common
 from megatron_dta.training.checkpoint.writer import CheckpointWrite, on_rank0
-from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.config.train import settings_by_flag
+from megatron_dta.training.huggingface.megatron_files import saved_settings
+from megatron_dta.training.huggingface.peft import BASE, base_of
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 REFERENCE = "reference"
 # Changing any of these changes the mesh.

@@ -30,11 +30,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dta import cpu_compat
-from megatron_dta.common.errors import InputError
-from megatron_dta.conversion.integrity import Checksums, checksums_of, write_checksums
-from megatron_dta.model import current_mesh
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model import current_mesh
+from megatron_dta.core.model.parallel import megatron_patches as cpu_compat
 from megatron_dta.training.checkpoint.files import unfinished_name
+from megatron_dta.training.checkpoint.integrity import Checksums, checksums_of, write_checksums
 
 # PyTorch's archive writer raises RuntimeError if the system refuses a write.
 _WRITE_ERRORS = (OSError, RuntimeError, CheckpointException)

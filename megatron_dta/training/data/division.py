@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TreeConfig
-from megatron_dta.engine import TreeBatch, TreeEngine
-from megatron_dta.planning.expert_parallel.group_step import GroupStep
-from megatron_dta.planning.partition.divide import Partition, partition_sequences, trained_parts
-from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, PIPELINE_SIZES, SIZES
-from megatron_dta.planning.step.passes import StepBudget
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import TreeConfig
+from megatron_dta.core.engine import TreeBatch, TreeEngine
+from megatron_dta.core.planning.partition.divide import Partition, partition_sequences, trained_parts
+from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS, PIPELINE_SIZES, SIZES
+from megatron_dta.core.planning.step.passes import StepBudget
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.extras.expert_parallel.planning.group_step import GroupStep
 
 
 def divide_and_plan(

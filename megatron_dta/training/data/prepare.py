@@ -19,29 +19,34 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TrainConfig
-from megatron_dta.engine import TreeEngine
-from megatron_dta.model import Mesh
-from megatron_dta.objectives import (
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.engine import TreeEngine
+from megatron_dta.core.model import Mesh
+from megatron_dta.core.objectives import (
     Objective,
     estimate_advantages,
     preference_pairs,
     sequence_weights,
     trajectory_shares,
 )
-from megatron_dta.objectives.gae import generalized_advantages, received_rewards, whiten
-from megatron_dta.objectives.policy import reward_kl
-from megatron_dta.objectives.weights import trajectory_names
-from megatron_dta.planning.step.ownership import first_owners
-from megatron_dta.planning.step.routing_replay import agree_on_routing, keys_by_routing, replaced_share, shaped_routing
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import Rollout
+from megatron_dta.core.objectives.gae import generalized_advantages, received_rewards, whiten
+from megatron_dta.core.objectives.policy import reward_kl
+from megatron_dta.core.objectives.weights import trajectory_names
+from megatron_dta.core.planning.step.ownership import first_owners
+from megatron_dta.core.planning.step.routing_replay import (
+    agree_on_routing,
+    keys_by_routing,
+    replaced_share,
+    shaped_routing,
+)
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.data.rejection import select_rollouts
 from megatron_dta.training.data.step import StepSamples, known_paths, rollout_statistics, split_groups
 from megatron_dta.training.teachers import Teachers
 from megatron_dta.training.weights.reference import Reference
-from megatron_dta.tree import build_prefix_tree
 
 _Arrays = list[np.ndarray]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import FilterConfig
-from megatron_dta.rollouts import Rollout
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.sampling.config import FilterConfig
 
 
 def select_rollouts(rollouts: Sequence[Rollout], settings: FilterConfig) -> list[Rollout]:

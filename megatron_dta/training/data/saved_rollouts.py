@@ -1,6 +1,6 @@
 """Saves the rollouts of selected steps, with rewards, advantages and decoded text.
 
-SAVE/rollouts/step_0000100.jsonl         the first groups of the step's rollouts, for ``megatron_dta.rollouts``
+SAVE/rollouts/step_0000100.jsonl         the first groups of the step's rollouts, for ``megatron_dta.core.rollouts``
 SAVE/rollouts/step_0000100_tokens.json   {"17": " the", ...}: the text of each token id, if there is a tokenizer
 SAVE/rollouts/step_0000100_texts.json    [[[9, "What is 1+1?", false], ...], ...]: each rollout's text in runs of tokens
                                          that are either all trained or all untrained: number of tokens, text, whether
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.common.files import replacing
-from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.common.files import replacing
+from megatron_dta.core.rollouts import Rollout, write_rollouts
 
 if TYPE_CHECKING:
     # Reports import this module without Megatron.

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ObjectiveConfig, TreeConfig
-from megatron_dta.engine import StepPart, TreeBatch, TreeEngine, prepare_batch
-from megatron_dta.objectives.weights import count_trained
-from megatron_dta.planning import CostModel, cut_mini_batches
-from megatron_dta.planning.step.sample import FIELDS, TrainingSample
-from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.paths import decoded_tokens, tree_paths
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ObjectiveConfig, TreeConfig
+from megatron_dta.core.engine import StepPart, TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.core.objectives.weights import count_trained
+from megatron_dta.core.planning import CostModel, cut_mini_batches
+from megatron_dta.core.planning.step.sample import FIELDS, TrainingSample
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.paths import decoded_tokens, tree_paths
+from megatron_dta.core.tree.known_paths import KnownPath
 from megatron_dta.training.data.division import divide_and_plan
-from megatron_dta.tree.known_paths import KnownPath
 
 # Groups share a few tokens by chance. A batch is regrouped only if that saves at least this fraction of the work.
 LEAST_SAVING = 0.01

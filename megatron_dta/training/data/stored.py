@@ -12,17 +12,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TrainConfig, TreeConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.objectives import Objective
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import Rollout, load_rollouts
-from megatron_dta.rollouts.batch_source import Evaluation, RolloutSource
-from megatron_dta.sampling.keyed_random import keyed_permutation
+from megatron_dta.common.keyed_random import keyed_permutation
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import TreeConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.objectives import Objective
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import Rollout, load_rollouts
+from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutSource
 from megatron_dta.sampling.prompts.text_rollouts import TextReader, holds_text
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer, build_tokenizer
 from megatron_dta.sampling.task import chat_template
+from megatron_dta.training.config import TrainConfig
 
 # Rollouts with stored advantages need no group; then all have this group name, possibly after a file's number.
 _UNNAMED_GROUP = Rollout.__dataclass_fields__["group_id"].default

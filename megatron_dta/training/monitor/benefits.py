@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_dta.speculation.report import drafting_benefit
+from megatron_dta.sampling.speculation.report import drafting_benefit
 
 Records = Sequence[Mapping[str, Any]]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dta.common.console import Console
-from megatron_dta.config import TrainConfig
+from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.monitor.benefits import benefit_sentences
 from megatron_dta.training.monitor.metrics import TIMING, read_metrics
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from megatron_dta.config import TrainConfig
+from megatron_dta.training.config import TrainConfig
 
 LEAST_NORMS = 10
 

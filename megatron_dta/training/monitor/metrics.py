@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.common.files import replace_text
-from megatron_dta.config import LoggingConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.common.files import replace_text
+from megatron_dta.training.config import LoggingConfig
 
 TIMING = "timing"
 WANDB_RUN = "wandb_run.json"

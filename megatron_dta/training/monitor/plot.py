@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_dta.common.files import replacing
+from megatron_dta.core.common.files import replacing
 from megatron_dta.training.monitor.metrics import read_metrics
 
 # Number of steps in the moving mean, which is drawn over the dots of single steps.

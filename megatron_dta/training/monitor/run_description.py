@@ -12,19 +12,19 @@ from pathlib import Path
 
 import torch
 
-from megatron_dta.capacity.memory import RunMesh
-from megatron_dta.config import TrainConfig
-from megatron_dta.config.derived.pipeline_layout import stage_layers
-from megatron_dta.model import Mesh
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.gpus import gpu_named
-from megatron_dta.planning.costs.memory_budget import GIB
-from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
-from megatron_dta.rollouts import Rollout
+from megatron_dta.core.config.derived.pipeline_layout import stage_layers
+from megatron_dta.core.model import Mesh
+from megatron_dta.core.planning.costs.gpus import gpu_named
+from megatron_dta.core.planning.costs.memory_budget import GIB
+from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.extras.capacity.memory import RunMesh
 from megatron_dta.sampling.prompts.tokenizer import GUESSED, Tokenizer
 from megatron_dta.sampling.task import SamplingTask
+from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.huggingface.save import carried_text_of
 from megatron_dta.training.monitor.console import LEGEND
-from megatron_dta.training.weights.huggingface import carried_text_of
 
 Line = tuple[str, str]
 

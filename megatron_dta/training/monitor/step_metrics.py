@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_dta.engine import TreeBatch, TreeEngine
-from megatron_dta.model import Mesh
+from megatron_dta.core.engine import TreeBatch, TreeEngine
+from megatron_dta.core.model import Mesh
 
 
 class Stopwatch:

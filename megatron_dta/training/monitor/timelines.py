@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_dta.planning.pipeline.timeline import WORK_KINDS, TimelineEvent, write_chrome_trace, write_timeline
+from megatron_dta.core.planning.pipeline.timeline import WORK_KINDS, TimelineEvent, write_chrome_trace, write_timeline
 
 
 def write_step_timeline(
@@ -20,7 +20,7 @@ def write_step_timeline(
 ) -> None:
     """Write a step's files; the picture and the trace scale the planned times to the measured work."""
     # Importing Matplotlib takes half a second and is needed only here.
-    from megatron_dta.plots.timeline import plot_timelines
+    from megatron_dta.extras.report.plots.timeline import plot_timelines
 
     path = Path(folder) / f"step_{iteration}"
     write_timeline_files(path, measured, planned)

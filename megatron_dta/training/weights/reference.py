@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_dta.engine import TreeEngine
-from megatron_dta.model import without_adapters
+from megatron_dta.core.engine import TreeEngine
+from megatron_dta.core.model import without_adapters
 from megatron_dta.training.weights.offload import HostStorages
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.model.attention.paged_cache import PagedCache
-from megatron_dta.model.attention.paged_context import HeadShape, PagedContext, paged_context
-from megatron_dta.sampling.engines.in_process.cache_size import head_shape
+from megatron_dta.core.model.decode.paged_cache import PagedCache
+from megatron_dta.core.model.decode.paged_context import HeadShape, PagedContext, paged_context
+from megatron_dta.sampling.in_process.cache_size import head_shape
 from sampling_cases import SHAPES, VOCAB, make_model
 
 PAGE = 4

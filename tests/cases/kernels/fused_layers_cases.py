@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.model import KVPool, SegmentContext, TreeGPTModel
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.model import KVPool, SegmentContext, TreeGPTModel
+from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
+from megatron_dta.core.shapes.decoder import DecoderShape
 from tree_engine_cases import model_config
 
 

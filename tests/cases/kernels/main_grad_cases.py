@@ -8,11 +8,12 @@ from contextlib import contextmanager
 import torch
 
 from conftest import seed_all
-from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig, TreeConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.objectives import Objective
-from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.core.config import ModelConfig, ParallelConfig, TreeConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.objectives import Objective
+from megatron_dta.training.config import OptimizationConfig
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 from tree_engine_cases import (
     GRPO,
     QWEN2,

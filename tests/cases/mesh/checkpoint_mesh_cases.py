@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from checkpoint_worker import MODEL, Stretch
-from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.core.config import ModelConfig, ParallelConfig
 from resume_cases import final_tensors
 
 ONE = ParallelConfig()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hybrid_cases import spread
-from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.sampling.params import SamplingParams
 from mesh_worker import copy_shards, named_parameters, run_on_ranks
 from rollout_forest import NEVER, Drive, assert_same, run_forest, started
@@ -49,7 +49,7 @@ def reference(dtype: torch.dtype, **changes: Any) -> tuple[ModelConfig, Weights,
 
 
 def build_on(config: ModelConfig, weights: Weights, parallel: ParallelConfig) -> Any:
-    from megatron_dta.model import build_model, destroy_parallel, initialize_parallel
+    from megatron_dta.core.model import build_model, destroy_parallel, initialize_parallel
 
     destroy_parallel()
     model = build_model(config, initialize_parallel(5, parallel), parallel).eval()
@@ -58,7 +58,7 @@ def build_on(config: ModelConfig, weights: Weights, parallel: ParallelConfig) ->
 
 
 def _samples_on_rank(rank: int, argument: tuple[ModelConfig, Weights, Mapping[str, Job], SamplingParams]) -> dict:
-    from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
+    from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
 
     config, weights, jobs, params = argument
     found = {}
@@ -101,7 +101,7 @@ def assert_reproducible(ranks: list[dict]) -> None:
 def _moved_on_rank(
     rank: int, argument: tuple[ModelConfig, Weights, ParallelConfig, int, dict[str, Any]]
 ) -> list[tuple[int, list]]:
-    from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+    from megatron_dta.sampling.interface import GenerationRequest, generate
 
     *built, rows, plain = argument
     model = build_on(*built)

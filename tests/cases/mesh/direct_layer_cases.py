@@ -8,9 +8,9 @@ from unittest import mock
 
 import torch
 
-from megatron_dta.config import ModelConfig
-from megatron_dta.parity import compare_outcomes, run_stock
-from megatron_dta.parity.outcome import Outcome
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.extras.parity import compare_outcomes, run_stock
+from megatron_dta.extras.parity.outcome import Outcome
 from mesh_cases import MeshSuite, joined
 from mesh_worker import MeshCase, RankResult, run_cases, run_on_ranks
 from moe_cases import moe_weights
@@ -47,7 +47,7 @@ def check_both_ways(suite: MeshSuite, mesh: str, model: str, folder: Path, fores
 
 def _with_kernels(rank: int, case: MeshCase) -> dict[str, tuple[int, RankResult]]:
     """Layers as modules and as one function: how many passes took the latter, and what came out."""
-    from megatron_dta.model.layers.fused_autograd_layer import FusedAutogradLayer
+    from megatron_dta.core.model.layers.fused_autograd_layer import FusedAutogradLayer
 
     found = {}
     for way in ("modules", "direct"):

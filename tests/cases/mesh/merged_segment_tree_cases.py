@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_dta.planning.expert_parallel.merged_segment_tree import SegmentForest
+from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import SegmentForest
 
 
 def random_forest(generator: np.random.Generator, count: int) -> SegmentForest:

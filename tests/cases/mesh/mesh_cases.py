@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig
-from megatron_dta.objectives import make_objective
-from megatron_dta.parity import compare_outcomes, run_stock
-from megatron_dta.parity.outcome import Outcome
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig
+from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.extras.parity import compare_outcomes, run_stock
+from megatron_dta.extras.parity.outcome import Outcome
 from mesh_worker import MeshCase, RankResult, run_cases, run_on_ranks
 from tree_engine_cases import TEMPERATURE, tree_config, weights_of
 from weight_shards import join_shards

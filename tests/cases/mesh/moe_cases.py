@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from conftest import seed_all
-from megatron_dta.config import ModelConfig
-from megatron_dta.model import build_model, build_stock_model, initialize_parallel
-from megatron_dta.parity import random_training_samples, run_stock
-from megatron_dta.parity.plain_router import PlainRouter
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.model import build_model, build_stock_model, initialize_parallel
+from megatron_dta.extras.parity import random_training_samples, run_stock
+from megatron_dta.extras.parity.plain_router import PlainRouter
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config
 
 QWEN3_MOE = QWEN3 | {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_router_pre_softmax": False}

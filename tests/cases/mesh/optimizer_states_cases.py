@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig, TrainConfig
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.training.config import OptimizationConfig, TrainConfig
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 MODEL = ModelConfig(
     num_layers=2,

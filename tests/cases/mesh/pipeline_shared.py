@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from conftest import seed_all
-from megatron_dta.config import ParallelConfig
-from megatron_dta.parity import random_training_samples
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.extras.parity import random_training_samples
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import MeshCase
 from moe_cases import QWEN3_MOE, moe_weights

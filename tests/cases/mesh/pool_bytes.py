@@ -6,8 +6,8 @@ import contextlib
 from typing import Any
 from unittest import mock
 
-from megatron_dta.engine.stage_run import StageRun
-from megatron_dta.planning.step.passes import stage_chunks
+from megatron_dta.core.engine.stage_run import StageRun
+from megatron_dta.core.planning.step.passes import stage_chunks
 
 
 @contextlib.contextmanager

@@ -14,12 +14,12 @@ import pytest
 from conftest import REPOSITORY, seed_all
 from conversion_cases import save_huggingface
 from forked import run_python
-from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts import write_rollouts
-from megatron_dta.training.dry_run import dry_run
-from megatron_dta.training.setup import build_trainer
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.wiring.dry_run import dry_run
+from megatron_dta.wiring.setup import build_trainer
 from rollout_servers import VllmServer
 from trainer_cases import MODEL, make_rollouts, make_trainer, run
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from forked import run_python
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TrainConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.checkpoint.files import TRACKER
 from megatron_dta.training.checkpoint.finished import check_export, finished, note_export
+from megatron_dta.training.config import TrainConfig
 
 MODEL = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 16 --vocab-size 16"
 TASK = "--task arithmetic --arithmetic-max-operand 9 --rollout-max-response-len 3 --rollout-batch-size 2"

@@ -25,9 +25,9 @@ WITHOUT_PRIVILEGES = """
 import ctypes, io, json, os, sys
 from pathlib import Path
 from megatron_dta.common.console import Console
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.training.setup import build_trainer
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.wiring.setup import build_trainer
 
 if os.getuid() == 0:
     empty = (ctypes.c_uint32 * 6)()

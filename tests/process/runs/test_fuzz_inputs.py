@@ -8,8 +8,8 @@ import pytest
 
 from conftest import seed_all
 from fuzz_inputs import KINDS, WrongError, fuzz, told_well
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError, one_line
+from megatron_dta.core.common.errors import InputError, one_line
+from megatron_dta.training.arguments import parse_arguments
 from one_reward import compute_reward
 
 COUNTS = {"files": 400, "prompts": 800, "flags": 150, "rewards": 2000}

@@ -20,8 +20,8 @@ from forked import run_python
 from hostile_edits import MEMBER
 from hostile_replies import Faults, RawReply
 from http_engine_cases import KINDS, PARAMS, QUICK, VOCABULARY, Setup, write_checkpoint
-from megatron_dta.sampling.engines.interface import GenerationRequest, generate
-from megatron_dta.sampling.engines.servers.http_client import ServerError
+from megatron_dta.extras.servers.http_client import ServerError
+from megatron_dta.sampling.interface import GenerationRequest, generate
 from rollout_runs import Runs
 from rollout_server_base import RolloutServer
 

@@ -11,7 +11,7 @@ import pytest
 
 from conftest import REPOSITORY
 from forked import run_python
-from megatron_dta.arguments import parse_arguments
+from megatron_dta.training.arguments import parse_arguments
 
 SCRIPT = REPOSITORY / "examples" / "quickstart_treepo.sh"
 

@@ -11,7 +11,7 @@ import torch
 
 from conftest import REPOSITORY, seed_all
 from forked import run_python, run_ranks
-from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts import Rollout, write_rollouts
 from resume_cases import final_tensors, prompts_and_reward, rows_without_timing
 
 MODEL = (

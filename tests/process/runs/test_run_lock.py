@@ -16,7 +16,7 @@ import pytest
 
 from conftest import REPOSITORY
 from forked import Program, run_python
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.training.checkpoint import run_lock
 from megatron_dta.training.checkpoint.run_lock import LOCK, RunLock
 

@@ -15,7 +15,7 @@ from conftest import REPOSITORY, rollout_file, seed_all
 from dta_kernels.tree_attention.config import default_config
 from dta_kernels.tree_attention.plan import AttentionShape, plan_tree_attention
 from forked import run_python
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.tree import build_prefix_tree
 
 TOOLS = REPOSITORY / "benchmarks"
 

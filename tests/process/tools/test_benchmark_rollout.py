@@ -16,10 +16,10 @@ from common.forced_engine import ForcedEngine, KnownDrafting, WaveTime
 from common.simulated_lengths import LengthDistribution
 from conftest import seed_all
 from forked import run_python, run_ranks
-from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts import Rollout, write_rollouts
-from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
-from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEngine
+from megatron_dta.sampling.interface import GenerationRequest, generate
 from rollout import first_timed_token
 from rollout_forest import NEVER
 from rollout_parts.drafting import doubts

@@ -13,14 +13,14 @@ import pytest
 
 from conftest import REPOSITORY, seed_all
 from forked import run_python, run_ranks
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.pipeline.timeline import read_timeline, timeline_utilisation
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.step.flops import StepCounts
-from megatron_dta.planning.step.passes import StepBudget
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.pipeline.timeline import read_timeline, timeline_utilisation
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.step.flops import StepCounts
+from megatron_dta.core.planning.step.passes import StepBudget
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.shapes.decoder import DecoderShape
 from trainer_cases import make_rollouts
 
 ROOT = REPOSITORY

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
 from forked import run_python
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 
 TOOL = REPOSITORY / "tools" / "check_parity.py"
 KEYS = ("max_loss_error", "max_logprob_error", "max_gradient_error")

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from conftest import REPOSITORY, rollout_file, seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.parity import Outcome
-from megatron_dta.parity.precision import report_precision
-from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.extras.parity import Outcome
+from megatron_dta.extras.parity.precision import report_precision
 
 TOOL = REPOSITORY / "tools" / "check_precision.py"
 

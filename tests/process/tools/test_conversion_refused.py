@@ -22,10 +22,10 @@ from checkpoint_worker import small_files_only
 from conftest import REPOSITORY
 from conversion_cases import save_huggingface, to_huggingface, to_megatron
 from forked import Program, run_python
-from megatron_dta.common.errors import InputError
-from megatron_dta.conversion import job as job_module
-from megatron_dta.conversion import to_megatron as to_megatron_module
-from megatron_dta.conversion.integrity import CHECKSUMS
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.training.checkpoint.integrity import CHECKSUMS
+from megatron_dta.training.huggingface import job as job_module
+from megatron_dta.training.huggingface import read_part as to_megatron_module
 from strict_pickle_cases import ATTACKS, Bomb
 from tool_runs import run_tool
 
@@ -309,7 +309,7 @@ import os, signal, sys
 sys.path[:0] = {paths!r}
 from pathlib import Path
 from conversion_cases import to_megatron
-from megatron_dta.conversion import to_megatron as module
+from megatron_dta.training.huggingface import read_part as module
 module.FILE_BYTES, module.PIECE_BYTES = 8000, 1000
 written = 0
 append = module.PieceWriter.append

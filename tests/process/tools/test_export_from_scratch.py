@@ -13,12 +13,12 @@ import pytest
 from conftest import seed_all
 from fuzz_inputs import Prompts
 from lora_training_cases import hf_rollouts
-from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig
-from megatron_dta.conversion.hf.config_output import config_from_settings
-from megatron_dta.training.setup import build_trainer
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.training.huggingface.config.config_output import config_from_settings
+from megatron_dta.wiring.setup import build_trainer
 from resume_cases import prompts_and_reward
 from tool_runs import run_tool
 from verify_checkpoint_cases import verify

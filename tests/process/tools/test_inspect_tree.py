@@ -10,12 +10,12 @@ import pytest
 from matplotlib.image import imread
 
 from conftest import rollout_file, seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning.segments.cut import plan_segments
-from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
-from megatron_dta.plots import leaf_spans, node_pieces, plot_tree
-from megatron_dta.rollouts import load_rollouts
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.segments.cut import plan_segments
+from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.extras.report.plots import leaf_spans, node_pieces, plot_tree
 from tool_runs import Tool
 
 TOOL = Tool("inspect_tree")
@@ -223,7 +223,7 @@ def test_boxes_of_the_picture() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 40])
 def test_the_colour_bar_has_every_segments_colour(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    monkeypatch.setattr("megatron_dta.plots.tree.write_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr("megatron_dta.extras.report.plots.tree.write_figure", lambda figure, path: drawn.append(figure))
     plan = plan_segments(build_prefix_tree([np.arange(8 * count, dtype=np.int32)]), 8)
     assert plan.num_segments == count
     plot_tree(plan, tmp_path / "tree.png")

@@ -92,7 +92,7 @@ def test_balance_is_between_its_bound_and_the_others(rows: dict[str, list[dict]]
 
 
 def test_random_orders_hold_the_same_sequences() -> None:
-    from megatron_dta.tree import build_prefix_tree
+    from megatron_dta.core.tree import build_prefix_tree
     from papers.areal_parts.orders import cut_at_forks, cut_stream, random_children, random_sequences
     from papers.areal_parts.workload import generated_set
 

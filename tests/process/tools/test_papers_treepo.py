@@ -13,7 +13,7 @@ import pytest
 
 from conftest import REPOSITORY
 from forked import run_python
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 from papers.processes import Job, Processes
 from papers.training import make_data
 from papers.treepo_parts.curves import AXES, Curve, comparison

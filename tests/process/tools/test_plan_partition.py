@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from conftest import rollout_file, seed_all
-from megatron_dta.planning import CostModel
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.core.planning import CostModel
+from megatron_dta.core.shapes.decoder import DecoderShape
 from partition_cases import cost, counts, turns_forest
 from tool_runs import Tool
 

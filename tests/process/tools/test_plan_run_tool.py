@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import REPOSITORY, rollout_file
-from megatron_dta.arguments import parse_arguments, parse_settings
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig
-from megatron_dta.conversion.hf.config import model_settings
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.named_shapes import HUB_NAMES, SHAPES
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.core.shapes.named import HUB_NAMES, SHAPES
+from megatron_dta.training.arguments import parse_arguments, parse_settings
+from megatron_dta.training.huggingface.config.config import model_settings
 from tool_runs import Tool
 
 NUMBERS = ["--sequences", "64", "--unique-tokens", "120000", "--longest-path", "6000", "--samples-per-prompt", "8"]
@@ -65,7 +65,7 @@ def hf_config(name: str) -> dict:
 
 @pytest.mark.parametrize("name", [name for name in sorted(SHAPES) if not SHAPES[name].linear_attention_layers])
 def test_the_command_for_a_named_model_trains_the_published_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = importlib.import_module("megatron_dta.capacity.report")
+    output = importlib.import_module("megatron_dta.extras.capacity.report")
     planner = SimpleNamespace(shape=SHAPES[name], step=SimpleNamespace(longest=6000))
     arguments = SimpleNamespace(model=name, hf_config=None, args_file=None, file="r.jsonl", gpu="h100")
     flags = output._model_flags(planner, arguments)

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from conversion_cases import architecture_in, save_huggingface, shape_of, tensors_in, to_huggingface, to_megatron
-from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.conversion.hf.config import model_settings, read_hf_config
-from megatron_dta.conversion.safetensors_files import SafetensorsFolder, carried_text
-from megatron_dta.rollouts import Rollout, write_rollouts
-from megatron_dta.training.setup import build_trainer
-from megatron_dta.training.weights.huggingface import hf_weights
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.training.huggingface.config.config import model_settings, read_hf_config
+from megatron_dta.training.huggingface.files import SafetensorsFolder, carried_text
+from megatron_dta.training.huggingface.save import hf_weights
+from megatron_dta.wiring.setup import build_trainer
 from published_cases import CONFIGS, save_published
 from tool_runs import run_tool
 from verify_checkpoint_cases import verify

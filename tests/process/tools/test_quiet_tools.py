@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from conftest import REPOSITORY
-from megatron_dta.common.quiet import quieten_libraries
+from megatron_dta.core.common.quiet import quieten_libraries
 
 TOOLS = sorted(
     path
@@ -24,7 +24,7 @@ IMPORT_ALL = """
 import os, runpy, sys
 import matplotlib.figure, rich.console, tokenizers, yaml
 import torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.tensor, torch.utils.tensorboard
-import megatron_dta.planning, megatron_dta.rollouts
+import megatron_dta.core.planning, megatron_dta.core.rollouts
 assert "megatron.core" not in sys.modules
 for path in sys.argv[1:]:
     child = os.fork()

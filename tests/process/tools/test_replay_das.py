@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from conftest import rollout_file, seed_all
-from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
-from megatron_dta.speculation.drafter import DrafterParams
-from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.replay import (
+from megatron_dta.core.rollouts import Rollout, load_rollouts, write_rollouts
+from megatron_dta.sampling.speculation.drafter import DrafterParams
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
+from megatron_dta.sampling.speculation.replay import (
     plain_makespan,
     recorded_samples,
     remember,
@@ -21,8 +21,8 @@ from megatron_dta.speculation.replay import (
     text_like_control,
     waves,
 )
-from megatron_dta.speculation.speculator import Speculator
-from megatron_dta.speculation.suffix_forest import DraftParams
+from megatron_dta.sampling.speculation.speculator import Speculator
+from megatron_dta.sampling.speculation.suffix_forest import DraftParams
 from speculation_exact_cases import clockless
 from tool_runs import Tool
 

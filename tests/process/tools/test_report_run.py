@@ -13,14 +13,14 @@ import pytest
 from conftest import REPOSITORY, seed_all
 from forked import run_python
 from headless_browser import Page
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning.pipeline.timeline import TimelineEvent, write_timeline
-from megatron_dta.report import read_run, report_html
-from megatron_dta.report.line_chart import MOST_POINTS, Series, line_chart, series_of
-from megatron_dta.report.markup import VOID, linear_ticks, log_ticks, tag, tick_labels
-from megatron_dta.report.tree_picture import color_of, node_figures
-from megatron_dta.rollouts import Rollout, write_rollouts
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.pipeline.timeline import TimelineEvent, write_timeline
+from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.extras.report import read_run, report_html
+from megatron_dta.extras.report.line_chart import MOST_POINTS, Series, line_chart, series_of
+from megatron_dta.extras.report.markup import VOID, linear_ticks, log_ticks, tag, tick_labels
+from megatron_dta.extras.report.tree_picture import color_of, node_figures
 from trainer_cases import run as train
 
 STEPS = 37

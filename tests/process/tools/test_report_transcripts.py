@@ -11,13 +11,13 @@ import pytest
 
 from conftest import seed_all
 from headless_browser import Page
-from megatron_dta.common.errors import InputError
-from megatron_dta.report import page as report_page
-from megatron_dta.report import read_run, report_html
-from megatron_dta.report.line_chart import Series, line_chart
-from megatron_dta.report.run_files import SavedStep
-from megatron_dta.report.transcripts import runs_from_tokens, transcripts, turns_of
-from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.extras.report import page as report_page
+from megatron_dta.extras.report import read_run, report_html
+from megatron_dta.extras.report.line_chart import Series, line_chart
+from megatron_dta.extras.report.run_files import SavedStep
+from megatron_dta.extras.report.transcripts import runs_from_tokens, transcripts, turns_of
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
 from megatron_dta.training.data.saved_rollouts import text_runs
 

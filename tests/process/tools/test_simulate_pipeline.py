@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from conftest import rollout_file, seed_all
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.partition.divide import trained_parts
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.step.passes import PipelineShape, StepBudget
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.core.planning.costs.model import CostModel
+from megatron_dta.core.planning.partition.divide import trained_parts
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.shapes.decoder import DecoderShape
 from tool_runs import Tool
 
 TOOL = Tool("simulate_pipeline")

@@ -14,9 +14,9 @@ import pytest
 
 from conftest import REPOSITORY
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TrainConfig
-from megatron_dta.config.options import flag_of
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config.options import flag_of
+from megatron_dta.training.config import TrainConfig
 
 TOOLS = ("evaluate_sampling", "sample_rollouts", "rollout_server_command")
 MODEL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 64"

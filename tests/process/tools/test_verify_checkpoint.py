@@ -12,9 +12,9 @@ import torch
 
 from conftest import REPOSITORY, seed_all
 from forked import run_python
-from megatron_dta.common.errors import InputError
-from megatron_dta.parity.one_step import Difference, OneStep, differences
-from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.extras.parity.one_step import Difference, OneStep, differences
 from tool_runs import load_script
 from verify_checkpoint_cases import verify
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.capacity.cluster import Cluster
-from megatron_dta.capacity.memory import InFlight, RunMesh, StateSettings, stage_memory
-from megatron_dta.capacity.meshes import MeshSizes, make_mesh, possible_choices
-from megatron_dta.capacity.step_time import mesh_costs, stage_time
-from megatron_dta.capacity.work import StepWork
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.extras.capacity.cluster import Cluster
+from megatron_dta.extras.capacity.memory import InFlight, RunMesh, StateSettings, stage_memory
+from megatron_dta.extras.capacity.meshes import MeshSizes, make_mesh, possible_choices
+from megatron_dta.extras.capacity.step_time import mesh_costs, stage_time
+from megatron_dta.extras.capacity.work import StepWork
 
 SMALL = DecoderShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)
 

@@ -7,23 +7,23 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dta.arguments import parse_settings
-from megatron_dta.capacity.cluster import Cluster
-from megatron_dta.capacity.memory import RunMesh
-from megatron_dta.capacity.meshes import Choice
-from megatron_dta.capacity.report import train_flags, useful_share
-from megatron_dta.capacity.search import Planner
-from megatron_dta.capacity.sequences import made_up_sequences
-from megatron_dta.capacity.step_time import mesh_costs, stage_time
-from megatron_dta.capacity.work import ReplicaWork, StepWork
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.memory_budget import StageBytes
-from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
-from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates
-from megatron_dta.planning.segments.runs import SegmentRuns
-from megatron_dta.planning.segments.schedule import depth_first_schedule
-from megatron_dta.planning.step.flops import StepCounts
-from megatron_dta.planning.step.passes import states_of_ops
+from megatron_dta.core.planning.costs.memory_budget import StageBytes
+from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
+from megatron_dta.core.planning.costs.state_bytes import StateBytes, StepStates
+from megatron_dta.core.planning.segments.runs import SegmentRuns
+from megatron_dta.core.planning.segments.schedule import depth_first_schedule
+from megatron_dta.core.planning.step.flops import StepCounts
+from megatron_dta.core.planning.step.passes import states_of_ops
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.extras.capacity.cluster import Cluster
+from megatron_dta.extras.capacity.memory import RunMesh
+from megatron_dta.extras.capacity.meshes import Choice
+from megatron_dta.extras.capacity.report import train_flags, useful_share
+from megatron_dta.extras.capacity.search import Planner
+from megatron_dta.extras.capacity.sequences import made_up_sequences
+from megatron_dta.extras.capacity.step_time import mesh_costs, stage_time
+from megatron_dta.extras.capacity.work import ReplicaWork, StepWork
+from megatron_dta.training.arguments import parse_settings
 
 ARGUMENTS = argparse.Namespace(args_file=None, hf_config=None, file="r.jsonl")
 SMALL = DecoderShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)

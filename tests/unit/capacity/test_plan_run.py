@@ -8,29 +8,30 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.capacity.cluster import PRESETS, Cluster
-from megatron_dta.capacity.memory import InFlight, RunMesh, StateSettings, rank_parameters, stage_memory
-from megatron_dta.capacity.meshes import Choice, MeshSizes, SearchSpace, make_mesh, possible_choices
-from megatron_dta.capacity.search import USABLE, Planner
-from megatron_dta.capacity.sequences import made_up_sequences
-from megatron_dta.capacity.step_time import mesh_costs, send_seconds, stage_time
-from megatron_dta.capacity.work import ReplicaWork, StepWork
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig
-from megatron_dta.config.derived.benchmark_model import settings_of
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.planning.costs.decoder_shape import DecoderShape, RankParameters
-from megatron_dta.planning.costs.memory_budget import GIB
-from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.named_shapes import SHAPES
-from megatron_dta.planning.pipeline.costs import PipelineCosts
-from megatron_dta.planning.pipeline.simulation import simulate
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.step.passes import PipelineShape, StepBudget
-from megatron_dta.planning.step.plan import StepPlan
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.training.optimizer import TrainingOptimizer
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.planning.costs.memory_budget import GIB
+from megatron_dta.core.planning.costs.model import CostModel
+from megatron_dta.core.planning.pipeline.costs import PipelineCosts
+from megatron_dta.core.planning.pipeline.simulation import simulate
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.core.planning.step.plan import StepPlan
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.shapes.decoder import DecoderShape, RankParameters
+from megatron_dta.core.shapes.named import SHAPES
+from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.extras.capacity.cluster import PRESETS, Cluster
+from megatron_dta.extras.capacity.memory import InFlight, RunMesh, StateSettings, rank_parameters, stage_memory
+from megatron_dta.extras.capacity.meshes import Choice, MeshSizes, SearchSpace, make_mesh, possible_choices
+from megatron_dta.extras.capacity.search import USABLE, Planner
+from megatron_dta.extras.capacity.sequences import made_up_sequences
+from megatron_dta.extras.capacity.step_time import mesh_costs, send_seconds, stage_time
+from megatron_dta.extras.capacity.work import ReplicaWork, StepWork
+from megatron_dta.training.config import OptimizationConfig
+from megatron_dta.training.config.derived.benchmark_model import settings_of
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 SMALL = DecoderShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)
 EXPERTS = replace(SMALL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256, moe_layers=(False, True) * 6)

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.capacity.cluster import Cluster
-from megatron_dta.capacity.memory import StateSettings, counted_bytes
-from megatron_dta.capacity.meshes import Choice, MeshSizes, make_mesh
-from megatron_dta.capacity.search import Planner
-from megatron_dta.capacity.work import StepWork
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
-from megatron_dta.planning.expert_parallel.group_step import GroupStep
-from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.segments.schedule import OpKind
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.planning.costs.model import CostModel
+from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.extras.capacity.cluster import Cluster
+from megatron_dta.extras.capacity.memory import StateSettings, counted_bytes
+from megatron_dta.extras.capacity.meshes import Choice, MeshSizes, make_mesh
+from megatron_dta.extras.capacity.search import Planner
+from megatron_dta.extras.capacity.work import StepWork
+from megatron_dta.extras.expert_parallel.planning.group_step import GroupStep
+from megatron_dta.extras.expert_parallel.planning.synchronized_plan import RankPlan, synchronized_plan
 from tree_engine_cases import branching_sequences
 
 SHAPE = DecoderShape(

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from conftest import REPOSITORY, rollout_file
-from megatron_dta.capacity.cluster import Cluster
-from megatron_dta.capacity.memory import FIXED_BYTES, RunMesh, StateSettings
-from megatron_dta.capacity.meshes import Choice, MeshSizes, make_mesh
-from megatron_dta.capacity.search import Planner
-from megatron_dta.capacity.step_time import mesh_costs
-from megatron_dta.capacity.work import StepWork
-from megatron_dta.planning.costs.memory_budget import GIB
-from megatron_dta.planning.costs.named_shapes import SHAPES
-from megatron_dta.planning.partition.divide import trained_parts
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.core.planning.costs.memory_budget import GIB
+from megatron_dta.core.planning.partition.divide import trained_parts
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.shapes.named import SHAPES
+from megatron_dta.extras.capacity.cluster import Cluster
+from megatron_dta.extras.capacity.memory import FIXED_BYTES, RunMesh, StateSettings
+from megatron_dta.extras.capacity.meshes import Choice, MeshSizes, make_mesh
+from megatron_dta.extras.capacity.search import Planner
+from megatron_dta.extras.capacity.step_time import mesh_costs
+from megatron_dta.extras.capacity.work import StepWork
 
 FILE = "tau1_airline_gpt4o_4x50"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dta.arguments import parse_settings
-from megatron_dta.common.secrets import redacted
-from megatron_dta.config.train import settings_by_flag
+from megatron_dta.core.common.secrets import redacted
+from megatron_dta.training.arguments import parse_settings
+from megatron_dta.training.config.train import settings_by_flag
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ import torch
 
 import megatron_dta
 from arguments_cases import MODEL, SAMPLED, STORED, parse
-from megatron_dta.arguments import build_parser
-from megatron_dta.common.errors import InputError, InputErrors
-from megatron_dta.config import ModelConfig
-from megatron_dta.config.options import flag_of
-from megatron_dta.config.train import settings_of
+from megatron_dta.core.common.errors import InputError, InputErrors
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.config.options import flag_of
+from megatron_dta.training.arguments import build_parser
+from megatron_dta.training.config.train import settings_of
 
 PACKAGE = Path(megatron_dta.__file__).parent
 # Accepted so that a command written for Megatron fails with a reason; nothing but the checks may read them.

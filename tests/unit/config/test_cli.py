@@ -11,7 +11,7 @@ import pytest
 import megatron_dta
 from conftest import REPOSITORY
 from megatron_dta import cli
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | None:

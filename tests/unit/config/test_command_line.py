@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_output, json_text, print_json
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 
 
 def test_a_wrong_flag_is_one_line() -> None:

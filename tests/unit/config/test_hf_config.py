@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from conftest import seed_all
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.conversion.hf.config import model_settings, read_hf_config, settings_from_hf
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.training.huggingface.config.config import model_settings, read_hf_config, settings_from_hf
 
 FIXTURES = Path(__file__).parents[2] / "helpers" / "hf_configs"
 LLAMA3_ROPE = {

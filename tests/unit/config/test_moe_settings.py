@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from arguments_cases import SAMPLED, parse
-from megatron_dta.common.errors import InputError
-from megatron_dta.config.derived.moe_layers import parse_moe_layer_freq
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.shapes.moe_layers import parse_moe_layer_freq
 
 MOE = f"{SAMPLED} --swiglu --disable-bias-linear --num-experts 8"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from arguments_cases import SAMPLED, STORED, parse
-from megatron_dta.common.errors import InputErrors
-from megatron_dta.config.checks.needs import parse_condition
-from megatron_dta.config.train import settings_of
+from megatron_dta.core.common.errors import InputErrors
+from megatron_dta.training.config.checks.needs import parse_condition
+from megatron_dta.training.config.train import settings_of
 
 
 def test_conditions_name_settings_and_their_choices() -> None:

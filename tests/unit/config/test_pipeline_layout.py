@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.config.derived.pipeline_layout import stage_layers
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.config.derived.pipeline_layout import stage_layers
 
 
 def layers_of(num_layers: int, layout: str | None, stages: int, chunks: int = 1, vocab_size: int = 100) -> list[int]:

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TreePOConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.sampling.config import TreePOConfig
 from megatron_dta.sampling.task import build_task
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.source import stop_rules
+from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.monitor.benefits import treepo_benefit
 
 BASE = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --task arithmetic --max-position-embeddings 9000 "

@@ -22,18 +22,18 @@ from conversion_cases import (
     to_huggingface,
     to_megatron,
 )
-from megatron_dta.common.errors import InputError
-from megatron_dta.conversion import safetensors_files
-from megatron_dta.conversion import to_megatron as to_megatron_module
-from megatron_dta.conversion.job import run_job
-from megatron_dta.conversion.mappings import ModelShape, parameters_of, tensors_of
-from megatron_dta.conversion.model_weights import HfWeights
-from megatron_dta.conversion.parameters import Sharding
-from megatron_dta.conversion.to_huggingface import model_of_checkpoint
-from megatron_dta.conversion.to_megatron import ToMegatron
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_weights
 from megatron_dta.training.checkpoint.writer import CheckpointWrite
+from megatron_dta.training.huggingface import files as safetensors_files
+from megatron_dta.training.huggingface import read_part as to_megatron_module
+from megatron_dta.training.huggingface.job import run_job
+from megatron_dta.training.huggingface.mappings import ModelShape, parameters_of, tensors_of
+from megatron_dta.training.huggingface.parameters import Sharding
+from megatron_dta.training.huggingface.read_part import ToMegatron
+from megatron_dta.training.huggingface.to_huggingface import model_of_checkpoint
+from megatron_dta.training.huggingface.weights import HfWeights
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -175,10 +175,10 @@ def test_another_dtype_and_other_files(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_training_comes_back(tmp_path: Path) -> None:
     """Written by this Megatron-Core, with settings and an optimizer's state: refused for another model."""
-    from megatron_dta.config import OptimizationConfig, TrainConfig
-    from megatron_dta.model import build_model, initialize_parallel
+    from megatron_dta.core.model import build_model, initialize_parallel
     from megatron_dta.training.checkpoint.save_load import save_checkpoint
-    from megatron_dta.training.optimizer import TrainingOptimizer
+    from megatron_dta.training.config import OptimizationConfig, TrainConfig
+    from megatron_dta.training.optimizer.build import TrainingOptimizer
 
     source = tmp_path / "hf"
     save_huggingface(source, "qwen3", 9)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.conversion.hf.end_token import name_end_token
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.training.huggingface.config.end_token import name_end_token
 
 ADDED = {"added_tokens": [{"id": 6, "content": "<s>"}, {"id": 7, "content": "<|im_end|>"}]}
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_dta import cpu_compat
-from megatron_dta.conversion.plain_values import load_values
-from megatron_dta.conversion.strict_pickle import read_metadata
+from megatron_dta.core.model.parallel import megatron_patches as cpu_compat
+from megatron_dta.training.checkpoint.plain_values import load_values
+from megatron_dta.training.checkpoint.restricted_pickle import read_metadata
 from strict_pickle_cases import ATTACKS, Bomb, metadata
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from conftest import REPOSITORY
 from megatron_dta.common import trust
-from megatron_dta.common.errors import InputError
 from megatron_dta.common.trust import refuse_foreign
+from megatron_dta.core.common.errors import InputError
 
 
 def fault_of(path: Path) -> str | None:
@@ -61,7 +61,7 @@ def test_a_library_that_others_may_write_is_not_loaded(tmp_path: Path) -> None:
     """Neither from a folder that is open nor from a file that is."""
     code = (
         "import logging; logging.basicConfig()\n"
-        "from megatron_dta.speculation.native import create_forest\n"
+        "from megatron_dta.sampling.speculation.native import create_forest\n"
         "print(type(create_forest(5)).__name__)"
     )
     environment = {**os.environ, "MEGATRON_DTA_CACHE": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}

@@ -13,22 +13,16 @@ import torch
 from conftest import seed_all
 from dta_kernels.logprobs.logit_chunks import Head
 from dta_kernels.logprobs.reverse_kl import ReverseKLSettings, TeacherRows, linear_reverse_kl, reverse_kl_reference
-from megatron_dta.config import (
-    DistillationConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    ParallelConfig,
-    TrainConfig,
-    TreeConfig,
-)
-from megatron_dta.config.checks.experts import check_experts
-from megatron_dta.conversion.hf.config_output import config_from_settings
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import build_model, build_stock_model, initialize_parallel
-from megatron_dta.objectives import LossFields, make_objective
-from megatron_dta.objectives.weights import loss_weights
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.core.config.checks.experts import check_experts
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model import build_model, build_stock_model, initialize_parallel
+from megatron_dta.core.objectives import LossFields, make_objective
+from megatron_dta.core.objectives.weights import loss_weights
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.training.config import DistillationConfig, TrainConfig
+from megatron_dta.training.huggingface.config.config_output import config_from_settings
 from megatron_dta.training.teachers import Teacher, Teachers, teacher_shape
 from tree_engine_cases import TEMPERATURE, branching_sequences, model_config, weights_of
 

@@ -11,14 +11,14 @@ import torch
 from conftest import seed_all
 from hybrid_cases import EXPERTS, HYBRID, spread
 from lora_cases import LORA, is_adapter, lora_weights
-from megatron_dta.config.derived.lora_sizes import adapter_parameters
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.engine.stage_run import StageRun
-from megatron_dta.model import build_model
-from megatron_dta.model.recurrent.segment_states import SegmentPathStates
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
-from megatron_dta.parity.huggingface import to_huggingface
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.core.config.derived.lora_sizes import adapter_parameters
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.engine.stage_run import StageRun
+from megatron_dta.core.model import build_model
+from megatron_dta.core.model.hybrid.segment_states import SegmentPathStates
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
+from megatron_dta.extras.parity.huggingface import to_huggingface
 from tree_engine_cases import (
     GRPO,
     TEMPERATURE,

@@ -13,17 +13,17 @@ from conftest import seed_all
 from hybrid_cases import HYBRID, spread
 from live_bytes import LiveBytes, Scales
 from main_grad_cases import DIRECT, Wrapped
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ObjectiveConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.engine.stage_run import StageRun
-from megatron_dta.model import build_model
-from megatron_dta.objectives import make_objective
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock
-from megatron_dta.parity.outcome import Outcome
-from megatron_dta.planning.segments.schedule import OpKind
-from megatron_dta.planning.step.passes import stage_chunks, stage_peak_bytes
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ObjectiveConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.engine.stage_run import StageRun
+from megatron_dta.core.model import build_model
+from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.step.passes import stage_chunks, stage_peak_bytes
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock
+from megatron_dta.extras.parity.outcome import Outcome
 from tree_engine_cases import GRPO, TEMPERATURE, VOCABULARY, model_config, tree_config, weights_of
 
 SFT = make_objective(ObjectiveConfig(objective="sft"))

@@ -11,17 +11,18 @@ import torch
 
 from arguments_cases import MODEL, STORED
 from conftest import seed_all
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, ObjectiveConfig, OptimizationConfig, ParallelConfig, TreeConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.objectives import make_objective
-from megatron_dta.planning.costs.memory_budget import GIB
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.planning.costs.memory_budget import GIB
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.training.config import OptimizationConfig
 from megatron_dta.training.constant_memory import constant_bytes
-from megatron_dta.training.optimizer import TrainingOptimizer, data_parallel_chunks
+from megatron_dta.training.optimizer.build import TrainingOptimizer, data_parallel_chunks
 from trainer_cases import make_rollouts, make_trainer
 
 

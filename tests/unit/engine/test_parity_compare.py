@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dta.parity import compare_outcomes
-from megatron_dta.parity.outcome import Outcome
+from megatron_dta.extras.parity import compare_outcomes
+from megatron_dta.extras.parity.outcome import Outcome
 
 
 def outcome(loss: float = 2.0, **gradients: list[float]) -> Outcome:

@@ -22,18 +22,18 @@ from dta_kernels.layers import qkv_rope, rms_norm
 from fused_layers_cases import fused
 from live_bytes import LiveBytes, Scales
 from main_grad_cases import DIRECT, Wrapped
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.engine.cost_inputs import counted_bytes
-from megatron_dta.engine.stage_run import StageRun
-from megatron_dta.objectives import make_objective
-from megatron_dta.planning.costs import segment_bytes
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.memory_budget import GIB, UNDIVIDED, MemoryBudget, StageBytes
-from megatron_dta.planning.costs.segment_bytes import MOST_SCORES, RankTensors, SegmentBytes
-from megatron_dta.planning.segments.schedule import OpKind
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.engine.cost_inputs import counted_bytes
+from megatron_dta.core.engine.stage_run import StageRun
+from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.planning.costs import segment_bytes
+from megatron_dta.core.planning.costs.memory_budget import GIB, UNDIVIDED, MemoryBudget, StageBytes
+from megatron_dta.core.planning.costs.segment_bytes import MOST_SCORES, RankTensors, SegmentBytes
+from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.shapes.decoder import DecoderShape
 from mesh_worker import run_on_ranks
 from tree_engine_cases import LLAMA, QWEN3, TEMPERATURE, VOCABULARY, weights_of
 from triton_device import interpreter

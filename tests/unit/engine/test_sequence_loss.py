@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import build_model
-from megatron_dta.objectives import LossFields, Objective, SequenceLoss, TokenLosses
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model import build_model
+from megatron_dta.core.objectives import LossFields, Objective, SequenceLoss, TokenLosses
 from objective_cases import TEMPERATURE, make_case
 from tree_engine_cases import tree_config
 

@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_dta.engine.stage_transport import StageTransport
-from megatron_dta.model import StageChannels
-from megatron_dta.planning.pipeline.simulation import Message
-from megatron_dta.planning.segments.schedule import OpKind
+from megatron_dta.core.engine.stage_transport import StageTransport
+from megatron_dta.core.model import StageChannels
+from megatron_dta.core.planning.pipeline.simulation import Message
+from megatron_dta.core.planning.segments.schedule import OpKind
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
 # Of stage 1 of 3: the inputs of F(0) and of F(1), then the messages of F(1) and B(0).

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.engine.executor import _result
+from megatron_dta.core.engine.executor import _result
 
 
 def result_of(ranks: list[tuple[dict, dict]]) -> object:

@@ -10,19 +10,13 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.config import ObjectiveConfig, TreeConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import SegmentContext, build_model
-from megatron_dta.objectives import make_objective
-from megatron_dta.parity import (
-    compare_outcomes,
-    random_training_samples,
-    run_huggingface,
-    run_stock,
-    run_tree,
-)
-from megatron_dta.parity.huggingface import to_huggingface
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.config import ObjectiveConfig, TreeConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model import SegmentContext, build_model
+from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
+from megatron_dta.extras.parity.huggingface import to_huggingface
 from tree_engine_cases import (
     GRPO,
     LLAMA,

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dta.config import ObjectiveConfig, ParallelConfig
-from megatron_dta.engine import StepPart, TreeEngine, prepare_batch
-from megatron_dta.model import build_model
-from megatron_dta.objectives import make_objective
+from megatron_dta.core.config import ObjectiveConfig, ParallelConfig
+from megatron_dta.core.engine import StepPart, TreeEngine, prepare_batch
+from megatron_dta.core.model import build_model
+from megatron_dta.core.objectives import make_objective
 from mesh_worker import run_on_ranks
 from objective_cases import TEMPERATURE, Alone, largest_error, make_case, one_by_one, reference_gradients
 from tree_engine_cases import tree_config
@@ -227,7 +227,7 @@ def first_paths(samples) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_only_the_first_path_trains_a_shared_token(case, aggregation):
-    from megatron_dta.planning.step.ownership import first_owners
+    from megatron_dta.core.planning.step.ownership import first_owners
 
     model, weights, samples = case
     owned = first_paths(samples)
@@ -280,10 +280,10 @@ MESHES = {
 
 def on_mesh(rank: int, argument: tuple) -> dict[str, dict]:
     """Loss, metrics and gradient norm of each setting, as this rank finds them."""
-    from megatron_dta.config import OptimizationConfig
-    from megatron_dta.model import current_mesh, initialize_parallel
-    from megatron_dta.objectives.weights import count_trained
-    from megatron_dta.training.optimizer import TrainingOptimizer
+    from megatron_dta.core.model import current_mesh, initialize_parallel
+    from megatron_dta.core.objectives.weights import count_trained
+    from megatron_dta.training.config import OptimizationConfig
+    from megatron_dta.training.optimizer.build import TrainingOptimizer
     from mesh_worker import copy_shards
 
     (model, weights, samples), parallel, partition, settings = argument

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import tree_step_from_scratch as tree_step
-from megatron_dta.config import ModelConfig, ObjectiveConfig
-from megatron_dta.objectives import make_objective
-from megatron_dta.parity import run_tree
-from megatron_dta.parity.huggingface import to_huggingface
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.config import ModelConfig, ObjectiveConfig
+from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.extras.parity import run_tree
+from megatron_dta.extras.parity.huggingface import to_huggingface
 from tree_engine_cases import tree_config, weights_of
 
 

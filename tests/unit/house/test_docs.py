@@ -11,9 +11,8 @@ import draw_concepts
 import pytest
 
 from conftest import REPOSITORY, seed_all
-from megatron_dta.arguments import build_parser
-from megatron_dta.config.checks.other_names import markdown_table
-from megatron_dta.config.sampling import RewardConfig
+from megatron_dta.sampling.config.sampling import RewardConfig
+from megatron_dta.sampling.environment import load_environment
 from megatron_dta.sampling.prompts import load as prompts
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.load import PromptReader
@@ -21,7 +20,8 @@ from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
 from megatron_dta.sampling.rewards.code_reward import CodeTests
 from megatron_dta.sampling.rewards.registry import Response, load_reward_function
 from megatron_dta.sampling.rewards.scoring import Scorer
-from megatron_dta.sampling.treepo.environment import load_environment
+from megatron_dta.training.arguments import build_parser
+from megatron_dta.training.config.checks.other_names import markdown_table
 from megatron_dta.training.monitor.metric_names import METRICS
 from one_reward import compute_reward
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import REPOSITORY
-from megatron_dta.arguments import parse_arguments
+from megatron_dta.training.arguments import parse_arguments
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "slurm" / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 CONFIGS = REPOSITORY / "tests" / "helpers" / "hf_configs"

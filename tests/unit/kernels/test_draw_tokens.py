@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from conftest import seed_all
 from dta_kernels.logprobs.draw_tokens import draw_tokens, draw_tokens_reference
-from megatron_dta.sampling.engines.in_process.next_token import next_tokens
+from megatron_dta.sampling.in_process.next_token import next_tokens
 from megatron_dta.sampling.params import SamplingParams
 from triton_device import DEVICE, interpreter
 

@@ -18,9 +18,9 @@ from dta_kernels.recurrence.gated_norm import gated_norm
 from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution, short_convolution_gradients
 from dta_kernels.recurrence.unit_heads import unit_heads
 from hybrid_cases import HYBRID, spread
-from megatron_dta.common.errors import InputError
-from megatron_dta.model import kernels as model_kernels
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_tree
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model import kernels as model_kernels
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_tree
 from tree_engine_cases import GRPO, branching_sequences, model_config, tree_config, weights_of
 from triton_device import interpreter
 

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conversion_cases import DENSE as CONVERTED
 from conversion_cases import architecture_in, dense_config, save_huggingface, shape_of
-from megatron_dta.config import ModelConfig
-from megatron_dta.conversion.model_weights import HfWeights
-from megatron_dta.model import build as provider
-from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.model import build as provider
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.training.huggingface.weights import HfWeights
 
 DENSE = ModelConfig(
     num_layers=3,

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from decode_layer_cases import MODELS, few_parts, fused_model, passes  # noqa: F401 (a fixture)
 from dta_kernels.layers.few_rows import Tiles
-from megatron_dta.model.layers import decode_layer
-from megatron_dta.model.layers.fused_layer import FusedLayer
+from megatron_dta.core.model.decode import decode_layer
+from megatron_dta.core.model.layers.fused_layer import FusedLayer
 from triton_device import interpreter
 
 pytestmark = interpreter

@@ -14,22 +14,16 @@ pytest.importorskip("triton")
 
 from conftest import seed_all
 from decode_layer_cases import few_parts  # noqa: F401 (a fixture)
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import SamplingConfig
-from megatron_dta.model.attention.paged_cache import PagedCache
-from megatron_dta.sampling.engines.build import build_engine
-from megatron_dta.sampling.engines.in_process.cuda_graphs import (
-    Burst,
-    DecodeSteps,
-    RunningBurst,
-    bucket,
-    why_not_captured,
-)
-from megatron_dta.sampling.engines.in_process.drafting import Round
-from megatron_dta.sampling.engines.in_process.scheduler import Request
-from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model.decode.paged_cache import PagedCache
+from megatron_dta.sampling.config import SamplingConfig
+from megatron_dta.sampling.in_process.cuda_graphs import Burst, DecodeSteps, RunningBurst, bucket, why_not_captured
+from megatron_dta.sampling.in_process.drafting import Round
+from megatron_dta.sampling.in_process.scheduler import Request
+from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.wiring.engines import build_engine
 from rollout_forest import NEVER, PARAMS, Drive, assert_same, run_forest, started
 from sampling_cases import SHAPES, make_model, random_prompts
 from speculation_exact_cases import Adversary, answers_of, suffix_drafting

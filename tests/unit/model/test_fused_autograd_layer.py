@@ -15,12 +15,12 @@ from dta_kernels.layers.partial_sums import add_partial_sums
 from dta_kernels.tree_attention.gather_keys import gather_keys
 from fused_layers_cases import fused
 from main_grad_cases import DIRECT, Wrapped
-from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model.experts import direct_routing
-from megatron_dta.model.layers import fused_autograd_layer
-from megatron_dta.model.layers.fused_autograd_layer import FusedAutogradLayer
-from megatron_dta.parity import random_training_samples
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model.experts import direct_routing
+from megatron_dta.core.model.layers import fused_autograd_layer
+from megatron_dta.core.model.layers.fused_autograd_layer import FusedAutogradLayer
+from megatron_dta.extras.parity import random_training_samples
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_MOE
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import (

@@ -8,14 +8,14 @@ import torch
 
 from conftest import seed_all
 from fused_layers_cases import layer_bytes, segment_context
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.model.attention.decode_context import append_context
-from megatron_dta.model.attention.paged_cache import PagedCache
-from megatron_dta.model.kernels import choose_fused_layers
-from megatron_dta.model.layers import rematerialize
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_tree
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.decode.decode_context import append_context
+from megatron_dta.core.model.decode.paged_cache import PagedCache
+from megatron_dta.core.model.kernels import choose_fused_layers
+from megatron_dta.core.model.layers import rematerialize
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_tree
 from mesh_cases import joined
 from mesh_worker import MeshCase, run_cases, run_on_ranks
 from tree_engine_cases import (
@@ -93,7 +93,7 @@ def _forward(model_settings: dict, tokens: int, keep: bool = False) -> tuple[tor
     with pytest.MonkeyPatch.context() as patch:
         if keep:
             patch.setattr(rematerialize, "empty_until_backward", lambda *_: None)
-            patch.setattr("megatron_dta.model.layers.fused_attention.empty_until_backward", lambda *_: None)
+            patch.setattr("megatron_dta.core.model.layers.fused_attention.empty_until_backward", lambda *_: None)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             hidden = model(torch.randint(0, 7, (1, tokens)), context)
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}

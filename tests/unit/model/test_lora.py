@@ -10,17 +10,18 @@ import torch
 from arguments_cases import SAMPLED
 from conftest import seed_all
 from lora_cases import is_adapter, lora_config, lora_weights
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import OptimizationConfig, ParallelConfig
-from megatron_dta.config.checks.lora import check_lora
-from megatron_dta.config.derived.lora_sizes import adapter_parameters
-from megatron_dta.config.model import LORA_TARGETS
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import adapters_of, build_model, initialize_parallel, without_adapters
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
-from megatron_dta.training.dry_run import dry_run
-from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.core.config.checks.lora import check_lora
+from megatron_dta.core.config.derived.lora_sizes import adapter_parameters
+from megatron_dta.core.config.model import LORA_TARGETS
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model import adapters_of, build_model, initialize_parallel, without_adapters
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.training.config import OptimizationConfig
+from megatron_dta.training.optimizer.build import TrainingOptimizer
+from megatron_dta.wiring.dry_run import dry_run
 from tree_engine_cases import GRPO, QWEN2, QWEN3, TEMPERATURE, branching_sequences, tree_config
 
 GPT = {"disable_bias_linear": False, "normalization": "LayerNorm", "swiglu": False}

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dta.parity import compare_outcomes, run_huggingface, run_tree
-from megatron_dta.parity.huggingface import to_huggingface
+from megatron_dta.extras.parity import compare_outcomes, run_huggingface, run_tree
+from megatron_dta.extras.parity.huggingface import to_huggingface
 from moe_cases import BALANCED_MODELS, CUTS, make_reference
 from tree_engine_cases import GRPO, TEMPERATURE, check_siblings, siblings, tree_config
 

@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.config import OptimizationConfig, ParallelConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.engine.balance_loss import BalanceLoss
-from megatron_dta.model import build_model, build_stock_model
-from megatron_dta.model.experts import router
-from megatron_dta.parity import compare_outcomes, run_stock, run_tree
-from megatron_dta.parity.plain_router import PlainRouter
-from megatron_dta.training.optimizer import TrainingOptimizer
-from megatron_dta.tree import build_prefix_tree
-from megatron_dta.tree.multiplicity import token_weights
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.engine.balance_loss import BalanceLoss
+from megatron_dta.core.model import build_model, build_stock_model
+from megatron_dta.core.model.experts import router
+from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.core.tree.multiplicity import token_weights
+from megatron_dta.extras.parity import compare_outcomes, run_stock, run_tree
+from megatron_dta.extras.parity.plain_router import PlainRouter
+from megatron_dta.training.config import OptimizationConfig
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 from moe_cases import make_reference
 from tree_engine_cases import GRPO, TEMPERATURE, branching_sequences, tree_config
 
@@ -39,7 +40,7 @@ def test_equals_megatrons_own_router_in_float32(references, name, seed):
     stock = build_stock_model(model, torch.device("cpu"))
     stock.load_state_dict(weights)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_dta.parity.references.build_stock_model", lambda *_: stock)
+        patch.setattr("megatron_dta.extras.parity.references.build_stock_model", lambda *_: stock)
         if not hasattr(router.moe_utils, "te_general_gemm"):  # then Megatron's own fails
             patch.setattr(router.TopKRouter, "gating", router.TreeRouter.gating)
         with megatrons_losses(samples):

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import build_model
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock
-from megatron_dta.parity.outcome import Outcome
-from megatron_dta.parity.plain_router import PlainRouter
-from megatron_dta.planning.step.routing_replay import (
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model import build_model
+from megatron_dta.core.planning.step.routing_replay import (
     agree_on_routing,
     keys_by_routing,
     replaced_share,
     shaped_routing,
 )
-from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.rollouts import Rollout, load_rollouts, write_rollouts
+from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock
+from megatron_dta.extras.parity.outcome import Outcome
+from megatron_dta.extras.parity.plain_router import PlainRouter
 from moe_cases import BALANCE, QWEN3_MOE, moe_weights
 from tree_engine_cases import GRPO, TEMPERATURE, branching_sequences, model_config, tree_config
 

@@ -12,15 +12,20 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
-from megatron_dta.conversion.hf.config import model_settings
-from megatron_dta.model import build_model, build_stock_model, initialize_parallel
-from megatron_dta.model.rotary import inverse_frequencies, rotary_tables
-from megatron_dta.objectives import make_objective
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
-from megatron_dta.parity.huggingface import build_huggingface, empty_huggingface, huggingface_config, to_huggingface
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig, ObjectiveConfig, TreeConfig
+from megatron_dta.core.model import build_model, build_stock_model, initialize_parallel
+from megatron_dta.core.model.rotary import inverse_frequencies, rotary_tables
+from megatron_dta.core.objectives import make_objective
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
+from megatron_dta.extras.parity.huggingface import (
+    build_huggingface,
+    empty_huggingface,
+    huggingface_config,
+    to_huggingface,
+)
 from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.training.huggingface.config.config import model_settings
 from sampling_cases import generate
 
 VOCABULARY = 11

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from conftest import seed_all
-from megatron_dta.model.tree_model import TreeGPTModel
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from megatron_dta.core.model.tree_model import TreeGPTModel
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config, weights_of
 
 

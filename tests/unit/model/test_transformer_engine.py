@@ -10,13 +10,14 @@ import pytest
 import torch
 from megatron.core.extensions import transformer_engine
 
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ParallelConfig
-from megatron_dta.config.checks.transformer_engine import check_fp8, check_fp8_support
-from megatron_dta.model import TreeTELinear, build_model, initialize_parallel, weights_quantized_once
-from megatron_dta.model.build import block_spec
-from megatron_dta.model.layers import transformer_engine as transformer_engine_layers
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.core.config.checks.transformer_engine import check_fp8, check_fp8_support
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import block_spec
+from megatron_dta.extras.transformer_engine import layers as transformer_engine_layers
+from megatron_dta.extras.transformer_engine.layers import TreeTELinear, weights_quantized_once
+from megatron_dta.training.arguments import parse_arguments
 from tree_engine_cases import QWEN3, model_config
 
 MODEL = model_config(torch.bfloat16, **QWEN3, transformer_impl="transformer_engine")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ObjectiveConfig
-from megatron_dta.objectives import (
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ObjectiveConfig
+from megatron_dta.core.objectives import (
     LossFields,
     TrainedCounts,
     count_trained,
@@ -22,7 +22,7 @@ from megatron_dta.objectives import (
     policy_loss,
     trajectory_shares,
 )
-from megatron_dta.rollouts import Rollout, cut_turns
+from megatron_dta.core.rollouts import Rollout, cut_turns
 
 
 def token_advantages(rollouts: list[Rollout], normalize_std: bool = True) -> list[np.ndarray]:

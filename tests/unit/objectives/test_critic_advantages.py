@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.config import ObjectiveConfig
-from megatron_dta.objectives import LossFields, estimate_advantages
-from megatron_dta.objectives.gae import generalized_advantages, received_rewards, token_rewards, whiten
-from megatron_dta.objectives.value import explained_variance, value_loss
-from megatron_dta.rollouts import Rollout, cut_length, cut_turns
+from megatron_dta.core.config import ObjectiveConfig
+from megatron_dta.core.objectives import LossFields, estimate_advantages
+from megatron_dta.core.objectives.gae import generalized_advantages, received_rewards, token_rewards, whiten
+from megatron_dta.core.objectives.value import explained_variance, value_loss
+from megatron_dta.core.rollouts import Rollout, cut_length, cut_turns
 
 CLIP = 0.1
 

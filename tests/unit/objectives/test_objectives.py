@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ObjectiveConfig
-from megatron_dta.objectives import LossFields, TokenLosses, make_objective, policy_loss, sft_loss
-from megatron_dta.objectives.policy import Regularization
-from megatron_dta.objectives.surrogates import Clip
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ObjectiveConfig
+from megatron_dta.core.objectives import LossFields, TokenLosses, make_objective, policy_loss, sft_loss
+from megatron_dta.core.objectives.policy import Regularization
+from megatron_dta.core.objectives.surrogates import Clip
 
 # Every option alone and all at once.
 GRPO_VARIANTS = [

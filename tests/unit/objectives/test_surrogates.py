@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ObjectiveConfig
-from megatron_dta.objectives import LossFields, make_objective, make_value_objective, preference_pairs
-from megatron_dta.objectives.dpo import pair_terms
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ObjectiveConfig
+from megatron_dta.core.objectives import LossFields, make_objective, make_value_objective, preference_pairs
+from megatron_dta.core.objectives.dpo import pair_terms
 
 NAMES = (
     "advantages",

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ObjectiveConfig
-from megatron_dta.config.objective import ADVANTAGE_ESTIMATORS
-from megatron_dta.objectives import count_trained, estimate_advantages, loss_weights, sequence_weights
-from megatron_dta.rollouts import Rollout, cut_length, load_rollouts, write_rollouts
-from megatron_dta.rollouts.paths import decoded_tokens, tree_paths
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ObjectiveConfig
+from megatron_dta.core.config.objective import ADVANTAGE_ESTIMATORS
+from megatron_dta.core.objectives import count_trained, estimate_advantages, loss_weights, sequence_weights
+from megatron_dta.core.rollouts import Rollout, cut_length, load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.paths import decoded_tokens, tree_paths
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler

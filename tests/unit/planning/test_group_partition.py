@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 
 from conftest import rollout_file, seed_all
-from megatron_dta.config import TreeConfig
-from megatron_dta.planning import CostModel, partition_sequences
-from megatron_dta.planning.expert_parallel.group_step import GroupPlan, GroupStep
-from megatron_dta.planning.expert_parallel.merged_op_list import cheaper_op_list
-from megatron_dta.planning.expert_parallel.merged_segment_tree import SegmentForest
-from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
-from megatron_dta.planning.partition.divide import partition_costs, trained_parts
-from megatron_dta.planning.partition.sequence_costs import SequenceCosts
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.segments.recompute import choose_kept_segments
-from megatron_dta.planning.segments.schedule import OpKind
-from megatron_dta.planning.step.passes import PipelineShape, StepBudget
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.core.config import TreeConfig
+from megatron_dta.core.planning import CostModel, partition_sequences
+from megatron_dta.core.planning.partition.divide import partition_costs, trained_parts
+from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.segments.recompute import choose_kept_segments
+from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.extras.expert_parallel.planning.group_step import GroupPlan, GroupStep
+from megatron_dta.extras.expert_parallel.planning.merged_op_list import cheaper_op_list
+from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import SegmentForest
+from megatron_dta.extras.expert_parallel.planning.synchronized_plan import RankPlan, synchronized_plan
 from megatron_dta.training.data.division import partition_samples
-from megatron_dta.tree import build_prefix_tree
 from partition_cases import turns_forest
 from segment_planner_cases import ROLLOUTS
 from tree_engine_cases import branching_sequences

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.planning.expert_parallel.merged_op_list import MergedOp, MergedOpList, build_merged_op_list
-from megatron_dta.planning.expert_parallel.merged_segment_tree import (
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.segments.schedule import Op, OpKind, allocate_slots
+from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.extras.expert_parallel.planning.merged_op_list import MergedOp, MergedOpList, build_merged_op_list
+from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import (
     CostedTree,
     MergedSegmentTree,
     SegmentForest,
     build_merged_segment_tree,
 )
-from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.segments.schedule import Op, OpKind, allocate_slots
-from megatron_dta.planning.step.passes import PipelineShape, StepBudget
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.extras.expert_parallel.planning.synchronized_plan import RankPlan, synchronized_plan
 from merged_segment_tree_cases import peak_of, random_forest
 
 

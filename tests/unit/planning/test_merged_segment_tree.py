@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.planning.expert_parallel.merged_segment_tree import (
+from megatron_dta.core.planning.segments.schedule import Op, allocate_slots, depth_first_schedule
+from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import (
     MergedSegmentTree,
     SegmentForest,
     build_merged_segment_tree,
 )
-from megatron_dta.planning.segments.schedule import Op, allocate_slots, depth_first_schedule
 from merged_segment_tree_cases import path_of, peak_of, random_forest
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning import CostModel
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.partition.assignment import Assignment
-from megatron_dta.planning.partition.range_minimum import RangeMinimum
-from megatron_dta.planning.partition.sequence_costs import SequenceCosts
-from megatron_dta.planning.partition.sequence_runs import SequenceRuns
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning import CostModel
+from megatron_dta.core.planning.partition.assignment import Assignment
+from megatron_dta.core.planning.partition.range_minimum import RangeMinimum
+from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
+from megatron_dta.core.planning.partition.sequence_runs import SequenceRuns
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.core.tree import build_prefix_tree
 from partition_cases import WHOLE_COSTS, cost, random_forest
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning.pipeline.layers import check_layers_per_stage, layers_per_stage
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.pipeline.layers import check_layers_per_stage, layers_per_stage
 
 
 def divisions(layers: int, stages: int, least: int) -> list[list[int]]:

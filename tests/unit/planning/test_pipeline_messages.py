@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.planning import (
+from megatron_dta.core.planning import (
     Message,
     OpKind,
     PipelineCosts,
@@ -18,8 +18,8 @@ from megatron_dta.planning import (
     simulate,
     tree_1f1b,
 )
-from megatron_dta.planning.pipeline.schedule import children_of, needs_of
-from megatron_dta.planning.pipeline.simulation import Timeline, global_order
+from megatron_dta.core.planning.pipeline.schedule import children_of, needs_of
+from megatron_dta.core.planning.pipeline.simulation import Timeline, global_order
 from pipeline_cases import SHAPES, random_costs, random_tree
 
 

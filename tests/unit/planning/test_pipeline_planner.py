@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.planning import CostModel, PipelineCosts, check_schedule, plan_pipeline, simulate, tree_1f1b
-from megatron_dta.planning.pipeline.bounds import makespan_bound
-from megatron_dta.planning.pipeline.list_schedule import (
+from megatron_dta.core.planning import CostModel, PipelineCosts, check_schedule, plan_pipeline, simulate, tree_1f1b
+from megatron_dta.core.planning.pipeline.bounds import makespan_bound
+from megatron_dta.core.planning.pipeline.list_schedule import (
     Pipeline,
     Policy,
     Urgency,
     list_schedule,
     longest_path_tokens,
 )
-from megatron_dta.planning.pipeline.schedule import backward_order, peak_in_flight
+from megatron_dta.core.planning.pipeline.schedule import backward_order, peak_in_flight
 from pipeline_cases import SHAPES, all_schedules, random_costs, random_tree, slow_times
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, seed_all
-from megatron_dta.planning import (
+from megatron_dta.core.planning import (
     Op,
     OpKind,
     PipelineCosts,
@@ -24,8 +24,8 @@ from megatron_dta.planning import (
     simulate,
     tree_1f1b,
 )
-from megatron_dta.planning.pipeline.schedule import backward_order, peak_in_flight, tree_depth
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.planning.pipeline.schedule import backward_order, peak_in_flight, tree_depth
+from megatron_dta.core.tree import build_prefix_tree
 from pipeline_cases import SHAPES, random_tree
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
@@ -170,7 +170,7 @@ def test_other_refusals() -> None:
 
 PROGRAM = """
 import numpy as np
-from megatron_dta.planning import PipelineCosts, plan_pipeline
+from megatron_dta.core.planning import PipelineCosts, plan_pipeline
 rng = np.random.default_rng(5)
 lengths = rng.integers(1, 99, 60)
 parents = np.minimum(np.arange(-1, 59), 3)

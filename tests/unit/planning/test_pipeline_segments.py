@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning import CostModel, plan_segments
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.segment_counts import segment_counts
-from megatron_dta.planning.pipeline.segments import (
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning import CostModel, plan_segments
+from megatron_dta.core.planning.costs.segment_counts import segment_counts
+from megatron_dta.core.planning.pipeline.segments import (
     ideal_utilisation,
     pipeline_segment_tokens,
     plan_pipeline_segments,
     tokens_of_floor,
 )
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.step.passes import PipelineShape, StepBudget
-from megatron_dta.planning.step.plan import StepPlan
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.core.planning.step.plan import StepPlan
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.core.tree import build_prefix_tree
 from partition_cases import turns_forest
 
 MODEL = CostModel.from_shape(DecoderShape(64, 5120, 25600, 64, 8, 128, 151936))

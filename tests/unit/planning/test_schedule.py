@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.planning import (
+from megatron_dta.core.planning import (
     Op,
     OpKind,
     SegmentPlan,
@@ -17,8 +17,8 @@ from megatron_dta.planning import (
     depth_first_schedule,
     plan_segments,
 )
-from megatron_dta.planning.segments import recompute
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.planning.segments import recompute
+from megatron_dta.core.tree import build_prefix_tree
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_dta.planning.segments.cut import plan_segments
-from megatron_dta.planning.segments.plan import SegmentPlan
-from megatron_dta.planning.segments.runs import SegmentRuns
-from megatron_dta.planning.segments.schedule import allocate_slots, depth_first_schedule
-from megatron_dta.tree.build import build_prefix_tree
+from megatron_dta.core.planning.segments.cut import plan_segments
+from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.segments.runs import SegmentRuns
+from megatron_dta.core.planning.segments.schedule import allocate_slots, depth_first_schedule
+from megatron_dta.core.tree.build import build_prefix_tree
 from segment_planner_cases import random_sequences
 
 

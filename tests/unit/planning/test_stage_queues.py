@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from conftest import rollout_file, seed_all
-from megatron_dta.planning import CostModel, Message, OpKind, PipelineCosts, PipelineOp, simulate
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.segment_counts import segment_counts
-from megatron_dta.planning.pipeline.simulation import message_of, op_times
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.step.passes import PassPlan, PipelineShape, StepBudget
-from megatron_dta.planning.step.plan import StepPlan
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import load_rollouts
+from megatron_dta.core.planning import CostModel, Message, OpKind, PipelineCosts, PipelineOp, simulate
+from megatron_dta.core.planning.costs.segment_counts import segment_counts
+from megatron_dta.core.planning.pipeline.simulation import message_of, op_times
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.step.passes import PassPlan, PipelineShape, StepBudget
+from megatron_dta.core.planning.step.plan import StepPlan
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.shapes.decoder import DecoderShape
 
 STAGES = 4
 MODEL = CostModel.from_shape(DecoderShape(40, 5120, 17408, 40, 8, 128, 151936))

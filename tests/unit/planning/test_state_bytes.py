@@ -10,19 +10,19 @@ import pytest
 from test_step_choice import EACH, shape_of
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.memory_budget import GIB, MemoryBudget, StageBytes
-from megatron_dta.planning.costs.named_shapes import SHAPES
-from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
-from megatron_dta.planning.costs.state_bytes import StateBytes, StepStates
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.segments.cut import plan_segments
-from megatron_dta.planning.segments.runs import SegmentRuns
-from megatron_dta.planning.step import choice as step_choice
-from megatron_dta.planning.step.passes import StepBudget, stage_chunks, stage_peak_bytes, state_slots
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.costs.memory_budget import GIB, MemoryBudget, StageBytes
+from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
+from megatron_dta.core.planning.costs.state_bytes import StateBytes, StepStates
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.segments.cut import plan_segments
+from megatron_dta.core.planning.segments.runs import SegmentRuns
+from megatron_dta.core.planning.step import choice as step_choice
+from megatron_dta.core.planning.step.passes import StepBudget, stage_chunks, stage_peak_bytes, state_slots
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.core.shapes.named import SHAPES
+from megatron_dta.core.tree import build_prefix_tree
 from segment_planner_cases import random_sequences
 
 STATES = StateBytes(open_fork=90.0, exit=30.0, state=8.0)

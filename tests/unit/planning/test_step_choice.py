@@ -11,26 +11,26 @@ import pytest
 
 from common.plan_accuracy import predicted_seconds
 from conftest import rollout_file, seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning.costs.memory_budget import GIB, ChunkTensors, MemoryBudget, StageBytes, peak_bytes
-from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.named_shapes import SHAPES
-from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
-from megatron_dta.planning.costs.segment_counts import segment_counts
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.segments import recompute
-from megatron_dta.planning.segments.cut import plan_segments
-from megatron_dta.planning.segments.merge_small import merge_small_segments
-from megatron_dta.planning.segments.plan import SegmentPlan, segment_parents
-from megatron_dta.planning.segments.recompute import choose_kept_by_memory
-from megatron_dta.planning.segments.schedule import OpKind, depth_first_schedule
-from megatron_dta.planning.step import choice as step_choice
-from megatron_dta.planning.step.choice import choose_step
-from megatron_dta.planning.step.evaluate import evaluate_plan
-from megatron_dta.planning.step.passes import PipelineShape, StepBudget, stage_peak_bytes
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.rollouts import load_rollouts
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.costs.memory_budget import GIB, ChunkTensors, MemoryBudget, StageBytes, peak_bytes
+from megatron_dta.core.planning.costs.model import CostModel
+from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
+from megatron_dta.core.planning.costs.segment_counts import segment_counts
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.segments import recompute
+from megatron_dta.core.planning.segments.cut import plan_segments
+from megatron_dta.core.planning.segments.merge_small import merge_small_segments
+from megatron_dta.core.planning.segments.plan import SegmentPlan, segment_parents
+from megatron_dta.core.planning.segments.recompute import choose_kept_by_memory
+from megatron_dta.core.planning.segments.schedule import OpKind, depth_first_schedule
+from megatron_dta.core.planning.step import choice as step_choice
+from megatron_dta.core.planning.step.choice import choose_step
+from megatron_dta.core.planning.step.evaluate import evaluate_plan
+from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget, stage_peak_bytes
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.shapes.named import SHAPES
+from megatron_dta.core.tree import build_prefix_tree
 from pipeline_cases import random_tree
 from segment_planner_cases import random_sequences
 

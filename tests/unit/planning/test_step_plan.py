@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from conftest import rollout_file, seed_all
-from megatron_dta.parity.cases import random_training_samples
-from megatron_dta.planning.partition.divide import trained_parts
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.segments.ancestors import root_paths
-from megatron_dta.planning.step.loss_batches import FREE_ELEMENTS, MAX_ELEMENTS, make_loss_batches
-from megatron_dta.planning.step.modes import plan_forest, plan_packs
-from megatron_dta.planning.step.packs import contiguous_packs
-from megatron_dta.planning.step.passes import StepBudget
-from megatron_dta.rollouts import load_rollouts
-from megatron_dta.tree import build_prefix_tree
+from megatron_dta.core.planning.partition.divide import trained_parts
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.segments.ancestors import root_paths
+from megatron_dta.core.planning.step.loss_batches import FREE_ELEMENTS, MAX_ELEMENTS, make_loss_batches
+from megatron_dta.core.planning.step.modes import plan_forest, plan_packs
+from megatron_dta.core.planning.step.packs import contiguous_packs
+from megatron_dta.core.planning.step.passes import StepBudget
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.extras.parity.cases import random_training_samples
 
 
 def random_sequences(generator: np.random.Generator, count: int, longest: int, alphabet: int = 3) -> list[np.ndarray]:

@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.memory_budget import UNDIVIDED, MemoryBudget, StageBytes
-from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
-from megatron_dta.planning.costs.state_bytes import StateBytes
-from megatron_dta.planning.expert_parallel.merged_op_list import build_merged_op_list
-from megatron_dta.planning.expert_parallel.rank_plan import RankPlan, memory_tokens_of
-from megatron_dta.planning.expert_parallel.synchronized_plan import synchronized_plan
-from megatron_dta.planning.expert_parallel.within_memory import op_list_bytes
-from megatron_dta.planning.plan_step import plan_step
-from megatron_dta.planning.segments.schedule import Op, OpKind, allocate_slots
-from megatron_dta.planning.step.passes import PipelineShape, RankGroup, StepBudget, stage_peak_bytes
-from megatron_dta.planning.step.plan import StepPlan
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.costs.memory_budget import UNDIVIDED, MemoryBudget, StageBytes
+from megatron_dta.core.planning.costs.model import CostModel
+from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
+from megatron_dta.core.planning.costs.state_bytes import StateBytes
+from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.segments.schedule import Op, OpKind, allocate_slots
+from megatron_dta.core.planning.step.passes import PipelineShape, RankGroup, StepBudget, stage_peak_bytes
+from megatron_dta.core.planning.step.plan import StepPlan
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.extras.expert_parallel.planning.merged_op_list import build_merged_op_list
+from megatron_dta.extras.expert_parallel.planning.rank_plan import RankPlan, memory_tokens_of
+from megatron_dta.extras.expert_parallel.planning.synchronized_plan import synchronized_plan
+from megatron_dta.extras.expert_parallel.planning.within_memory import op_list_bytes
 from tree_engine_cases import branching_sequences
 
 SHAPE = DecoderShape(

@@ -12,9 +12,9 @@ import pytest
 
 from common.plan_accuracy import replay, stage_seconds
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.planning import PipelineCosts, plan_pipeline, simulate
-from megatron_dta.planning.pipeline.timeline import (
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning import PipelineCosts, plan_pipeline, simulate
+from megatron_dta.core.planning.pipeline.timeline import (
     TimelineEvent,
     read_timeline,
     timeline_events,
@@ -23,7 +23,7 @@ from megatron_dta.planning.pipeline.timeline import (
     write_chrome_trace,
     write_timeline,
 )
-from megatron_dta.plots import plot_timelines
+from megatron_dta.extras.report.plots import plot_timelines
 
 GOOD = {"stage": 0, "kind": "F", "segment": 1, "chunk": 0, "start": 0.0, "end": 1.0}
 

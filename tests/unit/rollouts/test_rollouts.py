@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts import Rollout, cut_length, cut_turns, load_rollouts, write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import Rollout, cut_length, cut_turns, load_rollouts, write_rollouts
 from rollout_cases import GOOD_NPZ, assert_same, random_rollout
 
 FORMS = (".jsonl", ".parquet")
@@ -37,7 +37,7 @@ def test_round_trip_is_exact(tmp_path: Path, form: str, seed: int) -> None:
 
 def test_row_groups_of_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = seed_all(5)
-    monkeypatch.setattr("megatron_dta.rollouts.parquet.ROW_GROUP_TOKENS", 100)
+    monkeypatch.setattr("megatron_dta.core.rollouts.parquet.ROW_GROUP_TOKENS", 100)
     rollouts = [random_rollout(rng) for _ in range(300)]
     write_rollouts(tmp_path / "r.parquet", rollouts)
     assert pq.ParquetFile(tmp_path / "r.parquet").num_row_groups > 20
@@ -54,7 +54,7 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, form: str) -> None:
         yield random_rollout(seed_all(0))
         raise RuntimeError("stopped")
 
-    write = {".jsonl": "megatron_dta.rollouts.jsonl", ".parquet": "megatron_dta.rollouts.parquet"}[form]
+    write = {".jsonl": "megatron_dta.core.rollouts.jsonl", ".parquet": "megatron_dta.core.rollouts.parquet"}[form]
     module = __import__(write, fromlist=["write"])
     with pytest.raises(RuntimeError, match="stopped"):
         getattr(module, f"write_{form[1:]}")(path, rollouts())

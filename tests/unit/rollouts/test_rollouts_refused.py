@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from conftest import REPOSITORY, seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts import FIELD_NAMES, load_rollouts, write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import FIELD_NAMES, load_rollouts, write_rollouts
 from rollout_cases import GOOD_NPZ, random_rollout
 
 GOOD = {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "group_id": "a"}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dta.sampling.agents import runs
-from megatron_dta.sampling.agents.runs import AgentAccess, command_agent
+from megatron_dta.extras.agents import runs
+from megatron_dta.extras.agents.runs import AgentAccess, command_agent
 
 ACCESS = AgentAccess("http://h/v1", "http://h", "http://h/v1/session", "key")
 # Each line starts a process that is harder to find than those before, and notes its number.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_dta.sampling.engines.in_process.cache_size import DeviceMemory, max_pages, pass_bytes
-from megatron_dta.sampling.engines.in_process.next_token import most_logit_bytes
+from megatron_dta.sampling.in_process.cache_size import DeviceMemory, max_pages, pass_bytes
+from megatron_dta.sampling.in_process.next_token import most_logit_bytes
 from sampling_cases import make_model
 
 GIB = 2**30

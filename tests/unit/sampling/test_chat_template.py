@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from chat_folder import make_chat_folder
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.task import build_task
+from megatron_dta.training.arguments import parse_arguments
 
 transformers = pytest.importorskip("transformers")
 

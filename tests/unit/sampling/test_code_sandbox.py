@@ -18,8 +18,8 @@ import pytest
 
 import hostile_programs
 from failing_rewards_cases import ADD, QUICK, confined, fenced
-from megatron_dta.common.errors import InputError
-from megatron_dta.config.sampling import RewardConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.sampling.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards import code_reward, server_reward
 from megatron_dta.sampling.rewards.code_reward import CodeTests, program_in
 from megatron_dta.sampling.rewards.code_sandbox import running

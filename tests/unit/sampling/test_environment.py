@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 
 from blank_tokenizer import blank_tokenizer
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import EnvironmentConfig
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.rollouts.batch_source import RolloutError
-from megatron_dta.sampling.engines.build import build_engine
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.rollouts.batch_source import RolloutError
+from megatron_dta.sampling.config import EnvironmentConfig
+from megatron_dta.sampling.environment import EnvironmentRunner, load_environment
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer, NullTokenizer
 from megatron_dta.sampling.rewards.registry import load_reward_function
 from megatron_dta.sampling.task import build_task
-from megatron_dta.sampling.treepo.environment import EnvironmentRunner, load_environment
 from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.tree import EndReason
-from megatron_dta.training.rollout_source import build_sampling_evaluation, build_sampling_source
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.wiring.engines import build_engine
+from megatron_dta.wiring.sources import build_sampling_evaluation, build_sampling_source
 from recording_engine import RecordingEngine
 
 VOCAB, EOS = 40, 0
@@ -271,9 +271,9 @@ def test_source_and_evaluation_with_an_environment(tmp_path, method: str):
     assert statistics["environment_failures"] == 0
     rollouts = [rollout for batch in batches for rollout in batch]
     assert any(not rollout.loss_mask[np.argmax(rollout.loss_mask) :].all() for rollout in rollouts), "no second turn"
-    from megatron_dta.config import TreeConfig
-    from megatron_dta.engine import TreeEngine, prepare_batch
-    from megatron_dta.planning.step.sample import TrainingSample
+    from megatron_dta.core.config import TreeConfig
+    from megatron_dta.core.engine import TreeEngine, prepare_batch
+    from megatron_dta.core.planning.step.sample import TrainingSample
 
     samples = [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
     logprobs = TreeEngine(model, 1.0).compute_logprobs(prepare_batch(samples, TreeConfig(tree_segment_tokens=32)))

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.config import FilterConfig, TrainConfig
-from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.batch_source import SampledSource
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.batch_source import SampledSource
+from megatron_dta.sampling.config import FilterConfig
 from megatron_dta.sampling.sources.filters import FilteringSource, shape_reward
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.data.rejection import select_rollouts
 from trainer_cases import MODEL
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from megatron_dta.sampling.gateway.records import SessionSizes, context_of, leaves, session_rollouts
+from megatron_dta.extras.agents.gateway.records import SessionSizes, context_of, leaves, session_rollouts
 from open_gateway import AGENT_TEMPLATE, OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from megatron_dta.sampling.gateway.records import leaves
+from megatron_dta.extras.agents.gateway.records import leaves
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine

@@ -23,7 +23,7 @@ pytest.importorskip("starlette")
 import uvicorn
 from uvicorn.server import ServerState
 
-from megatron_dta.sampling.gateway.http import bodies, connections
+from megatron_dta.extras.agents.gateway.http import bodies, connections
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
 

@@ -13,8 +13,8 @@ pytest.importorskip("starlette")
 from test_gateway_calls import events, post
 
 from blank_tokenizer import blank_tokenizer
-from megatron_dta.sampling.gateway.messages import Answer, AnswerParser, ToolCall
-from megatron_dta.sampling.gateway.session import Session
+from megatron_dta.extras.agents.gateway.messages import Answer, AnswerParser, ToolCall
+from megatron_dta.extras.agents.gateway.session import Session
 from megatron_dta.sampling.params import SamplingParams
 from open_gateway import chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
@@ -126,7 +126,7 @@ def test_words_of_the_assistant_are_continued(tmp_path: Path) -> None:
 
 def test_reasoning_is_found_again_whatever_ids_a_client_gives(tmp_path: Path) -> None:
     answer = Answer(None, "hm", (ToolCall("call_1", "add", {"a": 1}),))
-    from megatron_dta.sampling.gateway.messages import template_messages, visible_digest
+    from megatron_dta.extras.agents.gateway.messages import template_messages, visible_digest
     from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 
     chat_tokenizer(tmp_path / "model")

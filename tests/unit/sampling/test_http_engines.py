@@ -15,14 +15,14 @@ import pytest
 
 from conftest import seed_all
 from http_engine_cases import EOS, KINDS, PARAMS, QUICK, VOCABULARY, Setup, check_result
-from megatron_dta.common.errors import InputError
-from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, generate
-from megatron_dta.sampling.engines.servers import senders
-from megatron_dta.sampling.engines.servers.engine import HttpEngine
-from megatron_dta.sampling.engines.servers.http_client import ServerError
-from megatron_dta.sampling.engines.servers.senders import Channel, serve
-from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
-from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.common.keyed_random import Domain
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.extras.servers.engine import HttpEngine
+from megatron_dta.extras.servers.http_client import ServerError
+from megatron_dta.extras.servers.pool import senders
+from megatron_dta.extras.servers.pool.senders import Channel, serve
+from megatron_dta.extras.servers.vllm import VllmProtocol
+from megatron_dta.sampling.interface import FinishReason, GenerationRequest, generate
 from rollout_servers import VllmServer
 
 

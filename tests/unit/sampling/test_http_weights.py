@@ -12,9 +12,9 @@ import pytest
 
 from conftest import seed_all
 from http_engine_cases import KINDS, PARAMS, QUICK, Setup, check_result, write_checkpoint
-from megatron_dta.sampling.engines.interface import generate
-from megatron_dta.sampling.engines.servers.http_client import ServerError
-from megatron_dta.sampling.engines.servers.sampled_tokens import SampledTokens
+from megatron_dta.extras.servers.http_client import ServerError
+from megatron_dta.extras.servers.sampled_tokens import SampledTokens
+from megatron_dta.sampling.interface import generate
 from rollout_server_forms import log_softmax
 
 UPDATE_CALLS = {

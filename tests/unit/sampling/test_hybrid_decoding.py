@@ -11,13 +11,13 @@ import torch
 from conftest import seed_all
 from hybrid_cases import HYBRID, spread
 from in_process_engine_cases import trainers_logprobs
-from megatron_dta.config import TreeConfig
-from megatron_dta.model.recurrent import decode_states
-from megatron_dta.model.recurrent.decode_states import DecodeStates
-from megatron_dta.sampling.engines.in_process import row_states
-from megatron_dta.sampling.engines.in_process.cache_size import DeviceMemory, max_pages, state_bytes
-from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
-from megatron_dta.sampling.engines.interface import GenerationRequest
+from megatron_dta.core.config import TreeConfig
+from megatron_dta.core.model.hybrid import decode_states
+from megatron_dta.core.model.hybrid.decode_states import DecodeStates
+from megatron_dta.sampling.in_process import row_states
+from megatron_dta.sampling.in_process.cache_size import DeviceMemory, max_pages, state_bytes
+from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
+from megatron_dta.sampling.interface import GenerationRequest
 from rollout_forest import NEVER, SETTINGS, Drive, assert_same, run_forest, run_long, started
 from sampling_cases import make_model
 from speculation_exact_cases import Adversary, answers_of

@@ -12,8 +12,8 @@ import torch
 
 from conftest import seed_all
 from in_process_engine_cases import trainers_logprobs
-from megatron_dta.config import TreeConfig
-from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.core.config import TreeConfig
+from megatron_dta.sampling.interface import GenerationRequest, generate
 from rollout_forest import NEVER, PARAMS, SETTINGS, Drive, assert_same, poison_pages, run_forest, run_long, started
 from sampling_cases import EOS, SHAPES, VOCAB, make_model, random_prompts, slow_sample
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.sampling import keyed_random
-from megatron_dta.sampling.keyed_random import Domain, keyed_permutation, keyed_uniform, philox4x32
+from megatron_dta.common import keyed_random
+from megatron_dta.common.keyed_random import Domain, keyed_permutation, keyed_uniform, philox4x32
 
 # Known answers of philox4x32-10, from the test vectors of its authors' library Random123.
 KNOWN_ANSWERS = [

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.rewards.math_reward import WALL_SECONDS, MathVerify
 from megatron_dta.sampling.rewards.math_worker import answer_text
 from megatron_dta.sampling.rewards.registry import load_reward_function

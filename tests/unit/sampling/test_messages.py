@@ -15,7 +15,7 @@ import pytest
 from blank_tokenizer import blank_tokenizer
 from chat_folder import CHATML, make_chat_folder
 from megatron_dta.common import time_limit
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.continuation import encode_after
 from megatron_dta.sampling.prompts.load import PromptReader

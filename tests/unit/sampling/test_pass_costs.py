@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.sampling.engines.in_process import engine as in_process
-from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
-from megatron_dta.sampling.engines.in_process.pass_costs import measure_passes
-from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.sampling.in_process import engine as in_process
+from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEngine
+from megatron_dta.sampling.in_process.pass_costs import measure_passes
+from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from mesh_worker import run_on_ranks
 from rollout_forest import NEVER
 from sampling_cases import make_model, random_prompts
@@ -70,9 +70,9 @@ def test_costs_are_those_of_the_passes(static: bool, monkeypatch: pytest.MonkeyP
 
 def costs_of_a_run(rank: int, flags: str) -> tuple[bool, ForwardCost, ForwardCost]:
     """Whether costs were known before the first collection, and those that it went by."""
-    from megatron_dta.arguments import parse_arguments
     from megatron_dta.common.console import Console
-    from megatron_dta.training.setup import build_trainer
+    from megatron_dta.training.arguments import parse_arguments
+    from megatron_dta.wiring.setup import build_trainer
 
     os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size())
     trainer = build_trainer(parse_arguments(flags.split()), Console(quiet=True))

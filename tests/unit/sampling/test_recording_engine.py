@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, generate
+from megatron_dta.sampling.interface import FinishReason, GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from recording_engine import RecordingEngine
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.batch_source import RolloutError
-from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, generate
-from megatron_dta.sampling.engines.replay import ReplayEngine
-from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.common.keyed_random import Domain
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.batch_source import RolloutError
+from megatron_dta.sampling.interface import FinishReason, GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.replay import ReplayEngine
 from megatron_dta.sampling.sources.prefetcher import RolloutPrefetcher
 from megatron_dta.sampling.sources.rank0_source import pack_rollout, unpack_rollout
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.rewards.registry import Response, load_reward_function
 from megatron_dta.sampling.rewards.scoring import Scorer, counted
 from one_reward import compute_reward

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from forked import run_python
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, SamplingConfig
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.rollouts import load_rollouts
-from megatron_dta.sampling.engines.build import build_engine
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.sampling.config import SamplingConfig
 from megatron_dta.sampling.prompts.arithmetic import ArithmeticTask
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
 from megatron_dta.sampling.rewards.registry import exact_match, load_reward_function
 from megatron_dta.sampling.sources.independent import SamplingEvaluation, SamplingSource
 from megatron_dta.sampling.task import build_task
+from megatron_dta.wiring.engines import build_engine
 from one_reward import compute_reward
 
 USER_REWARDS = """

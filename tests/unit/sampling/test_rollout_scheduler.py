@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.sampling.engines.in_process.pages import PagePool
-from megatron_dta.sampling.engines.in_process.scheduler import Pass, Request, Scheduler
-from megatron_dta.sampling.engines.interface import GenerationRequest
+from megatron_dta.sampling.in_process.pages import PagePool
+from megatron_dta.sampling.in_process.scheduler import Pass, Request, Scheduler
+from megatron_dta.sampling.interface import GenerationRequest
 
 
 class Store:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.rollouts import Rollout
-from megatron_dta.sampling.engines.interface import FinishReason, GenerationResult
-from megatron_dta.sampling.engines.servers.sampled_tokens import SampledTokens
-from megatron_dta.sampling.sources.begun_group import BegunGroup, unpacked
-from megatron_dta.sampling.sources.rollout_stream import RolloutStream, StreamLimits
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.extras.servers.sampled_tokens import SampledTokens
+from megatron_dta.extras.servers.stream.begun_group import BegunGroup, unpacked
+from megatron_dta.extras.servers.stream.rollout_stream import RolloutStream, StreamLimits
+from megatron_dta.sampling.interface import FinishReason, GenerationResult
 
 
 class Sampler:

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.config import TreeConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.planning.step.sample import TrainingSample
-from megatron_dta.sampling.engines.in_process import next_token as sampler_module
-from megatron_dta.sampling.engines.in_process.next_token import draw, first_argmax, nucleus
-from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.common.keyed_random import Domain
+from megatron_dta.core.config import TreeConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.sampling.in_process import next_token as sampler_module
+from megatron_dta.sampling.in_process.next_token import draw, first_argmax, nucleus
 from megatron_dta.sampling.params import SamplingParams
 from sampling_cases import (
     EOS,

@@ -16,16 +16,16 @@ import pytest
 from conftest import seed_all
 from forked import run_python
 from http_engine_cases import KINDS, PARAMS, Setup
-from megatron_dta.arguments import parse_arguments
 from megatron_dta.commands.rollout_server_command import main
-from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts import Rollout
-from megatron_dta.sampling.engines.interface import generate, phase
-from megatron_dta.sampling.engines.servers.http_client import ServerError
-from megatron_dta.sampling.engines.servers.speculation import DraftCounts, ServerSpeculation
-from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.common.keyed_random import Domain
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.extras.servers.http_client import ServerError
+from megatron_dta.extras.servers.server_corpus import RolloutCorpus
+from megatron_dta.extras.servers.speculation import DraftCounts, ServerSpeculation
+from megatron_dta.sampling.interface import generate, phase
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
-from megatron_dta.sampling.sources.server_corpus import RolloutCorpus
+from megatron_dta.training.arguments import parse_arguments
 from rollout_runs import Runs, metrics_of, weights_of
 from rollout_runs import assert_same as assert_same_weights
 

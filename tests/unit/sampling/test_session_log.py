@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dta.commands.servers import gateway as gateway_command
-from megatron_dta.common.errors import InputError
-from megatron_dta.sampling.gateway.session_log import SessionLog
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.extras.agents.gateway.session_log import SessionLog
 
 
 def test_a_log_below_a_file_is_refused(tmp_path: Path) -> None:

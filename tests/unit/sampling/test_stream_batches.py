@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conftest import seed_all
-from megatron_dta.sampling.sources.rollout_stream import StreamLimits, choose_groups
+from megatron_dta.extras.servers.stream.rollout_stream import StreamLimits, choose_groups
 
 
 @pytest.mark.parametrize("seed", range(40))

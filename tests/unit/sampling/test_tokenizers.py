@@ -11,7 +11,7 @@ import pytest
 import tokenizers_cases
 from conftest import rollout_file
 from megatron_dta.common import time_limit
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.prompts.load import Prompt, PromptReader, prompts_at
 from megatron_dta.sampling.prompts.tokenizer import (
     ARITHMETIC_ALPHABET,

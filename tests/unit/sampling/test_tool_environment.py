@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from megatron_dta.sampling.treepo.environment import EnvironmentRunner
-from megatron_dta.sampling.treepo.tool_environment import ToolEnvironment
+from megatron_dta.sampling.environment import EnvironmentRunner
+from megatron_dta.sampling.tool_environment import ToolEnvironment
 
 PROMPT = np.array([5])
 

@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 
 from conftest import seed_all
 from http_engine_cases import KINDS, PARAMS, QUICK, VOCABULARY, Setup, check_result
-from megatron_dta.sampling.engines.interface import generate
-from megatron_dta.sampling.engines.servers.engine import HttpEngine
-from megatron_dta.sampling.engines.servers.http_client import ServerError
-from megatron_dta.sampling.engines.servers.http_settings import listed_urls
-from megatron_dta.sampling.engines.servers.weights import patches
-from megatron_dta.sampling.engines.servers.weights.groups import StoreGroup
-from megatron_dta.sampling.engines.servers.weights.host_weights import HostWeights, empty_weights
-from megatron_dta.sampling.engines.servers.weights.patches import expected_checksums, patches_of
+from megatron_dta.extras.servers.engine import HttpEngine
+from megatron_dta.extras.servers.http_client import ServerError
+from megatron_dta.extras.servers.http_settings import listed_urls
+from megatron_dta.extras.servers.weights import patches
+from megatron_dta.extras.servers.weights.groups import StoreGroup
+from megatron_dta.extras.servers.weights.patches import expected_checksums, patches_of
+from megatron_dta.sampling.host_weights import HostWeights, empty_weights
+from megatron_dta.sampling.interface import generate
 from rollout_servers import RolloutServer
 from weight_receiver import OPENERS, FileBuffer, checksum
 

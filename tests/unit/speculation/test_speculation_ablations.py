@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.speculation.drafter import Drafter, DrafterParams, window_by_updates
+from megatron_dta.sampling.speculation.drafter import Drafter, DrafterParams, window_by_updates
 
 
 def told(drafter: Drafter, problem: str, prompt: np.ndarray, tokens: np.ndarray) -> int:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.speculation.budgets import drafted_tokens, fit_acceptance, optimal_budget
-from megatron_dta.speculation.degenerate import DegenerateDetector, degenerate_length
-from megatron_dta.speculation.drafter import DrafterParams
-from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.lengths import (
+from megatron_dta.sampling.degenerate import DegenerateDetector, degenerate_length
+from megatron_dta.sampling.speculation.budgets import drafted_tokens, fit_acceptance, optimal_budget
+from megatron_dta.sampling.speculation.drafter import DrafterParams
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
+from megatron_dta.sampling.speculation.lengths import (
     CANDIDATES,
     LengthClass,
     LengthHistory,
@@ -18,7 +18,7 @@ from megatron_dta.speculation.lengths import (
     class_bounds,
     completion_probability,
 )
-from megatron_dta.speculation.speculator import Speculator
+from megatron_dta.sampling.speculation.speculator import Speculator
 from speculation_exact_cases import NoProbes, clockless
 
 CHEAP = ForwardCost(1.0, 1e-9, 0.0, 0.0)
@@ -260,7 +260,7 @@ def test_the_optimal_budget_follows_what_the_step_shows(accepts: bool, monkeypat
         seen.append(float(k[0]))
         return optimal_budget(lengths, k, alpha, c_base, c_tok)
 
-    monkeypatch.setattr("megatron_dta.speculation.speculator.optimal_budget", spy)
+    monkeypatch.setattr("megatron_dta.sampling.speculation.speculator.optimal_budget", spy)
     speculator = taught("optimal", ForwardCost(1.0, 1e-3, 0.0, 0.0))
     slots = opened(speculator, 12)
     assert seen[0] == 0.5

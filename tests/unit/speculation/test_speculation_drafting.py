@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.config import ParallelConfig
-from megatron_dta.model import initialize_parallel
-from megatron_dta.sampling.engines.in_process.drafting import NO_DRAFT, Round
-from megatron_dta.sampling.engines.in_process.scheduler import Request
-from megatron_dta.sampling.engines.in_process.suffix_drafting import SuffixDrafting
-from megatron_dta.sampling.engines.interface import GenerationRequest
-from megatron_dta.speculation import drafter
-from megatron_dta.speculation.drafter import Drafter, DrafterParams
-from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.gate import SpeculationGate
-from megatron_dta.speculation.speculator import Speculator
-from megatron_dta.speculation.suffix_forest import PythonSuffixForest
+from megatron_dta.core.config import ParallelConfig
+from megatron_dta.core.model import initialize_parallel
+from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Round
+from megatron_dta.sampling.in_process.scheduler import Request
+from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
+from megatron_dta.sampling.interface import GenerationRequest
+from megatron_dta.sampling.speculation import drafter
+from megatron_dta.sampling.speculation.drafter import Drafter, DrafterParams
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
+from megatron_dta.sampling.speculation.gate import SpeculationGate
+from megatron_dta.sampling.speculation.speculator import Speculator
+from megatron_dta.sampling.speculation.suffix_forest import PythonSuffixForest
 from mesh_worker import run_on_ranks
 from speculation_exact_cases import NoProbes, clockless
 
@@ -356,7 +356,7 @@ def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool):
 
 
 def costs_on_rank(rank: int, parallel: ParallelConfig) -> tuple:
-    from megatron_dta.model import initialize_parallel
+    from megatron_dta.core.model import initialize_parallel
 
     initialize_parallel(5, parallel)
     gate = SpeculationGate(ForwardCost(), ForwardCost())

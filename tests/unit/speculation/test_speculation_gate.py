@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.speculation.calibration import AcceptanceTable
-from megatron_dta.speculation.drafter import DrafterParams
-from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.gate import CREDIT, LOSS_SHARE, SpeculationGate, token_gate
-from megatron_dta.speculation.speculator import Speculator
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.sampling.speculation.calibration import AcceptanceTable
+from megatron_dta.sampling.speculation.drafter import DrafterParams
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
+from megatron_dta.sampling.speculation.gate import CREDIT, LOSS_SHARE, SpeculationGate, token_gate
+from megatron_dta.sampling.speculation.speculator import Speculator
 
 PLAIN = ForwardCost(base=2e-3, per_token=1e-5)
 DRAFTED = ForwardCost(base=4e-3, per_token=1e-5)

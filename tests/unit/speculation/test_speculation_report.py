@@ -10,9 +10,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from conftest import seed_all
-from megatron_dta.plots import speculation as plots
-from megatron_dta.report.draft_charts import draft_charts
-from megatron_dta.speculation.report import PlainForwards, SpeculationReport, drafting_benefit
+from megatron_dta.extras.report.draft_charts import draft_charts
+from megatron_dta.extras.report.plots import speculation as plots
+from megatron_dta.sampling.speculation.report import PlainForwards, SpeculationReport, drafting_benefit
 from megatron_dta.training.monitor.metric_names import is_known
 
 CLASSES = ("short", "medium", "long")

@@ -13,21 +13,19 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.console import Console
-from megatron_dta.rollouts import Rollout
-from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
-from megatron_dta.sampling.engines.in_process.suffix_drafting import SuffixDrafting
-from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.core.rollouts import Rollout
+from megatron_dta.sampling.environment import EnvironmentRunner
+from megatron_dta.sampling.in_process.engine import InProcessEngine
+from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
+from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.tokenizer import NullTokenizer
-from megatron_dta.sampling.treepo.environment import EnvironmentRunner
+from megatron_dta.sampling.speculation.lengths import class_bounds
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
-from megatron_dta.speculation.lengths import (
-    class_bounds,
-)
-from megatron_dta.training.setup import build_trainer
+from megatron_dta.training.arguments import parse_arguments
+from megatron_dta.wiring.setup import build_trainer
 from rollout_forest import NEVER, SETTINGS, Drive, assert_same, poison_pages, run_forest, run_long, started
 from rollout_runs import Runs
 from sampling_cases import EOS, SHAPES, VOCAB, make_model, random_prompts

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from conftest import REPOSITORY, seed_all
 from forked import run_python
-from megatron_dta.speculation import native
-from megatron_dta.speculation.suffix_forest import DraftParams, PythonSuffixForest, SuffixForest
+from megatron_dta.sampling.speculation import native
+from megatron_dta.sampling.speculation.suffix_forest import DraftParams, PythonSuffixForest, SuffixForest
 
 
 def native_forest(depth: int, early_depth: int | None = None) -> SuffixForest:
@@ -262,7 +262,7 @@ def test_without_a_compiler(tmp_path) -> None:
     """The fallback is taken, said once, and drafts."""
     code = (
         "import logging; logging.basicConfig()\n"
-        "from megatron_dta.speculation.native import create_forest\n"
+        "from megatron_dta.sampling.speculation.native import create_forest\n"
         "print([type(create_forest(5)).__name__ for _ in range(2)])"
     )
     environment = {"PATH": str(tmp_path), "MEGATRON_DTA_CACHE": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}

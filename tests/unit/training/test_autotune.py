@@ -11,12 +11,12 @@ import torch
 
 import megatron_dta.training.autotune as autotune
 from conftest import seed_all
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.engine import TreeEngine
-from megatron_dta.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
-from megatron_dta.planning.costs.memory_budget import GIB
-from megatron_dta.rollouts import write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.engine import TreeEngine
+from megatron_dta.core.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
+from megatron_dta.core.planning.costs.memory_budget import GIB
+from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.autotune import Autotuner, GpuMemory, decides_memory
 from megatron_dta.training.loop import Trainer
 from trainer_cases import MODEL, make_rollouts, make_trainer, rows_of
@@ -94,7 +94,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[GpuMemory]:
     current = [GpuMemory(total=20 * GIB, outside=GIB, graphs=0.0, others=0.0)]
     monkeypatch.setattr(autotune, "decides_memory", lambda config, device: config.tree.tree_memory_gib is None)
     monkeypatch.setattr(autotune, "measure_gpu", lambda device, own, graphs=None: current[0])
-    monkeypatch.setattr("megatron_dta.training.setup.TreeEngine", TimedEngine)
+    monkeypatch.setattr("megatron_dta.wiring.setup.TreeEngine", TimedEngine)
     return current
 
 

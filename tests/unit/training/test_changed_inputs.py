@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from chat_folder import make_chat_folder
-from megatron_dta.arguments import parse_arguments
+from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.checkpoint.inputs import changed_inputs, input_digests
 
 

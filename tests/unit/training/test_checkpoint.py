@@ -16,10 +16,10 @@ from megatron.core import dist_checkpointing
 
 from checkpoint_cases import MODEL, RATES, Run
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig
-from megatron_dta.model import build_model
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.model import build_model
+from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.training.checkpoint import save_load as checkpoint
 from megatron_dta.training.checkpoint import writer as checkpoint_writer
 from megatron_dta.training.checkpoint.files import TRACKER, find_checkpoint, remove_leftovers

@@ -14,18 +14,18 @@ import torch
 from checkpoint_cases import MODEL, Run
 from conftest import seed_all
 from conversion_cases import save_huggingface, to_megatron
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import CheckpointConfig, TrainConfig
-from megatron_dta.conversion.integrity import (
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.training.checkpoint.files import find_checkpoint
+from megatron_dta.training.checkpoint.integrity import (
     CHECKSUMS,
     read_checksums,
     refuse_foreign_checkpoint,
     verify_checksums,
     write_checksums,
 )
-from megatron_dta.conversion.megatron_files import MegatronCheckpoint
-from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import CheckpointSaver, load_checkpoint, load_weights
+from megatron_dta.training.config import CheckpointConfig, TrainConfig
+from megatron_dta.training.huggingface.megatron_files import MegatronCheckpoint
 from strict_pickle_cases import Bomb
 from tool_runs import run_tool
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import TreeConfig
-from megatron_dta.planning.costs.decoder_shape import DecoderShape
-from megatron_dta.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
-from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import TreeConfig
+from megatron_dta.core.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
+from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.training.data.division import divide_and_plan
 
 RANKS = 8

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.checkpoint.best import BestCheckpoint, better_checkpoint
 from megatron_dta.training.checkpoint.files import find_checkpoint, prune_checkpoints
 from megatron_dta.training.monitor.guard import LEAST_NORMS, Guard, GuardState

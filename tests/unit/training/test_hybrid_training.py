@@ -14,20 +14,20 @@ from conftest import seed_all
 from conversion_cases import HYBRIDS, QUIET, save_huggingface, tensors_in
 from hybrid_cases import FLAGS
 from lora_training_cases import convert
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.config.checks.all import check_config
-from megatron_dta.config.model import ModelConfig
-from megatron_dta.conversion.adapters import WEIGHTS
-from megatron_dta.conversion.hf.config import architecture, read_hf_config, settings_from_hf
-from megatron_dta.conversion.job import run_job
-from megatron_dta.conversion.mappings import ModelShape
-from megatron_dta.conversion.to_huggingface import ToHuggingFace
-from megatron_dta.conversion.to_megatron import ToMegatron
-from megatron_dta.rollouts import write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config.model import ModelConfig
+from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.checkpoint.files import find_checkpoint
-from megatron_dta.training.setup import build_trainer
-from megatron_dta.training.weights.huggingface import write_hf
+from megatron_dta.training.config.checks.all import check_config
+from megatron_dta.training.huggingface.config.config import architecture, read_hf_config, settings_from_hf
+from megatron_dta.training.huggingface.job import run_job
+from megatron_dta.training.huggingface.mappings import ModelShape
+from megatron_dta.training.huggingface.peft import WEIGHTS
+from megatron_dta.training.huggingface.read_part import ToMegatron
+from megatron_dta.training.huggingface.save import write_hf
+from megatron_dta.training.huggingface.to_huggingface import ToHuggingFace
+from megatron_dta.wiring.setup import build_trainer
 from resume_cases import final_tensors, rows_without_timing
 from trainer_cases import VOCABULARY, make_rollouts, run
 

@@ -17,17 +17,17 @@ from conftest import seed_all
 from conversion_cases import save_huggingface, tensors_in
 from lora_cases import is_adapter
 from lora_training_cases import convert, hf_rollouts
-from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.console import Console
-from megatron_dta.common.errors import InputError
-from megatron_dta.conversion.adapters import CheckpointAdapters
-from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.parity import random_training_samples
-from megatron_dta.rollouts import write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.extras.parity import random_training_samples
+from megatron_dta.extras.servers.weights.send import RolloutWeights
+from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.checkpoint.files import find_checkpoint
+from megatron_dta.training.huggingface.peft import CheckpointAdapters
 from megatron_dta.training.loop import Trainer
-from megatron_dta.training.setup import build_trainer
-from megatron_dta.training.weights.servers import RolloutWeights
+from megatron_dta.wiring.setup import build_trainer
 from resume_cases import final_tensors, prompts_and_reward, rows_without_timing
 from trainer_cases import MODEL, make_rollouts, make_trainer, run
 from tree_engine_cases import tree_config

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import LoggingConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.training.config import LoggingConfig
 from megatron_dta.training.monitor.metrics import (
     MetricsLog,
     check_loggers,

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import ObjectiveConfig
-from megatron_dta.engine import prepare_batch
-from megatron_dta.objectives import estimate_advantages
-from megatron_dta.objectives.gae import generalized_advantages, token_rewards, whiten
-from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ObjectiveConfig
+from megatron_dta.core.engine import prepare_batch
+from megatron_dta.core.objectives import estimate_advantages
+from megatron_dta.core.objectives.gae import generalized_advantages, token_rewards, whiten
+from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.training.arguments import parse_arguments
 from resume_cases import rows_without_timing
 from trainer_cases import MODEL, make_rollouts, make_trainer, rows_of, run
 

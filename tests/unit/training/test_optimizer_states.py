@@ -16,15 +16,15 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from conftest import seed_all
-from megatron_dta import cpu_compat
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import OptimizationConfig
-from megatron_dta.config.checks.optimizer_states import check_state_support, check_states
-from megatron_dta.training import optimizer as optimizer_module
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model.parallel import megatron_patches as cpu_compat
+from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, save_checkpoint
-from megatron_dta.training.optimizer import _put_beside_parameters
+from megatron_dta.training.config import OptimizationConfig
+from megatron_dta.training.config.checks.optimizer_states import check_state_support, check_states
+from megatron_dta.training.optimizer.build import _put_beside_parameters
+from megatron_dta.training.optimizer.build import build as optimizer_module
 from optimizer_states_cases import MODEL, RATES, SHARDED, Run
 
 OFFLOAD = replace(RATES, use_precision_aware_optimizer=True, optimizer_cpu_offload=True, no_pin_cpu_grads=True)

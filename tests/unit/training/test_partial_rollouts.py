@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, seed_all
-from megatron_dta.arguments import parse_arguments
-from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts.jsonl import read_jsonl
-from megatron_dta.sampling.engines import build
-from megatron_dta.training.dry_run import dry_run
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts.jsonl import read_jsonl
+from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.monitor.metric_names import is_known
+from megatron_dta.wiring import engines as build
+from megatron_dta.wiring.dry_run import dry_run
 from partial_rollout_cases import QUICK, Fleet, check_batches, record, tables_of, train_with_faults
 from rollout_runs import Runs
 

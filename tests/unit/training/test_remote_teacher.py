@@ -13,10 +13,10 @@ import torch
 pytest.importorskip("aiohttp")
 
 from lying_teacher import HEAD, LOGPROBS, ROWS, SAMPLES, STATES, LyingTeacher, client, honest
-from megatron_dta.common.array_message import pack, unpack
-from megatron_dta.common.errors import InputError
-from megatron_dta.training.remote_teacher import KEY, RemoteTeacher
-from megatron_dta.training.teacher_samples import tensor_bytes
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.extras.teachers.array_message import pack, unpack
+from megatron_dta.extras.teachers.remote import KEY, RemoteTeacher
+from megatron_dta.extras.teachers.samples import tensor_bytes
 from raw_server import RawRequest, RawServer, reply
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.console import Console
-from megatron_dta.planning.step.flops import StepCounts
-from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.core.planning.step.flops import StepCounts
+from megatron_dta.core.rollouts import Rollout, write_rollouts
 from megatron_dta.sampling.prompts.tokenizer import build_tokenizer
+from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.monitor.benefits import benefit_sentences, tree_benefit
 from megatron_dta.training.monitor.console import (
     LEGEND,

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from chat_folder import CHATML, make_chat_folder
-from megatron_dta.common.errors import InputError
-from megatron_dta.config import CheckpointConfig, ModelConfig, SamplingConfig, TrainConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.sampling.config import SamplingConfig
 from megatron_dta.sampling.task import chat_template
+from megatron_dta.training.config import CheckpointConfig, TrainConfig
 from megatron_dta.training.data import template_date
 from megatron_dta.training.data.template_date import with_date_of, with_template_date
 

@@ -7,19 +7,20 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from megatron_dta.config import ObjectiveConfig, TrainConfig, TreeConfig
-from megatron_dta.engine import prepare_batch
-from megatron_dta.objectives import make_objective
-from megatron_dta.rollouts import cut_length
-from megatron_dta.rollouts.paths import tree_paths
+from megatron_dta.core.config import ObjectiveConfig, TreeConfig
+from megatron_dta.core.engine import prepare_batch
+from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.rollouts import cut_length
+from megatron_dta.core.rollouts.paths import tree_paths
+from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.core.tree.known_paths import KnownPath, build_from_known_paths
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
+from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.data.prepare import SamplePreparation
 from megatron_dta.training.data.step import known_paths
-from megatron_dta.tree import build_prefix_tree
-from megatron_dta.tree.known_paths import KnownPath, build_from_known_paths
 from recording_engine import RecordingEngine
 
 
@@ -95,7 +96,7 @@ def test_only_what_is_not_known_is_compared(monkeypatch: pytest.MonkeyPatch):
     def fail(*_):
         raise AssertionError("sorted")
 
-    monkeypatch.setattr("megatron_dta.tree.known_paths.sort_sequences", fail)
+    monkeypatch.setattr("megatron_dta.core.tree.known_paths.sort_sequences", fail)
     assert_same_forest(build_from_known_paths(sequences, paths), expected)
 
 

@@ -11,13 +11,8 @@ import numpy as np
 import pytest
 
 from conftest import rollout_file, seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.tree import (
-    PrefixTree,
-    build_forest_without_sharing,
-    build_prefix_tree,
-    tree_statistics,
-)
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree, tree_statistics
 
 
 def random_sequences(rng: np.random.Generator) -> list[np.ndarray]:

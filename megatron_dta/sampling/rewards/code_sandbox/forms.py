@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dta.common.errors import InputError
+from megatron_dta.core.common.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from megatron_dta.common.errors import InputError
-from megatron_dta.config.sampling import RewardConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.sampling.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards.code_sandbox import confinement
 from megatron_dta.sampling.rewards.code_sandbox.forms import ProgramTests
 

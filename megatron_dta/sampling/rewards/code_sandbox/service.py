@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from megatron_dta.common.errors import InputError
 from megatron_dta.common.http.replies import TransientFailureError, parse_json
-from megatron_dta.config.sampling import RewardConfig
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.sampling.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards.code_sandbox.forms import ProgramTests
 from megatron_dta.sampling.rewards.code_sandbox.running import INSIDE, MOST_OUTPUT_BYTES, Sandbox
 from megatron_dta.sampling.rewards.server_reward import JsonServers

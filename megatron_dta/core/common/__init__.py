@@ -1,0 +1,1 @@
+"""Errors, files and what else every ring needs."""

@@ -1,0 +1,59 @@
+"""Writes files atomically: under a temporary name in the same folder, then renamed.
+
+It also reads JSON files, so that their errors have the same wording everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.core.common.errors import InputError
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary path in the same folder; renames it to ``path`` on success, removes it on failure."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):  # a parent that is a file has raised above; its error is the one to report
+            temporary.unlink()
+
+
+def replace_text(path: Path, text: str, mode: int | None = None) -> None:
+    """Replace the content of ``path`` atomically and flush it to disk: a kill leaves the old text or the new one.
+
+    Args:
+        mode: the permissions of the file; by default those that the process gives to new files.
+    """
+    unfinished = path.with_name(path.name + ".tmp")
+    with open(unfinished, "w", encoding="utf-8") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        InputError: the file cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise InputError(f"{path}: is not a JSON file") from None

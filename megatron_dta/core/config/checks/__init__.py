@@ -1,0 +1,1 @@
+"""What a model cannot be or do, and on which mesh."""

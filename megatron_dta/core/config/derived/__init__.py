@@ -1,0 +1,1 @@
+"""What follows from the settings of a model."""

@@ -1,0 +1,54 @@
+"""``option``: a dataclass field that is also a command-line flag.
+
+Every setting of this project is a typed dataclass field; ``megatron_dta.training.arguments`` generates the command line from
+them. So a setting has one definition, one default and one help text, in Python and on the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, field
+from typing import Any
+
+REQUIRED = MISSING
+NO_FLAG = ""
+BOUNDS = ("minimum", "maximum", "above")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] | None = None,
+    flag: str | None = None,
+    needs: str | tuple[str, ...] = (),
+    **bounds: float,
+) -> Any:
+    """A dataclass field with the metadata of its command-line flag.
+
+    Args:
+        default: the value when the flag is absent; ``REQUIRED`` if the flag must be given.
+        help: the text for ``--help``.
+        choices: the accepted values; None accepts any value.
+        flag: the name of the flag, if it is not the field's name with dashes; ``NO_FLAG`` for settings of the Python
+            API only.
+        needs: without which other settings this one is not read, see ``config.checks.needs``.
+        bounds: ``minimum`` and ``maximum`` of a number, and ``above``, which excludes it; ``config.checks`` holds them.
+    """
+    if not bounds.keys() <= set(BOUNDS):
+        raise TypeError(f"bounds are {', '.join(BOUNDS)}, not {', '.join(bounds)}")
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "flag": flag,
+        "command_line": flag != NO_FLAG,
+        **dict.fromkeys(BOUNDS),
+        **bounds,
+        "needs": (needs,) if isinstance(needs, str) else needs,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def flag_of(setting: Field) -> str:
+    """The flag of a dataclass field made by ``option``, including its dashes."""
+    return setting.metadata["flag"] or "--" + setting.name.replace("_", "-")

@@ -1,0 +1,109 @@
+"""Holds this rank's model chunks together with the settings that every pass uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from megatron_dta.core.engine.cost_inputs import decoder_shape
+from megatron_dta.core.model import (
+    Model,
+    StagedModel,
+    TreeGPTModel,
+    choose_attention,
+    context_group,
+    context_sizes,
+    training_mesh,
+)
+from megatron_dta.core.shapes.decoder import context_refusal
+from megatron_dta.extras.kv_offload.pool import HostSlots
+
+# Default number of logits alive at once: enough rows to fill a GPU. On a CPU, more rows gain nothing.
+LOGIT_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
+
+
+class RankModel:
+    """The model chunks of a rank, with the settings that all passes share.
+
+    Args:
+        model: a ``TreeGPTModel`` or ``StagedModel``, or its model chunks in Megatron's DistributedDataParallel.
+        temperature: the logits are divided by it, in training as in sampling.
+        logprob_chunk_tokens: rows of logits alive at once; None for ``LOGIT_ELEMENTS`` divided by the vocabulary size.
+        tree_attention_impl: "auto", "triton" or "reference", see ``TreeConfig``.
+        routing_replay: use the experts that the sampler of the rollouts chose.
+
+    Attributes:
+        mesh, context_group: the ranks that run the model; ``divide_tokens`` changes them.
+        kv_on_host: memory for the K/V slots of layers on the host; None without offloading.
+    """
+
+    def __init__(
+        self,
+        model: Model | Sequence[torch.nn.Module],
+        temperature: float,
+        logprob_chunk_tokens: int | None,
+        tree_attention_impl: str,
+        routing_replay: bool,
+    ) -> None:
+        self.replays_routing = routing_replay
+        self.chunks = list(model.model_chunks if isinstance(model, (TreeGPTModel, StagedModel)) else model)
+        self.tree_models: list[TreeGPTModel] = [
+            chunk if isinstance(chunk, TreeGPTModel) else chunk.module for chunk in self.chunks
+        ]
+        self.config, self.true_vocab_size = self.tree_models[0].config, self.tree_models[0].true_vocab_size
+        self.shape = decoder_shape(self.config, self.true_vocab_size)
+        self.num_layers = [len(chunk.decoder.layers) for chunk in self.tree_models]
+        self.temperature = temperature
+        parameter = next(self.tree_models[0].parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+        self.kv_on_host: HostSlots | None = None
+        most = LOGIT_ELEMENTS[self.device.type] // self.true_vocab_size
+        self.logprob_chunk_tokens = logprob_chunk_tokens or max(1, most)
+        # Whether attention runs on kernels, rather than in plain PyTorch.
+        self.uses_kernels = choose_attention(tree_attention_impl, self.config.kv_channels, self.dtype, self.device)
+        self._take_ranks(training_mesh().context_size)
+
+    def divide_tokens(self, context_size: int) -> None:
+        """Let this number of ranks divide the tokens of a segment from now on; one of ``possible_context_sizes``."""
+        if context_size != self.mesh.context_size:
+            self._take_ranks(context_size)
+
+    def _take_ranks(self, context_size: int) -> None:
+        self.mesh, self.context_group = training_mesh(context_size), context_group(context_size)
+
+    @property
+    def possible_context_sizes(self) -> list[int]:
+        """Sizes of context groups over which the heads can be divided, ascending."""
+        sizes, tensor = context_sizes(), self.config.tensor_model_parallel_size
+        heads = (self.config.num_attention_heads, self.config.num_query_groups)
+        return [size for size in sizes if len(sizes) == 1 or context_refusal(tensor, size, *heads) is None]
+
+    def gradient_sync(self, chunk: int, allowed: bool) -> AbstractContextManager:
+        """Keep the backward of a model chunk from starting the reduction of its gradients, unless ``allowed``."""
+        part = self.chunks[chunk]
+        return nullcontext() if allowed or not hasattr(part, "no_sync") else part.no_sync()
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of a layer's attention on this rank."""
+        return self.config.num_attention_heads // (self.config.tensor_model_parallel_size * self.mesh.context_size)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of a layer's attention on this rank; context ranks may hold the same one."""
+        of_tensor_rank = self.config.num_query_groups // self.config.tensor_model_parallel_size
+        return max(1, of_tensor_rank // self.mesh.context_size)
+
+    def own_tokens(self, num_tokens: int) -> range:
+        """The tokens of a segment of ``num_tokens`` that this rank computes outside the attention."""
+        ranks, rank = self.mesh.context_size, self.mesh.context_rank
+        rows = self.tree_models[0].rows_of_share(num_tokens, ranks) if ranks > 1 else num_tokens
+        return range(min(num_tokens, rank * rows), min(num_tokens, (rank + 1) * rows))
+
+    @property
+    def syncs_in_backward(self) -> bool:
+        """Whether the gradients of replicas are reduced within the last backward, rather than after it."""
+        part = self.chunks[0]
+        return hasattr(part, "ddp_config") and part.ddp_config.overlap_grad_reduce

@@ -1,0 +1,279 @@
+"""Builds the model: our settings -> Megatron's ``TransformerConfig`` and layer spec -> ``TreeGPTModel``.
+
+This file holds everything that depends on how Megatron-Core constructs a model, and on its versions (0.16.1 to 0.19).
+Support for another of Megatron's model classes needs changes here only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.config.checks.experts import check_experts
+from megatron_dta.core.config.checks.hybrid import check_hybrid
+from megatron_dta.core.config.checks.lora import check_lora
+from megatron_dta.core.config.checks.mesh import check_context_parallel, check_tensor_parallel
+from megatron_dta.core.config.checks.transformer_engine import (
+    DEFAULT_FP8_RECIPE,
+    check_fp8,
+    check_fp8_support,
+    check_transformer_impl,
+)
+from megatron_dta.core.config.derived.pipeline_layout import stage_layers
+from megatron_dta.core.model.attention.core_attention import TreeAttention
+from megatron_dta.core.model.experts.router import TreeRouter, keep_balance_in_float32
+from megatron_dta.core.model.experts.spec import expert_layer_spec, expert_settings
+from megatron_dta.core.model.hybrid.gated_attention import GatedSelfAttention, ZeroCenteredRMSNorm
+from megatron_dta.core.model.hybrid.gated_delta_net import (
+    GatedDeltaNet,
+    gated_delta_net_spec,
+    hybrid_settings,
+    use_gated_delta_rule,
+)
+from megatron_dta.core.model.kernels import choose_fused_layers, choose_gated_delta_rule
+from megatron_dta.core.model.layers.lora import add_adapters
+from megatron_dta.core.model.layers.sequence_parallel import SequenceParallelNorm
+from megatron_dta.core.model.main_grad import use_main_grad, with_main_grad_layers
+from megatron_dta.core.model.parallel.mesh import initial_seed
+from megatron_dta.core.model.parallel.staged_model import Model, StagedModel
+from megatron_dta.core.model.rotary import set_attention_factor, set_frequencies
+from megatron_dta.core.model.tree_model import TreeGPTModel
+from megatron_dta.core.model.value_model import TreeValueModel
+from megatron_dta.extras.transformer_engine.layers import use_transformer_engine
+from megatron_dta.training.config.checks.all import check_dropout, check_rotary
+
+
+def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = None) -> TransformerConfig:
+    """Megatron's configuration of ``model``: no dropout, no fusion that changes a result."""
+    parallel = parallel or ParallelConfig()
+    check_dropout(model)
+    check_rotary(model)
+    check_transformer_impl(model)
+    check_tensor_parallel(model, parallel)
+    check_context_parallel(model, parallel)
+    check_experts(model, parallel)
+    check_hybrid(model, parallel)
+    check_lora(model, parallel)
+    check_fp8(model, parallel)
+    has_cuda = torch.cuda.is_available()
+    settings = dict(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=model.swiglu,
+        activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        qk_layernorm=model.qk_layernorm,
+        add_bias_linear=not model.disable_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        init_method_std=model.init_method_std,
+        attention_dropout=model.attention_dropout,
+        hidden_dropout=model.hidden_dropout,
+        params_dtype=model.params_dtype,
+        pipeline_dtype=model.params_dtype,
+        bf16=model.params_dtype == torch.bfloat16,
+        # Without this, the stock attention of the parity reference would not stay in float64.
+        attention_softmax_in_fp32=model.params_dtype != torch.float64,
+        fp8=model.fp8_format,
+        **({} if model.fp8_format is None else {"fp8_recipe": model.fp8_recipe or DEFAULT_FP8_RECIPE}),
+        recompute_granularity=model.recompute_granularity,
+        recompute_method=model.recompute_method,
+        recompute_num_layers=model.recompute_num_layers,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        **_pipeline_settings(model, parallel),
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
+        **expert_settings(model),
+        **hybrid_settings(model),
+        # Gradients of replicas are summed, not averaged: the loss weights include the step's one denominator.
+        calculate_per_token_loss=True,
+        use_cpu_initialization=not has_cuda,
+        # The fused versions use torch.compile, which takes seconds to start and changes roundings.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        # Megatron's fusion needs a CUDA extension of another package; main_grad.py does the same without it.
+        gradient_accumulation_fusion=False,
+        cuda_graph_scope=[],
+    )
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    config = TransformerConfig(**{name: value for name, value in settings.items() if name in known})
+    # Not before, because Megatron-Core 0.16 refuses it beside gated delta net: its own layer does not support it.
+    config.context_parallel_size = parallel.context_parallel_size
+    set_attention_factor(config, model)
+    return config
+
+
+def _pipeline_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str, object]:
+    size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    if size == 1:
+        return {}
+    layout: list[list[str]] = [["decoder"] * layers for layers in stage_layers(model, parallel)]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return dict(
+        pipeline_model_parallel_size=size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_model_parallel_layout=layout,
+        # Every message is a separate send or receive; the engine controls what they wait for.
+        batch_p2p_comm=False,
+        batch_p2p_sync=False,
+        overlap_p2p_comm=chunks > 1,
+    )
+
+
+def layer_spec(
+    model: ModelConfig,
+    layer: int = 0,
+    tree_attention: bool = True,
+    router: type | None = TreeRouter,
+    recurrent: type = GatedDeltaNet,
+) -> ModuleSpec:
+    """Megatron's spec of layer ``layer`` (from 0); with ``tree_attention`` its core attention is ours, otherwise the
+    stock one. ``router`` is the router class of experts, None for the stock one, and ``recurrent`` the class of gated
+    delta net.
+    """
+    if model.moe_layers[layer]:
+        spec = expert_layer_spec(model, router)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
+    if tree_attention:
+        spec.submodules.self_attention.submodules.core_attention = TreeAttention
+    if model.attention_output_gate:
+        spec.submodules.self_attention.module = GatedSelfAttention
+    if model.apply_layernorm_1p:
+        set_norms(spec, ZeroCenteredRMSNorm, model.qk_layernorm)
+    if model.linear_attention_layers[layer]:
+        spec.submodules.self_attention = gated_delta_net_spec(recurrent)
+    return spec
+
+
+def block_spec(
+    model: ModelConfig, parallel: ParallelConfig, layers: range, fused: bool = False
+) -> TransformerBlockSubmodules:
+    """The spec of the given ``layers`` and of the final norm.
+
+    With ``fused`` the layers are those of ``fused_layer``.
+    """
+    norm = SequenceParallelNorm if parallel.sequence_parallel else WrappedTorchNorm
+    norm = ZeroCenteredRMSNorm if model.apply_layernorm_1p else norm
+    specs = [layer_spec(model, layer) for layer in layers]
+    if norm is SequenceParallelNorm:
+        for layer in specs:
+            set_norms(layer, norm, model.qk_layernorm)
+    # From a layer spec alone, Megatron would use Transformer Engine's final norm if that package is installed.
+    spec = TransformerBlockSubmodules(specs, layer_norm=norm)
+    if model.transformer_impl == "transformer_engine":
+        check_fp8_support(model)
+        use_transformer_engine(spec, not parallel.no_gradient_accumulation_fusion, rereads_input=fused)
+    if fused:
+        # Imported here because the reference does not need Triton.
+        from megatron_dta.core.model.layers.fused_layer import fuse_layers
+
+        fuse_layers(spec, model)
+    return spec if parallel.no_gradient_accumulation_fusion else with_main_grad_layers(spec)
+
+
+def set_norms(spec: ModuleSpec, norm: type, of_heads: bool) -> None:
+    """Put ``norm`` into a layer's spec, and with ``of_heads`` also for queries and keys."""
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+    attention = spec.submodules.self_attention.submodules
+    if of_heads and hasattr(attention, "q_layernorm"):
+        attention.q_layernorm = attention.k_layernorm = norm
+
+
+def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, object]:
+    """Arguments of ``GPTModel`` besides its configuration and spec."""
+    return dict(
+        vocab_size=model.padded_vocab_size(tensor_size),
+        max_sequence_length=model.max_position_embeddings,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        # Megatron's plain rotary embedding for every kind of scaling; set_frequencies sets the scaled frequencies.
+        position_embedding_type="rope",
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+    )
+
+
+def build_model(
+    model: ModelConfig, device: torch.device, parallel: ParallelConfig | None = None, value_head: bool = False
+) -> Model:
+    """This rank's part of a freshly initialized model on ``device``, in ``model.params_dtype``.
+
+    The random state decides the weights. ``initialize_parallel`` must have run with the same sizes.
+
+    Args:
+        value_head: build a critic, see ``value_model``.
+
+    Raises:
+        InputError: the model cannot be divided among this number of ranks.
+    """
+    parallel = parallel or ParallelConfig()
+    num_stages, num_model_chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    layers = stage_layers(model, parallel)
+    config = transformer_config(model, parallel)
+    fused = choose_fused_layers(model.fused_layer_impl, model.params_dtype, device)
+    is_hybrid = any(model.linear_attention_layers)
+    rule = choose_gated_delta_rule(model.gated_delta_rule_impl, model.params_dtype, device) if is_hybrid else None
+    chunk_class, arguments = TreeGPTModel, model_arguments(model, parallel.tensor_model_parallel_size)
+    if value_head:
+        chunk_class, arguments = TreeValueModel, arguments | {"share_embeddings_and_output_weights": False}
+    model_chunks = []
+    for number in range(num_model_chunks):
+        virtual_stage = number * num_stages + parallel_state.get_pipeline_model_parallel_rank()
+        first_layer = sum(layers[:virtual_stage])
+        chunk = chunk_class(
+            config,
+            block_spec(model, parallel, range(first_layer, first_layer + layers[virtual_stage]), fused),
+            **arguments,
+            pre_process=virtual_stage == 0,
+            post_process=virtual_stage == len(layers) - 1,
+            vp_stage=number if num_model_chunks > 1 else None,
+        )
+        set_frequencies(chunk, model)
+        chunk.has_fused_layers = fused
+        chunk.true_vocab_size, chunk.fp32_lm_head = model.vocab_size, model.enable_fp32_lm_head
+        chunk.stage_layers, chunk.first_layer = tuple(layers), first_layer
+        model_chunks.append(chunk.to(device=device, dtype=model.params_dtype))
+        if not parallel.no_gradient_accumulation_fusion:
+            use_main_grad(chunk)
+        keep_balance_in_float32(chunk)
+        use_gated_delta_rule(chunk, rule, fused)
+        if model.lora_rank is not None:
+            add_adapters(chunk, model, initial_seed())
+    return StagedModel(model_chunks) if num_stages > 1 else model_chunks[0]
+
+
+def build_stock_model(
+    model: ModelConfig, device: torch.device, router: type | None = None, recurrent: type = GatedDeltaNet
+) -> GPTModel:
+    """Megatron's own ``GPTModel`` with its own attention: the reference that tree training must agree with.
+
+    Its parameters have the same names as those of ``build_model``, so both can load the same state dictionary.
+
+    Args:
+        router: replaces Megatron's router, which computes in float32 for every model dtype.
+        recurrent: gated delta net for whole sequences; Megatron's own needs a GPU.
+    """
+    specs = [
+        layer_spec(model, layer, tree_attention=False, router=router, recurrent=recurrent)
+        for layer in range(model.num_layers)
+    ]
+    spec = TransformerBlockSubmodules(specs, ZeroCenteredRMSNorm if model.apply_layernorm_1p else WrappedTorchNorm)
+    stock = GPTModel(transformer_config(model), spec, **model_arguments(model))
+    set_frequencies(stock, model)
+    return stock.to(device=device, dtype=model.params_dtype)

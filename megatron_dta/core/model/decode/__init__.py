@@ -1,0 +1,1 @@
+"""Decoding with a paged cache of keys and values."""

@@ -1,0 +1,155 @@
+"""Packs sequences for ``--tree-mode packed``: each pack's prefix tree fits a token capacity, with few tokens in total.
+
+A prefix that two packs need is computed in both, so the objective is the sum of the packs' unique tokens. Two methods
+are compared, and the best result is taken:
+
+contiguous             the best cut of the leaves in depth-first order into runs that fit: a shortest path
+first fit decreasing   runs of leaves by their tokens, largest first, each into a pack with room for the tokens that it
+                       adds to the pack's tree: the first such pack, or the one in which it adds fewest. Runs of several
+                       sizes are tried, from full packs down to single leaves.
+
+Runs of neighbours share most but leave room at the ends of packs. First fit decreasing fills packs better, which
+matters if sequences are long for a pack, as agent trajectories are. On 14 sets of rollouts in packs of 16,384 tokens
+(or of the longest sequence), it needs 0.8 to 4.6% fewer tokens on the six sets of tau1 and tau2, and at most 0.5% fewer
+on the others. A sequence that ends inside the tree goes with the first leaf after it.
+
+Legend: L leaves, in depth-first order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.core.planning.partition.range_minimum import RangeMinimum
+from megatron_dta.core.planning.partition.sequence_costs import path_lengths
+from megatron_dta.core.planning.partition.sequence_runs import cheapest_cut, greedy_cut
+from megatron_dta.core.tree import PrefixTree
+
+# First fit also tries runs of at most the capacity divided by these numbers.
+PARTS = (2, 3, 4)
+# First fit compares every node of a run with every pack. Above this many comparisons it is skipped.
+MOST_COMPARISONS = 50_000_000
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The L leaves of a forest, in depth-first order.
+
+    Attributes:
+        nodes: int64 [L].
+        lengths: int64 [L], number of tokens on each leaf's path.
+        shared: int64 [L], number of tokens that it shares with the leaf before it.
+    """
+
+    nodes: np.ndarray
+    lengths: np.ndarray
+    shared: np.ndarray
+
+    @classmethod
+    def of(cls, tree: PrefixTree) -> Leaves:
+        nodes = np.flatnonzero(tree.node_subtree_end == np.arange(1, tree.num_nodes + 1))
+        return cls(nodes, *path_lengths(tree, nodes))
+
+
+def pack_sequences(tree: PrefixTree, capacity: int) -> list[np.ndarray]:
+    """Divide the sequences into packs: int64 arrays that cover all. No sequence may be longer than ``capacity``."""
+    leaves = Leaves.of(tree)
+    found = (packs for _, packs in candidate_packs(tree, leaves, capacity))
+    # Of equally good divisions, one with the fewest packs: larger segments are faster.
+    pack = min(found, key=lambda packs: (packed_tokens(leaves.lengths, leaves.shared, packs), packs.max()))
+    pack = pack[np.searchsorted(leaves.nodes, tree.sequence_node)]
+    order = np.lexsort((tree.sequence_node, pack))
+    return np.split(order, np.flatnonzero(np.diff(pack[order])) + 1)
+
+
+def candidate_packs(tree: PrefixTree, leaves: Leaves, capacity: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (method, the pack of each leaf, int64 [L]).
+
+    The method is "contiguous" or a variant of first fit decreasing: "first fit" into the first pack with room, or
+    "least added" into the one to which fewest tokens are added; "of leaves" one by one, or "of runs", for each size.
+    """
+    length, shared = leaves.lengths, leaves.shared
+    contiguous = contiguous_packs(length, shared, capacity)
+    yield "contiguous", contiguous
+    runs = [("of runs", contiguous)]
+    shorter = (list(greedy_cut(length, length - shared, capacity // part)) for part in PARTS)
+    runs += [("of runs", _numbers(run, len(length))) for run in shorter]
+    for kind, run in [*runs, ("of leaves", np.arange(len(length)))]:
+        nodes = _nodes_of_runs(tree, leaves.nodes, run)
+        if sum(map(len, nodes)) * int(contiguous[-1] + 1) <= MOST_COMPARISONS:
+            for least, method in ((False, "first fit"), (True, "least added")):
+                yield f"{method} {kind}", first_fit_decreasing(nodes, tree.node_lengths, capacity, least)[run]
+
+
+def packed_tokens(length: np.ndarray, shared: np.ndarray, pack: np.ndarray) -> int:
+    """Sum of the packs' unique tokens.
+
+    Args:
+        length: int64 [L], number of tokens on each leaf's path.
+        shared: int64 [L], number of tokens that it shares with the leaf before it.
+        pack: int64 [L], the pack of each leaf.
+    """
+    order = np.lexsort((np.arange(len(pack)), pack))
+    same = np.flatnonzero(pack[order[1:]] == pack[order[:-1]])
+    return int(length.sum() - RangeMinimum(shared)(order[same] + 1, order[same + 1] + 1).sum())
+
+
+def contiguous_packs(length: np.ndarray, shared: np.ndarray, capacity: int) -> np.ndarray:
+    """The pack of each leaf, int64 [L], by the contiguous runs that fit and have the fewest tokens in total.
+
+    A run of leaves has the tokens of the first, and of each other one those that it does not share with the leaf before
+    it. Of equal cuts, one with the fewest packs is taken.
+    """
+    token = len(length) + 1  # A token costs more than all packs together.
+    begins = cheapest_cut(token * length, token * (length - shared), token * capacity + 1, 1)
+    return _numbers(begins, len(length))
+
+
+def _numbers(begins: np.ndarray, count: int) -> np.ndarray:
+    """The number of each leaf's run, int64 [count], for runs that begin at these leaves."""
+    return np.repeat(np.arange(len(begins)), np.diff(np.append(begins, count)))
+
+
+def _nodes_of_runs(tree: PrefixTree, leaf: np.ndarray, run: np.ndarray) -> list[np.ndarray]:
+    """The nodes on the paths of each run's leaves."""
+    parents, found = tree.node_parent.tolist(), []
+    for leaves in np.split(leaf, np.flatnonzero(np.diff(run)) + 1):
+        nodes: set[int] = set()
+        for node in leaves.tolist():
+            while node >= 0 and node not in nodes:
+                nodes.add(node)
+                node = parents[node]
+        found.append(np.fromiter(sorted(nodes), np.int64, len(nodes)))
+    return found
+
+
+def first_fit_decreasing(
+    nodes: list[np.ndarray], node_lengths: np.ndarray, capacity: int, least_added: bool
+) -> np.ndarray:
+    """The pack of each run, int64 [runs].
+
+    Args:
+        nodes: nodes of each run; no run has more tokens than the capacity.
+        node_lengths: number of tokens in each node.
+        capacity: maximum number of unique tokens in a pack.
+        least_added: put a run into the pack in which it adds fewest tokens, instead of the first that has room.
+    """
+    lengths = node_lengths.astype(np.int64)
+    tokens = np.array([lengths[own].sum() for own in nodes], dtype=np.int64)
+    pack = np.zeros(len(nodes), dtype=np.int64)
+    # One row for each pack, and an empty one after them for a new pack.
+    holds, used, count = np.zeros((8, len(lengths)), dtype=bool), np.zeros(8, dtype=np.int64), 0
+    for run in np.argsort(-tokens, kind="stable").tolist():
+        if count + 1 == len(used):
+            holds, used = (np.concatenate([array, np.zeros_like(array)]) for array in (holds, used))
+        added = ~holds[: count + 1, nodes[run]] @ lengths[nodes[run]]
+        fits = np.flatnonzero(used[: count + 1] + added <= capacity)
+        chosen = int(fits[added[fits].argmin()] if least_added else fits[0])
+        count = max(count, chosen + 1)
+        holds[chosen, nodes[run]] = True
+        used[chosen] += added[chosen]
+        pack[run] = chosen
+    return pack

@@ -1,0 +1,198 @@
+"""Searches the segment size S and the budget M of tokens in flight for a step on a single stage.
+
+Planning one pair (S, M) takes milliseconds, and all planning may take only a small share of the step. The number of
+trials therefore follows from the predicted step time. Trials are counted and not timed, so that all ranks choose the
+same plan. A trial uses few of the segment planner's strategies; the best pairs are planned again with all of them if
+the number of trials allows.
+
+1. Try the sizes from the largest on, each with its most promising budget. Stop when no smaller size can be faster, or
+   when several sizes were slower than the best.
+2. Try budgets and sizes around the best pair.
+3. Plan the best pairs with all strategies.
+
+With limited memory, budgets are between the longest sequence, which every plan needs, and the largest budget that
+leaves room for one full segment's activations. The best budget is usually the one with which all activations just fit:
+a smaller one makes less full segments, a larger one recomputes more forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_dta.core.planning.segments.cut import STRATEGIES, default_memory_tokens, plan_segments
+from megatron_dta.core.planning.segments.merge_small import merge_small_segments
+from megatron_dta.core.planning.step.evaluate import StepChoice, evaluate_plan, out_of_memory_error, with_peak
+from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.core.tree import PrefixTree
+
+# Without a limit in bytes, larger segments get the default budget of segments of this size.
+UNLIMITED_SEGMENT_TOKENS = 2048
+# The first phase ends after this many sizes that are slower than the best.
+SLOWER_SIZES = 2
+# Strategies of the segment planner in one trial, most trials around the best pair, and pairs planned with all of them.
+TRIAL_STRATEGIES = 2
+NEARBY_TRIALS = 8
+FULLY_PLANNED = 2
+# Share of a step's predicted time that all trials may take, and the time of one trial: a constant, and the time for
+# each token, for each node of the forest and for each segment.
+TRIAL_SHARE = 0.012
+TRIAL_SECONDS, TRIAL_TOKEN_SECONDS, TRIAL_NODE_SECONDS, TRIAL_SEGMENT_SECONDS = 1e-3, 2e-8, 5e-6, 4e-5
+# Planning a pair with all strategies counts as this many trials.
+FULL_PLAN_TRIALS = 2
+# Relative steps around a pair, and the multiple to which the size step is rounded.
+BUDGET_STEP = 1 / 16
+SIZE_STEP = 1 / 16
+GRANULE = 64
+
+
+@dataclass
+class StepSearch:
+    """A search over pairs of segment size and budget, with the plans found so far.
+
+    Attributes:
+        tree, loss_masks, shape, limits: as in ``choose_step``. If the segment size is free, segments may also be merged
+            into slightly longer ones.
+        found: the plan of each tried pair, None if it does not fit.
+        trials: number of trials made.
+        work: predicted seconds of the last plan without launch times and recomputation.
+        missing: bytes that the last plan lacked.
+    """
+
+    tree: PrefixTree
+    loss_masks: Sequence[np.ndarray] | None
+    shape: PipelineShape
+    limits: StepBudget
+    found: dict[tuple[int, int], StepChoice | None] = field(default_factory=dict)
+    trials: int = 0
+    work: float = 0.0
+    missing: float = 0.0
+
+    def choose(self, sizes: Sequence[int]) -> StepChoice:
+        """Find the fastest plan; raises InputError if none fits into the memory."""
+        slower = 0
+        floor = self.shape.cost_model.floor_seconds
+        for size in sizes:
+            best = self._best()
+            least = max(self.work, floor * -(-self.tree.num_tokens // size))
+            if slower >= SLOWER_SIZES or (best and (best.seconds <= least or self._trials_left() <= FULL_PLAN_TRIALS)):
+                break
+            bounds = self._budgets(size)
+            if bounds is None and size != sizes[-1]:
+                continue
+            choice = self._try(size, self._likely_budget(size, bounds))
+            slower += choice is not None and best is not None and choice.seconds > best.seconds
+        if self._best() is not None:
+            self._try_nearby()
+        return self._plan_fully(sizes[-1])
+
+    def _best(self) -> StepChoice | None:
+        """The fastest plan so far."""
+        fitting = [choice for choice in self.found.values() if choice is not None]
+        return min(fitting, key=lambda choice: choice.seconds, default=None)
+
+    def _trials_left(self) -> int:
+        """Number of further trials that the best plan's predicted time allows."""
+        best = self._best()
+        trial = TRIAL_SECONDS + TRIAL_TOKEN_SECONDS * self.tree.num_tokens + TRIAL_NODE_SECONDS * self.tree.num_nodes
+        trial += TRIAL_SEGMENT_SECONDS * best.segments.num_segments
+        return int(TRIAL_SHARE * best.seconds / trial) - self.trials
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the segment size is free."""
+        return self.limits.segment_tokens is None
+
+    @property
+    def _longest(self) -> int:
+        return int(self.tree.sequence_lengths.max(initial=0))
+
+    def _try(self, size: int, budget: int, strategies: int = TRIAL_STRATEGIES) -> StepChoice | None:
+        """Plan a pair; the result is None if it does not fit."""
+        self.trials += 1 if strategies == TRIAL_STRATEGIES else FULL_PLAN_TRIALS
+        planned = plan_segments(self.tree, size, budget, strategies)
+        if self.is_free:
+            planned = merge_small_segments(planned, budget)
+        choice, self.work, self.missing = evaluate_plan(
+            planned, self.loss_masks, self.shape, budget, self.limits.activation_tokens
+        )
+        before = self.found.get((size, budget))
+        if before is None or (choice is not None and choice.seconds < before.seconds):
+            self.found[size, budget] = choice
+        return choice
+
+    def _budgets(self, size: int) -> tuple[int, int] | None:
+        """Smallest and largest budget worth trying; None if not even one full segment fits."""
+        if self.limits.memory_tokens is not None:
+            return self.limits.memory_tokens, self.limits.memory_tokens
+        most = default_memory_tokens(self.tree, size)
+        if self.shape.memory is None:
+            if self.is_free:
+                most = default_memory_tokens(self.tree, min(size, UNLIMITED_SEGMENT_TOKENS))
+            return most, most
+        kept, slot, room = self._bytes(size)
+        size = min(size, self.tree.num_tokens)
+        most = min(most, int((room - kept * size) // slot))
+        # A budget below one segment would allow no full segments.
+        return (self._longest, most) if most >= max(self._longest, size) else None
+
+    def _bytes(self, size: int) -> tuple[float, float, float]:
+        """Bytes of a token's activations, bytes of its slot and path, and the bytes available for all tokens."""
+        layers, each = self.shape.layers[0], self.shape.memory.stages[0].segments
+        size = min(size, self.tree.num_tokens)
+        room = self.shape.memory.available(0) - each.fixed - float(each.work(size, max(size, self._longest)))
+        return each.kept(layers), each.slot(layers), room
+
+    def _likely_budget(self, size: int, bounds: tuple[int, int] | None) -> int:
+        """The largest budget with which all activations fit, clipped to the bounds."""
+        if bounds is None:
+            return self.limits.memory_tokens or self._longest
+        if bounds[0] == bounds[1] or self.shape.memory is None:
+            return bounds[1]
+        kept, slot, room = self._bytes(size)
+        return int(np.clip(room // (kept + slot), *bounds))
+
+    def _try_nearby(self) -> None:
+        """Try pairs around the best pair so far."""
+        for _ in range(min(NEARBY_TRIALS, self._trials_left() - FULL_PLAN_TRIALS)):
+            best = self._best()
+            (size, budget) = next(pair for pair, choice in self.found.items() if choice is best)
+            pair = next((pair for pair in self._around(size, budget) if pair not in self.found), None)
+            if pair is None:
+                return
+            self._try(*pair)
+
+    def _around(self, size: int, budget: int) -> list[tuple[int, int]]:
+        """Pairs near this one, most promising first."""
+        bounds, pairs = self._budgets(size), []
+        if bounds is None:
+            return []
+        if self.shape.memory is not None and self.limits.memory_tokens is None:
+            step = max(1, int(BUDGET_STEP * budget))
+            for other in (budget + step, budget - step, budget + 2 * step, bounds[1], bounds[0]):
+                pairs.append((size, int(np.clip(other, *bounds))))
+        if self.is_free and size > 2 * GRANULE:
+            step = max(GRANULE, int(SIZE_STEP * size) // GRANULE * GRANULE)
+            for other in (size + step, size - step, size + 2 * step):
+                own = self._budgets(other)
+                if own is not None:
+                    pairs.insert(1 if other > size else len(pairs), (other, int(np.clip(budget, *own))))
+        return pairs
+
+    def _plan_fully(self, least_size: int) -> StepChoice:
+        """Plan the best pairs with all strategies and return the fastest plan."""
+        fitting = [(choice.seconds, pair) for pair, choice in self.found.items() if choice is not None]
+        pairs = [pair for _, pair in sorted(fitting)[:FULLY_PLANNED]]
+        for pair in pairs:
+            if self._trials_left() >= FULL_PLAN_TRIALS:
+                self._try(*pair, strategies=len(STRATEGIES))
+        if not pairs:
+            self._try(least_size, self.limits.memory_tokens or self._longest, strategies=len(STRATEGIES))
+        best = self._best()
+        if best is None:
+            raise out_of_memory_error(
+                self.shape.memory, 0, self.missing, self.tree, least_size, self.limits.memory_tokens
+            )
+        return with_peak(best, self.shape)

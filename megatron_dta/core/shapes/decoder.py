@@ -1,0 +1,289 @@
+"""Describes a decoder by its sizes and counts its parameters: on each rank of a mesh, and those a token passes through.
+
+The counts cover the layers that this package builds: attention or gated delta net, gated or plain feed-forward
+layers without biases, RMSNorm, optional norms of queries and keys, optional biases on queries, keys and values, and
+experts. A tensor group divides every matrix; norms and routers are replicated on its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_dta.core.common.errors import InputError
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Number of parameters on a rank.
+
+    Attributes:
+        dense: parameters that all data-parallel ranks replicate.
+        experts: parameters of routed experts, replicated only on ranks with the same experts.
+    """
+
+    dense: int
+    experts: int = 0
+
+    @property
+    def total(self) -> int:
+        """Dense and expert parameters."""
+        return self.dense + self.experts
+
+    def __add__(self, other: RankParameters) -> RankParameters:
+        return RankParameters(self.dense + other.dense, self.experts + other.experts)
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """The sizes of a decoder, with Megatron's names.
+
+    Attributes:
+        moe_layers: whether each layer has experts; empty means all layers if ``num_experts`` is set, else none.
+        linear_attention_layers: whether each layer has gated delta net instead of attention; empty means none.
+        moe_grouped_gemm: whether the experts of a rank run as grouped products instead of one by one.
+        norm_epsilon, rotary_base, use_rope_scaling: do not affect the counts; used in the flags of a training command.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    swiglu: bool = True
+    qk_layernorm: bool = False
+    add_qkv_bias: bool = False
+    untie_embeddings_and_output_weights: bool = True
+    num_experts: int | None = None
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
+    moe_layers: tuple[bool, ...] = ()
+    moe_grouped_gemm: bool = False
+    attention_output_gate: bool = False
+    linear_attention_layers: tuple[bool, ...] = ()
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    norm_epsilon: float = 1e-5
+    rotary_base: float = 10000.0
+    use_rope_scaling: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if self.vocab_size < 1 or self.ffn_hidden_size < 1:
+            raise InputError("--vocab-size and --ffn-hidden-size must be at least 1")
+        if self.num_attention_heads % self.num_query_groups:
+            raise InputError(
+                f"--num-attention-heads {self.num_attention_heads} is not divisible by --num-query-groups "
+                f"{self.num_query_groups}"
+            )
+        if not self.moe_layers:
+            object.__setattr__(self, "moe_layers", (self.num_experts is not None,) * self.num_layers)
+        if not any(self.linear_attention_layers):
+            object.__setattr__(self, "linear_attention_layers", ())
+        if self.linear_attention_layers and len(self.linear_attention_layers) != self.num_layers:
+            raise InputError(
+                f"--linear-attention-freq names {len(self.linear_attention_layers)} of {self.num_layers} layers"
+            )
+        if len(self.moe_layers) != self.num_layers:
+            raise InputError(f"--moe-layer-freq names {len(self.moe_layers)} of {self.num_layers} layers")
+        if self.num_experts is not None and self.moe_router_topk > self.num_experts:
+            raise InputError(f"--moe-router-topk {self.moe_router_topk} is more than --num-experts {self.num_experts}")
+        if self.num_experts is None and self.moe_grouped_gemm:
+            raise InputError("--moe-grouped-gemm has no effect without --num-experts; leave it out or add that")
+
+    @classmethod
+    def of(cls, settings: Any, **known: Any) -> DecoderShape:
+        """Read the shape from an object with the attributes of ``ModelConfig``; ``known`` replaces some of them.
+
+        Raises InputError if the vocabulary size is None.
+        """
+        values = {field.name: getattr(settings, field.name) for field in fields(cls)} | known
+        if values["vocab_size"] is None:
+            raise InputError("--vocab-size is needed to plan a run: without it the tokenizer would decide")
+        return cls(**values | {name: tuple(values[name]) for name in ("moe_layers", "linear_attention_layers")})
+
+    @property
+    def query_width(self) -> int:
+        """Channels of all query heads."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of all key heads, which is also that of all value heads."""
+        return self.num_query_groups * self.kv_channels
+
+    @property
+    def attention_weights(self) -> int:
+        """Matrix entries of the attention of a layer that has it."""
+        gate = self.query_width if self.attention_output_gate else 0
+        return self.hidden_size * (2 * (self.query_width + self.kv_width) + gate)
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - sum(self.linear_attention_layers)
+
+    def attention_share(self, layers: Sequence[int] | None = None) -> float:
+        """Share of ``layers`` that have attention; of all layers if None or empty."""
+        with_attention = [not self.is_linear(layer) for layer in layers or range(self.num_layers)]
+        return sum(with_attention) / len(with_attention)
+
+    @property
+    def linear_channels(self) -> int:
+        """Channels of queries, keys and values of gated delta net, which its convolution filters."""
+        return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.linear_width
+
+    @property
+    def linear_width(self) -> int:
+        """Channels of all value heads of gated delta net."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def linear_state(self) -> int:
+        """Numbers in the state of a layer with gated delta net."""
+        return self.linear_width * self.linear_key_head_dim
+
+    @property
+    def linear_exchanged(self) -> int:
+        """Channels that context ranks exchange for a token of a layer of gated delta net, inputs and output."""
+        return self.linear_channels + 2 * self.linear_num_value_heads + self.linear_width
+
+    @property
+    def linear_attention_weights(self) -> int:
+        """Matrix entries of the gated delta net of a layer that has it."""
+        inputs = self.linear_channels + self.linear_width + 2 * self.linear_num_value_heads
+        return self.hidden_size * (inputs + self.linear_width)
+
+    @property
+    def linear_token_operations(self) -> int:
+        """Operations of the forward for a token in the gated delta net of all layers, without products with weights.
+
+        A token reads the state twice and updates it once, each a product with a key or query. The convolution is added.
+        """
+        of_layer = 6 * self.linear_state + 2 * self.linear_conv_kernel_dim * self.linear_channels
+        return sum(self.linear_attention_layers) * of_layer
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has gated delta net instead of attention."""
+        return bool(self.linear_attention_layers) and self.linear_attention_layers[layer]
+
+    def mixer_weights(self, layer: int) -> int:
+        """Matrix entries of a layer's attention or gated delta net."""
+        return self.linear_attention_weights if self.is_linear(layer) else self.attention_weights
+
+    @property
+    def expert_width(self) -> int:
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    def _ffn(self, width: int) -> int:
+        return (3 if self.swiglu else 2) * self.hidden_size * width
+
+    @property
+    def _shared(self) -> int:
+        return self._ffn(self.moe_shared_expert_intermediate_size or 0)
+
+    def kinds(self, layers: Sequence[int]) -> list[tuple[int, int]]:
+        """(index of a layer, number of such layers) for the ``layers`` without and with experts, each with attention or
+        with gated delta net.
+        """
+        found: dict[tuple[bool, bool], list[int]] = {}
+        for layer in layers:
+            found.setdefault((self.moe_layers[layer], self.is_linear(layer)), []).append(layer)
+        return [(found[kind][0], len(found[kind])) for kind in sorted(found)]
+
+    def layer_parameters(self, layer: int, tensor: int = 1, experts: int = 1, expert_tensor: int = 1) -> RankParameters:
+        """Parameters of a layer (from 0) on one rank."""
+        if self.is_linear(layer):
+            whole = 2 * self.hidden_size + self.linear_value_head_dim
+            divided = self.linear_attention_weights + self.linear_conv_kernel_dim * self.linear_channels
+            divided += 2 * self.linear_num_value_heads
+        else:
+            whole = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
+            divided = self.attention_weights + (self.query_width + 2 * self.kv_width) * self.add_qkv_bias
+        if not self.moe_layers[layer]:
+            return RankParameters(whole + (divided + self._ffn(self.ffn_hidden_size)) // tensor)
+        whole += self.num_experts * self.hidden_size + self.hidden_size * self.moe_shared_expert_gate
+        routed = self.num_experts // experts * self._ffn(self.expert_width) // expert_tensor
+        return RankParameters(whole + (divided + self._shared) // tensor, routed)
+
+    def stage_parameters(
+        self, layers: Sequence[int], virtual_stage: int, tensor: int = 1, experts: int = 1, expert_tensor: int = 1
+    ) -> RankParameters:
+        """Parameters of a virtual stage on one rank; ``layers`` has the number of layers of each virtual stage.
+
+        The first virtual stage has the embedding. The last one has the final norm and the output matrix, or a copy of
+        the embedding if the two share their weights.
+        """
+        first = sum(layers[:virtual_stage])
+        found = RankParameters(0)
+        for layer, count in self.kinds(range(first, first + layers[virtual_stage])):
+            of_layer = self.layer_parameters(layer, tensor, experts, expert_tensor)
+            found += RankParameters(count * of_layer.dense, count * of_layer.experts)
+        table = -(-self.vocab_size // tensor) * self.hidden_size
+        is_first, is_last = virtual_stage == 0, virtual_stage == len(layers) - 1
+        tables = is_first + (is_last and (self.untie_embeddings_and_output_weights or not is_first))
+        return found + RankParameters(tables * table + self.hidden_size * is_last)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the model."""
+        return self.stage_parameters([self.num_layers], 0).total
+
+    @property
+    def routed_weights(self) -> int:
+        """Matrix entries of the routed experts that a token is multiplied with in a layer with experts."""
+        return self.moe_router_topk * self._ffn(self.expert_width)
+
+    def token_weights(self, layer: int) -> int:
+        """Matrix entries that a token is multiplied with in a layer."""
+        if not self.moe_layers[layer]:
+            return self.mixer_weights(layer) + self._ffn(self.ffn_hidden_size)
+        router = self.num_experts * self.hidden_size
+        return self.mixer_weights(layer) + router + self._shared + self.routed_weights
+
+    @property
+    def layer_weights(self) -> int:
+        """Matrix entries that a token is multiplied with in all layers."""
+        return sum(n * self.token_weights(layer) for layer, n in self.kinds(range(self.num_layers)))
+
+    def layer_width(self, layer: int) -> int:
+        """Width of the feed-forward part of a layer that a token passes through."""
+        if not self.moe_layers[layer]:
+            return self.ffn_hidden_size
+        return self.moe_router_topk * self.expert_width + (self.moe_shared_expert_intermediate_size or 0)
+
+
+def context_refusal(tensor: int, context: int, num_heads: int, num_kv_heads: int) -> str | None:
+    """Why heads cannot be divided over tensor and context ranks; None if they can.
+
+    Each rank has whole key/value heads, or one that it shares with others, which have other query heads of it.
+    """
+    ranks = tensor * context
+    is_whole = num_kv_heads % ranks == 0
+    is_shared = ranks % num_kv_heads == 0 and num_heads % ranks == 0
+    if context == 1 or is_whole or is_shared:
+        return None
+    return (
+        f"--context-parallel-size {context} x --tensor-model-parallel-size {tensor} does not divide the heads: the "
+        f"product must be a divisor of --num-query-groups {num_kv_heads}, or a multiple of it that divides "
+        f"--num-attention-heads {num_heads}"
+    )
+
+
+def linear_heads_refusal(tensor: int, context: int, key_heads: int, value_heads: int) -> str | None:
+    """Why the heads of linear attention cannot be divided over tensor and context ranks; None if they can."""
+    for flag, count in (("--linear-num-key-heads", key_heads), ("--linear-num-value-heads", value_heads)):
+        if count % (tensor * context):
+            sizes = (("--tensor-model-parallel-size", tensor), ("--context-parallel-size", context))
+            given = " x ".join(f"{name} {size}" for name, size in sizes if size > 1)
+            return f"{given} does not divide {flag} {count}; lower it to a divisor of {count}"
+    return None

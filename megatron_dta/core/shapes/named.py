@@ -1,0 +1,101 @@
+"""Shapes of published models by name. Other shapes come from a config.json or from flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_dta.core.shapes.decoder import DecoderShape
+
+_QWEN3 = dict(
+    vocab_size=151936, kv_channels=128, num_query_groups=8, qk_layernorm=True, norm_epsilon=1e-6, rotary_base=1e6
+)
+_QWEN25 = dict(vocab_size=152064, kv_channels=128, num_query_groups=8, add_qkv_bias=True, rotary_base=1e6)
+_LLAMA31 = dict(vocab_size=128256, kv_channels=128, num_query_groups=8, rotary_base=5e5, use_rope_scaling=True)
+# 3 layers of gated delta net for each with attention.
+_QWEN35 = dict(
+    vocab_size=248320,
+    kv_channels=256,
+    qk_layernorm=True,
+    attention_output_gate=True,
+    norm_epsilon=1e-6,
+    rotary_base=1e7,
+)
+_NAMES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+
+
+def _shape(family: dict[str, Any], *sizes: int, **more: Any) -> DecoderShape:
+    return DecoderShape(**family | dict(zip(_NAMES, sizes, strict=True)) | more)
+
+
+SHAPES: dict[str, DecoderShape] = {
+    "qwen3-0.6b": _shape(_QWEN3, 28, 1024, 3072, 16, untie_embeddings_and_output_weights=False),
+    "qwen3-1.7b": _shape(_QWEN3, 28, 2048, 6144, 16, untie_embeddings_and_output_weights=False),
+    "qwen3-8b": _shape(_QWEN3, 36, 4096, 12288, 32),
+    "qwen3-14b": _shape(_QWEN3, 40, 5120, 17408, 40),
+    "qwen3-32b": _shape(_QWEN3, 64, 5120, 25600, 64),
+    "qwen3-30b-a3b": _shape(
+        _QWEN3 | dict(num_query_groups=4),
+        48,
+        2048,
+        6144,
+        32,
+        num_experts=128,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=768,
+    ),
+    "qwen3-235b-a22b": _shape(
+        _QWEN3 | dict(num_query_groups=4),
+        *(94, 4096, 12288, 64),
+        num_experts=128,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=1536,
+    ),
+    "qwen3.5-9b": _shape(
+        _QWEN35, *(32, 4096, 12288, 16), num_query_groups=4, linear_attention_layers=(True, True, True, False) * 8
+    ),
+    "qwen3.5-35b-a3b": _shape(
+        _QWEN35,
+        *(40, 2048, 512, 16),
+        num_query_groups=2,
+        linear_attention_layers=(True, True, True, False) * 10,
+        num_experts=256,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=512,
+        moe_shared_expert_intermediate_size=512,
+        moe_shared_expert_gate=True,
+    ),
+    "qwen3-next-80b-a3b": _shape(
+        _QWEN35 | dict(vocab_size=151936),
+        *(48, 2048, 512, 16),
+        num_query_groups=2,
+        linear_attention_layers=(True, True, True, False) * 12,
+        num_experts=512,
+        moe_router_topk=10,
+        moe_ffn_hidden_size=512,
+        moe_shared_expert_intermediate_size=512,
+        moe_shared_expert_gate=True,
+    ),
+    "qwen2.5-7b": _shape(_QWEN25 | dict(num_query_groups=4, norm_epsilon=1e-6), 28, 3584, 18944, 28),
+    "qwen2.5-32b": _shape(_QWEN25, 64, 5120, 27648, 40),
+    "qwen2.5-72b": _shape(_QWEN25, 80, 8192, 29568, 64),
+    "llama3-8b": _shape(_LLAMA31, 32, 4096, 14336, 32),
+    "llama3-70b": _shape(_LLAMA31, 80, 8192, 28672, 64),
+}
+# Checkpoints of the named shapes on the Hugging Face hub.
+HUB_NAMES = {
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen3-14b": "Qwen/Qwen3-14B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "qwen3.5-9b": "Qwen/Qwen3.5-9B",
+    "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B",
+    "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B",
+    "qwen2.5-32b": "Qwen/Qwen2.5-32B",
+    "qwen2.5-72b": "Qwen/Qwen2.5-72B",
+    "llama3-8b": "meta-llama/Llama-3.1-8B",
+    "llama3-70b": "meta-llama/Llama-3.1-70B",
+}

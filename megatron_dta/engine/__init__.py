@@ -1,7 +1,0 @@
-"""Runs a step plan on a model: forward in preorder, losses where sequences complete, backward in postorder."""
-
-from megatron_dta.engine.batch import StepPart, TreeBatch, prepare_batch
-from megatron_dta.engine.executor import TreeEngine
-from megatron_dta.engine.step_result import StepResult, TokenOutputs
-
-__all__ = ["StepPart", "StepResult", "TokenOutputs", "TreeBatch", "TreeEngine", "prepare_batch"]

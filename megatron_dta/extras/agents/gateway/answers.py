@@ -1,0 +1,123 @@
+"""Samples one answer in pieces: for streams, for stop strings, and so that other requests need not wait for it.
+
+The random number of a token is keyed by its position (``engines.interface``), so the pieces are the same tokens as one
+long request would give. An answer ends with an end of sequence, at the first stop string, or at its length cap. At a
+stop string it ends with the token that completes it: what is sampled is a stopped sequence, and its logprobs are exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_dta.extras.agents.gateway.engine_loop import EngineLoop
+from megatron_dta.extras.agents.gateway.messages import safe_length
+from megatron_dta.sampling.interface import GenerationRequest, GenerationResult
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+
+
+@dataclass
+class Sampled:
+    """An answer, or what there is of it.
+
+    Attributes:
+        text: without special tokens; up to the stop string, if one has ended it.
+        safe: number of characters of the text that will not change any more.
+        finish: stop, length or stop_sequence; empty while it is being sampled.
+        request_id: the engine's request whose K/V is that of prompt and answer.
+    """
+
+    output: np.ndarray
+    logprobs: np.ndarray
+    text: str
+    safe: int
+    policy_version: int
+    finish: str = ""
+    stop: str | None = None
+    request_id: int | None = None
+
+
+async def sample_answer(
+    loop: EngineLoop, tokenizer: Tokenizer, request: GenerationRequest, stops: Sequence[str], piece_tokens: int
+) -> AsyncIterator[Sampled]:
+    """Yield the answer after each piece; the last one has ``finish``. The caller releases its ``request_id``.
+
+    Args:
+        request: the whole answer; the loop chooses the ids of its pieces.
+
+    Raises:
+        RequestError: the engine refuses the prompt or is closing.
+    """
+    output, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    prompt, parent, own = request.token_ids, request.parent, None
+    try:
+        while True:
+            piece = replace(
+                request,
+                token_ids=np.concatenate([prompt, output]),
+                max_tokens=min(request.max_tokens - len(output), piece_tokens),
+                parent=parent,
+                prompt_length=len(prompt),
+                sampled_before=len(output),
+            )
+            result = await _result(loop, piece)
+            if own is not None:
+                loop.release(own)
+            own = parent = result.request_id
+            begin = len(output)
+            output = np.concatenate([output, result.token_ids])
+            logprobs = np.concatenate([logprobs.astype(result.logprobs.dtype), result.logprobs])
+            found = _stopped(tokenizer, output, begin, stops)
+            if found is not None:
+                count, text, stop = found
+                yield Sampled(
+                    output[:count], logprobs[:count], text, len(text), result.policy_version, "stop_sequence", stop, own
+                )
+                own = None
+                return
+            text = tokenizer.decode(output)
+            finish = "stop" if result.ended else "length" if len(output) >= request.max_tokens else ""
+            safe = len(text) if finish else safe_length(text, stops)
+            answer = Sampled(output, logprobs, text, safe, result.policy_version, finish, None, own)
+            own = None if finish else own
+            yield answer
+            if finish:
+                return
+    finally:
+        if own is not None:
+            loop.release(own)
+
+
+async def _result(loop: EngineLoop, piece: GenerationRequest) -> GenerationResult:
+    """The result of a piece. If the caller is cancelled just when it comes, its K/V is released here."""
+
+    def release(done: Future[GenerationResult]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            loop.release(done.result().request_id)
+
+    future = loop.sample(piece)
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        future.add_done_callback(release)
+        raise
+
+
+def _stopped(tokenizer: Tokenizer, output: np.ndarray, begin: int, stops: Sequence[str]) -> tuple[int, str, str] | None:
+    """(tokens, text, stop string) where one of ``stops`` has come with a token after ``begin``; else None."""
+    if not stops:
+        return None
+    whole = tokenizer.decode(output)
+    if not any(stop in whole for stop in stops):
+        return None
+    for count in range(begin + 1, len(output) + 1):
+        text = tokenizer.decode(output[:count])
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
+        if found:
+            at, stop = min(found)
+            return count, text[:at], stop
+    return None

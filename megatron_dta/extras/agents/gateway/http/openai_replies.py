@@ -1,0 +1,141 @@
+"""Writes answers in the form of OpenAI's interface, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from megatron_dta.extras.agents.gateway.gateway import Choice
+from megatron_dta.extras.agents.gateway.messages import Answer, AnswerParser
+from megatron_dta.extras.agents.gateway.prompts import GatewayPrompt
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+
+_FINISH = {"stop": "stop", "length": "length", "stop_sequence": "stop", "tool_calls": "tool_calls"}
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+class OpenAIReplies:
+    """Writes the replies of one call.
+
+    Args:
+        is_chat: of /v1/chat/completions; else of /v1/completions.
+        wants_logprobs: whether the request asked for logprobs.
+        has_tools: whether tools were offered.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, model: str, is_chat: bool, wants_logprobs: bool, has_tools: bool) -> None:
+        self._tokenizer, self._model, self._is_chat = tokenizer, model, is_chat
+        self._wants_logprobs, self.has_tools = wants_logprobs, has_tools
+        self._created = int(time.time())
+
+    def whole(self, prompt: GatewayPrompt, choices: Sequence[Choice]) -> dict[str, Any]:
+        found = []
+        for index, choice in enumerate(choices):
+            own: dict[str, Any] = {"index": index, "finish_reason": _FINISH[choice.call.finish]}
+            if self._is_chat:
+                own["message"] = _message(choice.answer)
+            else:
+                own["text"] = choice.sampled.text
+            own["logprobs"] = self._logprobs(choice)
+            found.append(own)
+        return {**self._head(choices[0].call.call_id, ""), "choices": found, "usage": usage(prompt, choices)}
+
+    async def stream(
+        self, prompt: GatewayPrompt, items: AsyncIterator[Any], parser: AnswerParser, with_usage: bool
+    ) -> AsyncIterator[bytes]:
+        """The events of one answer. The id of the call is known at its end, so the last content event has it."""
+        sent, head = 0, self._head("pending", ".chunk")
+        if self._is_chat:
+            yield event({**head, "choices": [_delta({"role": "assistant", "content": ""})]})
+        async for item in items:
+            if isinstance(item, Choice):
+                for value in self._rest(item, sent):
+                    yield event(value)
+                if with_usage:
+                    head = self._head(item.call.call_id, ".chunk")
+                    yield event({**head, "choices": [], "usage": usage(prompt, [item])})
+                break
+            safe = min(item.safe, parser.starts_hidden(item.text, self.has_tools)) if self._is_chat else item.safe
+            if safe > sent:
+                text, sent = item.text[sent:safe], safe
+                own = _delta({"content": text}) if self._is_chat else {"index": 0, "text": text, "finish_reason": None}
+                yield event({**head, "choices": [own]})
+        yield b"data: [DONE]\n\n"
+
+    def _rest(self, choice: Choice, sent: int) -> list[dict[str, Any]]:
+        """The events after the first ``sent`` characters of an answer's text."""
+        head = self._head(choice.call.call_id, ".chunk")
+        finish, answer = _FINISH[choice.call.finish], choice.answer
+        logprobs = self._logprobs(choice)
+        if not self._is_chat:
+            own = {"index": 0, "text": choice.sampled.text[sent:], "finish_reason": finish, "logprobs": logprobs}
+            return [{**head, "choices": [own]}]
+        deltas: list[dict[str, Any]] = []
+        if answer.reasoning is not None:
+            deltas.append({"reasoning_content": answer.reasoning})
+        content = answer.content or ""
+        # Text in front of tool calls was sent as it came, which may include blanks at its end.
+        rest = content[sent:] if choice.sampled.text.startswith(content) else content if not sent else ""
+        if rest:
+            deltas.append({"content": rest})
+        if answer.tool_calls:
+            deltas.append({"tool_calls": [call | {"index": i} for i, call in enumerate(_tool_calls(answer))]})
+        events = [{**head, "choices": [_delta(delta)]} for delta in deltas]
+        return [*events, {**head, "choices": [_delta({}, finish) | {"logprobs": logprobs}]}]
+
+    def _head(self, call_id: str, suffix: str) -> dict[str, Any]:
+        kind, prefix = ("chat.completion", "chatcmpl-") if self._is_chat else ("text_completion", "cmpl-")
+        found = kind + (suffix if self._is_chat else "")
+        return {"id": prefix + call_id, "object": found, "created": self._created, "model": self._model}
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        if not self._wants_logprobs:
+            return None
+        ids, values = choice.call.output.tolist(), [float(value) for value in choice.call.logprobs]
+        texts = [self._tokenizer.special_text(token) or self._tokenizer.decode([token]) for token in ids]
+        if not self._is_chat:
+            return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": []}
+        return {
+            "content": [
+                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, value in zip(texts, values, strict=True)
+            ],
+            "refusal": None,
+        }
+
+
+def usage(prompt: GatewayPrompt, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Numbers of tokens; ``cached_tokens`` are those that the session knew."""
+    read, written = len(prompt.token_ids), sum(len(choice.call.output) for choice in choices)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": prompt.known},
+    }
+
+
+def _delta(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "finish_reason": finish}
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.reasoning is not None:
+        found["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        found["tool_calls"] = _tool_calls(answer)
+    return found
+
+
+def _tool_calls(answer: Answer) -> list[dict[str, Any]]:
+    return [
+        {"id": c.call_id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
+        for c in answer.tool_calls
+    ]

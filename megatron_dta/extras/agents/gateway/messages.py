@@ -1,0 +1,154 @@
+"""Parses the model's answer to a message with content, reasoning and tool calls, and prepares messages for templates.
+
+Tool calls (``--tool-call-parser``) are parsed in the forms of ``prompts.tool_calls``; with ``auto`` it is the one that
+the chat template writes, and with ``none`` the answer is text.
+
+Reasoning (``--reasoning-parser``): with ``think`` the text up to ``</think>`` is ``reasoning_content``, apart from the
+content; with ``none`` it stays in the content.
+
+A call that cannot be parsed stays text, so the client sees what the model wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.extras.agents.gateway.errors import refuse
+from megatron_dta.extras.agents.gateway.session import Session
+from megatron_dta.sampling.prompts.chat_template import ChatTemplate
+from megatron_dta.sampling.prompts.messages import text_of
+from megatron_dta.sampling.prompts.tool_calls import parse_call, schemas_of, split_calls
+
+_END_OF_THOUGHT = "</think>"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool: its id, its name and its arguments."""
+
+    call_id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer as a client receives it; ``content`` is None if it has tool calls and no other text."""
+
+    content: str | None
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def message(self) -> dict[str, Any]:
+        """The message in the form that templates take."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.content or ""}
+        if self.reasoning is not None:
+            found["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return found
+
+
+@dataclass(frozen=True)
+class AnswerParser:
+    """Parses answers, as ``--tool-call-parser`` and ``--reasoning-parser`` say."""
+
+    tool_calls: str = "hermes"
+    reasoning: str = "none"
+
+    @classmethod
+    def of(cls, tool_calls: str, reasoning: str, template: ChatTemplate | None) -> AnswerParser:
+        """The parser of these flags; the template decides what ``auto`` is."""
+        if tool_calls == "auto":
+            tool_calls = "none" if template is None else template.tool_call_form
+        return cls(tool_calls, reasoning)
+
+    def parse(self, text: str, call_id: str, tools: Sequence[Any] | None) -> Answer:
+        """The message of an answer.
+
+        Args:
+            call_id: the call's id, from which those of the tool calls are made.
+            tools: those that the request offered; without them no call is looked for.
+        """
+        reasoning = None
+        if self.reasoning == "think" and _END_OF_THOUGHT in text:
+            before, _, text = text.partition(_END_OF_THOUGHT)
+            reasoning = before.removeprefix("<think>").strip("\n")
+            text = text.lstrip("\n")
+        if not tools or self.tool_calls == "none":
+            return Answer(text, reasoning)
+        rest, pieces = split_calls(text, self.tool_calls)
+        try:
+            found = [parse_call(piece, schemas_of(tools)) for piece in pieces]
+        except (ValueError, RecursionError):
+            found = []
+        if not found:
+            return Answer(text, reasoning)
+        calls = tuple(ToolCall(f"call_{call_id[-24:]}_{i}", *call) for i, call in enumerate(found))
+        return Answer(rest.strip() or None, reasoning, calls)
+
+    def starts_hidden(self, text: str, has_tools: bool) -> int:
+        """Number of characters at the start of an unfinished answer that are surely content."""
+        if self.reasoning == "think" and _END_OF_THOUGHT not in text:
+            return 0
+        if not has_tools or self.tool_calls == "none":
+            return len(text)
+        if self.tool_calls == "llama3_json":
+            return 0 if not text.strip() or text.lstrip().startswith("{") else len(text)
+        return _safe_length(text, ("<tool_call>",))
+
+
+def _safe_length(text: str, marks: Sequence[str]) -> int:
+    """Number of characters before the first of ``marks``, or before an end of the text that may begin one."""
+    length = min((text.find(mark) for mark in marks if mark in text), default=len(text))
+    for mark in marks:
+        for size in range(1, min(len(mark), len(text)) + 1):
+            if text.endswith(mark[:size]):
+                length = min(length, len(text) - size)
+    return length
+
+
+def safe_length(text: str, stops: Sequence[str]) -> int:
+    """Number of characters of an unfinished text that no stop string can cut off any more."""
+    unfinished = len(text) - len(text.rstrip("\ufffd"))
+    return min(len(text) - unfinished, _safe_length(text, stops))
+
+
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], session: Session, template: ChatTemplate
+) -> list[dict[str, Any]]:
+    """Messages of a request as templates take them.
+
+    Besides the form of ``prompts.messages``, ``developer`` becomes ``system``. Clients do not send reasoning back; it
+    is put back into the answers that they do send, and the template decides what it keeps.
+
+    Raises:
+        RequestError: a message is not as it must be.
+    """
+    try:
+        # A tool may answer nothing.
+        found = template.messages([{**message, "content": message.get("content") or ""} for message in messages])
+    except InputError as error:
+        raise refuse(f"messages: {error}") from error
+    for message in found:
+        message["role"] = "system" if message["role"] == "developer" else message["role"]
+        if message["role"] == "assistant" and "reasoning_content" not in message:
+            reasoning = session.reasoning.get(visible_digest(message))
+            if reasoning is not None:
+                message["reasoning_content"] = reasoning
+    return found
+
+
+def visible_digest(message: Mapping[str, Any]) -> bytes:
+    """Identifies what a client sees of an answer besides its reasoning."""
+    calls = [call.get("function") for call in message.get("tool_calls", ())]
+    seen = [text_of(message["content"]), calls]
+    return hashlib.blake2b(json.dumps(seen, sort_keys=True).encode(), digest_size=16).digest()

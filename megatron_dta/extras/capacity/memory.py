@@ -1,0 +1,290 @@
+"""Predicts the GPU memory of a rank, by part.
+
+weights        parameters of the rank
+gradients      Megatron's gradient buffer
+optimizer      master weights and Adam's two moments; the distributed optimizer divides them over the replicas
+keys_values    K and V of the tokens in flight, and the float32 accumulators of their gradients
+activations    tensors saved for the backward of in-flight tokens whose activations are kept, and of the running segment
+logits         the logit chunk that exists at a time, and its gradient
+workspace      temporary memory of the running segment, messages, and a fixed amount for the CUDA context, NCCL and the
+               allocator
+
+Bytes per token are those of ``planning.costs.segment_bytes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.costs.memory_budget import GIB
+from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
+from megatron_dta.core.shapes.decoder import DecoderShape, RankParameters
+
+# CUDA context, NCCL buffers, and the workspaces of cuBLAS and Triton.
+FIXED_BYTES = 2.0 * GIB
+# Default number of logits of a chunk on a GPU, and bytes of a logit with its gradient.
+LOGIT_ELEMENTS = 1 << 27
+LOGIT_BYTES = 4.0
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class RunMesh:
+    """Sizes of the process groups of a run.
+
+    Attributes:
+        tensor, pipeline, chunks, experts: tensor parallelism, pipeline stages, model chunks per stage, expert
+            parallelism.
+        data: replicas of the model.
+        expert_tensor: tensor parallelism of the experts.
+        sequence_parallel: whether norms and residuals are divided along the sequence.
+        layers: layers of each virtual stage.
+        context: ranks that divide the tokens of a segment.
+    """
+
+    tensor: int
+    pipeline: int
+    data: int
+    layers: tuple[int, ...]
+    chunks: int = 1
+    experts: int = 1
+    expert_tensor: int = 1
+    sequence_parallel: bool = False
+    context: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold the same weights outside experts, whose gradients are summed."""
+        return self.context * self.data
+
+    @property
+    def synchronized_replicas(self) -> int:
+        """Number of replicas that run the same ops at the same time, because they share experts."""
+        return max(1, self.experts * self.expert_tensor // (self.tensor * self.context))
+
+    @property
+    def expert_replicas(self) -> int:
+        """Number of ranks that hold the same experts."""
+        return self.tensor * self.copies // (self.experts * self.expert_tensor)
+
+    def stage_layers(self, stage: int) -> list[int]:
+        """Indices (from 0) of the layers of a stage."""
+        first = [sum(self.layers[:v]) for v in range(len(self.layers))]
+        own = range(stage, len(self.layers), self.pipeline)
+        return [layer for v in own for layer in range(first[v], first[v] + self.layers[v])]
+
+
+@dataclass(frozen=True)
+class StateSettings:
+    """Data types and placement of weights, gradients, optimizer states and activations.
+
+    Attributes:
+        weights, main_grads, main_params, exp_avg, exp_avg_sq: dtypes, "fp32", "bf16", "fp16" or "fp8".
+        optimizer: whether there is an optimizer; a benchmark of a step has none.
+        distributed_optimizer: whether the replicas divide the optimizer states.
+        offload_fraction: share of the optimizer states on the host.
+        logprob_chunk_tokens: rows of a logit chunk; None for the default.
+        kv_offload_fraction: share of the layers whose K/V slots are on the host.
+        full_recompute_layers: layers recomputed together with ``--recompute-granularity full``; None without it.
+    """
+
+    weights: str = "bf16"
+    main_grads: str = "fp32"
+    main_params: str = "fp32"
+    exp_avg: str = "fp32"
+    exp_avg_sq: str = "fp32"
+    optimizer: bool = True
+    distributed_optimizer: bool = True
+    offload_fraction: float = 0.0
+    logprob_chunk_tokens: int | None = None
+    full_recompute_layers: int | None = None
+    kv_offload_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "main_grads", "main_params", "exp_avg", "exp_avg_sq"):
+            if getattr(self, name) not in DTYPE_BYTES:
+                known = ", ".join(DTYPE_BYTES)
+                raise InputError(f"{name} {getattr(self, name)!r}: choose one of {known}")
+        if not 0 <= self.offload_fraction <= 1:
+            raise InputError(f"--optimizer-offload-fraction {self.offload_fraction}: must be from 0 to 1")
+        if not 0 <= self.kv_offload_fraction <= 1:
+            raise InputError(f"--kv-offload-fraction {self.kv_offload_fraction}: must be from 0 to 1")
+        if self.offload_fraction and {self.main_params, self.exp_avg, self.exp_avg_sq} != {"fp32"}:
+            raise InputError("--optimizer-offload-fraction: offloaded states are float32; leave their dtypes out")
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer states per parameter; float32 weights are their own master weights."""
+        if not self.optimizer:
+            return 0
+        master = 0 if self.weights == "fp32" else DTYPE_BYTES[self.main_params]
+        return master + DTYPE_BYTES[self.exp_avg] + DTYPE_BYTES[self.exp_avg_sq]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of a rank, by the parts of the module's docstring. ``host`` is not on the GPU."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    keys_values: float
+    activations: float
+    logits: float
+    workspace: float
+    host: float = 0.0
+
+    def parts(self) -> dict[str, float]:
+        """Bytes of each part on the GPU."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "host"}
+
+    @property
+    def total(self) -> float:
+        """Bytes on the GPU."""
+        return sum(self.parts().values())
+
+
+def _expert_bytes(shape: DecoderShape, mesh: RunMesh, element: int, rows: int) -> tuple[float, float]:
+    """Bytes of a token in a layer's ungrouped experts beyond those of their products: kept, and in use."""
+    routing = 8.0 * shape.num_experts / rows
+    hidden, ranks = element * shape.hidden_size / mesh.tensor, mesh.experts * mesh.expert_tensor
+    copies = shape.moe_router_topk * mesh.expert_tensor * hidden
+    # The tokens of all ranks, of which each has some for each of its own.
+    travelling = ranks * hidden if ranks > 1 else 0.0
+    # Each copy of a token, in the order of its experts, before and after them.
+    return travelling + 2 * copies + routing, 2 * copies + 3 * travelling + routing
+
+
+@lru_cache(maxsize=4096)
+def counted_bytes(
+    shape: DecoderShape, mesh: RunMesh, states: StateSettings, layers: Sequence[int] | None = None
+) -> SegmentBytes:
+    """Count the bytes of a token on a rank, without logits; figures per layer are means over its ``layers`` (a range
+    or tuple, None for all).
+    """
+    layers = layers or range(shape.num_layers)
+    tensor, rows = mesh.tensor, mesh.tensor if mesh.sequence_parallel else 1
+    element = DTYPE_BYTES[states.weights]
+    kept = work = spread = 0.0
+    for layer, count in shape.kinds(layers):
+        rank = RankTensors(
+            element,
+            tensor,
+            mesh.sequence_parallel,
+            expert_ranks=mesh.experts,
+            context_size=mesh.context,
+            expert_tensor_size=mesh.expert_tensor,
+            kv_offload_fraction=states.kv_offload_fraction,
+        )
+        of_experts = (0.0, 0.0)
+        if shape.moe_layers[layer] and shape.moe_grouped_gemm:
+            # As training counts them.
+            of_layer = SegmentBytes.of_shape(replace(shape, moe_layers=(True,) * shape.num_layers), rank, layers)
+        else:
+            width = shape.layer_width(layer)
+            dense = replace(shape, ffn_hidden_size=width, num_experts=None, moe_layers=(), moe_grouped_gemm=False)
+            of_layer = SegmentBytes.of_shape(dense, rank, layers)
+            if shape.moe_layers[layer]:
+                of_experts = _expert_bytes(shape, mesh, element, rows)
+        kept += (of_layer.kept_per_token_and_layer + of_experts[0] / mesh.context) * count / len(layers)
+        work = max(work, of_layer.work_per_token + of_experts[1] / mesh.context)
+        spread = max(spread, of_layer.spread_per_token)
+    # Fixed bytes are in FIXED_BYTES.
+    coefficients = dict(kept_per_token_and_layer=kept, work_per_token=work, spread_per_token=spread)
+    result = replace(of_layer, **coefficients, work_fixed=0.0, fixed=0.0)
+    if states.full_recompute_layers is None:
+        return result
+    # Each unit of layers keeps its input; a unit holds its activations while it is recomputed.
+    unit = states.full_recompute_layers
+    return replace(
+        result,
+        kept_per_token_and_layer=result.input_per_token / unit,
+        work_per_token=work + unit * kept + unit**0.5 * spread,
+        spread_per_token=0.0,
+    )
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Peak of a step's segments on a stage.
+
+    Attributes:
+        tokens: in-flight tokens in each model chunk of the stage.
+        kept: in-flight tokens whose activations are kept; None for all.
+        segment, path: tokens of the longest segment, and of the longest root path.
+        peak_bytes: peak bytes of keys, values, activations and workspace of a plan (``segment_bytes.peak_bytes``);
+            None to use the upper bound that follows from the tokens.
+    """
+
+    tokens: float
+    segment: float
+    path: float
+    kept: float | None = None
+    peak_bytes: float | None = None
+
+
+def stage_memory(
+    shape: DecoderShape,
+    mesh: RunMesh,
+    states: StateSettings,
+    stage: int,
+    flight: InFlight,
+    each: SegmentBytes | None = None,
+) -> RankMemory:
+    """Predict the memory of a rank of ``stage``; ``each`` are the bytes per token, None for ``counted_bytes``."""
+    each = each or counted_bytes(shape, mesh, states, tuple(mesh.stage_layers(stage)))
+    parameters = rank_parameters(shape, mesh, stage)
+    state = float(states.optimizer_bytes) * parameters.total
+    if states.distributed_optimizer:
+        state = states.optimizer_bytes * state_parameters(mesh, parameters)
+    num_layers, logits, once = len(mesh.stage_layers(stage)), 0.0, 0.0
+    if (len(mesh.layers) - 1) % mesh.pipeline == stage:
+        once = each.kept_per_token
+        rows = states.logprob_chunk_tokens or max(1, LOGIT_ELEMENTS // shape.vocab_size)
+        rows = min(rows, flight.segment / mesh.context)
+        logits = rows * shape.vocab_size / mesh.tensor * LOGIT_BYTES
+    of_token = replace(each, kept_per_token=once).kept(num_layers)
+    kept = flight.tokens if flight.kept is None else min(flight.kept, flight.tokens)
+    room = float(each.work(flight.segment, flight.path))
+    keys_values = flight.tokens * each.slot(num_layers)
+    kv_on_host = flight.tokens * each.host_slot(num_layers)
+    if flight.peak_bytes is None:
+        activations = kept * of_token + (flight.tokens - kept) * each.input_per_token
+        if kept < flight.tokens:
+            activations += flight.segment * of_token  # The segment being recomputed holds its own.
+    else:
+        activations = max(0.0, flight.peak_bytes - keys_values - room)
+    messages = 0.0 if mesh.pipeline == 1 else 2.0 * flight.segment * each.input_per_token
+    offloaded = states.offload_fraction * state
+    return RankMemory(
+        weights=parameters.total * DTYPE_BYTES[states.weights],
+        gradients=parameters.total * DTYPE_BYTES[states.main_grads],
+        optimizer=state - offloaded,
+        keys_values=keys_values,
+        activations=activations,
+        logits=logits,
+        workspace=FIXED_BYTES + room + messages,
+        # Includes the gradients that the host uses for the update.
+        host=kv_on_host + (offloaded * (1 + 4 / states.optimizer_bytes) if offloaded else 0.0),
+    )
+
+
+@lru_cache(maxsize=4096)
+def rank_parameters(shape: DecoderShape, mesh: RunMesh, stage: int) -> RankParameters:
+    found = RankParameters(0)
+    for v in range(stage, len(mesh.layers), mesh.pipeline):
+        found += shape.stage_parameters(mesh.layers, v, mesh.tensor, mesh.experts, mesh.expert_tensor)
+    return found
+
+
+def state_parameters(mesh: RunMesh, parameters: RankParameters) -> float:
+    """Number of parameters whose optimizer states a rank holds with the distributed optimizer."""
+    return parameters.dense / mesh.copies + parameters.experts / max(1, mesh.expert_replicas)

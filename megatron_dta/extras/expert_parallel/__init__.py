@@ -1,0 +1,1 @@
+"""Experts divided over ranks: their plans, passes and exchange of rows."""

@@ -1,0 +1,134 @@
+"""Keeps the plan of ranks that share experts within a limit of bytes.
+
+Each rank has planned its own segments within its limit. Together they run a merged segment tree, or a list of ops, with
+more segments in flight or longer ones at the same time. A node or op counts with the tokens of its longest segment,
+because a rank's experts get rows of all ranks, and with the most states of any rank. Slots, of keys and values and of
+open forks, are those of the rank with most. So no rank takes more than is counted here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.segments.recompute import choose_kept_segments
+from megatron_dta.core.planning.segments.runs import ForkCounts
+from megatron_dta.core.planning.segments.schedule import Op, OpKind, allocate_slots, depth_first_schedule
+from megatron_dta.core.planning.step.choice import shares_and_limits
+from megatron_dta.core.planning.step.evaluate import StageTensors, keep_within, out_of_memory_error
+from megatron_dta.core.planning.step.passes import (
+    PassPlan,
+    PipelineShape,
+    plan_training_pass,
+    stage_peak_bytes,
+    states_of_ops,
+)
+from megatron_dta.core.planning.step.plan import StepPlan
+from megatron_dta.extras.expert_parallel.planning.merged_op_list import MergedOpList
+from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import MergedSegmentTree, largest_of_ranks
+from megatron_dta.extras.expert_parallel.planning.rank_plan import (
+    RankPlan,
+    available_bytes,
+    largest_counts,
+    memory_tokens_of,
+)
+
+
+def kept_nodes(
+    tree: MergedSegmentTree, step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape
+) -> tuple[np.ndarray | None, float]:
+    """The nodes of the merged tree that keep their activations on all ranks, bool [C] (None if not even those of one
+    path fit), and the missing bytes.
+
+    With a limit in bytes, a node counts with the tokens of its longest segment and with the most states of any rank, so
+    no rank takes more than is counted here. Slots are those of the rank with most.
+    """
+    if shape.memory is None or shape.num_stages > 1:
+        return choose_kept_segments(tree, step.activation_tokens, shape.num_stages), 0.0
+    stage, ops = shape.memory.stages[0], depth_first_schedule(tree)
+    lengths = [
+        largest_of_ranks([rank.forest.lengths], [nodes]) for rank, nodes in zip(ranks, tree.segment_of, strict=True)
+    ]
+    num_slots = max(allocate_slots(tree, ops, of_rank)[1] for of_rank in lengths)
+    states = states_of_ops(tree, ops, stage.states, _forks(tree, ranks))
+    tensors = StageTensors(stage, shape.layers[0], num_slots, states)
+    return keep_within(tree, tensors, available_bytes(ranks, 0), tree.lengths.astype(np.float64))
+
+
+def _forks(tree: MergedSegmentTree, ranks: Sequence[RankPlan]) -> list[ForkCounts] | None:
+    """The numbers of states of each rank at the nodes of the merged tree, if their bytes are limited."""
+    if any(rank.forks is None for rank in ranks):
+        return None
+    return [rank.forks.at(nodes) for rank, nodes in zip(ranks, tree.segment_of, strict=True)]
+
+
+def out_of_memory(
+    step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape, stage: int, missing: float
+) -> InputError:
+    segments = step.segments
+    return out_of_memory_error(
+        shape.memory, stage, missing, segments.tree, segments.segment_tokens, memory_tokens_of(ranks)
+    )
+
+
+def stages_within_memory(
+    tree: MergedSegmentTree, step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape
+) -> PassPlan:
+    """The first plan of a pipeline's training pass that fits on all stages of all ranks (``step.choice``).
+
+    A node counts with the tokens of its longest segment, so no rank takes more than is counted here.
+
+    Raises:
+        InputError: no plan fits. The ranks raise it together.
+    """
+    path, missing, stage, forks = tree.peak_in_flight_tokens, math.inf, 0, _forks(tree, ranks)
+    for share, limit in shares_and_limits(path, shape):
+        kept = choose_kept_segments(tree, None if share == 1 else int(share * path), shape.num_stages)
+        limited = replace(shape, max_in_flight_tokens=limit)
+        found = plan_training_pass(tree, largest_counts(tree, ranks), kept, limited)
+        over = [
+            stage_peak_bytes(tree, found, shape, each, forks) - available_bytes(ranks, each)
+            for each in range(shape.num_stages)
+        ]
+        if max(over) <= 0:
+            return found
+        if max(over) < missing:
+            missing, stage = max(over), int(np.argmax(over))
+    raise out_of_memory(step, ranks, shape, stage, missing)
+
+
+def op_list_bytes(merged: MergedOpList, ranks: Sequence[RankPlan], shape: PipelineShape) -> float:
+    """Maximum number of bytes that a rank holds at once in a list of ops, in which only the running op keeps
+    activations.
+    """
+    (each, of_states), layers = shape.memory.stages[0], shape.layers[0]
+    num_slots = num_forks = 0
+    counts, segments_of = [], []
+    for number, rank in enumerate(ranks):
+        tree = rank.forest
+        ops = _own_ops([(op.is_backward, op.segments[number]) for op in merged.ops])
+        num_slots = max(num_slots, allocate_slots(tree, ops)[1])
+        segments = np.array([op.segments[number] for op in merged.ops if op.is_backward], dtype=np.int64)
+        own = [tree.lengths, tree.in_flight_tokens]
+        if of_states is not None:
+            num_forks = max(num_forks, allocate_slots(tree, ops, rank.forks.open_forks)[1])
+            own += [rank.forks.inner_forks, 2 * rank.forks.num_states + 4 * rank.forks.widest_levels]
+        counts.append(own)
+        segments_of.append(segments)
+    tokens, paths, *states = (largest_of_ranks(values, segments_of) for values in zip(*counts, strict=True))
+    at_work = each.kept(layers) * tokens + each.work(tokens, paths)
+    if of_states is not None:
+        at_work = at_work + of_states.exit * states[0] + of_states.state * states[1]
+    pools = num_slots * each.slot(layers) + (0.0 if of_states is None else of_states.open_fork * num_forks)
+    return each.fixed + pools + float(at_work.max(initial=0))
+
+
+def _own_ops(ops: Sequence[tuple[bool, int]]) -> list[Op]:
+    """A rank's ops from (whether an op is a backward, segment), without those of empty segments."""
+    return [
+        Op(OpKind.BACKWARD if is_backward else OpKind.FORWARD, segment) for is_backward, segment in ops if segment >= 0
+    ]

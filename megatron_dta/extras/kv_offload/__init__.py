@@ -1,0 +1,1 @@
+"""Keys and values of ancestors in host memory."""

@@ -1,0 +1,188 @@
+"""Reads and checks the files of a run.
+
+RUN/metrics.jsonl               one record per step                      (always, with --save)
+RUN/settings.json               all settings by flag                     (always, with --save)
+RUN/best_checkpoint.json        the best checkpoint                      (--keep-best-checkpoint)
+RUN/rollouts/step_*             rollouts of some steps, with texts       (--save-rollouts-interval)
+RUN/sessions/batch_*.jsonl      sessions of agents                       (--agent-command, --save-rollouts-interval)
+--timeline-dir, step_*.json     the ops of each stage, with times        (--timeline-dir)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.common.files import read_json
+from megatron_dta.core.planning.pipeline.timeline import TimelineEvent, read_timeline
+from megatron_dta.core.rollouts import Rollout, load_rollouts
+from megatron_dta.core.rollouts.rows import read_rows
+from megatron_dta.extras.report.sessions import SavedSession, session_from
+from megatron_dta.training.checkpoint.best import BEST
+from megatron_dta.training.data.saved_rollouts import FOLDER, TEXTS_SUFFIX, TOKENS_SUFFIX
+from megatron_dta.training.monitor.metrics import SETTINGS, read_metrics
+
+TextRun = tuple[int, str, bool]
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """Rollouts of one step.
+
+    Attributes:
+        texts: texts of tokens by id, if known.
+        runs: for each rollout its pieces (number of tokens, text, whether it is a special token), if known.
+    """
+
+    iteration: int
+    rollouts: list[Rollout]
+    texts: dict[int, str] | None
+    runs: list[list[TextRun]] | None = None
+
+
+@dataclass(frozen=True)
+class SavedTimeline:
+    """Events of one step; ``planned`` is empty if there is only one stage."""
+
+    iteration: int
+    measured: list[TimelineEvent]
+    planned: list[TimelineEvent]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Everything a report shows."""
+
+    folder: Path
+    records: list[dict[str, Any]]
+    settings: dict[str, Any]
+    best: dict[str, Any]
+    steps: list[SavedStep]
+    timelines: list[SavedTimeline]
+    sessions: list[SavedSession]
+
+
+def read_run(
+    folder: str | Path,
+    metrics_file: str | Path | None = None,
+    timeline_dir: str | Path | None = None,
+    most_steps: int = 3,
+    most_timelines: int = 2,
+) -> RunFiles:
+    """Read a run.
+
+    Args:
+        metrics_file: path of the metrics; default: in the folder.
+        timeline_dir: folder of the timelines; default: that of the run's settings, or RUN/timeline.
+        most_steps, most_timelines: maximum numbers to read, evenly spread from the first to the last.
+
+    Raises:
+        InputError: there are no metrics, or a file is damaged.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; give the --save folder of a run")
+    settings = _json_object(folder / SETTINGS)
+    metrics = Path(metrics_file or settings.get("--metrics-file") or folder / "metrics.jsonl")
+    records = read_metrics(metrics)
+    if not records:
+        raise InputError(f"{metrics}: contains no metrics; give the --save folder of a run, or --metrics-file")
+    steps = _spread(_numbered(folder / FOLDER, r"step_(\d+)\.jsonl"), most_steps)
+    places = [timeline_dir] if timeline_dir else [settings.get("--timeline-dir"), folder / "timeline"]
+    timelines = next(
+        (found for place in places if place and (found := _numbered(Path(place), r"step_(\d+)\.json"))), {}
+    )
+    if timeline_dir and not timelines:
+        raise InputError(f"--timeline-dir {timeline_dir}: contains no timelines (step_*.json)")
+    return RunFiles(
+        folder,
+        records,
+        settings,
+        _json_object(folder / BEST),
+        [_saved_step(iteration, path) for iteration, path in steps],
+        [_timeline(iteration, path) for iteration, path in _spread(timelines, most_timelines)],
+        _sessions(_spread(_numbered(folder / "sessions", r"batch_(\d+)\.jsonl"), most_steps)),
+    )
+
+
+def _sessions(files: Sequence[tuple[int, Path]]) -> list[SavedSession]:
+    """The sessions of these rollout batches."""
+    found = []
+    for batch, path in files:
+        for row, value in read_rows(path):
+            found.append(session_from(batch, f"{path}: row {row}", value))
+    return found
+
+
+def _saved_step(iteration: int, path: Path) -> SavedStep:
+    named = _json_object(path.with_name(path.stem + TOKENS_SUFFIX))
+    for token, text in named.items():
+        if not re.fullmatch(r"\d{1,18}", token, re.ASCII) or not isinstance(text, str):
+            raise InputError(f"{path.stem + TOKENS_SUFFIX}: {token[:40]!r} must be a token id with its text")
+    rollouts = load_rollouts(path)
+    texts = {int(token): text for token, text in named.items()} or None
+    return SavedStep(iteration, rollouts, texts, _text_runs(path.with_name(path.stem + TEXTS_SUFFIX), rollouts))
+
+
+def _text_runs(path: Path, rollouts: list[Rollout]) -> list[list[TextRun]] | None:
+    """Return the texts of ``rollouts``, checked against them, or None if there is no file."""
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    if not isinstance(found, list) or len(found) != len(rollouts):
+        raise InputError(f"{path}: must contain a list with an entry for each of {len(rollouts)} rollouts")
+    for number, (runs, rollout) in enumerate(zip(found, rollouts, strict=True), 1):
+        is_whole = isinstance(runs, list) and all(_is_run(run) for run in runs)
+        if not is_whole or sum(count for count, _, _ in runs) != len(rollout):
+            raise InputError(
+                f"{path}: entry {number} must contain [tokens, text, special] for all {len(rollout)} tokens"
+            )
+    return [[(count, text, special) for count, text, special in runs] for runs in found]
+
+
+def _is_run(run: Any) -> bool:
+    return (
+        isinstance(run, list)
+        and len(run) == 3
+        and type(run[0]) is int
+        and run[0] > 0
+        and isinstance(run[1], str)
+        and isinstance(run[2], bool)
+    )
+
+
+def _timeline(iteration: int, path: Path) -> SavedTimeline:
+    planned = path.with_name(f"{path.stem}_planned.json")
+    return SavedTimeline(iteration, read_timeline(path), read_timeline(planned) if planned.is_file() else [])
+
+
+def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
+    """Return the folder's files by the number in their names."""
+    if not folder.is_dir():
+        return {}
+    found = ((re.fullmatch(pattern, path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in found if match}
+
+
+def _spread(files: dict[int, Path], most: int) -> list[tuple[int, Path]]:
+    """Return at most ``most`` files, evenly spread, including the first and the last."""
+    found = sorted(files.items())
+    if len(found) <= most:
+        return found
+    if most == 1:
+        return found[-1:]
+    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """Return the file's object; empty if there is no file."""
+    if not path.is_file():
+        return {}
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: must contain one JSON object")
+    return value

@@ -1,0 +1,82 @@
+"""The page's only script, which searches the transcripts. The page's policy allows only this script, by its hash.
+
+The script only reads the rollouts' text and changes which rollouts are shown, so the text of a rollout cannot become
+markup or code.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+
+from megatron_dta.extras.report.markup import Markup, tag
+
+SCRIPT = """
+const field = document.getElementById("search"), hits = document.getElementById("hits");
+const rollouts = [...document.querySelectorAll("details.rollout")];
+let texts = null, places = [], at = -1, waiting = 0;
+function placesOf(rollout, wanted) {
+  const found = [], walk = document.createTreeWalker(rollout, NodeFilter.SHOW_TEXT);
+  for (let node = walk.nextNode(); node; node = walk.nextNode()) {
+    const text = node.data.toLowerCase();
+    if (text.length !== node.data.length) continue;
+    for (let i = text.indexOf(wanted); i >= 0 && found.length < 1000; i = text.indexOf(wanted, i + wanted.length)) {
+      const range = new Range();
+      range.setStart(node, i); range.setEnd(node, i + wanted.length);
+      found.push(range);
+    }
+  }
+  return found;
+}
+function search() {
+  const wanted = field.value.toLowerCase();
+  texts = texts || rollouts.map(rollout => rollout.textContent.toLowerCase());
+  let count = 0;
+  places = []; at = -1;
+  rollouts.forEach((rollout, i) => {
+    const fits = texts[i].includes(wanted);
+    rollout.hidden = !fits;
+    count += fits;
+    if (fits && wanted && places.length < 5000) places.push(...placesOf(rollout, wanted));
+  });
+  hits.textContent = wanted ? `in ${count} of ${rollouts.length} rollouts` : `${rollouts.length} rollouts`;
+  if (window.Highlight) CSS.highlights.set("found", new Highlight(...places));
+}
+function next() {
+  if (!places.length) return;
+  at = (at + 1) % places.length;
+  const place = places[at], element = place.startContainer.parentElement;
+  element.closest("details").open = true;
+  element.scrollIntoView({block: "nearest"});
+  const box = place.getBoundingClientRect();
+  window.scrollBy(0, box.top - window.innerHeight / 2);
+  if (window.Highlight) CSS.highlights.set("here", new Highlight(place));
+  hits.textContent = `place ${at + 1} of ${places.length}`;
+}
+field.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(search, 150); });
+field.addEventListener("keydown", event => { if (event.key === "Enter") next(); });
+document.getElementById("next").addEventListener("click", next);
+document.getElementById("all").addEventListener("click", () => {
+  const shown = rollouts.filter(rollout => !rollout.hidden), open = !shown.every(rollout => rollout.open);
+  shown.forEach(rollout => { rollout.open = open; });
+});
+"""
+# What a Content-Security-Policy allows.
+SCRIPT_SOURCE = f"'sha256-{base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()}'"
+
+
+def search_bar(count: int) -> Markup:
+    """The field, and what belongs to it."""
+    return tag(
+        "p",
+        tag("input", id="search", type="search", placeholder="text, role, group, reward 1 ...", aria_label="search"),
+        tag("button", "next", id="next", type="button"),
+        tag("button", "open or close all", id="all", type="button"),
+        tag("span", f"{count} rollouts", id="hits", class_="note"),
+        class_="search",
+    )
+
+
+def search_script() -> Markup:
+    """The script, placed after the transcripts."""
+    return Markup(f"<script>{SCRIPT}</script>")

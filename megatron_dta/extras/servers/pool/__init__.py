@@ -1,0 +1,1 @@
+"""Several rollout servers as one."""

@@ -1,0 +1,1 @@
+"""Sampling on servers while training goes on."""

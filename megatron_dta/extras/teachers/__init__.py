@@ -1,0 +1,1 @@
+"""Teachers in processes of their own, for distillation."""

@@ -1,6 +1,0 @@
-"""Pictures of what is planned and what ran: prefix trees with their segments, timelines of pipelines."""
-
-from megatron_dta.plots.timeline import plot_timelines
-from megatron_dta.plots.tree import leaf_spans, node_pieces, plot_tree
-
-__all__ = ["leaf_spans", "node_pieces", "plot_timelines", "plot_tree"]

@@ -1,0 +1,358 @@
+"""Settings of sampling: prompts, responses, rewards, environments, and filters of groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_dta.core.config.options import option
+
+text_option = partial(option, needs="prompt_data or rollouts")
+sampled_option = partial(option, needs="prompt_data or task")
+server_option = partial(option, needs="rollout_engine=vllm,sglang")
+code_option = partial(option, needs="reward_function=code_tests")
+environment_option = partial(option, needs="environment")
+
+
+@dataclass
+class SamplingConfig:
+    """Prompts and sampling. Training uses the sampling temperature for rollouts of every source."""
+
+    prompt_data: list[str] | None = option(None, "Files of prompts to sample rollouts for (.jsonl, .parquet).")
+    eval_prompt_data: list[str] | None = option(
+        None,
+        "Held-out prompts (.jsonl, .parquet); their mean reward is reported.",
+        needs=("prompt_data", "eval_interval"),
+    )
+    input_key: str | None = text_option(
+        None,
+        "Field of the files that contains the prompt, or the conversation for --objective sft; a.b is field b of "
+        "field a (default: prompt, question or prompt_token_ids; messages for conversations).",
+    )
+    label_key: str | None = text_option(
+        None,
+        "Field that contains the answer with which rewards compare, or the response in text for --objective sft "
+        "(default: answer, or ground_truth in verl's reward_model; response or completion).",
+    )
+    filter_overlong_prompts: bool = option(
+        False,
+        "Leave out prompts longer than --max-position-embeddings minus --rollout-max-response-len and report how many"
+        " there are, instead of refusing their file.",
+        needs="prompt_data",
+    )
+    task: str | None = option(
+        None,
+        "Built-in task that supplies prompts, held-out prompts, tokenizer and reward instead of files.",
+        choices=("arithmetic",),
+    )
+    arithmetic_max_operand: int = option(99, "Largest operand of the arithmetic task.", minimum=1, needs="task")
+    arithmetic_operators: str = option(
+        "+", "Operators of the arithmetic task: one or more of + - *, written together.", needs="task"
+    )
+    reward_function: str | None = option(
+        None,
+        "Reward: exact_match, math_verify, code_tests (runs the program in the response), remote (asks a server), or "
+        "a function of your own as FILE.py:NAME.",
+        needs="prompt_data",
+    )
+    tokenizer_type: str | None = text_option(
+        None,
+        "Tokenizer of prompts and of text in --rollouts.",
+        choices=("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer"),
+    )
+    tokenizer_model: str | None = text_option(None, "File of the tokenizer.")
+    apply_chat_template: bool = option(
+        False,
+        "Format prompts with the chat template stored with the tokenizer, up to the start of the model's turn. "
+        "Prompts are messages, or text that becomes one user message. Needs the package transformers.",
+        needs="tokenizer_type=HuggingFaceTokenizer",
+    )
+    apply_chat_template_kwargs: str | None = option(
+        None,
+        "Additional variables of the chat template, as a JSON object such as '{\"enable_thinking\": false}'.",
+        needs="apply_chat_template",
+    )
+    chat_template_date: str | None = option(
+        None,
+        "Date that the chat template writes, as 2026-01-31 or 2026-01-31T12:00:00 (default: the time at which the run "
+        "began; a continued run keeps it).",
+        needs="apply_chat_template",
+    )
+    eos_id: list[int] | None = option(
+        None,
+        "Tokens that end a response; the first one ends text that is trained (default: the tokenizer's, and those of "
+        "generation_config.json beside it or in --load-hf).",
+        minimum=0,
+        needs="prompt_data or rollouts",
+    )
+    rollout_batch_size: int = sampled_option(16, "Prompts per rollout batch.", minimum=1)
+    over_sampling_batch_size: int | None = sampled_option(
+        None,
+        "Sample this many prompts instead, and train the first --rollout-batch-size of them whose rewards differ.",
+        minimum=1,
+    )
+    n_samples_per_prompt: int = sampled_option(
+        8, "Rollouts per prompt; they form the group in which advantages are normalized.", minimum=1
+    )
+    temperature: float = option(
+        1.0, "Temperature of sampling, and of the logprobs that training uses.", flag="--rollout-temperature", above=0
+    )
+    rollout_top_p: float = sampled_option(
+        1.0, "Sample from the most likely tokens that together have this probability.", above=0, maximum=1
+    )
+    num_steps_per_rollout: int = option(
+        1,
+        "Optimizer steps per batch of sampled rollouts; each step trains whole groups, divided along the tree.",
+        minimum=1,
+    )
+    rollout_max_response_len: int = sampled_option(64, "Maximum number of tokens sampled per rollout.", minimum=1)
+    eval_temperature: float | None = option(
+        None,
+        "Temperature in evaluation; 0 is greedy (default: --rollout-temperature).",
+        minimum=0,
+        needs=("eval_interval", "eval_prompt_data or task"),
+    )
+    rollout_engine: str = sampled_option(
+        "in-process",
+        "Source of rollouts: the training weights in this process, servers of vLLM or SGLang, or stored rollouts "
+        "(replay).",
+        choices=("in-process", "vllm", "sglang", "replay"),
+    )
+    rollout_server_url: list[str] | None = option(
+        None,
+        "Servers of --rollout-engine vllm or sglang, such as http://HOST:PORT; requests are distributed over them.",
+        needs="rollout_engine=vllm,sglang",
+    )
+    rollout_server_file: str | None = server_option(
+        None,
+        "File that lists the servers instead, one URL a line. It is read again while the run samples: servers that "
+        "are added get the weights and then requests, those that are removed get no new requests.",
+    )
+    rollout_timeout_seconds: float = option(
+        600.0,
+        "Timeout in seconds for one request to a rollout server or a served teacher, or one weight update.",
+        above=0,
+        needs="rollout_engine=vllm,sglang or teacher_load_hf",
+    )
+    rollout_attempts: int = option(
+        6,
+        "Attempts per request, over all rollout servers together or to a served teacher, before the step fails.",
+        minimum=1,
+        needs="rollout_engine=vllm,sglang or teacher_load_hf",
+    )
+    rollout_request_processes: int = server_option(
+        0,
+        "Processes that send requests to servers and read the replies; with 0 a thread of the first rank does, which "
+        "takes time from training where many servers are fast.",
+        minimum=0,
+    )
+    rollout_weights_dir: str | None = server_option(
+        None,
+        "Folder through which the servers receive new weights; they must see it under the same path (default: "
+        "rollout-weights in --save).",
+    )
+    rollout_weight_transfer: str = server_option(
+        "folder",
+        "How servers receive new weights: from a folder that both can access; through a process group that the first "
+        "rank shares with them, over NCCL or, with SGLang on CPUs, gloo; or, with vLLM on the trainer's own GPUs, from "
+        "memory that both map (CUDA IPC).",
+        choices=("folder", "nccl", "gloo", "ipc"),
+    )
+    rollout_weight_bucket_mb: int = option(
+        512,
+        "Size in MiB of the buckets in which --rollout-weight-transfer nccl, gloo and ipc send weights.",
+        minimum=1,
+        needs="rollout_weight_transfer!=folder",
+    )
+    rollout_weight_delta: bool = server_option(
+        False,
+        "Send vLLM only the values that have changed since the last update (its weight transfer sparse_nccl). A server "
+        "that was restarted gets all of them.",
+    )
+    rollout_weight_check_interval: int = option(
+        0,
+        "With --rollout-weight-delta, number of updates between comparisons of the servers' checksums; a server whose "
+        "weights differ gets all of them. 0: never.",
+        minimum=0,
+        needs="rollout_weight_delta",
+    )
+    rollout_max_staleness: int = server_option(
+        0,
+        "Sample ahead while training: maximum number of optimizer steps between the weights that sampled a rollout "
+        "and the first step that trains its batch; with 0 sampling and training alternate.",
+        minimum=0,
+    )
+    partial_rollout: bool = server_option(
+        False,
+        "With --rollout-max-staleness, sample without a break between rollout batches: servers get new weights while "
+        "they sample, unfinished rollouts continue on these, and each token keeps the version that sampled it. "
+        "The groups that were begun first are trained first, or with --partial-rollout-stale drop those that were "
+        "finished first.",
+    )
+    partial_rollout_stale: str = option(
+        "wait",
+        "What happens to a group that would exceed --rollout-max-staleness in the next rollout batch: training waits "
+        "for it (wait), or its rollouts that are too old are left out and counted (drop).",
+        choices=("wait", "drop"),
+        needs="partial_rollout",
+    )
+    rollout_replay: list[str] | None = option(
+        None,
+        "Stored rollouts that --rollout-engine replay returns, each once (.jsonl, .parquet or .npz).",
+        needs="rollout_engine=replay",
+    )
+    inference_max_requests: int = option(
+        256,
+        "Maximum number of sequences decoded at once, or sent to one server; bounds memory and does not change the "
+        "samples.",
+        minimum=1,
+        needs=("prompt_data or task", "rollout_engine!=replay"),
+    )
+    inference_dynamic_batching_block_size: int = option(
+        16,
+        "Tokens per page of the K/V cache; sequences share full pages of a common prefix.",
+        minimum=1,
+        needs=("prompt_data or task", "rollout_engine=in-process"),
+    )
+    inference_dynamic_batching_buffer_size_gb: float | None = option(
+        None,
+        "Size of the K/V cache in GiB on each rank; sequences that do not fit wait (default: as much as is needed, on"
+        " a GPU at most the memory that is free when sampling starts, less what a forward pass needs and a margin).",
+        above=0,
+        needs=("prompt_data or task", "rollout_engine=in-process"),
+    )
+    inference_dynamic_batching_max_tokens: int = option(
+        4096,
+        "Maximum number of tokens in a forward pass of the sampler; longer prompts are split over several passes.",
+        minimum=1,
+        needs=("prompt_data or task", "rollout_engine=in-process"),
+    )
+    rollout_cuda_graphs: bool | None = option(
+        None,
+        "Decode in CUDA graphs, which does not change the samples; --no-rollout-cuda-graphs disables this (default: "
+        "where it is possible; experts need --moe-grouped-gemm and no tensor or expert parallelism).",
+        needs=("prompt_data or task", "rollout_engine=in-process"),
+    )
+    n_samples_per_eval_prompt: int = option(
+        1, "Rollouts per held-out prompt.", minimum=1, needs="eval_prompt_data or task"
+    )
+
+
+@dataclass
+class FilterConfig:
+    """Dynamic sampling and overlong shaping (DAPO, arXiv 2503.14476); rejection sampling for supervised training."""
+
+    dynamic_sampling: bool = sampled_option(
+        False, "Drop groups whose rewards are all equal and sample other prompts in their place."
+    )
+    dynamic_sampling_max_rounds: int = option(
+        3,
+        "Maximum number of sampling rounds per rollout batch; a batch that is still incomplete after them is smaller.",
+        minimum=1,
+        needs="dynamic_sampling",
+    )
+    overlong_buffer_len: int | None = sampled_option(
+        None,
+        "Number of tokens before --rollout-max-response-len over which a response loses reward, linearly up to "
+        "--overlong-penalty-factor (default: no penalty).",
+        minimum=1,
+    )
+    overlong_penalty_factor: float = option(
+        1.0, "Reward that a response of maximum length loses.", above=0, needs="overlong_buffer_len"
+    )
+    rejection_sampling: str | None = option(
+        None,
+        "With --objective sft: train only the best rollout of each group, or all rollouts that reach "
+        "--rejection-reward-threshold.",
+        choices=("best", "threshold"),
+        needs="objective=sft",
+    )
+    rejection_reward_threshold: float | None = option(
+        None,
+        "Minimum reward of a trained rollout; with best, a group whose best rollout is below it is left out.",
+        needs="rejection_sampling",
+    )
+
+
+@dataclass
+class RewardConfig:
+    """Settings of ``megatron_dta.sampling.rewards.scoring`` and of the reward functions code_tests and remote."""
+
+    reward_failure: str = option(
+        "stop",
+        "Stop the run or drop the rollout when its reward cannot be determined (the function raises, the server does "
+        "not answer). Failures are counted and never taken as a reward of 0.",
+        choices=("stop", "drop"),
+        needs="reward_function",
+    )
+    reward_workers: int = option(
+        8,
+        "Number of rewards of math_verify, code_tests and remote that are computed at once.",
+        minimum=1,
+        needs="reward_function=math_verify,code_tests,remote",
+    )
+    reward_server_url: list[str] | None = option(
+        None,
+        "Servers of --reward-function remote, such as http://HOST:PORT/PATH; requests alternate between them.",
+        needs="reward_function=remote",
+    )
+    reward_timeout_seconds: float | None = option(
+        None,
+        "Timeout in seconds for one request to a reward server (default: 60), or for your own function on one "
+        "response (default: no limit; with a limit it runs in a thread).",
+        above=0,
+        needs=("reward_function", "reward_function!=exact_match,math_verify,code_tests"),
+    )
+    reward_attempts: int = option(
+        4,
+        "Attempts per request to reward servers before it counts as failed.",
+        minimum=1,
+        needs="reward_function=remote or code_sandbox_url",
+    )
+    code_time_seconds: float = code_option(
+        5.0,
+        "CPU time in seconds for each test of a program of --reward-function code_tests; a program that waits for "
+        "about twice this time is stopped too.",
+        above=0,
+    )
+    code_memory_mb: int = code_option(
+        1024, "Memory in MiB for a program of --reward-function code_tests, and for its files.", minimum=64
+    )
+    code_processes: int = code_option(
+        8, "Maximum number of processes and threads of a program of --reward-function code_tests.", minimum=1
+    )
+    code_sandbox_url: list[str] | None = option(
+        None,
+        "Servers with the API of SandboxFusion that run the programs of --reward-function code_tests, such as "
+        "http://HOST:PORT/run_code; requests alternate between them (default: programs run here, in bubblewrap).",
+        needs="reward_function=code_tests",
+    )
+    code_unconfined: bool = code_option(
+        False,
+        "Where bubblewrap does not work, run the programs of --reward-function code_tests with resource limits only: "
+        "they can do what this user can.",
+    )
+
+
+@dataclass
+class EnvironmentConfig:
+    """Settings of ``megatron_dta.sampling.environment``."""
+
+    environment: str | None = sampled_option(
+        None,
+        "Class whose methods reset and step answer the model's turns and give the rewards: FILE.py:NAME or a dotted "
+        "name.",
+    )
+    environment_max_turns: int | None = environment_option(
+        None, "Maximum number of turns per rollout (default: as many as fit).", minimum=1
+    )
+    environment_timeout: float = environment_option(
+        60.0, "Timeout in seconds for one step of the environment.", above=0
+    )
+    environment_workers: int = environment_option(16, "Number of environment steps that run at once.", minimum=1)
+    environment_failure: str = environment_option(
+        "end",
+        "What happens after a step that raises or times out: its rollout ends and is trained with the reward so far "
+        "(end), it is left out of training and of its group (drop), or the run stops (stop). Failures are counted.",
+        choices=("end", "drop", "stop"),
+    )

@@ -1,0 +1,119 @@
+"""Plans and launches the bursts of an engine, one ahead of the tokens that the host has read.
+
+Between two bursts the host appends tokens, frees and reserves pages and packs the inputs of the next passes, while the
+device would wait. Everything but the first tokens of the next burst is known before, and these are on the device
+already: the next burst is therefore launched before the host reads the tokens of the last one.
+
+The rows of a burst that is launched ahead are those whose length does not end before it. Another row may turn out to
+have ended with an end of sequence; what it draws afterwards is dropped, and what it writes is past its end, in
+pages that no later pass reads there before it has written them itself. Nothing is launched ahead in five
+cases: the next pass could take other rows; a page is missing; there are drafts, which depend on the tokens; the model
+has states, which a row must not continue beyond its end; or a burst is one pass, and its caller relies on passes one at
+a time.
+
+The decisions depend only on the scheduler, so all ranks of a tensor group make the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.core.model.decode.paged_cache import PagedCache
+from megatron_dta.sampling.in_process.cuda_graphs import Burst, DecodeSteps, RunningBurst, noise_of
+from megatron_dta.sampling.in_process.drafting import NO_DRAFT
+from megatron_dta.sampling.in_process.row_states import RowStates
+from megatron_dta.sampling.in_process.scheduler import Request, Scheduler
+from megatron_dta.sampling.params import SamplingParams
+
+Sampled = tuple[np.ndarray, np.ndarray]
+"""What was drawn for one row in a pass or burst: tokens (int32) and their logprobs (float64)."""
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A burst that was launched.
+
+    Attributes:
+        rows: its requests; those that have ended since then get none of its tokens.
+        steps: int64 [rows], see ``Burst``.
+        num_passes: number of its passes.
+        running: what the device draws.
+    """
+
+    rows: list[Request]
+    steps: np.ndarray
+    num_passes: int
+    running: RunningBurst
+
+    def live(self) -> list[int]:
+        """The rows that have not ended."""
+        return [i for i, row in enumerate(self.rows) if row.is_running]
+
+    def sampled(self, live: Sequence[int]) -> list[Sampled]:
+        """What was drawn for the rows ``live``; waits for the device."""
+        tokens, logprobs = self.running.read()
+        steps = self.steps.tolist()
+        return [(tokens[: steps[i], i], logprobs[: steps[i], i]) for i in live]
+
+    def steps_of(self) -> dict[Request, int]:
+        """The steps by row."""
+        return dict(zip(self.rows, self.steps.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Launches bursts of one phase of sampling.
+
+    Attributes:
+        steps: runs them.
+        scheduler: reserves their pages.
+        states: the states of the rows.
+        cache: returns the cache, grown to all pages of the pool.
+        params, iteration: see ``RolloutEngine.start``.
+    """
+
+    steps: DecodeSteps
+    scheduler: Scheduler
+    states: RowStates
+    cache: Callable[[], PagedCache]
+    params: SamplingParams
+    iteration: int
+
+    def first(self, rows: list[Request], drafts: list[np.ndarray], most: int) -> Flight:
+        """A burst of up to ``most`` passes of rows whose tokens the host knows; one pass if there are drafts."""
+        steps = self.scheduler.max_burst_steps(rows, most)
+        pieces = []
+        for row, draft in zip(rows, drafts, strict=True):
+            pieces += [row.tokens[row.num_tokens - 1 : row.num_tokens], draft]
+        counts = np.array([len(draft) + 1 for draft in drafts])
+        starts = np.array([row.num_computed_tokens for row in rows])
+        noise = noise_of(rows, drafts, self.params, self.iteration, int(steps.max()))
+        states = self.states.for_burst(rows, starts, steps)
+        burst = Burst(np.concatenate(pieces), starts, counts, [row.table for row in rows], steps, noise, states)
+        return Flight(rows, steps, len(noise), self.steps.launch(self.cache(), burst, self.params))
+
+    def ahead(self, last: Flight, most: int) -> Flight | None:
+        """The burst after ``last``, whose tokens the host does not know; None if it must know them."""
+        if not self.steps.runs_ahead or self.states.is_used:
+            return None
+        passes, scheduler = last.num_passes, self.scheduler
+        rooms = np.array([len(row.tokens) - row.num_tokens for row in last.rows])
+        live = np.array([row.is_running for row in last.rows])
+        goes_on = live & (rooms > passes)
+        is_full = len(scheduler.running) >= scheduler.max_requests and (goes_on | ~live).all()
+        takes_all = live.sum() == len(scheduler.running) and (is_full or not scheduler.waiting)
+        if not goes_on.any() or not takes_all or (last.steps[goes_on] < passes).any():
+            return None
+        columns = np.flatnonzero(goes_on)
+        rows = [last.rows[i] for i in columns]
+        steps = scheduler.max_burst_steps(rows, most, passes)
+        if (steps < np.minimum(most, rooms[columns] - passes)).any():
+            return None
+        starts = np.array([row.num_computed_tokens for row in rows]) + passes
+        noise = noise_of(rows, [NO_DRAFT] * len(rows), self.params, self.iteration, passes + int(steps.max()))
+        tables, ones = [row.table for row in rows], np.ones(len(rows), np.int64)
+        burst = Burst(columns, starts, ones, tables, steps, noise[passes:], follows=last.running)
+        return Flight(rows, steps, len(noise) - passes, self.steps.launch(self.cache(), burst, self.params))

@@ -1,0 +1,397 @@
+"""Samples rollouts with the training model in its own process, without a copy of the weights.
+
+Each pass runs a mixture of prompt parts and decoding rows through the model and waits for the device once, for the
+sampled tokens. ``scheduler`` plans the pass and ``decode_context`` computes its attention. The engine supports every
+mesh of ``build_model``: the ranks of a tensor group draw the same tokens together, pipeline stages receive the tokens
+from the last stage, and each data-parallel replica runs its own engine. Replicas that share experts run their passes
+together (``expert_passes``). The logprobs are those of the trainer.
+
+On a GPU attention reads the pages in place (``paged_context``). Passes that only decode run as CUDA graphs
+(``cuda_graphs``), several of them before the host reads their tokens, and several more while it takes these
+(``bursts``); on all pipeline stages at once (``pipelined_steps``).
+
+The K/V cache exists while requests run or are held and is freed afterwards, so that training can use the memory. After
+an error the engine is empty and can be started again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model import Model, choose_attention, upload
+from megatron_dta.core.model.decode.decode_context import append_context
+from megatron_dta.core.model.decode.paged_cache import PagedCache
+from megatron_dta.core.model.decode.paged_context import paged_context
+from megatron_dta.sampling.in_process.bursts import Flight, Launcher, Sampled
+from megatron_dta.sampling.in_process.cache_size import head_shape, max_pages
+from megatron_dta.sampling.in_process.cuda_graphs import MOST_TOKENS, DecodeSteps, noise_of
+from megatron_dta.sampling.in_process.drafting import Drafting, NoDrafting, Round, drafts_of
+from megatron_dta.sampling.in_process.endings import Endings
+from megatron_dta.sampling.in_process.expert_passes import DecodingPasses
+from megatron_dta.sampling.in_process.next_token import by_row, next_tokens, sampling_mode
+from megatron_dta.sampling.in_process.pages import PagePool
+from megatron_dta.sampling.in_process.pipelined_steps import decode_steps
+from megatron_dta.sampling.in_process.row_states import RowStates
+from megatron_dta.sampling.in_process.scheduler import Pass, Request, Scheduler
+from megatron_dta.sampling.interface import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    RolloutEngine,
+    check_request,
+)
+from megatron_dta.sampling.params import SamplingParams
+
+# Bursts are short while a draft is likely soon, and full again after this many short bursts without a draft.
+_PASSES_BETWEEN_DRAFTS, _MAX_SHORT_BURSTS = 4, 4
+
+_COUNTS = ("decoded_tokens", "requests", "forwards", "seconds", "peak_pages", "drafted_tokens", "accepted_drafts")
+_COUNTS += ("stopped_degenerate", "static_forwards", "captures")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of the engine. None of them changes the samples but ``stop_degenerate``.
+
+    Attributes:
+        max_requests: maximum number of running requests.
+        block_size: positions in a page.
+        buffer_size_gb: size of the cache in GiB on each rank. None: see ``cache_size`` on a GPU, else no limit.
+        max_tokens: maximum number of tokens in a forward pass; longer prompts are split over passes.
+        stop_degenerate: end requests that have degenerated into a loop or noise as if their length were reached.
+        attention_impl: "triton" for the kernels that read pages in place, "reference" for PyTorch's attention, "auto"
+            for the kernels wherever they are supported.
+        static_passes: decode with tensors at fixed addresses, in CUDA graphs on a GPU. The caller must have checked
+            ``cuda_graphs.why_not_captured``.
+        burst: with ``static_passes``, maximum number of passes between two reads of tokens; 1: one pass at a time.
+    """
+
+    max_requests: int = 256
+    block_size: int = 16
+    buffer_size_gb: float | None = None
+    max_tokens: int = 4096
+    stop_degenerate: bool = False
+    attention_impl: str = "auto"
+    static_passes: bool = False
+    burst: int = 8
+
+
+class InProcessEngine(RolloutEngine):
+    """Continuous batching over a paged K/V cache; see the module's docstring.
+
+    Args:
+        model: the model to sample from; it is not modified.
+        drafting: proposes drafts to verify; does not change the samples. It may be replaced while nothing runs.
+    """
+
+    def __init__(self, model: Model, settings: EngineSettings | None = None, drafting: Drafting | None = None) -> None:
+        self.drafting: Drafting = drafting or NoDrafting()
+        self._settings = settings = settings or EngineSettings()
+        self._model, self._passes, self._states = model, DecodingPasses(model), RowStates(model)
+        self._shape, self._device = head_shape(model), next(model.parameters()).device
+        head_size, dtype = self._shape.head_size, self._shape.dtype
+        self._is_paged = choose_attention(settings.attention_impl, head_size, dtype, self._device)
+        self._steps: DecodeSteps | None = None
+        self._flight: Flight | None = None  # launched ahead of the tokens that were read
+        if settings.static_passes and self._is_paged:
+            self._steps = decode_steps(model, self._shape, settings.block_size, settings.max_requests)
+        self._params: SamplingParams | None = None
+        self._iteration = self._policy_version = self._arrivals = self._undrafted = 0
+        self._running: dict[int, Request] = {}
+        self._held: dict[int, Request] = {}
+        self._endings = Endings(settings.stop_degenerate)
+        self._cache: PagedCache | None = None
+        self._counts = dict.fromkeys(_COUNTS, 0.0)
+        self._scheduler = self._new_scheduler()
+
+    def _new_scheduler(self) -> Scheduler:
+        pool = PagePool(self._settings.block_size)
+        return self._states.scheduler(pool, self._settings.max_requests, self._settings.max_tokens)
+
+    @property
+    def pages_in_use(self) -> int:
+        """Number of cache pages that running or held requests use."""
+        return self._scheduler.pool.pages_in_use
+
+    def start(self, params: SamplingParams, iteration: int) -> None:
+        self._refuse_while_running("start")
+        self.release(list(self._held))
+        self._params, self._iteration, self._undrafted = params, iteration, 0
+        self.drafting.started(params)
+        settings, static = self._settings, 0 if self._steps is None else MOST_TOKENS
+        sizes = settings.block_size, settings.buffer_size_gb, settings.max_tokens, static, settings.max_requests
+        self._scheduler.pool.max_pages = max_pages(self._model, *sizes)
+        if self._steps is not None:
+            self._steps.start()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        if self._params is None:
+            raise ValueError("the engine was not started")
+        new: dict[int, Request] = {}
+        for request in requests:
+            self._check(request, new)
+            parent = None if request.parent is None else self._held[request.parent]
+            sequence = Request(request, self._arrivals + len(new), self._settings.block_size, parent)
+            if parent is not None and sequence.common_with_parent == 0:
+                raise ValueError(f"request {request.request_id}: shares no prefix with its parent {request.parent}")
+            new[request.request_id] = sequence
+        self._arrivals += len(new)
+        self._running.update(new)
+        for sequence in new.values():
+            self._scheduler.submit(sequence)
+            self.drafting.submitted(sequence)
+
+    def poll(self) -> list[GenerationResult]:
+        began = time.perf_counter()
+        finished: list[Request] = []
+        try:
+            with sampling_mode(self._model):
+                while not finished and not self._scheduler.is_idle:
+                    round_began = time.perf_counter()
+                    finished = self._run()
+                    self.drafting.ran(time.perf_counter() - round_began)
+        except BaseException:
+            self.close()
+            raise
+        results = [self._finish(sequence) for sequence in finished]
+        self._free_when_unused()
+        self._counts["seconds"] += time.perf_counter() - began
+        return results
+
+    def release(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            if request_id not in self._held:
+                raise ValueError(f"request {request_id} is not held")
+            sequence = self._held.pop(request_id)
+            self._scheduler.release(sequence)
+            self.drafting.released(sequence)
+        self._free_when_unused()
+
+    def statistics(self) -> dict[str, float]:
+        """The statistics of all engines, and ``forwards`` (passes), ``static_forwards`` and ``captures`` (of graphs),
+        ``preemptions``, ``recomputed_tokens`` (after preemptions), ``evictions`` (held requests that lost their K/V),
+        ``peak_pages``, ``drafted_tokens``, ``accepted_drafts`` (tokens) and ``stopped_degenerate`` (requests)."""
+        counts = self._counts | {name: float(count) for name, count in self._scheduler.counts.items()}
+        return counts | {"peak_pages": float(max(counts["peak_pages"], self._scheduler.pool.peak_pages))}
+
+    def update_weights(self, policy_version: int, checkpoint: Path | None = None) -> None:
+        """Drop all held K/V, since the trainer has changed the weights in place."""
+        self._refuse_while_running("update_weights")
+        for sequence in self._held.values():
+            self._scheduler.release(sequence)
+        self._free_when_unused()
+        self._policy_version = policy_version
+        self.drafting.weights_changed(policy_version)
+
+    def join(self) -> None:
+        with sampling_mode(self._model):
+            self._passes.join()
+        self.drafting.ended()
+
+    def close(self) -> None:
+        counts = self.statistics()
+        for requests in (self._running, self._held, self._endings):
+            requests.clear()
+        self._cache = self._flight = None
+        self._states.clear()
+        self._scheduler = self._new_scheduler()
+        self._scheduler.counts.update((name, int(counts[name])) for name in self._scheduler.counts)
+        self._counts["peak_pages"] = counts["peak_pages"]
+        self._params = None
+        self.drafting.abandoned()
+
+    def _run(self) -> list[Request]:
+        """Run a forward pass, or a burst of them, and take its tokens. Returns the requests that it finished."""
+        began = time.perf_counter()
+        if self._flight is not None:
+            self.drafting.wants(len(self._flight.live()))  # a round without drafts, whatever the answer
+            rows, sampled = self._land(self._flight)
+            return self._take(rows, sampled, None, began, len(rows))
+        plan = self._scheduler.next_pass()
+        is_static = self._steps is not None and self._steps.takes(plan)
+        most = min(self._settings.max_tokens, self._steps.most_tokens) if is_static else self._settings.max_tokens
+        drafts = drafts_of(plan, self.drafting, self._scheduler, most)
+        num_drafted = sum(map(len, drafts))
+        own_drafts = [drafts[i] for i in plan.ready] if num_drafted else None
+        is_static = is_static and not (num_drafted and self._states.is_used)
+        rows, sampled = (self._run_static if is_static else self._run_eager)(plan, drafts)
+        if not rows:
+            return []
+        return self._take(rows, sampled, own_drafts, began, sum(plan.counts) + num_drafted)
+
+    def _run_eager(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
+        """Run one pass of prompts and decoding rows. Returns the rows that get tokens, and what was drawn after their
+        last tokens and each drafted one."""
+        cache = self._cache_for(plan)
+        starts = np.array([sequence.num_computed_tokens for sequence in plan.rows])
+        widths = np.array([len(draft) for draft in drafts])
+        counts, ready = np.array(plan.counts) + widths, plan.ready
+        tables = [sequence.table for sequence in plan.rows]
+        if self._is_paged:
+            context, order = paged_context(cache, starts, counts, tables, self._shape)
+        else:
+            context, order = append_context(cache, starts, counts, tables)
+        self._states.attach(context, [plan.rows[i] for i in order], starts[order], counts[order], widths[order])
+        pieces = []
+        for i in order:
+            pieces += [plan.rows[i].tokens[starts[i] : starts[i] + plan.counts[i]], drafts[i]]
+        (token_ids,) = upload([np.concatenate(pieces)], self._device)
+        hidden = self._passes(token_ids.unsqueeze(0), context)
+        self._counts["forwards"] += 1
+        ends = np.empty(len(order), np.int64)
+        ends[order] = np.cumsum(counts[order])
+        rows = self._scheduler.complete(plan)
+        if not rows:
+            return [], []
+        last = [np.arange(ends[i] - widths[i] - 1, ends[i]) for i in ready]
+        (last,) = upload([np.concatenate(last)], self._device)
+        noise = noise_of(rows, [drafts[i] for i in ready], self._params, self._iteration)
+        (noise,) = upload([noise], self._device, torch.float64)
+        drawn = next_tokens(self._model, hidden[last], noise, self._params, self._is_paged)
+        drawn = torch.stack([part.double() for part in drawn])
+        self.drafting.catch_up()
+        tokens, logprobs = drawn.cpu().numpy()  # the only place that waits; a float64 represents every token id exactly
+        return rows, by_row(tokens.astype(np.int32), logprobs, widths[ready] + 1)
+
+    def _run_static(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
+        """Like ``_run_eager`` if all rows decode: one pass with drafts, or a burst of passes without. What was drawn in
+        a burst is one token in each of a row's first passes."""
+        is_drafted = any(map(len, drafts))
+        is_short = self._undrafted < _MAX_SHORT_BURSTS and self.drafting.is_hopeful
+        most = min(self._settings.burst, _PASSES_BETWEEN_DRAFTS if is_short else self._settings.burst)
+        flight = self._launcher(plan).first(plan.rows, drafts, 1 if is_drafted else most)
+        if not is_drafted:
+            return self._land(flight)
+        self._count_static(1)
+        self.drafting.catch_up()
+        tokens, logprobs = flight.running.read()
+        self._scheduler.complete(plan)
+        return plan.rows, by_row(tokens[0], logprobs[0], [len(draft) + 1 for draft in drafts])
+
+    def _land(self, flight: Flight) -> tuple[list[Request], list[Sampled]]:
+        """Launch the next burst if possible, and wait for ``flight``. Returns its rows that had not ended before, and
+        what was drawn for them."""
+        self._flight = None
+        if self._settings.burst > 1 and not self.drafting.asks_next:
+            self._flight = self._launcher(Pass()).ahead(flight, self._settings.burst)
+        self.drafting.catch_up()
+        self._count_static(flight.num_passes)
+        live = flight.live()
+        rows, sampled = [flight.rows[i] for i in live], flight.sampled(live)
+        self._scheduler.complete(Pass(rows, [1] * len(rows)))
+        return rows, sampled
+
+    def _launcher(self, plan: Pass) -> Launcher:
+        """Launches bursts after the page copies of ``plan``."""
+        return Launcher(
+            self._steps, self._scheduler, self._states, lambda: self._cache_for(plan), self._params, self._iteration
+        )
+
+    def _count_static(self, passes: int) -> None:
+        for name in ("forwards", "static_forwards"):
+            self._counts[name] += passes
+        self._counts["captures"] = float(self._steps.captures)
+
+    def _take(
+        self,
+        rows: list[Request],
+        sampled: list[Sampled],
+        drafts: list[np.ndarray] | None,
+        began: float,
+        num_tokens: int,
+    ) -> list[Request]:
+        """Append the accepted and the next sampled tokens to each of ``rows``, whose ``drafts`` are None if no row has
+        one, after passes of ``num_tokens`` tokens that began at ``began``. Returns the requests that ended."""
+        finished, appended, drafted = [], [], None
+        ahead = {} if self._flight is None else self._flight.steps_of()
+        self._undrafted = self._undrafted + 1 if drafts is None else 0
+        if not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
+            raise FloatingPointError("the model's logits are not finite: its weights have diverged")
+        for i, (sequence, (own, logprobs)) in enumerate(zip(rows, sampled, strict=True)):
+            num_tokens_before = sequence.num_tokens
+            draft, ends = None if drafts is None else drafts[i], self._params.eos_ids
+            is_end = self._endings.append(sequence, own, logprobs, draft, ends)
+            appended.append(own[: sequence.num_tokens - num_tokens_before])
+            if len(own) > 1 or ahead:
+                kept = 0 if is_end else ahead.get(sequence, 0)
+                self._scheduler.commit_draft(sequence, len(appended[-1]) - 1, kept)
+            if is_end:
+                self._scheduler.finish(sequence)
+                finished.append(sequence)
+        self._states.commit()
+        self._counts["stopped_degenerate"] = float(self._endings.stopped)
+        self._counts["decoded_tokens"] += sum(map(len, appended))
+        if drafts is not None:
+            drafted = np.array([len(draft) for draft in drafts])
+            self._counts["drafted_tokens"] += int(drafted.sum())
+            self._counts["accepted_drafts"] += sum(map(len, appended)) - len(rows)
+        self.drafting.verified(Round(rows, drafted, appended, time.perf_counter() - began, num_tokens))
+        for sequence in finished:
+            self.drafting.finished(sequence)
+        if self._flight is not None and not self._flight.live():
+            self._flight.running.read()  # nothing may run when the caller changes weights
+            self._flight = None
+        return finished
+
+    def _finish(self, sequence: Request) -> GenerationResult:
+        request, response = sequence.generation, sequence.response.copy()
+        del self._running[request.request_id]
+        self._endings.forget(sequence)
+        if request.hold:
+            self._held[request.request_id] = sequence
+        self._counts["requests"] += 1
+        dtype = np.float64 if self._shape.dtype == torch.float64 else np.float32
+        return GenerationResult(
+            request.request_id,
+            response,
+            sequence.logprobs[: len(response)].astype(dtype),
+            FinishReason.STOP if int(response[-1]) in self._params.eos_ids else FinishReason.LENGTH,
+            self._policy_version,
+        )
+
+    def _check(self, request: GenerationRequest, new: dict[int, Request]) -> None:
+        check_request(request, self._held, self._running, new, vocab_size=self._model.true_vocab_size)
+        tokens, where = request.token_ids, f"request {request.request_id}"
+        length = len(tokens) + request.max_tokens
+        if length > self._model.max_sequence_length:
+            raise ValueError(
+                f"{where}: {len(tokens)} tokens and a response of up to {request.max_tokens} do not fit into "
+                f"--max-position-embeddings {self._model.max_sequence_length}; raise it or lower "
+                "--rollout-max-response-len"
+            )
+        most = self._scheduler.pool.max_pages
+        if most is not None and -(-length // self._settings.block_size) > most:
+            raise InputError(
+                f"--inference-dynamic-batching-buffer-size-gb: {most} pages of {self._settings.block_size} positions "
+                f"cannot hold one sequence of {length} tokens; raise it"
+            )
+
+    def _refuse_while_running(self, call: str) -> None:
+        if self._running:
+            raise ValueError(f"{call}: {len(self._running)} requests are running; poll until they are finished")
+
+    def _free_when_unused(self) -> None:
+        if self._scheduler.is_idle and self._scheduler.num_held == 0:
+            self._scheduler.pool.clear()
+            self._states.clear()
+            self._cache = None
+
+    def _cache_for(self, plan: Pass) -> PagedCache:
+        """The cache, grown to all pages of the pool, after the page copies of the plan."""
+        cache = self._allocated(self._scheduler.pool.num_pages)
+        cache.copy([source for source, _ in plan.copies], [target for _, target in plan.copies])
+        return cache
+
+    def _allocated(self, num_pages: int) -> PagedCache:
+        if self._cache is None:
+            shape, size, layers = self._shape, self._settings.block_size, self._model.attention_layers
+            self._cache = PagedCache(layers, size, shape.num_groups, shape.head_size, shape.dtype, self._device)
+        self._cache.grow(num_pages)
+        return self._cache

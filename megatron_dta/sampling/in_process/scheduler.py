@@ -1,0 +1,400 @@
+"""Schedules requests on cache pages: continuous batching with shared prefixes.
+
+A request has ``num_tokens`` tokens (its context, then the sampled ones) and K/V for the first ``num_computed_tokens``
+of them. Each pass appends K/V: one token for a decoding request, and a run of tokens for a request that is new or was
+preempted. A request gets its next token from the pass that computes its last token. Prefill, decoding, forks and
+recomputation are therefore one operation.
+
+*Sharing.* An admitted request reuses the pages of its longest cached prefix. Full pages of any request are found by
+their digest. Pages of the parent and of a request with the same context are also reused, and their partly filled last
+page is copied. If a running request is still computing the prefix, the new request waits for it.
+
+*Memory.* A request is admitted if there are pages for all its tokens and one more page for each running request. If a
+running request needs a page and none is free, held requests are evicted first: least recently used first, and those
+without waiting children before the others. After that the request admitted last is preempted; it goes back to the
+queue and is recomputed later. A single request always fits, so all requests finish.
+
+Example: pages have 4 tokens. A request with a context of 6 tokens computes them on 2 pages and samples one token, so
+``num_tokens`` is 7 and ``num_computed_tokens`` 6. A second request with the same context can reuse 5 tokens, since its
+last one must run: it shares the first page, copies the second one for 1 more token, and computes one token.
+
+The decisions depend only on the calls, so all ranks of a replica make the same ones. This module uses no tensors.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from megatron_dta.sampling.in_process.pages import PagePool, extend_digest
+from megatron_dta.sampling.interface import GenerationRequest
+
+
+class Request:
+    """The state of one generation request.
+
+    Attributes:
+        generation: the request as it was submitted.
+        tokens: int32 [context + max_tokens]; the first ``num_tokens`` are valid.
+        num_computed_tokens: positions whose K and V are stored in the first pages of ``table``.
+        table: int64 page numbers; the first ``num_pages`` are held.
+        logprobs: float64 [max_tokens], logprobs of the sampled tokens.
+        common_with_parent: length of the prefix that the context shares with the parent's tokens.
+        waiting_children: requests not yet admitted that have this one as their parent.
+        state_source, has_lost_state: request whose state this one copies first; its own is gone (``row_states``).
+    """
+
+    def __init__(self, generation: GenerationRequest, arrival: int, page_size: int, parent: Request | None) -> None:
+        context = np.asarray(generation.token_ids, dtype=np.int32)
+        self.generation, self.arrival, self.page_size, self.parent = generation, arrival, page_size, parent
+        self.tokens = np.concatenate([context, np.zeros(generation.max_tokens, dtype=np.int32)])
+        self.logprobs = np.zeros(generation.max_tokens)
+        self.context_length = self.num_tokens = len(context)
+        self.num_computed_tokens = self.num_pages = self.waiting_children = 0
+        self.state_source: Request | None = None
+        self.table = np.zeros(-(-len(self.tokens) // page_size), dtype=np.int64)
+        self.common_with_parent = 0 if parent is None else common_prefix(parent.tokens[: parent.num_tokens], context)
+        # A long context is mostly its parent's, so only the new part is hashed.
+        self._digests = [] if parent is None else parent.digests()[: self.common_with_parent // page_size]
+        full = self.digests()
+        self.context_digest = extend_digest((full[-1] if full else b"") + b"context", context[len(full) * page_size :])
+        self.is_running = self.was_admitted = self.released = self.has_lost_state = False
+
+    @property
+    def pages(self) -> list[int]:
+        """Numbers of the held pages."""
+        return self.table[: self.num_pages].tolist()
+
+    @property
+    def response(self) -> np.ndarray:
+        """Tokens sampled so far."""
+        return self.tokens[self.context_length : self.num_tokens]
+
+    def digests(self) -> list[bytes]:
+        """Digests of the prefixes that end with each full page."""
+        size = self.page_size
+        while (len(self._digests) + 1) * size <= self.num_tokens:
+            first = len(self._digests) * size
+            previous = self._digests[-1] if self._digests else b""
+            self._digests.append(extend_digest(previous, self.tokens[first : first + size]))
+        return self._digests
+
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append sampled tokens."""
+        done, end = self.num_tokens - self.context_length, self.num_tokens + len(tokens)
+        self.logprobs[done : done + len(tokens)] = logprobs
+        self.tokens[self.num_tokens : end] = tokens
+        self.num_tokens = end
+
+    def add_pages(self, pages: list[int]) -> None:
+        """Append pages to the table."""
+        self.table[self.num_pages : self.num_pages + len(pages)] = pages
+        self.num_pages += len(pages)
+
+
+@dataclass
+class Pass:
+    """One forward pass: copy the pages in ``copies`` (source, target), then run ``counts[i]`` tokens of ``rows[i]``."""
+
+    rows: list[Request] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @cached_property
+    def ready(self) -> list[int]:
+        """Rows that get a token from the pass; ask for them once it is planned and before it has run."""
+        pairs = enumerate(zip(self.rows, self.counts, strict=True))
+        return [i for i, (row, count) in pairs if row.num_computed_tokens + count == row.num_tokens]
+
+
+@dataclass
+class Prefix:
+    """The cached prefix of a request: full pages, an optional partial page, and its length in tokens."""
+
+    pages: list[int]
+    partial_page: int | None
+    length: int
+    is_pending: bool  # a running request is computing a longer prefix
+
+
+class Scheduler:
+    """Plans each forward pass.
+
+    Args:
+        pool: the page pool.
+        max_requests: maximum number of running requests.
+        max_tokens: maximum number of tokens in a pass.
+
+    Attributes:
+        running: requests in the order of admission.
+        waiting: requests in the order of arrival.
+        counts: prefilled_tokens, reused_tokens, recomputed_tokens, preemptions, evictions.
+    """
+
+    def __init__(self, pool: PagePool, max_requests: int, max_tokens: int) -> None:
+        self.pool, self.max_requests, self.max_tokens = pool, max_requests, max_tokens
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        names = ("prefilled_tokens", "reused_tokens", "recomputed_tokens", "preemptions", "evictions")
+        self.counts = dict.fromkeys(names, 0)
+        # Finished requests that hold pages, most recently used last.
+        self._held: dict[Request, None] = {}
+        # Running and held requests by context digest; running requests by the digest of each page they are computing.
+        self._by_context: dict[bytes, list[Request]] = {}
+        self._pending: dict[bytes, Request] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is running or waiting."""
+        return not self.running and not self.waiting
+
+    @property
+    def num_held(self) -> int:
+        """Number of finished requests that hold pages."""
+        return len(self._held)
+
+    def submit(self, request: Request) -> None:
+        """Add a new or preempted request to the queue."""
+        if request.parent is not None:
+            request.parent.waiting_children += 1
+        bisect.insort(self.waiting, request, key=lambda waiting: waiting.arrival)
+
+    def next_pass(self) -> Pass:
+        """The next pass to run, with at least one row unless the scheduler is idle."""
+        plan, budget, preemptions = Pass(), self.max_tokens, self.counts["preemptions"]
+        for request in list(self.running):
+            if budget and request.num_tokens - request.num_computed_tokens == 1 and self._has_page_for_next(request):
+                plan.rows.append(request)
+                plan.counts.append(1)
+                budget -= 1
+        for request in self.running:
+            if budget and request.num_tokens - request.num_computed_tokens > 1:
+                budget -= self._run_chunk(plan, request, budget)
+        index = 0
+        # Admit nothing after a preemption: the freed pages are for running requests.
+        while self.counts["preemptions"] == preemptions and budget and index < len(self.waiting):
+            if len(self.running) >= self.max_requests:
+                break
+            request = self.waiting[index]
+            prefix = self._find_prefix(request)
+            if prefix.is_pending:
+                index += 1
+            elif self._admit(request, prefix, plan):
+                del self.waiting[index]
+                budget -= self._run_chunk(plan, request, budget)
+            else:
+                break
+        if not plan.rows and not self.is_idle and self.counts["preemptions"] == preemptions:
+            raise AssertionError("no request can run: the page pool is smaller than one request needs")
+        return plan if plan.rows or self.is_idle else self.next_pass()
+
+    def complete(self, plan: Pass) -> list[Request]:
+        """Record that the pass has run. Returns the rows that get a token from it."""
+        for request, count in zip(plan.rows, plan.counts, strict=True):
+            self._record_computed(request, count)
+        return [request for request in plan.rows if request.num_computed_tokens == request.num_tokens]
+
+    def reserve_pages(self, request: Request, end: int) -> int:
+        """Reserve spare pages for the positions before ``end``. Returns the position up to which pages exist."""
+        size = request.page_size
+        missing = max(0, -(-end // size) - request.num_pages)
+        while missing > 0 and not self.pool.has_room(missing + len(self.running)):
+            missing -= 1
+        request.add_pages(self.pool.take(missing))
+        return min(end, request.num_pages * size)
+
+    def max_burst_steps(self, requests: list[Request], most: int, ahead: int = 0) -> np.ndarray:
+        """Reserve pages for up to ``most`` decoding steps of each running request, which follow ``ahead`` steps that
+        are running. Returns the steps, int64 [n]; 0 or less if not even the steps ahead of them have pages."""
+        steps = np.ones(len(requests), np.int64)
+        for i, request in enumerate(requests):
+            wanted, computed = min(most, len(request.tokens) - request.num_tokens - ahead), request.num_computed_tokens
+            end = computed + ahead + wanted
+            if wanted + ahead > 1:
+                has_pages = end <= request.num_pages * request.page_size
+                steps[i] = (end if has_pages else self.reserve_pages(request, end)) - computed - ahead
+        return steps
+
+    def commit_draft(self, request: Request, accepted: int, ahead: int = 0) -> None:
+        """Keep the first ``accepted`` tokens of a draft that was run, and the pages of ``ahead`` running steps."""
+        self._record_computed(request, accepted)
+        kept = -(-(request.num_computed_tokens + ahead) // request.page_size)
+        self.pool.give_back(request.table[kept : request.num_pages].tolist())
+        request.num_pages = min(kept, request.num_pages)
+
+    def finish(self, request: Request) -> None:
+        """Finish ``request``; it keeps its pages if it is held."""
+        self._stop(request)
+        if request.generation.hold:
+            self._held[request] = None
+        else:
+            self._drop_pages(request)
+
+    def release(self, request: Request) -> None:
+        """Release a finished request: it gets no new children, and waiting ones can still reuse its pages."""
+        request.released = True
+        if request.waiting_children == 0 and request in self._held:
+            del self._held[request]
+            self._drop_pages(request)
+
+    def _record_computed(self, request: Request, count: int) -> None:
+        """Record K and V of the next ``count`` tokens and register the full pages for sharing."""
+        first = request.num_computed_tokens // request.page_size
+        request.num_computed_tokens += count
+        last = request.num_computed_tokens // request.page_size
+        if first == last:
+            return
+        digests = request.digests()
+        for i in range(first, last):
+            self._clear_pending(digests[i], request)
+            self.pool.register(digests[i], int(request.table[i]))
+
+    def _run_chunk(self, plan: Pass, request: Request, budget: int) -> int:
+        count = min(request.num_tokens - request.num_computed_tokens, budget)
+        plan.rows.append(request)
+        plan.counts.append(count)
+        return count
+
+    def _has_page_for_next(self, request: Request) -> bool:
+        """Give the running ``request`` a page for its next token if it needs one; False if it was preempted."""
+        if not request.is_running:
+            return False
+        if request.num_computed_tokens < request.num_pages * request.page_size:
+            return True
+        while not self.pool.has_room(1):
+            if not self._evict(with_children=True):
+                # The victim was admitted last and comes last in the pass, so no planned row loses its pages.
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    return False
+        request.add_pages(self.pool.take(1))
+        return True
+
+    def _admit(self, request: Request, prefix: Prefix, plan: Pass) -> bool:
+        """Give ``request`` pages for all its tokens and start it; False if there are not enough pages."""
+        pages, partial, computed = prefix.pages, prefix.partial_page, prefix.length
+        needed = -(-request.num_tokens // request.page_size) - len(pages)
+        # Hold the shared pages, so that `_make_room` does not free them.
+        self.pool.share(pages)
+        self.pool.share([] if partial is None else [partial])
+        has_room = self._make_room(needed + len(self.running))
+        if partial is not None:
+            self.pool.give_back([partial])
+            if not has_room and not self.running:
+                # A single request must fit. It does without the source's last page.
+                partial, computed = None, len(pages) * request.page_size
+                has_room = self._make_room(needed)
+        if not has_room:
+            self.pool.give_back(pages)
+            return False
+        fresh = self.pool.take(needed)
+        if partial is not None:
+            # The source may be the target of a copy in this pass. All copies run at once, so read its origin.
+            origin = next((source for source, target in plan.copies if target == partial), partial)
+            plan.copies.append((origin, fresh[0]))
+        request.add_pages(pages + fresh)
+        request.num_computed_tokens = computed
+        self._start(request)
+        return True
+
+    def _start(self, request: Request) -> None:
+        behind = request.num_tokens - request.num_computed_tokens
+        if request.was_admitted:
+            self.counts["recomputed_tokens"] += behind
+        else:
+            self.counts["reused_tokens"] += request.num_computed_tokens
+            self.counts["prefilled_tokens"] += behind
+        request.was_admitted = request.is_running = True
+        self.running.append(request)
+        self._by_context.setdefault(request.context_digest, []).append(request)
+        for digest in request.digests()[request.num_computed_tokens // request.page_size :]:
+            self._pending.setdefault(digest, request)
+        parent = request.parent
+        if parent is not None:
+            parent.waiting_children -= 1
+            if parent in self._held:
+                self._held[parent] = self._held.pop(parent)
+            if parent.released:
+                self.release(parent)
+
+    def _find_prefix(self, request: Request) -> Prefix:
+        size, limit = request.page_size, request.num_tokens - 1
+        pages: list[int] = []
+        for digest in request.digests()[: limit // size]:
+            page = self.pool.find(digest)
+            if page is None:
+                break
+            pages.append(page)
+        prefix = Prefix(pages, None, len(pages) * size, False)
+        if len(pages) < limit // size:
+            prefix.is_pending = request.digests()[len(pages)] in self._pending
+        # The first request with this context has computed the most of it.
+        same_context = self._by_context.get(request.context_digest, [])[:1]
+        sources = [(other, request.context_length) for other in same_context]
+        if request.parent is not None and request.parent.num_pages:
+            sources.append((request.parent, request.common_with_parent))
+        pending = 0
+        for other, common in sources:
+            length = min(common, limit, other.num_computed_tokens)
+            if other.is_running:
+                pending = max(pending, min(common, limit))
+            if length > prefix.length:
+                prefix.pages = other.pages[: length // size]
+                prefix.partial_page = int(other.table[length // size]) if length % size else None
+                prefix.length = length
+        prefix.is_pending = prefix.is_pending or pending > prefix.length
+        return prefix
+
+    def _make_room(self, count: int) -> bool:
+        while not self.pool.has_room(count):
+            # Running requests will free pages. Parents of waiting children are evicted only if nothing runs.
+            if not self._evict(with_children=not self.running):
+                return False
+        return True
+
+    def _evict(self, with_children: bool) -> bool:
+        """Evict one held request; False if there is none, or none without waiting children unless ``with_children``."""
+        victim = next((request for request in self._held if request.waiting_children == 0), None)
+        if victim is None and with_children:
+            victim = next(iter(self._held), None)
+        if victim is None:
+            return False
+        del self._held[victim]
+        self._drop_pages(victim)
+        self.counts["evictions"] += 1
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.counts["preemptions"] += 1
+        self._stop(request)
+        self._drop_pages(request)
+        self.submit(request)
+
+    def _stop(self, request: Request) -> None:
+        self.running.remove(request)
+        request.is_running = False
+
+    def _drop_pages(self, request: Request) -> None:
+        same_context = self._by_context[request.context_digest]
+        same_context.remove(request)
+        if not same_context:
+            del self._by_context[request.context_digest]
+        for digest in request.digests()[request.num_computed_tokens // request.page_size :]:
+            self._clear_pending(digest, request)
+        self.pool.give_back(request.pages)
+        request.num_pages = request.num_computed_tokens = 0
+
+    def _clear_pending(self, digest: bytes, request: Request) -> None:
+        if self._pending.get(digest) is request:
+            del self._pending[digest]
+
+
+def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(first), len(second))
+    differing = np.flatnonzero(first[:length] != second[:length])
+    return int(differing[0]) if differing.size else length

@@ -1,0 +1,285 @@
+"""Proposes drafts from suffix trees of recent samples (``megatron_dta.sampling.speculation``).
+
+The prompt identifies the problem of a request, so the branches of a tree and the turns of an episode share their
+drafts. The length of a response is the length of its whole path; it is known when a request ends that no other request
+continues. Evaluations have separate trees. Tokens from passes without drafts are inserted while the device runs the
+next passes (``catch_up``), so the insertion costs almost no time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from megatron_dta.common.keyed_random import Domain
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model import current_mesh
+from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Drafting, Round
+from megatron_dta.sampling.in_process.scheduler import Request
+from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
+from megatron_dta.sampling.speculation.speculator import Proposal, Speculator
+
+_MOST_BURSTS = 4
+"""Maximum number of bursts whose insertion is deferred."""
+
+_MEASURED = 512
+"""Number of recent passes from which the cost of a pass is measured."""
+
+
+@dataclass
+class _Path:
+    """The position of a request on the path of its response.
+
+    Attributes:
+        problem: digest of the prompt.
+        is_branch: the problem's tree contains the prompt already.
+        before: tokens of the response that were sampled before this request.
+        above: the request that this one continues.
+        length: sampled tokens of the response at the request's end; None while it runs and once it was counted.
+        end: the forward in which the request would have ended without drafts.
+        is_continued: another request continues this one from its end.
+    """
+
+    problem: str
+    is_branch: bool
+    before: int
+    above: _Path | None
+    length: int | None = None
+    end: int = 0
+    is_continued: bool = False
+
+
+class SuffixDrafting(Drafting):
+    """Drafts from a ``Speculator``, whose cost model is fitted to the passes that ran.
+
+    follows_clock: if False, the costs of ``speculator`` are kept, so that repeated runs make the same drafts.
+    """
+
+    def __init__(self, speculator: Speculator, follows_clock: bool = True) -> None:
+        self._training, self.follows_clock = speculator, follows_clock
+        self._speculator = speculator  # of the present phase
+        self._policy_version: int | None = None
+        speculator.gate.is_measured = False  # until the ranks of the replica go by the same costs
+        # Deferred calls, to be made in this order before any other use of the speculator.
+        self._deferred: deque[Callable[[], None]] = deque()
+        self._bursts = 0
+        self._slots: dict[Request, int] = {}
+        self._paths: dict[Request, _Path] = {}  # running and held requests
+        self._proposal: Proposal | None = None
+        # Passes as (tokens, seconds, has drafts).
+        self._measured: list[tuple[int, float, bool]] = []
+        self._last: list[tuple[int, bool]] = []
+        # Complete samples that have not been shared with the other replicas yet.
+        self._unshared: list[tuple[str, bool, np.ndarray, np.ndarray]] = []
+        self._unshared_lengths: list[tuple[str, int]] = []
+
+    @property
+    def speculator(self) -> Speculator:
+        """The speculator of training, with all deferred work done."""
+        self._run_deferred()
+        return self._training
+
+    def started(self, params: SamplingParams) -> None:
+        self._run_deferred()
+        self._speculator = self._training.unlearned() if params.domain is Domain.EVALUATION else self._training
+        self._speculator.begin_phase()
+
+    def ended(self) -> None:
+        self._end_paths()
+        self._speculator = self._training
+
+    def catch_up(self) -> None:
+        # Walking the trees evicts the host's caches, so do it only if needed.
+        if self.asks_next or self._bursts >= _MOST_BURSTS:
+            self._run_deferred()
+
+    def _run_deferred(self) -> None:
+        self._bursts = 0
+        while self._deferred:
+            self._deferred.popleft()()
+
+    def _in_order(self, call: Callable[[], None]) -> None:
+        """Make the call now, or after the deferred calls if there are any."""
+        if self._deferred:
+            self._deferred.append(call)
+        else:
+            call()
+
+    def submitted(self, request: Request) -> None:
+        generation, parent = request.generation, request.parent
+        above = None if parent is None else self._paths.get(parent)
+        if above is not None and request.common_with_parent >= parent.num_tokens:
+            above.is_continued = True
+        length = generation.prompt_length
+        if length is None and above is not None:
+            problem, is_branch = above.problem, True
+        else:
+            prompt = np.ascontiguousarray(generation.token_ids[:length], np.int32)
+            problem = hashlib.blake2b(prompt.tobytes(), digest_size=16).hexdigest()
+            is_branch = len(prompt) < len(generation.token_ids)
+        self._paths[request] = _Path(problem, is_branch, generation.sampled_before, above)
+
+    def wants(self, live: int) -> bool:
+        return self._speculator.wants(live)
+
+    @property
+    def asks_next(self) -> bool:
+        return self._speculator.asks_next
+
+    @property
+    def is_hopeful(self) -> bool:
+        return self._speculator.is_hopeful
+
+    def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
+        self._run_deferred()
+        slots = np.array([self._slot(request) for request in rows], np.int64)
+        self._proposal = self._speculator.propose(slots, most)
+        proposal = self._proposal
+        if not proposal.lengths.any():
+            return [NO_DRAFT] * len(rows)
+        return [row[:length] for row, length in zip(proposal.tokens, proposal.lengths.tolist(), strict=True)]
+
+    def verified(self, done: Round) -> None:
+        proposal, self._proposal = self._proposal, None
+        self._last = done.decoding_passes
+        if done.drafted is None:
+            self._bursts += 1
+            self._deferred.append(partial(self._record_burst, done, proposal is not None))
+            return
+        proposal.lengths[:] = done.drafted
+        counts = np.array([len(tokens) for tokens in done.appended], np.int64)
+        # The last token of each row was sampled, not drafted, even if a longer draft contained it.
+        accepted = np.minimum(counts - 1, done.drafted)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        self._run_deferred()
+        tokens = np.concatenate(done.appended).astype(np.int32)
+        self._speculator.record(proposal, accepted, tokens, offsets, done.seconds)
+
+    def _record_burst(self, done: Round, was_asked: bool) -> None:
+        slots = np.array([self._slot(request) for request in done.rows], np.int64)
+        self._speculator.record_burst(slots, done.appended, done.seconds, was_asked)
+
+    def ran(self, seconds: float) -> None:
+        last, self._last = self._last, []
+        if last:
+            self._in_order(partial(self._record_time, last, seconds))
+
+    def _record_time(self, last: list[tuple[int, bool]], seconds: float) -> None:
+        self._speculator.took(seconds)
+        if self._speculator is self._training:
+            self.learn_costs([(tokens, seconds / len(last), is_drafted) for tokens, is_drafted in last])
+
+    def finished(self, request: Request) -> None:
+        self._in_order(partial(self._finish, request))
+
+    def _finish(self, request: Request) -> None:
+        path = self._paths[request]
+        path.end = self._speculator.end_request(self._slots.pop(request))
+        path.length = path.before + len(request.response)
+        if self._is_shared:
+            # The trees need only the end of a branch's context.
+            context = request.tokens[: request.context_length]
+            context = context[-self._speculator.drafter.params.depth :] if path.is_branch else context
+            self._unshared.append((path.problem, path.is_branch, context.copy(), request.response.copy()))
+        if not request.generation.hold:
+            self._end_path(self._paths.pop(request))
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._speculator is self._training and current_mesh().data_size > 1
+
+    def _end_path(self, path: _Path) -> None:
+        """Record the length of a response that ends with this request, once."""
+        if path.length is not None and not path.is_continued:
+            self._speculator.end_response(path.problem, path.length, path.end)
+            if self._is_shared:
+                self._unshared_lengths.append((path.problem, path.length))
+        path.length = None
+
+    def _end_paths(self) -> None:
+        self._run_deferred()
+        for path in self._paths.values():
+            self._end_path(path)
+
+    def abandoned(self) -> None:
+        self._run_deferred()
+        for slot in self._slots.values():
+            self._speculator.discard(slot)
+        self._slots.clear()
+        self._paths.clear()
+        self._proposal = None
+
+    def released(self, request: Request) -> None:
+        self._in_order(partial(self._release, request))
+
+    def _release(self, request: Request) -> None:
+        path = self._paths.pop(request, None)
+        if path is not None:
+            self._end_path(path)
+
+    def learn_costs(self, passes: Sequence[tuple[int, float, bool]]) -> None:
+        """Add measured passes, as (tokens, seconds, has drafts)."""
+        self._measured += passes
+        del self._measured[:-_MEASURED]
+
+    def weights_changed(self, policy_version: int) -> None:
+        if policy_version == self._policy_version:  # another round of the same rollout batch
+            return
+        self._policy_version = policy_version
+        self._end_paths()
+        speculator = self.speculator
+        # The rollouts so far used the previous weights.
+        speculator.end_step(policy_version - 1)
+        if not self.follows_clock:
+            return
+        # The ranks of a replica must make the same drafts, so they use the first rank's measurements.
+        mesh, gate = current_mesh(), speculator.gate
+        costs = self.measured_cost(), self.measured_cost(False), self.measured_cost(True)
+        both, plain, drafted = mesh.gather_over_replica(costs)[0]
+        gate.is_measured = mesh.tensor_size * mesh.pipeline_size == 1
+        if both is not None or (plain is not None and drafted is not None):
+            gate.calibrate(plain or both, drafted or both)
+
+    def share(self) -> None:
+        """Add what the other replicas have sampled since the last call. Collective over all ranks."""
+        self._end_paths()
+        speculator, mesh = self.speculator, current_mesh()
+        own = self._unshared, self._unshared_lengths
+        self._unshared, self._unshared_lengths = [], []
+        for replica, (samples, lengths) in enumerate(mesh.gather_over_data(own)):
+            if replica != mesh.data_rank:
+                for problem, is_branch, context, response in samples:
+                    speculator.learn(problem, context, response, is_branch)
+                for problem, length in lengths:
+                    speculator.learn_length(problem, length)
+
+    def measured_cost(self, drafted: bool | None = None) -> ForwardCost | None:
+        """The cost of a pass, fitted to the median seconds of each number of tokens; None if too few passes have run.
+
+        drafted: use only passes with drafts (True) or only those without (False).
+        """
+        self._run_deferred()
+        tokens, seconds, kinds = np.array(self._measured, np.float64).reshape(-1, 3).T
+        if drafted is not None:
+            tokens, seconds = tokens[kinds == drafted], seconds[kinds == drafted]
+        counts = [count for count in np.unique(tokens) if (tokens == count).sum() >= 3]
+        try:
+            medians = [np.median(seconds[tokens == count]) for count in counts]
+            return ForwardCost.fit(np.array(counts), np.array(medians), draft=self._speculator.gate.drafted_cost.draft)
+        except InputError:
+            return None
+
+    def _slot(self, request: Request) -> int:
+        slot = self._slots.get(request)
+        if slot is None:
+            context, path = request.tokens[: request.context_length], self._paths[request]
+            begin = None if path.above is None else path.above.end
+            slot = self._speculator.open(path.problem, context, path.is_branch, path.before, begin)
+            self._slots[request], path.above = slot, None
+        return slot

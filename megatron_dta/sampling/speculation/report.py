@@ -1,0 +1,240 @@
+"""Statistics of speculation in one rollout batch, from an engine or a replay, as metrics, JSON and a plot."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_dta.sampling.speculation.lengths import LengthClass
+
+DECILES = TENTHS = 10
+# Number of recent rounds without drafts that rounds with drafts are compared with.
+RECENT_ROUNDS = 1024
+
+
+class PlainForwards:
+    """Counts the forwards that the same samples would have taken without drafts, one token of each in a forward.
+
+    A sample begins with the phase, in the place of a finished response, or where the sample that it continues ended. If
+    it begins with the phase, the forwards that have run without it, while prompts were computed, come first.
+    """
+
+    def __init__(self) -> None:
+        self.forwards = 0  # forwards of the phase that have run
+        self._last = self._before = 0
+        self._ends: list[int] = []
+
+    @property
+    def total(self) -> int:
+        return self._before + self._last
+
+    def begin_phase(self) -> None:
+        self._before, self._last, self.forwards = self.total, 0, 0
+        self._ends.clear()
+
+    def start(self) -> int:
+        return heapq.heappop(self._ends) if self._ends else self.forwards
+
+    def end(self, forward: int) -> None:
+        self._last = max(self._last, forward)
+        heapq.heappush(self._ends, forward)
+
+
+@dataclass
+class SpeculationReport:
+    """Counts of one rollout batch. A step of a sample is its part in one forward: one token and the accepted ones.
+
+    Attributes:
+        live: sequences in each forward.
+        tokens: tokens in each forward, including drafted ones.
+        seconds: seconds of each forward, measured or from a cost model.
+        lengths, steps, drafted, accepted, classes: for each finished sample its generated tokens, steps, drafted and
+            accepted tokens, and first length class.
+        queries: requested drafts.
+        draft_seconds: CPU time to make the drafts and record their outcomes.
+        hidden_seconds: CPU time to record forwards without drafts while the device runs the next ones.
+        outside_seconds: the part of ``draft_seconds`` in rounds without drafts.
+        drafted_rounds: (live sequences, wall seconds) of each round with drafts.
+        plain_rounds: (live sequences, wall seconds of a forward) of recent rounds without drafts, less the drafter's
+            part; later reports continue it.
+        plain_forwards: forwards that the same samples would have taken without drafts.
+        drafter_bytes, drafter_tokens: memory of the trees and tokens in them, at the end.
+        stopped: samples of a replay that were cut because their text degenerated.
+    """
+
+    live: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    classes: list[int] = field(default_factory=list)
+    queries: int = 0
+    draft_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+    outside_seconds: float = 0.0
+    drafted_rounds: list[tuple[int, float]] = field(default_factory=list)
+    plain_rounds: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
+    plain_forwards: int = 0
+    drafter_bytes: int = 0
+    drafter_tokens: int = 0
+    stopped: int = 0
+
+    def add_forward(self, live: int, tokens: int, seconds: float) -> None:
+        self.live.append(live)
+        self.tokens.append(tokens)
+        self.seconds.append(seconds)
+
+    def add_sample(self, length: int, steps: int, drafted: int, accepted: int, length_class: int) -> None:
+        self.lengths.append(length)
+        self.steps.append(steps)
+        self.drafted.append(drafted)
+        self.accepted.append(accepted)
+        self.classes.append(length_class)
+
+    @property
+    def makespan(self) -> float:
+        return float(np.sum(self.seconds))
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Generated tokens for each step of a sequence; 1 without speculation."""
+        return _ratio(np.sum(self.lengths), np.sum(self.steps))
+
+    def tokens_per_forward_by_decile(self) -> list[float | None]:
+        """``tokens_per_forward`` for each tenth of the samples by length, shortest first; None for an empty tenth."""
+        return [self._tokens_per_forward(rows) for rows in self._deciles()]
+
+    def tokens_per_forward_by_class(self) -> dict[str, float | None]:
+        return {name: self._tokens_per_forward(rows) for name, rows in self._classes().items()}
+
+    def wasted_tokens_by_decile(self) -> list[int | None]:
+        """Rejected draft tokens for each tenth of the samples by length, shortest first."""
+        return [self._wasted_tokens(rows) for rows in self._deciles()]
+
+    def wasted_tokens_by_class(self) -> dict[str, int | None]:
+        return {name: self._wasted_tokens(rows) for name, rows in self._classes().items()}
+
+    def _tokens_per_forward(self, rows: np.ndarray) -> float | None:
+        lengths, steps = np.asarray(self.lengths), np.asarray(self.steps)
+        return _ratio(lengths[rows].sum(), steps[rows].sum()) if len(rows) else None
+
+    def _wasted_tokens(self, rows: np.ndarray) -> int | None:
+        return int(np.subtract(self.drafted, self.accepted)[rows].sum()) if len(rows) else None
+
+    def live_batch_over_time(self) -> list[float | None]:
+        """Mean number of live sequences in each tenth of the makespan; None without a forward."""
+        ends = np.cumsum(self.seconds)
+        if not len(ends) or not ends[-1] > 0:
+            return [None] * TENTHS
+        # Live sequences x seconds up to each boundary, interpolated within forwards.
+        bounds = np.linspace(0, ends[-1], TENTHS + 1)
+        area = np.concatenate([[0.0], np.cumsum(np.asarray(self.live) * np.asarray(self.seconds))])
+        upto = np.interp(bounds, np.concatenate([[0.0], ends]), area)
+        return (np.diff(upto) / np.diff(bounds)).tolist()
+
+    def _deciles(self) -> list[np.ndarray]:
+        """Rows of each tenth of the samples, the shortest ones first."""
+        return np.array_split(np.argsort(self.lengths, kind="stable"), DECILES)
+
+    def _classes(self) -> dict[str, np.ndarray]:
+        """Rows of the samples of each class."""
+        classes = np.asarray(self.classes, np.int64)
+        return {c.name.lower(): np.flatnonzero(classes == c) for c in LengthClass}
+
+    def savings(self) -> tuple[int, float | None]:
+        """Forwards that drafts saved, and the estimated seconds by which they shortened decoding; negative if longer.
+
+        A round with drafts is compared with the median forward without drafts of as many live sequences, interpolated
+        between their numbers. The median of these ratios counts for all rounds, since other programs may have slowed
+        some down. The seconds are None if there were rounds with drafts only.
+        """
+        saved = self.plain_forwards - len(self.live)
+        if not self.drafted_rounds:
+            return saved, -self.outside_seconds
+        if not self.plain_rounds:
+            return saved, None
+        plain_live, plain_seconds = np.array(self.plain_rounds).T
+        counts = np.unique(plain_live)
+        medians = [float(np.median(plain_seconds[plain_live == count])) for count in counts]
+        live, seconds = np.array(self.drafted_rounds).T
+        plain = np.interp(live, counts, medians)
+        longer = float(np.median(seconds / plain)) - 1
+        return saved, saved * float(np.mean(plain)) - longer * float(np.sum(plain)) - self.outside_seconds
+
+    def figures(self) -> dict[str, object]:
+        """All figures for JSON, without the per-forward lists."""
+        drafted, accepted = int(np.sum(self.drafted)), int(np.sum(self.accepted))
+        # The longest samples determine when a rollout is done.
+        longest = np.argsort(self.lengths, kind="stable")[-4:]
+        return {
+            "samples": len(self.lengths),
+            "generated_tokens": int(np.sum(self.lengths)),
+            "forwards": len(self.live),
+            "plain_forwards": self.plain_forwards,
+            "makespan_seconds": self.makespan,
+            "live_batch_over_time": self.live_batch_over_time(),
+            "tokens_per_forward": self.tokens_per_forward,
+            "tokens_per_forward_by_decile": self.tokens_per_forward_by_decile(),
+            "tokens_per_forward_by_class": self.tokens_per_forward_by_class(),
+            "tokens_per_forward_longest_4": self._tokens_per_forward(longest) or 0.0,
+            "drafted_tokens": drafted,
+            "accepted_tokens": accepted,
+            "wasted_tokens": drafted - accepted,
+            "wasted_tokens_by_decile": self.wasted_tokens_by_decile(),
+            "wasted_tokens_by_class": self.wasted_tokens_by_class(),
+            "draft_queries": self.queries,
+            "draft_seconds": self.draft_seconds,
+            "hidden_seconds": self.hidden_seconds,
+            "drafter_bytes": self.drafter_bytes,
+            "drafter_tokens": self.drafter_tokens,
+            "drafter_bytes_per_token": _ratio(self.drafter_bytes, self.drafter_tokens),
+            "stopped_degenerate": self.stopped,
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers for the training log; the names begin with ``speculation_``."""
+        figures = self.figures()
+        names = ("tokens_per_forward", "tokens_per_forward_longest_4", "forwards", "plain_forwards", "makespan_seconds")
+        names += ("drafted_tokens", "accepted_tokens", "wasted_tokens")
+        names += ("draft_queries", "draft_seconds", "hidden_seconds", "drafter_bytes", "drafter_tokens")
+        values: dict[str, float | None] = {name: float(figures[name]) for name in names}
+        values["acceptance"] = _ratio(figures["accepted_tokens"], figures["drafted_tokens"])
+        values |= dict(zip(("saved_forwards", "saved_seconds"), self.savings(), strict=True))
+        for name in ("tokens_per_forward", "wasted_tokens"):
+            values |= {f"{name}_{each}": value for each, value in figures[f"{name}_by_class"].items()}
+            by_decile = enumerate(figures[f"{name}_by_decile"], 1)
+            values |= {f"{name}_decile_{decile}": value for decile, value in by_decile}
+        over_time = enumerate(figures["live_batch_over_time"], 1)
+        values |= {f"live_batch_tenth_{tenth}": value for tenth, value in over_time}
+        return {f"speculation_{name}": float(value) for name, value in values.items() if value is not None}
+
+
+def drafting_benefit(records: Iterable[Mapping[str, Any]]) -> str | None:
+    """One sentence on what drafts gained or lost in a run; None if there were no drafts."""
+    # All steps of one rollout batch repeat its figures, so only the first one counts.
+    timings = [record.get("timing", {}) for record in records if not record.get("rollout_batch_step")]
+
+    def total(name: str) -> float:
+        return sum(timing.get(f"speculation_{name}", 0.0) for timing in timings)
+
+    saved, plain, generated = total("saved_forwards"), total("plain_forwards"), total("generated_tokens")
+    if plain:
+        shorter = "; how many seconds is unknown, as no forward ran without drafts"
+        if any("speculation_saved_seconds" in timing for timing in timings):
+            seconds = total("saved_seconds")
+            shorter = f"; decoding took about {abs(seconds):.1f} s {'less' if seconds >= 0 else 'longer'} with them"
+        return f"DAS: drafts saved {max(0, saved):,.0f} of {plain:,.0f} forwards{shorter}."
+    if generated:
+        return f"DAS: the servers' drafts gave {total('accepted_tokens'):,.0f} of {generated:,.0f} sampled tokens."
+    return None
+
+
+def _ratio(a: float, b: float) -> float:
+    return float(a) / float(b) if b else 0.0

@@ -1,0 +1,400 @@
+"""Proposes drafts for a batch of running samples and records what became of them.
+
+Engines and the replay of stored samples both use a ``Speculator``. The caller runs the forwards:
+
+    slots = [speculator.open(problem, prompt, key) ...]
+    while samples run:
+        proposal = speculator.propose(slots, most)        # tokens to verify in one forward, per sample
+        ... run each sample's next token and its draft in one forward; sample at every position ...
+        speculator.record(proposal, accepted, tokens, offsets, seconds)
+        speculator.finish(slot)                           # for each sample that ended
+    speculator.end_step(step)
+
+The proposals depend on the samples, their number and the gate's costs, not on a random state. With costs that all ranks
+of a group share they propose the same drafts. After a rejected draft a sample pauses; the pause doubles up to a bound
+that keeps the CPU time below about ``_QUERY_SHARE`` of a forward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.sampling.speculation.budgets import ASSUMED_ACCEPTANCE, BUDGETS, fit_acceptance, optimal_budget
+from megatron_dta.sampling.speculation.calibration import AcceptanceTable
+from megatron_dta.sampling.speculation.drafter import Drafter, DrafterParams
+from megatron_dta.sampling.speculation.gate import SpeculationGate, token_gate
+from megatron_dta.sampling.speculation.lengths import CANDIDATES, LengthClass, LengthHistory, completion_probability
+from megatron_dta.sampling.speculation.report import PlainForwards, SpeculationReport
+from megatron_dta.sampling.speculation.suffix_forest import Drafts
+
+_QUERY_SHARE = 0.005
+_USUAL_GAIN = 0.1
+"""Gain of a good draft as a share of the maximum gain. No draft is made if this gain is below the cost of making it."""
+_MAX_PAUSE = 64
+_FIRST_DRAFTS = 64
+"""Maximum drafts in a forward while the acceptance table is empty; the limit grows by 2 for each verified draft."""
+_REPLAN_FORWARDS = 16
+_PROBES, _PROBE_TOKENS = 24, 4
+"""Maximum drafts in a probe, the most probable ones, and their tokens."""
+_MOST_SHARERS = 4
+"""Cap on the sharing factor for samples that are unlikely to finish last, as a multiple of the live batch."""
+_CLASS_CAPS = np.array([0, 6, 255])
+"""Maximum drafted tokens per forward of short, medium and long samples with the budget "class"."""
+
+_SAMPLE = np.dtype(
+    [
+        *((name, np.int64) for name in ("text", "first_class", "generated", "steps", "drafted", "accepted")),
+        ("pause", np.int64),  # forwards until a draft is made again
+        ("next_pause", np.int64),
+        ("cap", np.int64),  # maximum tokens of a draft
+        ("sampled_before", np.int64),  # earlier tokens of the response
+        ("begin", np.int64),  # the forward in which the sample would have begun without drafts
+        ("candidates", np.float64, CANDIDATES),  # its possible lengths
+        ("last", np.float64),  # probability that it is the last one to end
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafts to verify in one forward: the first ``lengths[i]`` tokens of ``tokens[i]`` for row i, often none.
+
+    Attributes:
+        slots: int64 [n]. tokens: int32 [n, width]. lengths: int64 [n].
+        asked: int64 [q], rows for which a draft was requested.
+        drafts: the drafts of these rows, before the gate.
+    """
+
+    slots: np.ndarray
+    tokens: np.ndarray
+    lengths: np.ndarray
+    asked: np.ndarray
+    drafts: Drafts
+
+
+class Speculator:
+    """Drafter, gate and report of one engine. ``budget`` is one of ``BUDGETS``."""
+
+    def __init__(self, drafter: DrafterParams, gate: SpeculationGate, budget: str = "straggler") -> None:
+        if budget not in BUDGETS:
+            raise ValueError(f"budget must be one of {', '.join(BUDGETS)}, not {budget!r}")
+        self.drafter, self.gate, self.budget = Drafter(drafter), gate, budget
+        self.table, self.history = AcceptanceTable(), LengthHistory()
+        self.report = SpeculationReport()
+        self._step, self._forwards, self._acceptance = 0, 0, ASSUMED_ACCEPTANCE
+        self._next_plan, self._last_round = 0, (0, 0, 0, 0.0)
+        self._proposing = self._outside = 0.0  # of the drafter: before a forward; in the last round without drafts
+        self._free: list[int] = []
+        self._problems: list[str] = []
+        self._samples = np.zeros(0, _SAMPLE)  # by slot
+        self._plain = PlainForwards()
+
+    def unlearned(self) -> Speculator:
+        """A speculator with the same settings and costs, but with no samples and no learned estimates."""
+        return Speculator(self.drafter.params, self.gate.unlearned(), self.budget)
+
+    def begin_phase(self) -> None:
+        """Begin a phase: all earlier samples are complete, and the next ones begin together."""
+        self._plain.begin_phase()
+
+    def open(
+        self,
+        problem: str,
+        prompt: np.ndarray,
+        is_branch: bool = False,
+        sampled_before: int = 0,
+        begin: int | None = None,
+    ) -> int:
+        """Begin a sample of ``problem`` after ``prompt``. Returns its slot.
+
+        Args:
+            is_branch: the prompt continues another sample of the problem, so the tree contains it already.
+            sampled_before: generated tokens of the response before this sample.
+            begin: what ``end_request`` returned for the sample that this one continues; None for the first one.
+        """
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        text = self.drafter.open(problem, prompt, is_branch)
+        (first, candidates), width = self.history.expected(problem), self.drafter.params.draft.width
+        begin = self._plain.start() if begin is None else begin
+        self._samples[slot] = text, first, 0, 0, 0, 0, 0, 1, width, sampled_before, begin, candidates, 0.0
+        self._problems[slot] = problem
+        self._next_plan = 0
+        return slot
+
+    def wants(self, live: int) -> bool:
+        """Whether to propose drafts for the next forward or burst of ``live`` samples; call it once for each."""
+        return self.budget == "always" or self.gate.wants(live)
+
+    @property
+    def asks_next(self) -> bool:
+        """Whether ``wants`` may be true for the next forward or burst."""
+        return self.budget == "always" or self.gate.asks_next
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether a draft is likely to pay in one of the next rounds."""
+        return self.budget == "always" or self.gate.is_hopeful
+
+    def propose(self, slots: np.ndarray, most: np.ndarray) -> Proposal:
+        """Drafts for the samples of a forward (int64 [n]), of at most ``most`` (int64 [n]) tokens each."""
+        begin = time.perf_counter()
+        live, width = len(slots), self.drafter.params.draft.width
+        if self._forwards >= self._next_plan:
+            self._plan(slots)
+            self._next_plan = self._forwards + _REPLAN_FORWARDS
+        self._forwards += 1
+        pause = self._samples["pause"][slots]
+        self._samples["pause"][slots] = pause - 1
+        caps = np.minimum(np.minimum(most, width), self._samples["cap"][slots])
+        asked = np.flatnonzero((pause <= 0) & self._can_pay(slots) & (caps > 0))
+        tokens, lengths = np.zeros((live, width), np.int32), np.zeros(live, np.int64)
+        drafts = Drafts.empty(0, width)
+        if len(asked):
+            drafts = self.drafter.draft(self._samples["text"][slots[asked]], caps[asked])
+            tokens[asked] = drafts.tokens
+            lengths[asked] = self._lengths(drafts, slots[asked], live)
+            self._pause(slots[asked], lengths[asked] > 0, live)
+        if not lengths.any():
+            self.gate.record_rejected(live)
+        self.report.queries += len(asked)
+        self._proposing = time.perf_counter() - begin
+        self.report.draft_seconds += self._proposing
+        return Proposal(slots, tokens, lengths, asked, drafts)
+
+    def record(
+        self, proposal: Proposal, accepted: np.ndarray, tokens: np.ndarray, offsets: np.ndarray, seconds: float
+    ) -> None:
+        """Record a forward: row i accepted the first ``accepted[i]`` tokens of its draft. Its new tokens are
+        ``tokens[offsets[i] : offsets[i + 1]]`` (int32), the accepted ones and the one sampled after them."""
+        begin = time.perf_counter()
+        asked, drafted = proposal.asked, proposal.lengths
+        self.table.update(
+            proposal.drafts.matches,
+            proposal.drafts.supports,
+            proposal.drafts.probabilities,
+            drafted[asked],
+            accepted[asked],
+        )
+        self._samples["generated"][proposal.slots] += np.diff(offsets)
+        self._samples["steps"][proposal.slots] += 1
+        self._samples["drafted"][proposal.slots] += drafted
+        self._samples["accepted"][proposal.slots] += accepted
+        self.drafter.extend(self._samples["text"][proposal.slots], tokens, offsets)
+        live, count = len(drafted), len(drafted) + int(drafted.sum())
+        gain = 0.0
+        if count > live:
+            sharers = self._sharers(proposal.slots, live)
+            gain = self.gate.saved(accepted, sharers, live)
+            self.gate.record_progress(float(np.average(1 + accepted, weights=1 / sharers)))
+        self._last_round = live, count, 1, gain
+        self._plain.forwards += 1
+        self.report.add_forward(live, count, seconds)
+        recording = time.perf_counter() - begin
+        self.report.draft_seconds += recording
+        self._outside = 0.0 if count > live else recording + self._proposing
+        self.report.outside_seconds += self._outside
+
+    def took(self, seconds: float) -> None:
+        """Record the wall seconds of the last recorded forward or burst, including the host's part."""
+        (live, tokens, passes, gain), self._last_round = self._last_round, (0, 0, 0, 0.0)
+        if tokens > live:
+            self.gate.record_drafted(live, tokens, gain, seconds)
+            self.report.drafted_rounds.append((live, seconds))
+        elif live:
+            self.gate.record_plain(live, passes, seconds)
+            self.report.plain_rounds.append((live, (seconds - self._outside) / passes))
+
+    def record_burst(
+        self, slots: np.ndarray, appended: Sequence[np.ndarray], seconds: float, was_asked: bool = True
+    ) -> None:
+        """Record a burst of forwards without drafts, which took ``seconds``: row i got the tokens ``appended[i]``
+        (int32), one in each of the first forwards. ``was_asked``: ``propose`` was called before the first forward.
+        Call this while the device runs the next burst."""
+        begin = time.perf_counter()
+        counts = np.array([len(tokens) for tokens in appended], np.int64)
+        passes = int(counts.max())
+        self._samples["generated"][slots] += counts
+        self._samples["steps"][slots] += counts
+        self._samples["pause"][slots] -= counts - was_asked
+        self._forwards += passes - was_asked
+        self._plain.forwards += passes
+        self._last_round = len(slots), len(slots), passes, 0.0
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        self.drafter.extend(self._samples["text"][slots], np.concatenate(appended).astype(np.int32), offsets)
+        for live in (len(slots) - np.searchsorted(np.sort(counts), np.arange(passes), side="right")).tolist():
+            self.report.add_forward(live, live, seconds / passes)
+        self._outside = self._proposing if was_asked else 0.0
+        self.report.outside_seconds += self._outside
+        self.report.hidden_seconds += time.perf_counter() - begin
+
+    def append(self, slot: int, tokens: np.ndarray) -> None:
+        """Append tokens that the sample did not generate, such as a tool's answer."""
+        ends = np.array([0, len(tokens)], np.int64)
+        self.drafter.extend(self._samples["text"][slot : slot + 1], np.ascontiguousarray(tokens, np.int32), ends)
+
+    def finish(self, slot: int, length: int | None = None) -> None:
+        """End a sample and its response. The sample stays in the trees, and its slot is free. ``length`` is the number
+        of generated tokens if they were all given to ``append``."""
+        if length is not None:
+            self._samples["generated"][slot] = length
+        response = int(_response_lengths(self._samples[slot]))
+        self.end_response(self._problems[slot], response, self.end_request(slot))
+
+    def end_request(self, slot: int) -> int:
+        """End a sample whose response may continue (``end_response`` ends that). Returns the forward of this phase that
+        would have been its last without drafts."""
+        text, first, *counts = self._samples[slot].item()[:6]
+        self.drafter.finish(text, self._step)
+        self.report.add_sample(*counts, first)
+        self._free.append(slot)
+        return int(self._samples["begin"][slot]) + counts[0]
+
+    def end_response(self, problem: str, length: int, end: int) -> None:
+        """End a response of ``length`` generated tokens; ``end``: what ``end_request`` returned for its last part."""
+        self._plain.end(end)
+        self.learn_length(problem, length)
+
+    def learn(self, problem: str, prompt: np.ndarray, generated: np.ndarray, is_branch: bool = False) -> None:
+        """Add a sample that another engine generated in this step. The report does not count it."""
+        slot = self.open(problem, prompt, is_branch, begin=0)
+        self.append(slot, generated)
+        self.drafter.finish(int(self._samples["text"][slot]), self._step)
+        self._free.append(slot)
+
+    def learn_length(self, problem: str, length: int) -> None:
+        """Add the length of a response, in generated tokens of all its segments and turns."""
+        self.history.add(problem, int(self.history.expected(problem)[0]), length)
+
+    def discard(self, slot: int) -> None:
+        """Abort a sample and remove it from the trees."""
+        self.drafter.discard(int(self._samples["text"][slot]))
+        self._free.append(slot)
+
+    def end_step(self, step: int, window: int | None = None) -> SpeculationReport:
+        """End policy step ``step``: evict samples older than ``window`` (default: the drafter's), decay the estimates,
+        and return the report of the step."""
+        report = self.current_report()
+        self.report = SpeculationReport(plain_rounds=report.plain_rounds.copy())
+        self._acceptance = self._fitted_acceptance(report, self._samples[:0])
+        self.history.end_step()
+        self.table.end_step()
+        self.drafter.end_step(step, window)
+        self.gate.end_step()
+        self._step, self._forwards, self._next_plan = step + 1, 0, 0
+        self._plain = PlainForwards()
+        return report
+
+    def current_report(self) -> SpeculationReport:
+        """The report since the last ``end_step``."""
+        self.report.drafter_bytes, self.report.drafter_tokens = self.drafter.num_bytes, self.drafter.stored_tokens
+        self.report.plain_forwards = self._plain.total
+        return self.report
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The state as plain arrays, without the running samples."""
+        parts = {"drafter": self.drafter, "table": self.table, "history": self.history}
+        state = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
+        return {**state, "step": np.array(self._step, np.int64), "acceptance": np.array(self._acceptance)}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        for name, part in (("drafter", self.drafter), ("table", self.table), ("history", self.history)):
+            part.load_state_dict({k[len(name) + 1 :]: v for k, v in state.items() if k.startswith(f"{name}.")})
+        self._step, self._acceptance = int(state["step"]), tuple(np.asarray(state["acceptance"]).tolist())
+        self._samples, self._free, self._problems, self._plain = self._samples[:0], [], [], PlainForwards()
+
+    def _grow(self) -> None:
+        more = max(64, size := len(self._samples))
+        self._samples = np.concatenate([self._samples, np.zeros(more, _SAMPLE)])
+        self._problems += [""] * more
+        self._free = list(range(size + more - 1, size - 1, -1))
+
+    def _lengths(self, drafts: Drafts, slots: np.ndarray, live: int) -> np.ndarray:
+        """Lengths by the token gate if the whole pass pays; else those of a probe if the gate allows it, or 0."""
+        if self.budget == "always":
+            return drafts.lengths.astype(np.int64)
+        sharers, width = self._sharers(slots, live), drafts.tokens.shape[1]
+        accept = self.table.probabilities(drafts.matches, drafts.supports, drafts.probabilities)
+        lengths = token_gate(accept, drafts.lengths, self.gate.cost(live), live, sharers)
+        lengths[np.cumsum(lengths > 0) > _FIRST_DRAFTS + 2 * self.table.verified] = 0
+
+        def gain() -> float:
+            expected = np.where(np.arange(width) < lengths[:, None], accept, 0.0).sum(1)
+            return self.gate.gain(expected, sharers, live)
+
+        if self.gate.pays(gain(), live, live + int(lengths.sum())):
+            return lengths
+        probes = np.minimum(drafts.lengths, _PROBE_TOKENS).astype(np.int64)
+        likeliest = np.argsort(np.where(probes > 0, -accept[:, 0], 1.0), kind="stable")
+        probes[likeliest[_PROBES:]] = 0
+        lengths = lengths if lengths.any() else probes
+        if lengths.any() and self.gate.may_probe(gain(), live, live + int(lengths.sum())):
+            return lengths
+        return np.zeros(len(slots), np.int64)
+
+    def _sharers(self, slots: np.ndarray, live: int) -> np.ndarray:
+        """Number of samples that share each sample's forwards, float64 [n]."""
+        sharers = np.full(len(slots), float(live))
+        if self.budget == "straggler":
+            with np.errstate(divide="ignore"):
+                sharers = np.minimum(1 / self._samples["last"][slots], _MOST_SHARERS * live)
+        elif self.budget == "class":
+            samples = self._samples[slots]
+            classes = self.history.classes(samples["first_class"], _response_lengths(samples))
+            is_long = classes == LengthClass.LONG
+            # Assume the same share of long samples among the rows that were not asked.
+            sharers[is_long] = max(1.0, float(is_long.mean()) * live)
+        return sharers
+
+    def _can_pay(self, slots: np.ndarray) -> np.ndarray:
+        """Whether a good draft would gain more than it costs to make, bool [n]."""
+        if self.budget == "always":
+            return np.ones(len(slots), bool)
+        cost = self.gate.cost(len(slots))
+        most = self.drafter.params.draft.width * cost.base / self._sharers(slots, len(slots))
+        return _USUAL_GAIN * most >= cost.draft
+
+    def _pause(self, slots: np.ndarray, useful: np.ndarray, live: int) -> None:
+        """Pause the samples without a useful draft, but no longer than ``_QUERY_SHARE`` requires."""
+        cost, pause = self.gate.cost(live), self._samples["next_pause"][slots]
+        share = cost.draft * live / (_QUERY_SHARE * float(cost.seconds(live)))
+        longest = int(np.clip(np.ceil(share), 1, _MAX_PAUSE))
+        self._samples["pause"][slots] = np.where(useful, 0, np.minimum(pause, longest))
+        self._samples["next_pause"][slots] = np.where(useful, 1, np.minimum(pause * 2, longest))
+
+    def _plan(self, slots: np.ndarray) -> None:
+        """Update what depends on lengths: the probability of being the last sample, and the caps of some budgets."""
+        samples, width = self._samples[slots], self.drafter.params.draft.width
+        so_far = _response_lengths(samples)
+        if self.budget == "straggler":
+            speed = (samples["generated"] + 8.0) / (samples["steps"] + 8.0)
+            self._samples["last"][slots] = completion_probability(samples["candidates"], so_far, speed)
+        elif self.budget == "class":
+            classes = self.history.classes(samples["first_class"], so_far)
+            self._samples["cap"][slots] = np.minimum(_CLASS_CAPS[classes], width)
+        elif self.budget == "optimal":
+            expected = samples["candidates"].mean(1)
+            left = np.maximum(expected, 1.25 * so_far + 16) - so_far
+            # Include this step's running samples: in a run's first step there are no others.
+            fitted = self._fitted_acceptance(self.report, samples)
+            k, alpha = (np.full(len(slots), value) for value in fitted)
+            cost = self.gate.cost(len(slots))
+            forwards, tokens = optimal_budget(left, k, alpha, cost.base, cost.per_token)
+            cap = np.clip(np.ceil(tokens / forwards), 0, width)
+            self._samples["cap"][slots] = np.where(expected > 0, cap, width)
+
+    def _fitted_acceptance(self, report: SpeculationReport, running: np.ndarray) -> tuple[float, float]:
+        """(k, alpha) fitted to finished and running samples; the last fit if none had drafts."""
+        finished = np.array([report.lengths, report.drafted, report.accepted], np.float64)
+        own = np.array([running[name] for name in ("generated", "drafted", "accepted")], np.float64)
+        return fit_acceptance(*np.concatenate([finished, own], axis=1), self._acceptance)
+
+
+def _response_lengths(samples: np.ndarray) -> np.ndarray:
+    """Generated tokens of each response so far, including those before the running sample."""
+    return samples["generated"] + samples["sampled_before"]

@@ -1,0 +1,165 @@
+"""Checks the settings of rollout engines, rewards and speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_dta.sampling.config.speculation import SpeculationConfig
+from megatron_dta.training.config.train import TrainConfig
+
+SERVERS = ("vllm", "sglang")
+
+
+def samples(config: TrainConfig) -> bool:
+    """Whether rollouts are sampled (or replayed in place of sampling) instead of read from files."""
+    return bool(config.sampling.prompt_data or config.sampling.task)
+
+
+def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
+    """Yield a line for every missing requirement of the engine and for a staleness that is impossible."""
+    sampling, checkpoint = config.sampling, config.checkpoint
+    engine = sampling.rollout_engine
+    if not samples(config):
+        return
+    if engine in SERVERS:
+        if not sampling.rollout_server_url and sampling.rollout_server_file is None:
+            yield f"--rollout-engine {engine} needs --rollout-server-url http://HOST:PORT or --rollout-server-file FILE"
+        if sampling.rollout_server_url and sampling.rollout_server_file is not None:
+            yield "--rollout-server-url and --rollout-server-file both name the servers; leave one out"
+        if sampling.rollout_server_file is not None and config.speculation.rollout_speculation == "das":
+            yield (
+                "--rollout-server-file with --rollout-speculation das: drafts are counted on servers that stay; give "
+                "--rollout-server-url"
+            )
+        if checkpoint.load_hf is None and checkpoint.hf_checkpoint is None:
+            yield (
+                f"--rollout-engine {engine} needs --load-hf or --hf-checkpoint: the servers receive new weights in "
+                "Hugging Face format, with its configuration"
+            )
+        yield from _check_weight_transfer(config)
+        tempered = sampling.temperature != 1 and sampling.rollout_top_p < 1
+        if engine == "vllm" and tempered and config.objective.needs_rollout_logprobs:
+            fix = "add --old-logprobs recompute"
+            if config.objective.old_logprobs != "rollout":
+                fix = "leave out --use-tis and --sampler-mismatch-alarm"
+            yield (
+                f"--rollout-temperature {sampling.temperature:g} and --rollout-top-p {sampling.rollout_top_p:g}: vLLM "
+                f"returns no logprobs of the tempered softmax before the nucleus; {fix}"
+            )
+    if engine == "replay" and not sampling.rollout_replay:
+        yield "--rollout-engine replay needs --rollout-replay FILE, the rollouts to return"
+    if sampling.reward_function == "remote" and not config.reward.reward_server_url:
+        yield "--reward-function remote needs --reward-server-url http://HOST:PORT/PATH"
+    if config.model.moe_routing_replay and engine not in SERVERS:
+        yield "--moe-routing-replay needs --rollouts, or --rollout-engine vllm or sglang, which return experts"
+    if config.model.moe_routing_replay:
+        for flag, is_set in (
+            ("--rollout-method treepo", config.treepo.rollout_method == "treepo"),
+            ("--agent-command and --agent-callable", config.agent.is_used),
+        ):
+            if is_set:
+                yield f"--moe-routing-replay conflicts with {flag}, which do not collect experts; leave one of them out"
+    if config.reward.reward_failure == "drop" and config.treepo.rollout_method == "treepo":
+        yield (
+            "--reward-failure drop would remove leaves from sampled trees, whose leaves are compared; leave it out "
+            "with --rollout-method treepo"
+        )
+    if config.environment.environment_failure == "drop" and config.treepo.rollout_method == "treepo":
+        yield (
+            "--environment-failure drop would remove leaves from sampled trees, whose leaves are compared; give end "
+            "or stop with --rollout-method treepo"
+        )
+    if engine == "sglang" and config.speculation.rollout_speculation == "das":
+        if config.sampling.tokenizer_type == "NullTokenizer":
+            yield (
+                "--rollout-speculation das sends SGLang the text of past rollouts, which --tokenizer-type "
+                "NullTokenizer cannot produce; give the model's tokenizer, or leave out --rollout-speculation"
+            )
+        if config.speculation.das_draft_tokens < 2:
+            yield "--das-draft-tokens 1: SGLang divides a draft between two sources; give at least 2"
+    yield from _check_draft_length(config.speculation)
+    if sampling.rollout_max_staleness:
+        yield from _check_staleness(config)
+    if sampling.partial_rollout:
+        yield from _check_partial(config)
+    if config.speculation.rollout_stop_degenerate:
+        if config.treepo.rollout_method == "treepo":
+            yield (
+                "--rollout-stop-degenerate ends whole responses, but --rollout-method treepo requests segments; use "
+                "--treepo-repetition-count instead"
+            )
+        if config.environment.environment is not None:
+            yield ("--rollout-stop-degenerate ends whole responses, but --environment requests turns; leave it out")
+
+
+def _check_weight_transfer(config: TrainConfig) -> Iterator[str]:
+    sampling = config.sampling
+    way, engine = sampling.rollout_weight_transfer, sampling.rollout_engine
+    needs_corpora = engine == "sglang" and config.speculation.rollout_speculation == "das"
+    if (way == "folder" or needs_corpora) and sampling.rollout_weights_dir is None and config.checkpoint.save is None:
+        yield f"--rollout-engine {engine} needs --rollout-weights-dir (or --save), a folder visible to the servers"
+    if way != "folder" and not needs_corpora and sampling.rollout_weights_dir is not None:
+        yield f"--rollout-weights-dir has no effect on --rollout-weight-transfer {way}; leave it out"
+    if way == "gloo" and engine == "vllm":
+        yield ("--rollout-weight-transfer gloo: vLLM's weight transfer is over NCCL; give nccl, or folder on CPUs")
+    if sampling.rollout_weight_delta and (way != "nccl" or engine != "vllm"):
+        yield (
+            "--rollout-weight-delta needs --rollout-engine vllm and --rollout-weight-transfer nccl; leave it out, "
+            "since other servers load whole tensors"
+        )
+    if way == "ipc" and engine == "sglang":
+        yield (
+            "--rollout-weight-transfer ipc: SGLang does not say when it has copied out of the shared memory; give nccl "
+            "on other GPUs, or folder"
+        )
+
+
+def _check_draft_length(speculation: SpeculationConfig) -> Iterator[str]:
+    """Yield a line for a given draft length that ``das_depth`` rules out; the default length is reduced silently."""
+    tokens, depth = speculation.das_draft_tokens, speculation.das_depth
+    if tokens >= depth and tokens != SpeculationConfig().das_draft_tokens:
+        yield (
+            f"--das-draft-tokens {tokens} is not below --das-depth {depth}, the tokens of a match and its draft "
+            f"together; raise that to at least {tokens + 1}"
+        )
+
+
+def _check_staleness(config: TrainConfig) -> Iterator[str]:
+    sampling, bound = config.sampling, config.sampling.rollout_max_staleness
+    if sampling.rollout_engine == "in-process":
+        yield (
+            f"--rollout-max-staleness {bound} needs --rollout-engine vllm or sglang: the engine in this process "
+            "samples from the weights that are being trained"
+        )
+    if sampling.rollout_engine == "replay":
+        yield f"--rollout-max-staleness {bound} has no effect on --rollout-engine replay; leave it out"
+    if config.objective.old_logprobs != "rollout" and not config.objective.use_tis:
+        yield (
+            f"--rollout-max-staleness {bound} with --old-logprobs {config.objective.old_logprobs} takes old logprobs "
+            "from newer weights than those that sampled; add --use-tis, which weights tokens by the difference between "
+            "(decoupled PPO), or leave --old-logprobs out"
+        )
+    if bound < sampling.num_steps_per_rollout:
+        yield (
+            f"--rollout-max-staleness {bound} is below --num-steps-per-rollout {sampling.num_steps_per_rollout}, so no "
+            f"rollout batch could be sampled ahead; raise it to {sampling.num_steps_per_rollout} or leave it out"
+        )
+
+
+def _check_partial(config: TrainConfig) -> Iterator[str]:
+    """Yield a line for every setting with which groups cannot be sampled one by one."""
+    sampling, filtering = config.sampling, config.filtering
+    if sampling.rollout_engine in SERVERS and not sampling.rollout_max_staleness:
+        yield "--partial-rollout needs --rollout-max-staleness 1 or more: with 0 weights change between batches only"
+    for flag, is_set in (
+        ("--rollout-method treepo", config.treepo.rollout_method == "treepo"),
+        ("--environment", config.environment.environment is not None),
+        ("--agent-command and --agent-callable", config.agent.is_used),
+        ("--dynamic-sampling", filtering.dynamic_sampling),
+        ("--over-sampling-batch-size", sampling.over_sampling_batch_size is not None),
+        ("--overlong-buffer-len", filtering.overlong_buffer_len is not None),
+        ("--rollout-speculation das", config.speculation.rollout_speculation == "das"),
+        ("--moe-routing-replay", config.model.moe_routing_replay),
+    ):
+        if is_set:
+            yield f"--partial-rollout samples independent rollouts and conflicts with {flag}; leave one of them out"

@@ -1,0 +1,77 @@
+"""Models with random weights that benchmarks build: named shapes with the layers of Qwen3, and two tiny ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_dta.core.config.model import ModelConfig
+from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.core.shapes.named import SHAPES
+
+# The tiny shapes are for trying things on a laptop; their vocabulary size follows from the data.
+TINY = {
+    "tiny": DecoderShape(2, 64, 192, 8, 8, 8, 1),
+    "tiny-moe": DecoderShape(2, 64, 192, 8, 8, 8, 1, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=48),
+    "tiny-hybrid": DecoderShape(
+        *(4, 64, 192, 4, 2, 16, 1),
+        attention_output_gate=True,
+        linear_attention_layers=(True, False) * 2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    ),
+}
+_NAMES = ("qwen3-1.7b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "llama3-70b")
+_NAMES += ("qwen3.5-9b", "qwen3.5-35b-a3b")
+MODELS: dict[str, DecoderShape] = TINY | {name: SHAPES[name] for name in _NAMES}
+# Settings taken from the shape; the others are those of all benchmarks.
+_COPIED = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    "vocab_size",
+    *("swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+)
+_LINEAR = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+
+
+def benchmark_model(
+    name: str,
+    vocab_size: int | None,
+    longest: int,
+    bf16: bool,
+    num_layers: int | None = None,
+    fused_layer_impl: str = "auto",
+) -> ModelConfig:
+    """The model of ``MODELS[name]`` for sequences of up to ``longest`` tokens; ``num_layers`` None keeps all layers.
+
+    Args:
+        vocab_size: vocabulary size of a tiny model; the others have their own.
+    """
+    settings = settings_of(MODELS[name], num_layers)
+    if name in TINY:
+        settings["vocab_size"] = vocab_size
+    return ModelConfig(**settings, max_position_embeddings=longest, bf16=bf16, fused_layer_impl=fused_layer_impl)
+
+
+def settings_of(shape: DecoderShape, num_layers: int | None = None) -> dict[str, Any]:
+    """The settings of a model of this shape with the layers of Qwen3; ``num_layers`` None keeps all layers."""
+    settings = {field: getattr(shape, field) for field in _COPIED}
+    settings |= dict(group_query_attention=True, disable_bias_linear=True, qk_layernorm=True)
+    if num_layers is not None:
+        settings["num_layers"] = num_layers
+    return settings | (_hybrid(shape, settings["num_layers"]) if shape.linear_attention_layers else {})
+
+
+def _hybrid(shape: DecoderShape, num_layers: int) -> dict[str, object]:
+    """The settings of gated delta net and gated attention, for the first layers of a shape."""
+    layers = [int(is_linear) for is_linear in shape.linear_attention_layers[:num_layers]]
+    return {
+        **{f"linear_{name}": getattr(shape, f"linear_{name}") for name in _LINEAR},
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": str(layers).replace(" ", ""),
+        "attention_output_gate": shape.attention_output_gate,
+        "apply_layernorm_1p": True,
+        "rotary_percent": 0.25,
+        "norm_epsilon": shape.norm_epsilon,
+    }

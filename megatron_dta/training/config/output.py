@@ -1,0 +1,133 @@
+"""Settings of checkpoints, metrics and logging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_dta.core.config.options import option
+
+save_option = partial(option, needs="save")
+
+
+@dataclass
+class CheckpointConfig:
+    """Checkpoints in Megatron's distributed format."""
+
+    save: str | None = option(
+        None, "Folder for this run's checkpoints and metrics. If it contains a checkpoint, the run resumes from it."
+    )
+    load: str | None = option(None, "Folder of a checkpoint to start from if --save contains none.")
+    save_interval: int | None = save_option(
+        None, "Steps between checkpoints; one is always saved at the end.", minimum=1
+    )
+    async_save: bool = save_option(
+        False, "Write checkpoints in the background during training; a checkpoint counts once it is complete."
+    )
+    ckpt_fully_parallel_save: bool | None = save_option(
+        True, "Let all data-parallel ranks write parts of their replicated state, instead of the first rank all of it."
+    )
+    keep_checkpoints: int | None = save_option(
+        None, "Number of newest checkpoints kept in --save (default: all).", minimum=1
+    )
+    keep_best_checkpoint: str | None = option(
+        None,
+        "Evaluation metric, such as eval_reward: save a checkpoint whenever it reaches a new best value, and never "
+        "delete the best checkpoint.",
+        needs=("eval_interval", "save"),
+    )
+    best_checkpoint_mode: str | None = option(
+        None,
+        "Whether larger or smaller values are better (default: min for metrics whose name ends in loss, else max).",
+        choices=("max", "min"),
+        needs="keep_best_checkpoint",
+    )
+    finetune: bool = option(
+        False, "Load only the weights from --load; optimizer, step and random state start afresh.", needs="load"
+    )
+    skip_checkpoint_checks: bool = option(
+        False,
+        "Load checkpoints without comparing their files with the saved checksums, also from folders that other users "
+        "may write to.",
+    )
+    exit_on_missing_checkpoint: bool = option(
+        False, "Stop if neither --save nor --load contains a checkpoint.", needs="save or load"
+    )
+    hf_checkpoint: str | None = option(
+        None,
+        "Folder of a Hugging Face checkpoint whose config.json determines the model's settings and whose tokenizer is"
+        " used for prompts. Its weights are not loaded.",
+    )
+    load_hf: str | None = option(
+        None,
+        "Folder of a Hugging Face checkpoint to start from if --save contains no checkpoint; its config.json "
+        "determines the model's settings.",
+    )
+    save_hf: str | None = option(
+        None,
+        "Folder to which the trained model is written in Hugging Face format after the last step. Configuration and "
+        "tokenizer are those of --load-hf or --hf-checkpoint, or else follow from the run's settings.",
+    )
+    ref_load: str | None = option(
+        None,
+        "Checkpoint of the KL reference model, in place of --ref-model.",
+        needs="kl_loss_coef or kl_coef or objective=dpo",
+    )
+    ref_model: str | None = option(
+        None,
+        "KL reference model: the weights from which this run started (initial), or the frozen weights under the "
+        "adapters of --lora-rank, without a copy (base) (default: base with --lora-rank, else initial).",
+        choices=("initial", "base"),
+        needs="kl_loss_coef or kl_coef or objective=dpo",
+    )
+
+    def reference_is_base(self, has_adapters: bool) -> bool:
+        """Whether the KL reference model is the policy without its adapters."""
+        default = "base" if has_adapters else "initial"
+        return self.ref_load is None and (self.ref_model or default) == "base"
+
+
+@dataclass
+class LoggingConfig:
+    """Metrics: one JSON object per step, TensorBoard, Weights & Biases, and the progress line."""
+
+    dry_run: bool = option(
+        False,
+        "Check flags, data, tokenizer, rewards, mesh, checkpoints and memory, print a summary of the run, and exit "
+        "without training or writing anything. The environment variable WORLD_SIZE gives the number of processes.",
+    )
+    log_interval: int = option(1, "Steps between progress lines.", minimum=1)
+    metrics_file: str | None = option(None, "JSONL file of the metrics (default: metrics.jsonl in --save).")
+    eval_interval: int | None = option(None, "Steps between evaluations on held-out data (default: none).", minimum=1)
+    eval_iters: int | None = option(
+        None,
+        "Evaluate at most this many held-out prompts or rollouts (default: all).",
+        minimum=1,
+        needs="eval_interval",
+    )
+    timeline_dir: str | None = option(
+        None,
+        "Folder for timelines of the segments that each pipeline stage ran, planned and measured: JSON, Chrome trace "
+        "and picture.",
+    )
+    timeline_interval: int = option(
+        100, "Steps between timelines; the second step always writes one.", minimum=1, needs="timeline_dir"
+    )
+    save_rollouts_interval: int | None = save_option(
+        None,
+        "Steps between saved rollouts. The rollouts that such a step trains are written with their advantages to "
+        "rollouts/ in --save; the first step always saves them.",
+        minimum=1,
+    )
+    save_rollouts_groups: int = option(
+        4, "Groups per step that --save-rollouts-interval saves.", minimum=1, needs="save_rollouts_interval"
+    )
+    log_rollout_samples: int = option(
+        0,
+        "Number of rollouts of each batch printed when a progress line is due, evenly chosen from the lowest to the "
+        "highest reward.",
+        minimum=0,
+    )
+    tensorboard_dir: str | None = option(None, "Folder for TensorBoard events.")
+    wandb_project: str | None = option(None, "Report to this Weights & Biases project; needs the package wandb.")
+    wandb_exp_name: str | None = option(None, "Name of the run in Weights & Biases.", needs="wandb_project")
