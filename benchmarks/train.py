@@ -6,10 +6,10 @@ dense.
 
 Weights are random; gradients are accumulated in float32. Every mode takes one step to warm up and then --steps timed
 ones, of which the median counts. Operations are counted once for every token of the mode's forest
-(megatron_dta/core/planning/step/flops.py); the share of the peak is against a measured product of 8192 x 8192 matrices. The
-speed-up of a mode over dense cannot be more than the ratio of their operations, the bound. On several pipeline stages
-the ops of the last timed step are timed too: the share of the stages' time that they compute is reported with the
-planned one and that of a replay, the plan in the measured times of its ops (common/plan_accuracy.py).
+(megatron_dta/core/planning/step/flops.py); the share of the peak is against a measured product of 8192 x 8192
+matrices. The speed-up of a mode over dense cannot be more than the ratio of their operations, the bound. On several
+pipeline stages the ops of the last timed step are timed too: the share of the stages' time that they compute is
+reported with the planned one and that of a replay, the plan in the measured times of its ops (common/plan_accuracy.py).
 Several files are measured one after another on the same model; each row names its file.
 """
 

@@ -3,7 +3,7 @@
     megatron-dta plan-partition FILE --data-parallel-size 8 [--sample-granularity turn] [--json]
 
 FILE is a rollout file (.jsonl, .parquet or .npz). Costs are the seconds of a rank's forward and backward predicted by
-the cost model (megatron_dta/core/planning/costs/model.py); a shared prefix counts on each rank that computes it. Duplicated
+the cost model (core/planning/costs/model.py); a shared prefix counts on each rank that computes it. Duplicated
 tokens are the computed tokens beyond the unique ones. As in training, tokens after the last trained token of a sequence
 are left out. The table also shows other methods under the same cost model: first fit by token count, and contiguous
 runs of leaves, cut by unique tokens or by predicted cost (AReaL-DTA). Planning time includes the prefix tree.

@@ -5,7 +5,7 @@
 FILE is a rollout file (.jsonl, .parquet or .npz). Utilisation is computing time over the total time of all stages. The
 ideal utilisation N / (N + P - 1) is that of N equal microbatches on P stages; the bound is an upper limit for any
 schedule of these segments under this limit on in-flight tokens. A token is in flight on a stage from the forward to the
-backward of its segment. Costs come from the cost model (megatron_dta/core/planning/costs/model.py): counted for Qwen3-32B on
+backward of its segment. Costs come from the cost model (core/planning/costs/model.py): counted for Qwen3-32B on
 H200 by default, or for --model.
 """
 

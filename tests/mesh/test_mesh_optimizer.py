@@ -96,9 +96,9 @@ def _on_rank(rank: int, cases: dict[str, tuple]) -> dict[str, Any]:
 
 
 def _resume_on_rank(rank: int, folder: Path) -> dict[str, Any]:
-    from megatron_dta.core.model.parallel import megatron_patches as cpu_compat
+    from megatron_dta.core.model.parallel import megatron_patches
 
-    cpu_compat.write_checkpoints_in_process()
+    megatron_patches.write_checkpoints_in_process()
     found, unbroken = {}, {}
     for name, (before, after, dtype, _) in RESUMED.items():
         one, other = (ParallelConfig(**sizes) for sizes in (before, after))

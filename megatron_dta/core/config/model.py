@@ -1,4 +1,4 @@
-"""The model's shape, in Megatron's terms; ``megatron_dta.core.model`` turns it into a Megatron ``TransformerConfig``."""
+"""The model's shape, in Megatron's terms; ``core.model`` turns it into a Megatron ``TransformerConfig``."""
 
 from __future__ import annotations
 

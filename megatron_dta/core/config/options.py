@@ -1,6 +1,6 @@
 """``option``: a dataclass field that is also a command-line flag.
 
-Every setting of this project is a typed dataclass field; ``megatron_dta.training.arguments`` generates the command line from
+Every setting of this project is a typed dataclass field; ``training.arguments`` generates the command line from
 them. So a setting has one definition, one default and one help text, in Python and on the command line.
 """
 

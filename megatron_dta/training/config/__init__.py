@@ -1,4 +1,4 @@
-"""Settings as typed dataclasses, one module per topic; ``megatron_dta.training.arguments`` reads them from the command line."""
+"""Settings of a run as typed dataclasses; ``training.arguments`` reads them from the command line."""
 
 from megatron_dta.training.config.agents import AgentConfig
 from megatron_dta.training.config.data import DataConfig

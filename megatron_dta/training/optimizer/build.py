@@ -20,7 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.model import Model
-from megatron_dta.core.model.parallel import megatron_patches as cpu_compat
+from megatron_dta.core.model.parallel import megatron_patches
 from megatron_dta.training.config import OptimizationConfig
 from megatron_dta.training.config.checks.optimizer_states import DTYPES
 from megatron_dta.training.optimizer.state import keep_owned, owned_state
@@ -66,8 +66,8 @@ class TrainingOptimizer:
         self.settings = settings
         self._is_distributed = parallel.use_distributed_optimizer
         if self._is_distributed:
-            cpu_compat.place_parameters_of_all_buckets()
-            cpu_compat.collect_states_by(owned_state)
+            megatron_patches.place_parameters_of_all_buckets()
+            megatron_patches.collect_states_by(owned_state)
         self.chunks = data_parallel_chunks(model, parallel, in_float32=settings.main_grads_dtype == "fp32")
         optimizer_config = _optimizer_config(settings, model.config.params_dtype, self._is_distributed)
         self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_dta.core.model.parallel import megatron_patches as cpu_compat
+from megatron_dta.core.model.parallel import megatron_patches
 from megatron_dta.training.checkpoint.plain_values import load_values
 from megatron_dta.training.checkpoint.restricted_pickle import read_metadata
 from strict_pickle_cases import ATTACKS, Bomb, metadata
@@ -113,8 +113,8 @@ def test_small_files_claim_and_repeat_nothing(content: Any, message: str) -> Non
 def test_pytorchs_reader_of_checkpoints_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way that resuming takes."""
     monkeypatch.chdir(tmp_path)
-    cpu_compat.read_checkpoints_without_running_them()
-    cpu_compat.read_checkpoints_without_running_them()
+    megatron_patches.read_checkpoints_without_running_them()
+    megatron_patches.read_checkpoints_without_running_them()
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / ".metadata").write_bytes(pickle.dumps(metadata()))

@@ -17,7 +17,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model.parallel import megatron_patches as cpu_compat
+from megatron_dta.core.model.parallel import megatron_patches
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, save_checkpoint
@@ -38,7 +38,7 @@ def bfloat16_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: self.dtype == torch.bfloat16), raising=False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
     # Nothing ever waits for a stream that runs nothing.
-    monkeypatch.setattr(cpu_compat._NoStream, "wait", lambda self, stream: None, raising=False)
+    monkeypatch.setattr(megatron_patches._NoStream, "wait", lambda self, stream: None, raising=False)
 
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -133,7 +133,7 @@ def test_an_optimizer_that_counts_in_groups_goes_on_counting(
     """Half of the states on the host, the other beside parameters of two values, which pass for a GPU's."""
     on_gpu = property(lambda self: self.dtype == torch.bfloat16 or self.shape == (2,))
     monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: cpu_compat._NoStream(), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: megatron_patches._NoStream(), raising=False)
     parameters = [torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (3, 2)]
     hybrid = HybridDeviceOptimizer(
         [{"params": parameters}],

@@ -13,16 +13,16 @@ from megatron.core.optimizer import clip_grads, optimizer
 
 from conftest import seed_all
 from megatron_dta.core.model import initialize_parallel
-from megatron_dta.core.model.parallel import megatron_patches as cpu_compat
+from megatron_dta.core.model.parallel import megatron_patches
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for machines without CUDA")
 
 
 @needs_no_cuda
 def test_patches_apply_once() -> None:
-    cpu_compat.install()
+    megatron_patches.install()
     first = (torch.cuda.current_device, optimizer.clip_grad_by_total_norm_fp32, clip_grads.torch)
-    cpu_compat.install()
+    megatron_patches.install()
     assert (torch.cuda.current_device, optimizer.clip_grad_by_total_norm_fp32, clip_grads.torch) == first
     assert torch.cuda.current_device() == torch.device("cpu")
     assert clip_grads.torch.zeros(2, device="cuda").device.type == "cpu"
@@ -31,19 +31,19 @@ def test_patches_apply_once() -> None:
 
 
 def test_nothing_is_patched_where_cuda_is_present(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_compat, "_installed", False)
+    monkeypatch.setattr(megatron_patches, "_installed", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = (torch.cuda.current_device, optimizer.torch, optimizer.clip_grad_by_total_norm_fp32)
-    cpu_compat.install()
+    megatron_patches.install()
     assert (torch.cuda.current_device, optimizer.torch, optimizer.clip_grad_by_total_norm_fp32) == before
-    assert not cpu_compat._installed
+    assert not megatron_patches._installed
 
 
 @needs_no_cuda
 @pytest.mark.parametrize("norm", [0.5, 100.0])
 def test_clipping_scales_to_the_norm_and_only_there_types_are_renamed(norm: float) -> None:
     seed_all(1)
-    cpu_compat.install()
+    megatron_patches.install()
     parameter = torch.nn.Parameter(torch.zeros(7))
     parameter.grad = torch.randn(7)
     gradient = parameter.grad.clone()
@@ -78,9 +78,9 @@ def test_recomputation_repeats_the_random_numbers() -> None:
 
 
 def test_checkpoint_writers_are_threads() -> None:
-    cpu_compat.write_checkpoints_in_process()
+    megatron_patches.write_checkpoints_in_process()
     patched = filesystem_async.mp
-    cpu_compat.write_checkpoints_in_process()
+    megatron_patches.write_checkpoints_in_process()
     assert filesystem_async.mp is patched
     context = filesystem_async.mp.get_context("fork")
     results = context.Manager().Queue()
