@@ -31,8 +31,8 @@ if not Path("/dev/nvidiactl").exists():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """One server forks the processes of all workers. It starts beside their collection; few unit tests need it."""
-    if any("tests/unit" not in argument for argument in node.config.args):
+    """One server forks the processes of all workers. It starts beside their collection; few tests of core need it."""
+    if any("tests/core" not in argument for argument in node.config.args):
         node.workerinput["forkserver"] = forked.server_for_others()
 
 

@@ -2,7 +2,7 @@
 # Installs megatron_dta with its test extras into a virtual environment and runs the test-suite on the CPU.
 #
 #   bash tests/run.sh [pytest arguments]
-#   bash tests/run.sh quick                  the unit tests that start no processes, under a minute
+#   bash tests/run.sh quick                  the tests of trees, rollouts, objectives and planning, under a minute
 #   bash tests/run.sh verl [arguments]       the tests of the verl integration
 #   bash tests/run.sh vllm [arguments]       the tests with real vLLM servers on the CPU
 #
@@ -62,7 +62,7 @@ fi
 everything=$#
 if [ "${1:-}" = quick ]; then
   shift
-  set -- tests/unit/tree tests/unit/rollouts tests/unit/objectives tests/unit/planning "$@"
+  set -- tests/core/tree tests/core/rollouts tests/core/objectives tests/core/planning "$@"
 fi
 "$venv/bin/python" -m pytest -q -n "${WORKERS:-auto}" --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
 if [ "$everything" = 0 ]; then test_verl --ignore tests/verl/test_grpo.py; fi

@@ -156,7 +156,7 @@ def test_a_step_does_not_wait_for_the_device():
 
 @pytest.mark.parametrize("directly", [False, True], ids=["modules", "directly"])
 def test_a_layer_keeps_what_the_formula_says(directly):
-    """By the allocator; tests/unit/model/test_fused_layers.py counts every saved tensor.
+    """By the allocator; tests/core/model/test_fused_layers.py counts every saved tensor.
 
     The first model is not counted: libraries allocate workspaces as they are first used. What was asked for is counted:
     of a block that it has cached, the allocator leaves up to a MiB undivided.
