@@ -25,7 +25,8 @@ from megatron_dta.training.config.checks.other_names import markdown_table
 from megatron_dta.training.monitor.metric_names import METRICS
 from one_reward import compute_reward
 
-PAGES = sorted((REPOSITORY / "docs").rglob("*.md"))
+BESIDE_DOCS = ("README.md", "CONTRIBUTING.md", "slurm/README.md", "benchmarks/results/README.md")
+PAGES = sorted((REPOSITORY / "docs").rglob("*.md")) + [REPOSITORY / name for name in BESIDE_DOCS]
 OWN = (
     "concepts.md",
     "data.md",
@@ -68,9 +69,17 @@ def test_flags_exist(name: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[)#]", page.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            linked = page.parent / target if target else page
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors_of(linked), f"{target}#{anchor}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_tools_exist() -> None:
