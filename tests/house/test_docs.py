@@ -82,6 +82,16 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_lines_to_read_are_counted() -> None:
+    page = REPOSITORY / "docs" / "reading_the_core.md"
+    counted = re.findall(r"\]\(([^)]+)\) \| (\d+) \|", page.read_text())
+    assert len(counted) > 20
+    for file, lines in counted:
+        length = len((page.parent / file).read_text().splitlines())
+        assert abs(length - int(lines)) <= 0.1 * length, f"{file} has {length} lines, the page says {lines}"
+    assert sum(int(lines) for _, lines in counted) <= 12_000
+
+
 def test_tools_exist() -> None:
     for name in OWN:
         for tool in re.findall(r"tools/\w+\.py", (REPOSITORY / "docs" / name).read_text()):
