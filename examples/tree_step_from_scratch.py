@@ -159,13 +159,12 @@ class TreeStep:
 
     def visit(self, segment: Segment) -> None:
         """Forward of the segment, everything below it, backward of the segment: this is the whole schedule."""
-        # Without kept activations the forward builds no graph and is repeated below. A leaf's backward follows at once,
-        # so its activations are kept in any case.
+        # Without kept activations the forward builds no graph and is repeated before the backward. That of a leaf
+        # follows at once, so its activations are kept in any case.
         keep = self.keep_activations or not segment.children
         with torch.set_grad_enabled(keep):
             logprobs, keys_values = self.forward(segment)
-        # Descendants attend to copies that are leaves of autograd's graph. A descendant's backward ends there and adds
-        # its dK and dV to their ``.grad``.
+        # Descendants see K and V detached from this graph. Their backwards end there and sum dK and dV in ``.grad``.
         segment.keys_values = [[x.detach().requires_grad_() for x in layer] for layer in keys_values]
         segment.logprobs, segment.gradient = logprobs.detach(), torch.zeros_like(logprobs)
         self.path.append(segment)
