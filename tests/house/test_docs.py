@@ -92,10 +92,12 @@ def test_the_lines_to_read_are_counted() -> None:
     assert sum(int(lines) for _, lines in counted) <= 12_000
 
 
-def test_tools_exist() -> None:
-    for name in OWN:
-        for tool in re.findall(r"tools/\w+\.py", (REPOSITORY / "docs" / name).read_text()):
-            assert (REPOSITORY / tool).is_file(), tool
+def test_named_files_exist() -> None:
+    folders = ("benchmarks", "docs", "examples", "kernels", "megatron_dta", "slurm", "tests", "tools")
+    paths = [str(path) for folder in folders for path in (REPOSITORY / folder).rglob("*.*")]
+    for page in PAGES:
+        for name in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|json|args|sh))`", page.read_text()):
+            assert any(path.endswith(f"/{name}") for path in paths), f"{page.name} names {name}"
 
 
 def test_metrics_exist() -> None:
