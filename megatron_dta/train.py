@@ -27,6 +27,9 @@ def main() -> int:
     from megatron_dta.common.console import Console
     from megatron_dta.training.arguments import parse_arguments
     from megatron_dta.training.config.derived.device_queues import set_device_queues
+    from megatron_dta.wiring.attach import attach_extras
+
+    attach_extras()
 
     config = parse_arguments()
     parallel = config.parallel

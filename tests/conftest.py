@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import forked
+from megatron_dta.wiring.attach import attach_extras
 from roomy import call_with_room
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -23,6 +24,8 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 
 # Nearly all that imports make stays: looking through it again and again is a fifth of their time.
 gc.disable()
+
+attach_extras()
 
 # Triton decides when it is imported whether kernels run in its interpreter, and this file is imported before all tests.
 if not Path("/dev/nvidiactl").exists():

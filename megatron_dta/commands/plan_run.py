@@ -27,8 +27,9 @@ from megatron_dta.core.planning.partition.divide import trained_parts
 from megatron_dta.core.rollouts import load_chosen_rollouts
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.named import SHAPES
+from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import PRESETS, Cluster
-from megatron_dta.extras.capacity.memory import DTYPE_BYTES, RunMesh, StateSettings
+from megatron_dta.extras.capacity.memory import DTYPE_BYTES, StateSettings
 from megatron_dta.extras.capacity.meshes import Choice, MeshSizes, SearchSpace, make_mesh, possible_choices
 from megatron_dta.extras.capacity.report import as_json, print_misses, print_predictions
 from megatron_dta.extras.capacity.search import Planner

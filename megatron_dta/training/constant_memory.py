@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_dta.extras.transformer_engine.layers import TreeTELinear
 from megatron_dta.training.config import OptimizationConfig
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -25,7 +24,7 @@ def constant_bytes(
     """
     total = 0.0
     for chunk in model_chunks:
-        total += sum(module.quantized_bytes for module in chunk.modules() if isinstance(module, TreeTELinear))
+        total += sum(getattr(module, "quantized_bytes", 0) for module in chunk.modules())
         for parameter in chunk.parameters():
             count = parameter.numel()
             total += count * parameter.element_size()

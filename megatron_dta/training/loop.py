@@ -16,7 +16,7 @@ exactly this state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -45,7 +45,6 @@ from megatron_dta.training.monitor.metrics import TIMING, MetricsLog
 from megatron_dta.training.monitor.rollout_samples import RolloutSamples
 from megatron_dta.training.monitor.step_metrics import Stopwatch, step_sizes, step_timing
 from megatron_dta.training.monitor.stop_signals import StopSignals
-from megatron_dta.training.monitor.timelines import write_step_timeline
 from megatron_dta.training.monitor.watchdog import Watchdog
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 from megatron_dta.training.teachers import Teachers
@@ -90,7 +89,7 @@ class Progress:
 
 @dataclass
 class Trainer:
-    """The training loop and the components of a run, which ``training.setup`` assembles."""
+    """The training loop and the components of a run, which ``wiring.setup`` assembles."""
 
     config: TrainConfig
     model: Model
@@ -108,6 +107,7 @@ class Trainer:
     teachers: Teachers | None = None
     rollout_files: RolloutFiles | None = None
     rollout_samples: RolloutSamples | None = None
+    write_timeline: Callable[..., None] | None = None  # (folder, iteration, measured events, planned events)
     resumed: bool = False
     end_id: int | None = None  # the token that ends trained responses, if a tokenizer says so
     saved_iteration: int | None = None
@@ -259,7 +259,7 @@ class Trainer:
         self._finite, self._infinite = self._finite + is_finite, self._infinite + (not is_finite)
         if self._is_timed(number) and self.engine.mesh.rank == 0:
             planned = result.plan.training.planned_events()
-            write_step_timeline(self.config.logging.timeline_dir, number, result.timeline, planned)
+            self.write_timeline(self.config.logging.timeline_dir, number, result.timeline, planned)
         if self.tuner.observe(result):
             self._forget_plans(step)
         return {

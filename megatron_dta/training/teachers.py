@@ -17,24 +17,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from megatron_dta.common.http.session import Limits, http_parts
+from megatron_dta.common.http.session import http_parts
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, TreeConfig
-from megatron_dta.core.engine import TreeBatch, TreeEngine
+from megatron_dta.core.engine import TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.core.engine.teacher_pass import TeacherTarget
-from megatron_dta.core.model import Head, build_model
+from megatron_dta.core.model import Head
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts import Rollout
-from megatron_dta.extras.teachers.remote import RemoteTeacher
-from megatron_dta.extras.teachers.samples import rows_of_pairs, teacher_batch
 from megatron_dta.training.config import DistillationConfig, TrainConfig
 from megatron_dta.training.config.distillation import is_address
 from megatron_dta.training.huggingface.config.config import settings_from_hf
-from megatron_dta.training.huggingface.save import load_hf
 from megatron_dta.training.weights.offload import HostStorages
 
 # Settings of the policy that its teachers share; everything else follows from their config.json.
@@ -134,6 +132,18 @@ class Teacher:
                 self._storages.to_host()
 
 
+class ScoringTeacher(Protocol):
+    """A teacher in this process or elsewhere; the methods are those of ``Teacher``."""
+
+    models: list[torch.nn.Module]
+
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]: ...
+
+    def rows(self, samples: Sequence[TrainingSample]) -> tuple[np.ndarray, torch.Tensor | None]: ...
+
+    def head(self) -> Head | None: ...
+
+
 class Teachers:
     """All teachers of a run.
 
@@ -141,7 +151,7 @@ class Teachers:
         teachers: by name, the default one first.
     """
 
-    def __init__(self, settings: DistillationConfig, teachers: dict[str, Teacher | RemoteTeacher]) -> None:
+    def __init__(self, settings: DistillationConfig, teachers: dict[str, ScoringTeacher]) -> None:
         self._settings = settings
         self._names, self._teachers = list(teachers), list(teachers.values())
         self.models = [chunk for each in self._teachers for chunk in each.models]
@@ -208,28 +218,12 @@ def _target(batch: TreeBatch, own: list[int], row_there: np.ndarray, coefficient
     return TeacherTarget(rows.astype(np.int64), weights, numbers, row_there[first])
 
 
-def build_teachers(
-    config: TrainConfig, device: torch.device, policy: TreeEngine, make_engine: object
-) -> Teachers | None:
-    """The teachers of ``--teacher-load-hf``, with their weights or connected; None without any.
+def teacher_batch(engine: TreeEngine, samples: Sequence[TrainingSample], tree: TreeConfig) -> TreeBatch:
+    """The plan of a teacher for ``samples``; ranks that share a model must all call this."""
+    plain = [TrainingSample(sample.token_ids, sample.loss_mask) for sample in samples]
+    return prepare_batch(plain, replace(tree, tree_memory_gib=None), pipeline=engine.pipeline(tree.tree_segment_tokens))
 
-    Args:
-        policy: the policy's engine.
-        make_engine: the engine of a model.
-    """
-    settings = config.distillation
-    if not settings.is_used:
-        return None
-    found: dict[str, Teacher | RemoteTeacher] = {}
-    for name, folder in teacher_folders(settings.teacher_load_hf or []).items():
-        if is_address(folder):
-            limits = Limits(config.sampling.rollout_timeout_seconds, attempts=config.sampling.rollout_attempts)
-            found[name] = RemoteTeacher(folder, policy, settings.teacher_kl == "full-vocabulary", limits)
-            continue
-        shape = teacher_shape(config, folder)
-        model = build_model(shape, device, config.parallel)
-        checkpoint = replace(config.checkpoint, load_hf=folder, hf_checkpoint=folder)
-        load_hf(replace(config, model=shape, checkpoint=checkpoint), model)
-        model.requires_grad_(False).eval()
-        found[name] = Teacher(make_engine(model), config.tree, settings.offload_teacher)
-    return Teachers(settings, found)
+
+def rows_of_pairs(batch: TreeBatch) -> np.ndarray:
+    """int64 [P]: the row of each (sample, trained token), in the order of the samples."""
+    return batch.plan.edge_row[batch.plan.pair_edge].astype(np.int64)

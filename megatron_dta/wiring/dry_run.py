@@ -34,8 +34,9 @@ from megatron_dta.core.planning.step.modes import plan_forest
 from megatron_dta.core.planning.step.passes import StepBudget
 from megatron_dta.core.rollouts import Rollout
 from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.agents.service import load_agent
-from megatron_dta.extras.capacity.memory import InFlight, RankMemory, RunMesh, stage_memory
+from megatron_dta.extras.capacity.memory import InFlight, RankMemory, stage_memory
 from megatron_dta.extras.capacity.settings import states_of_run
 from megatron_dta.sampling.environment import load_environment
 from megatron_dta.sampling.task import SamplingTask

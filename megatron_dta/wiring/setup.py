@@ -23,6 +23,7 @@ from megatron_dta.core.objectives import Objective, make_objective
 from megatron_dta.core.rollouts import Rollout
 from megatron_dta.core.rollouts.batch_source import Evaluation
 from megatron_dta.extras.kv_offload.copy_speed import check_copies, copy_rate
+from megatron_dta.extras.report.timelines import write_step_timeline
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.autotune import Autotuner, build_autotuner
@@ -63,10 +64,11 @@ from megatron_dta.training.monitor.metrics import MetricsLog, check_loggers, los
 from megatron_dta.training.monitor.rollout_samples import RolloutSamples
 from megatron_dta.training.monitor.run_description import BuiltRun, describe_run, parameter_counts
 from megatron_dta.training.optimizer.build import TrainingOptimizer
-from megatron_dta.training.teachers import Teachers, build_teachers
+from megatron_dta.training.teachers import Teachers
 from megatron_dta.training.weights.reference import Reference
 from megatron_dta.wiring.engines import listed_servers
 from megatron_dta.wiring.sources import build_sampled_data, steps_per_rollout_batch
+from megatron_dta.wiring.teachers import build_teachers
 
 
 def build_trainer(config: TrainConfig, console: Console) -> Trainer:
@@ -153,6 +155,7 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         teachers=teachers,
         rollout_files=_rollout_files(config, task),
         rollout_samples=_rollout_samples(config, task, console),
+        write_timeline=write_step_timeline,
         resumed=start is not None and resumes,
         end_id=task.tokenizer.eos_id if task is not None else stored_end(config),
         saved_iteration=progress.iteration if own else None,

@@ -19,10 +19,10 @@ from megatron_dta.core.engine import StepPart, TreeEngine, prepare_batch
 from megatron_dta.core.model import build_model
 from megatron_dta.core.objectives.weights import count_trained
 from megatron_dta.core.planning.costs.gpus import gpu_named, least_offload_tokens
+from megatron_dta.core.planning.costs.kv_offload import layers_on_device, layers_on_host
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.extras.kv_offload.copy_speed import check_copies
-from megatron_dta.extras.kv_offload.costs import layers_on_device, layers_on_host
 from megatron_dta.extras.kv_offload.pool import HostSlots, OffloadedKVPool, _Buffer
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config, weights_of

@@ -17,6 +17,9 @@ from matplotlib.figure import Figure
 import mesh_trainer_cases  # noqa: F401 (with it pytest and the trainer)
 import mesh_worker  # noqa: F401
 import rollout_runs  # noqa: F401 (with it servers)
+from megatron_dta.wiring.attach import attach_extras
+
+attach_extras()
 
 # What runs import when they need it: templates of chats, and servers for agents.
 with contextlib.suppress(ImportError):

@@ -143,7 +143,8 @@ def _compute(
     """The arrays of the reply, complete on rank 0."""
     import numpy as np
 
-    from megatron_dta.extras.teachers.samples import rows_of_pairs, teacher_batch, tensor_bytes, unpack_samples
+    from megatron_dta.extras.teachers.samples import tensor_bytes, unpack_samples
+    from megatron_dta.training.teachers import rows_of_pairs, teacher_batch
 
     samples = unpack_samples(arrays, engine.true_vocab_size, config.model.max_position_embeddings)
     batch = teacher_batch(engine, samples, config.tree)

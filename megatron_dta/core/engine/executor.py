@@ -25,6 +25,7 @@ from megatron_dta.core.engine.preference_pairs import with_pair_terms
 from megatron_dta.core.engine.rank_model import RankModel
 from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.engine.step_result import StepResult, TokenOutputs
+from megatron_dta.core.extensions import KV_OFFLOAD, TRANSFORMER_ENGINE
 from megatron_dta.core.model import Mesh, Model, training_mesh
 from megatron_dta.core.planning.costs.correction import CostCorrection
 from megatron_dta.core.planning.costs.memory_budget import MemoryBudget, StageBytes
@@ -35,8 +36,6 @@ from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS, SIZES
 from megatron_dta.core.planning.step.flops import StepCounts
 from megatron_dta.core.planning.step.passes import PipelineShape, RankGroup
 from megatron_dta.core.planning.step.plan import StepPlan
-from megatron_dta.extras.kv_offload.pool import HostSlots
-from megatron_dta.extras.transformer_engine.layers import weights_quantized_once
 
 
 class TreeEngine(RankModel):
@@ -67,7 +66,7 @@ class TreeEngine(RankModel):
 
     def offload_kv(self, fraction: float) -> None:
         """Keep the K/V slots of this share of the layers on the host (``--kv-offload-fraction``)."""
-        self.kv_on_host = HostSlots(fraction, self.device) if fraction > 0 else None
+        self.kv_on_host = KV_OFFLOAD.part(fraction, self.device) if fraction > 0 else None
 
     def limit_memory(self, gib: float, constant_bytes: float, automatic: bool = False) -> None:
         """Plan steps within ``gib`` GiB, of which ``constant_bytes`` are this rank's weights, gradients and optimizer
@@ -207,7 +206,9 @@ class TreeEngine(RankModel):
 
     def _constant_weights(self) -> AbstractContextManager:
         """Share tensors that are derived from the weights among the passes of a step."""
-        return weights_quantized_once(self.tree_models) if self.config.fp8 else nullcontext()
+        if not self.config.fp8:
+            return nullcontext()
+        return TRANSFORMER_ENGINE.part.weights_quantized_once(self.tree_models)
 
     def compute_logprobs(self, batch: TreeBatch) -> list[np.ndarray]:
         """Logprobs of the trained tokens under the current weights, one array [T] per sequence, 0 elsewhere."""

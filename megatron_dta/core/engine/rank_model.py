@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from megatron_dta.core.engine.cost_inputs import decoder_shape
+from megatron_dta.core.extensions import KVOnHost
 from megatron_dta.core.model import (
     Model,
     StagedModel,
@@ -18,7 +19,6 @@ from megatron_dta.core.model import (
     training_mesh,
 )
 from megatron_dta.core.shapes.decoder import context_refusal
-from megatron_dta.extras.kv_offload.pool import HostSlots
 
 # Default number of logits alive at once: enough rows to fill a GPU. On a CPU, more rows gain nothing.
 LOGIT_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
@@ -58,7 +58,7 @@ class RankModel:
         self.temperature = temperature
         parameter = next(self.tree_models[0].parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
-        self.kv_on_host: HostSlots | None = None
+        self.kv_on_host: KVOnHost | None = None
         most = LOGIT_ELEMENTS[self.device.type] // self.true_vocab_size
         self.logprob_chunk_tokens = logprob_chunk_tokens or max(1, most)
         # Whether attention runs on kernels, rather than in plain PyTorch.

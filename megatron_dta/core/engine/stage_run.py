@@ -44,7 +44,6 @@ from megatron_dta.core.planning.pipeline.schedule import PipelineOp
 from megatron_dta.core.planning.segments.schedule import OpKind
 from megatron_dta.core.planning.step.passes import stage_program, state_slots
 from megatron_dta.core.planning.step.plan import StepPlan
-from megatron_dta.extras.kv_offload.pool import OffloadedKVPool
 
 
 @dataclass
@@ -119,7 +118,7 @@ class StageRun:
     def _pool(self, chunk: int) -> KVPool:
         config = self.model.config
         num_layers, on_host = len(self.model.tree_models[chunk].attention_rows), self.model.kv_on_host
-        create = KVPool if on_host is None else partial(OffloadedKVPool, on_host, chunk)
+        create = KVPool if on_host is None else partial(on_host.pool, chunk)
         return create(
             num_layers=num_layers,
             num_slots=self.program.num_slots[chunk],

@@ -22,6 +22,7 @@ from megatron_dta.core.config.checks.experts import check_experts
 from megatron_dta.core.config.checks.hybrid import check_hybrid
 from megatron_dta.core.config.checks.lora import check_lora
 from megatron_dta.core.config.checks.mesh import check_context_parallel, check_tensor_parallel
+from megatron_dta.core.config.checks.model import check_dropout, check_rotary
 from megatron_dta.core.config.checks.transformer_engine import (
     DEFAULT_FP8_RECIPE,
     check_fp8,
@@ -29,6 +30,7 @@ from megatron_dta.core.config.checks.transformer_engine import (
     check_transformer_impl,
 )
 from megatron_dta.core.config.derived.pipeline_layout import stage_layers
+from megatron_dta.core.extensions import TRANSFORMER_ENGINE
 from megatron_dta.core.model.attention.core_attention import TreeAttention
 from megatron_dta.core.model.experts.router import TreeRouter, keep_balance_in_float32
 from megatron_dta.core.model.experts.spec import expert_layer_spec, expert_settings
@@ -48,8 +50,6 @@ from megatron_dta.core.model.parallel.staged_model import Model, StagedModel
 from megatron_dta.core.model.rotary import set_attention_factor, set_frequencies
 from megatron_dta.core.model.tree_model import TreeGPTModel
 from megatron_dta.core.model.value_model import TreeValueModel
-from megatron_dta.extras.transformer_engine.layers import use_transformer_engine
-from megatron_dta.training.config.checks.all import check_dropout, check_rotary
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = None) -> TransformerConfig:
@@ -179,7 +179,7 @@ def block_spec(
     spec = TransformerBlockSubmodules(specs, layer_norm=norm)
     if model.transformer_impl == "transformer_engine":
         check_fp8_support(model)
-        use_transformer_engine(spec, not parallel.no_gradient_accumulation_fusion, rereads_input=fused)
+        TRANSFORMER_ENGINE.part.use_layers(spec, not parallel.no_gradient_accumulation_fusion, rereads_input=fused)
     if fused:
         # Imported here because the reference does not need Triton.
         from megatron_dta.core.model.layers.fused_layer import fuse_layers

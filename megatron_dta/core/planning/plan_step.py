@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.extensions import EXPERT_PARALLEL
 from megatron_dta.core.planning.segments.cut import default_memory_tokens
 from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS, SIZES, choose_kept_of, choose_step
 from megatron_dta.core.planning.step.evaluate import StepChoice
@@ -15,7 +16,6 @@ from megatron_dta.core.planning.step.modes import build_forest, plan_forest
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.planning.step.plan import StepPlan, plan_segmented_step
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.extras.expert_parallel.planning.synchronized_plan import synchronize
 
 
 def plan_step(
@@ -50,7 +50,7 @@ def plan_step(
             choice = _with_token_ids(choice, samples)
         step = plan_segmented_step(samples, choice, pipeline, budget.activation_tokens)
         try:
-            return step if pipeline.group is None else synchronize(step, pipeline)
+            return step if pipeline.group is None else EXPERT_PARALLEL.part.synchronize(step, pipeline)
         except InputError:
             # Each rank's plan fits, but not the common one: shorter segments need less memory. All ranks get here.
             if budget.segment_tokens is not None or agreed < 2 * SIZES[-1]:

@@ -11,8 +11,8 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.pipeline.layers import layers_per_stage
 from megatron_dta.core.shapes.decoder import DecoderShape, context_refusal, linear_heads_refusal
+from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import Cluster
-from megatron_dta.extras.capacity.memory import RunMesh
 
 # Longer pipelines are tried only on request.
 MOST_STAGES = 32

@@ -9,8 +9,8 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.named import SHAPES
+from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import PRESETS, Cluster
-from megatron_dta.extras.capacity.memory import RunMesh
 from megatron_dta.extras.capacity.step_time import mesh_costs
 
 # The default shape, and its sizes that have a flag.

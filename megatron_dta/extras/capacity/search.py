@@ -30,12 +30,12 @@ from megatron_dta.core.planning.segments.runs import ForkCounts, SegmentRuns
 from megatron_dta.core.planning.segments.schedule import depth_first_schedule
 from megatron_dta.core.planning.step.passes import PassPlan, PipelineShape, StepBudget, stage_chunks
 from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import Cluster
 from megatron_dta.extras.capacity.memory import (
     DTYPE_BYTES,
     InFlight,
     RankMemory,
-    RunMesh,
     StateSettings,
     counted_bytes,
     stage_memory,

@@ -105,14 +105,26 @@ class RowExchange:
         place = torch.arange(len(blocks), device=blocks.device).view(self.num_ranks, self.rows_per_rank)
         return self._sums(blocks, place[:, : self.num_rows].t())
 
+    def begin_gather(self, x: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
+        """``start_tokens`` in the graph of a backward."""
+        return _StartGather.apply(x, weights, chosen, self)
+
+    def end_gather(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """What ``begin_gather`` returned, complete."""
+        return _EndGather.apply(x, weights, self)
+
+    def give_back(self, partial: Tensor) -> Tensor:
+        """Sums [N, C] over all experts, from the sums [R, C] of each rank's experts."""
+        return _EndGiveBack.apply(_StartGiveBack.apply(partial, self), self)
+
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Not every backend moves every dtype."""
     return tensor.view(torch.uint8)
 
 
-class StartGather(torch.autograd.Function):
-    """Tokens [R, C] of all ranks, which may be read after ``EndGather``, with their weights and experts [R, K].
+class _StartGather(torch.autograd.Function):
+    """Tokens [R, C] of all ranks, which may be read after ``_EndGather``, with their weights and experts [R, K].
 
     Routing is exchanged first, so that rows can be arranged while the tokens travel.
     """
@@ -131,7 +143,7 @@ class StartGather(torch.autograd.Function):
         return ctx.exchange.sums(grad_RC), ctx.exchange.sums(grad_RK), None, None
 
 
-class EndGather(torch.autograd.Function):
+class _EndGather(torch.autograd.Function):
     """Waits for tokens and weights; backward starts to give back their gradients."""
 
     @staticmethod
@@ -145,8 +157,8 @@ class EndGather(torch.autograd.Function):
         return ctx.exchange.start_give_back(grad_RC), ctx.exchange.start_give_back(grad_RK), None
 
 
-class StartGiveBack(torch.autograd.Function):
-    """Sums [R, C] of each rank's experts for this rank's rows, which may be read by ``EndGiveBack``."""
+class _StartGiveBack(torch.autograd.Function):
+    """Sums [R, C] of each rank's experts for this rank's rows, which may be read by ``_EndGiveBack``."""
 
     @staticmethod
     def forward(ctx: Any, partial_RC: Tensor, exchange: RowExchange) -> Tensor:
@@ -159,7 +171,7 @@ class StartGiveBack(torch.autograd.Function):
         return grad_RC, None
 
 
-class EndGiveBack(torch.autograd.Function):
+class _EndGiveBack(torch.autograd.Function):
     """Sums [N, C] over all experts; backward starts to gather their gradients."""
 
     @staticmethod

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from mmap import PAGESIZE
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.attention.kv_pool import KVPool, LayerSlots, SlotRuns, zero_slots
-from megatron_dta.extras.kv_offload.costs import NUM_BUFFERS, layers_on_host
+from megatron_dta.core.planning.costs.kv_offload import NUM_BUFFERS, layers_on_host
 
 FLAG = "--kv-offload-fraction"
 
@@ -76,6 +77,10 @@ class HostSlots:
         self._memory: dict[int, Tensor | PinnedMemory] = {}
         self.inward = torch.cuda.Stream(device) if self.is_cuda else None
         self.outward = torch.cuda.Stream(device) if self.is_cuda else None
+
+    def pool(self, chunk: int, **sizes: Any) -> OffloadedKVPool:
+        """The pool of a model chunk; ``sizes`` are those of ``KVPool``."""
+        return OffloadedKVPool(self, chunk, **sizes)
 
     def memory(self, chunk: int, num_bytes: int) -> Tensor:
         """``num_bytes`` bytes for a model chunk's pool; pinned for a GPU."""

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_dta.common.http.replies import field_of, shown
-from megatron_dta.core.config import TreeConfig
-from megatron_dta.core.engine import TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.core.planning.step.sample import TrainingSample
 
 _TORCH_DTYPES = {"torch.float32": torch.float32, "torch.float64": torch.float64, "torch.bfloat16": torch.bfloat16}
@@ -142,17 +140,6 @@ def digest(*parts: bytes | memoryview | str) -> str:
 def digest_array(text: str) -> np.ndarray:
     """A digest as an array of a message, uint8 [16]."""
     return np.frombuffer(bytes.fromhex(text), np.uint8)
-
-
-def teacher_batch(engine: TreeEngine, samples: Sequence[TrainingSample], tree: TreeConfig) -> TreeBatch:
-    """The plan of a teacher for ``samples``; ranks that share a model must all call this."""
-    plain = [TrainingSample(sample.token_ids, sample.loss_mask) for sample in samples]
-    return prepare_batch(plain, replace(tree, tree_memory_gib=None), pipeline=engine.pipeline(tree.tree_segment_tokens))
-
-
-def rows_of_pairs(batch: TreeBatch) -> np.ndarray:
-    """int64 [P]: the row of each (sample, trained token), in the order of the samples."""
-    return batch.plan.edge_row[batch.plan.pair_edge].astype(np.int64)
 
 
 def pack_samples(samples: Sequence[TrainingSample]) -> dict[str, np.ndarray]:

@@ -24,9 +24,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
+
+from megatron_dta.core.model.experts.spec import feed_forward_submodules
 
 
 def use_transformer_engine(
@@ -48,11 +49,6 @@ def use_transformer_engine(
         attention.linear_qkv, attention.linear_proj = column, row
         feed_forward = feed_forward_submodules(layer.submodules.mlp)
         feed_forward.linear_fc1, feed_forward.linear_fc2 = column, row
-
-
-def feed_forward_submodules(mlp: Any) -> Any:
-    """Submodules of the feed-forward part: in a ``ModuleSpec`` in Megatron-Core 0.16, in a partial in 0.19."""
-    return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
 
 
 class TreeTELinear:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model import current_mesh
-from megatron_dta.core.model.parallel import megatron_patches as cpu_compat
+from megatron_dta.core.model.parallel import megatron_patches
 from megatron_dta.training.checkpoint.files import TRACKER
 from megatron_dta.training.checkpoint.integrity import refuse_foreign_checkpoint, verify_checksums
 from megatron_dta.training.checkpoint.writer import reason_of, refuse_on_all
@@ -43,7 +43,7 @@ def check_files(path: Path, wanted: bool = True) -> None:
 
 def read_common(path: Path) -> dict[str, Any]:
     """The checkpoint's common state, which is stored next to the shards."""
-    cpu_compat.read_checkpoints_without_running_them()
+    megatron_patches.read_checkpoints_without_running_them()
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
     except _READ_ERRORS as error:
@@ -55,7 +55,7 @@ def read_common(path: Path) -> dict[str, Any]:
 
 def read_checkpoint(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Load the shards that ``wanted`` describes; the result has the structure of ``wanted``."""
-    cpu_compat.read_checkpoints_without_running_them()
+    megatron_patches.read_checkpoints_without_running_them()
     try:
         return dist_checkpointing.load(wanted, str(path))
     except _READ_ERRORS as error:

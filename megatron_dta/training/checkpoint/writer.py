@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model import current_mesh
-from megatron_dta.core.model.parallel import megatron_patches as cpu_compat
+from megatron_dta.core.model.parallel import megatron_patches
 from megatron_dta.training.checkpoint.files import unfinished_name
 from megatron_dta.training.checkpoint.integrity import Checksums, checksums_of, write_checksums
 
@@ -67,7 +67,7 @@ class CheckpointWrite:
     def __init__(
         self, path: Path, state: dict[str, Any], background: bool = False, fully_parallel: bool = False
     ) -> None:
-        cpu_compat.write_checkpoints_in_process()
+        megatron_patches.write_checkpoints_in_process()
         # This logger repeats the errors that the writer raises.
         logging.getLogger(f"{dist_checkpointing.__name__}.strategies.filesystem_async").setLevel(logging.CRITICAL)
         self.path, self._unfinished = path, unfinished_name(path)

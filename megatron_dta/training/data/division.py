@@ -15,11 +15,11 @@ import numpy as np
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.engine import TreeBatch, TreeEngine
+from megatron_dta.core.extensions import EXPERT_PARALLEL
 from megatron_dta.core.planning.partition.divide import Partition, partition_sequences, trained_parts
 from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS, PIPELINE_SIZES, SIZES
 from megatron_dta.core.planning.step.passes import StepBudget
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.extras.expert_parallel.planning.group_step import GroupStep
 
 
 def divide_and_plan(
@@ -96,7 +96,7 @@ def partition_samples(samples: Sequence[TrainingSample], engine: TreeEngine, tre
         size = (sizes[0] if is_free else DEFAULT_SEGMENT_TOKENS) * mesh.context_size
     budget = StepBudget(size, tree.tree_memory_tokens, tree.tree_activation_tokens)
     shape = replace(engine.pipeline(tree.tree_segment_tokens), group=None, memory=None)
-    step = GroupStep(sequences, masks, ranks, budget, shape, tree.tree_mode)
+    step = EXPERT_PARALLEL.part.group_step(sequences, masks, ranks, budget, shape, tree.tree_mode)
 
     def seconds(divisions: list[np.ndarray]) -> list[float]:
         # Each process predicts some of them, and all get the same figures.

@@ -19,7 +19,7 @@ from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.core.rollouts import Rollout
 from megatron_dta.core.shapes.decoder import DecoderShape
-from megatron_dta.extras.capacity.memory import RunMesh
+from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.sampling.prompts.tokenizer import GUESSED, Tokenizer
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.training.config import TrainConfig

@@ -11,8 +11,9 @@ from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import Cluster
-from megatron_dta.extras.capacity.memory import InFlight, RunMesh, StateSettings, stage_memory
+from megatron_dta.extras.capacity.memory import InFlight, StateSettings, stage_memory
 from megatron_dta.extras.capacity.meshes import MeshSizes, make_mesh, possible_choices
 from megatron_dta.extras.capacity.step_time import mesh_costs, stage_time
 from megatron_dta.extras.capacity.work import StepWork

@@ -15,8 +15,8 @@ from megatron_dta.core.planning.segments.schedule import depth_first_schedule
 from megatron_dta.core.planning.step.flops import StepCounts
 from megatron_dta.core.planning.step.passes import states_of_ops
 from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import Cluster
-from megatron_dta.extras.capacity.memory import RunMesh
 from megatron_dta.extras.capacity.meshes import Choice
 from megatron_dta.extras.capacity.report import train_flags, useful_share
 from megatron_dta.extras.capacity.search import Planner

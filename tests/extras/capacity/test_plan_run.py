@@ -21,9 +21,10 @@ from megatron_dta.core.planning.step.plan import StepPlan
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.shapes.decoder import DecoderShape, RankParameters
 from megatron_dta.core.shapes.named import SHAPES
+from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.extras.capacity.cluster import PRESETS, Cluster
-from megatron_dta.extras.capacity.memory import InFlight, RunMesh, StateSettings, rank_parameters, stage_memory
+from megatron_dta.extras.capacity.memory import InFlight, StateSettings, rank_parameters, stage_memory
 from megatron_dta.extras.capacity.meshes import Choice, MeshSizes, SearchSpace, make_mesh, possible_choices
 from megatron_dta.extras.capacity.search import USABLE, Planner
 from megatron_dta.extras.capacity.sequences import made_up_sequences

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from megatron_dta.core.model.attention.context import AttentionContext
 from megatron_dta.core.model.experts.fused_experts import FusedGroupedExperts
 from megatron_dta.core.model.experts.grouped_experts import ExpertsRun, KeptRows
 from megatron_dta.core.model.experts.routed_layer import TreeMoELayer
-from megatron_dta.extras.expert_parallel.row_exchange import RowExchange
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ class _Kept:
 
     Attributes:
         logits: [N, E], where the graph of ``weights`` [N, K] begins.
+        exchange: a ``RowExchange``; None on one rank.
         tokens: [R, C] of all ranks; None without an exchange.
     """
 
@@ -36,7 +37,7 @@ class _Kept:
     weights: Tensor | None
     run: ExpertsRun | None
     rows: KeptRows | None
-    exchange: RowExchange | None
+    exchange: Any
     tokens: Tensor | None
 
 

@@ -14,22 +14,18 @@ On one rank nothing travels. Parameters, checkpoints and shared experts are Mega
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from dta_kernels.experts.reference import order_rows, sum_rows
+from megatron_dta.core.extensions import EXPERT_PARALLEL
 from megatron_dta.core.model.attention.context import AttentionContext, check_context
 from megatron_dta.core.model.experts.expert_rows import ExpertRows, RowOrder, RowSums, ToRows, ToTokens, expert_rows
 from megatron_dta.core.model.experts.grouped_experts import GroupedExperts
-from megatron_dta.extras.expert_parallel.row_exchange import (
-    EndGather,
-    EndGiveBack,
-    RowExchange,
-    StartGather,
-    StartGiveBack,
-)
 
 
 class TreeMoELayer(MoELayer):
@@ -57,12 +53,12 @@ class TreeMoELayer(MoELayer):
             shared = self._shared_output(hidden_states)
             output = self._computed(x_NC, weights_NK, rows, context, None)
         else:
-            x, weights, chosen = StartGather.apply(x_NC, weights_NK, chosen_NK, exchange)
+            x, weights, chosen = exchange.begin_gather(x_NC, weights_NK, chosen_NK)
             rows = self.rows(chosen, are_all_here=False)
             shared = self._shared_output(hidden_states)
-            x, weights = EndGather.apply(x, weights, exchange)
+            x, weights = exchange.end_gather(x, weights)
             partial = self._computed(x, weights, rows, context, exchange)
-            output = EndGiveBack.apply(StartGiveBack.apply(partial, exchange), exchange)
+            output = exchange.give_back(partial)
         output = output.view(hidden_states.shape)
         return output if shared is None else output + shared, None
 
@@ -70,14 +66,14 @@ class TreeMoELayer(MoELayer):
         """Tell router and experts of the pass that the layer is about to run."""
         self.context = self.router.context = context
 
-    def exchange(self, num_rows: int, context: AttentionContext | None) -> RowExchange | None:
-        """The exchange of a pass's rows with other ranks; None if there are none."""
+    def exchange(self, num_rows: int, context: AttentionContext | None) -> Any:
+        """The ``RowExchange`` of a pass with other ranks; None if there are none."""
         # Megatron's dispatcher only provides the groups.
         group = self.token_dispatcher.tp_ep_group
         if group.size() == 1:
             return None
         most = num_rows if context is None else context.rows_per_rank or num_rows
-        return RowExchange(group, num_rows, most, self.sum_rows)
+        return EXPERT_PARALLEL.part.row_exchange(group, num_rows, most, self.sum_rows)
 
     def rows(self, chosen: Tensor, are_all_here: bool) -> ExpertRows:
         """The rows of this rank's experts; ``are_all_here`` if no other rank has any."""
@@ -93,7 +89,7 @@ class TreeMoELayer(MoELayer):
         weights_RK: Tensor,
         rows: ExpertRows,
         context: AttentionContext | None,
-        exchange: RowExchange | None,
+        exchange: Any,
     ) -> Tensor:
         """Sums [R, C] of this rank's experts for each token."""
         if isinstance(self.experts, GroupedExperts):

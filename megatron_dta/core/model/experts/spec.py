@@ -17,7 +17,6 @@ from megatron_dta.core.model.experts.grouped_experts import GroupedExperts
 from megatron_dta.core.model.experts.routed_layer import RoutedLayer, TreeMoELayer
 from megatron_dta.core.model.experts.router import TreeRouter
 from megatron_dta.core.model.experts.weights import SameOnEveryMesh
-from megatron_dta.extras.transformer_engine.layers import feed_forward_submodules
 
 
 def expert_settings(model: ModelConfig) -> dict[str, Any]:
@@ -66,6 +65,11 @@ def expert_layer_spec(model: ModelConfig, router: type | None = TreeRouter) -> M
     is_grouped = model.moe_grouped_gemm and router is TreeRouter
     replace_experts(spec, SequentialMLP, GroupedExperts if is_grouped else SameOnEveryMesh)
     return spec
+
+
+def feed_forward_submodules(mlp: Any) -> Any:
+    """Submodules of the feed-forward part: in a ``ModuleSpec`` in Megatron-Core 0.16, in a partial in 0.19."""
+    return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
 
 
 def replace_experts(spec: ModuleSpec, old: type[SequentialMLP], new: type[SequentialMLP]) -> None:

@@ -31,7 +31,6 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_dta.core.config import ModelConfig
-from megatron_dta.extras.transformer_engine.layers import TreeTELinear
 
 try:
     from megatron.core.ssm.utils import _split_tensor_factory
@@ -143,7 +142,9 @@ def _is_column_parallel(linear: torch.nn.Module) -> bool | None:
     """True if the tensor ranks divide a linear layer's outputs, False if its inputs, None for any other module."""
     if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
         return isinstance(linear, ColumnParallelLinear)
-    return linear.parallel_mode == "column" if isinstance(linear, TreeTELinear) else None
+    # Transformer Engine's layers say it themselves.
+    mode = getattr(linear, "parallel_mode", None)
+    return None if mode is None else mode == "column"
 
 
 def _uniform(rank: int, inputs: int, seed: int) -> Tensor:

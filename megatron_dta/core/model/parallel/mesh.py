@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.config.checks.mesh import check_world_size
-from megatron_dta.core.model.parallel import megatron_patches as cpu_compat
+from megatron_dta.core.model.parallel import megatron_patches
 from megatron_dta.core.model.parallel.context_group import context_sizes, forget_context_groups, make_context_groups
 from megatron_dta.core.model.parallel.stage_channels import forget_stage_channels, make_stage_channels
 from megatron_dta.core.model.parallel.tensor_sum import forget_tensor_sum
@@ -164,7 +164,7 @@ def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> to
         InputError: the processes cannot be divided into a mesh of these sizes.
     """
     parallel = parallel or ParallelConfig()
-    cpu_compat.install()
+    megatron_patches.install()
     # From 0.19 on, every GPTModel logs a notice about its successor; ``provider`` is the place to adopt it.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_is_no_notice_of_experts)

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_dta.core.planning.costs.kv_offload import layers_on_device
 from megatron_dta.core.planning.costs.state_bytes import LayerSizes, mixed_layer_bytes
 from megatron_dta.core.shapes.decoder import DecoderShape
-from megatron_dta.extras.kv_offload.costs import layers_on_device
 
 # Bytes that do not depend on a step's segments: cuBLAS workspaces of two threads (32 MiB each), position tables, plan.
 FIXED_BYTES = 9 * float(1 << 24)

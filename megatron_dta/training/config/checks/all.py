@@ -12,25 +12,26 @@ import math
 import os
 from collections.abc import Iterator
 
-from megatron_dta.core.common.errors import InputError, caught, raise_all
+from megatron_dta.core.common.errors import caught, raise_all
 from megatron_dta.core.config.checks.experts import check_experts
 from megatron_dta.core.config.checks.hybrid import check_hybrid
-from megatron_dta.core.config.checks.lora import check_lora, check_reference
+from megatron_dta.core.config.checks.lora import check_lora
 from megatron_dta.core.config.checks.mesh import (
     check_context_parallel,
     check_dynamic_context,
     check_tensor_parallel,
     check_world_size,
 )
+from megatron_dta.core.config.checks.model import check_dropout, check_rotary
 from megatron_dta.core.config.checks.transformer_engine import check_transformer_impl
 from megatron_dta.core.config.derived.pipeline_layout import stage_layers
-from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.core.config.options import flag_of
 from megatron_dta.training.config.checks.agents import check_agents
 from megatron_dta.training.config.checks.distillation import check_distillation
 from megatron_dta.training.config.checks.needs import unread_settings
 from megatron_dta.training.config.checks.objectives import check_objective
 from megatron_dta.training.config.checks.optimizer_states import check_states
+from megatron_dta.training.config.checks.reference import check_reference
 from megatron_dta.training.config.checks.rollouts import check_rollout_engine, samples
 from megatron_dta.training.config.checks.tree import check_tree
 from megatron_dta.training.config.checks.treepo import check_treepo
@@ -122,43 +123,6 @@ def _check_model(config: TrainConfig) -> Iterator[str]:
         yield "--fp16 is not supported: it needs loss scaling; use --bf16"
     yield from caught(check_transformer_impl, model)
     yield from _check_recompute(config)
-
-
-def check_rotary(model: ModelConfig) -> None:
-    """Reject rotary positions that cannot be computed, and two scalings at once."""
-    rotated = int(model.kv_channels * model.rotary_percent)
-    if rotated == 0 or rotated % 2:
-        raise InputError(
-            f"--rotary-percent {model.rotary_percent} rotates {rotated} of {model.kv_channels} channels per head; "
-            "this must be an even number above 0; change --rotary-percent or --kv-channels"
-        )
-    scalings = {
-        "--position-embedding-type yarn": model.position_embedding_type == "yarn",
-        "--use-rope-scaling": model.use_rope_scaling,
-        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
-    }
-    given = [flag for flag, present in scalings.items() if present]
-    if len(given) > 1:
-        raise InputError(f"{given[0]} and {given[1]} are two scalings of the rotary positions; keep one of them")
-    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
-    if low >= high:
-        raise InputError(
-            f"--rope-scaling-low-freq-factor {low:g} must be below --rope-scaling-high-freq-factor {high:g}"
-        )
-    if model.yarn_beta_slow > model.yarn_beta_fast:
-        raise InputError(
-            f"--yarn-beta-slow {model.yarn_beta_slow:g} must not be above --yarn-beta-fast {model.yarn_beta_fast:g}"
-        )
-
-
-def check_dropout(model: ModelConfig) -> None:
-    """Reject any dropout; the model is not built with it either."""
-    for flag, value in (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout)):
-        if value != 0:
-            raise InputError(
-                f"{flag} {value}: must be 0, because sequences that share a prefix would share its dropout mask, "
-                "unlike sequences trained separately"
-            )
 
 
 def _check_recompute(config: TrainConfig) -> Iterator[str]:
