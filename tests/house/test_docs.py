@@ -27,13 +27,20 @@ from one_reward import compute_reward
 
 BESIDE_DOCS = ("README.md", "CONTRIBUTING.md", "slurm/README.md", "benchmarks/results/README.md")
 PAGES = sorted((REPOSITORY / "docs").rglob("*.md")) + [REPOSITORY / name for name in BESIDE_DOCS]
-OWN = (
+FLAG_PAGES = (
+    "agents.md",
     "concepts.md",
-    "data.md",
-    "single_node.md",
-    "custom_reward.md",
+    "conversion.md",
     "custom_environment.md",
+    "custom_reward.md",
+    "data.md",
+    "distillation.md",
     "from_verl_and_slime.md",
+    "hybrid_models.md",
+    "objectives.md",
+    "parallelism.md",
+    "single_node.md",
+    "tree_sampling.md",
 )
 # Flags of other programs that pages name: servers, torchrun, pip, Slurm; and slime's, which a table translates.
 FOREIGN = {
@@ -55,7 +62,7 @@ def flags_of_this_project() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", FLAG_PAGES)
 def test_flags_exist(name: str) -> None:
     text = (REPOSITORY / "docs" / name).read_text()
     if name == "from_verl_and_slime.md":
