@@ -1,7 +1,8 @@
 """Measures what requests to servers cost the process that sends them: processor time for each response and token.
 
     python benchmarks/server_requests.py [--servers 64] [--requests-per-server 64] [--prompt-tokens 1000]
-        [--response-tokens 2000] [--samples-per-prompt 8] [--seconds 2] [--responses 8192] [--output FILE.json]
+        [--response-tokens 2000] [--samples-per-prompt 8] [--seconds 2] [--responses 8192] [--one-process]
+        [--output FILE.json]
 
 All servers are one process, which replies after --seconds to every request with the same tokens, in vLLM's form, and
 reads as little as it can. "responses_per_core_s" is what the sending process could finish in a second of one core,
@@ -14,7 +15,9 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import sys
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,7 +28,7 @@ from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.core.common.errors import InputError, run_entry_point
 from megatron_dta.extras.servers.engine import HttpEngine
-from megatron_dta.extras.servers.http_settings import HttpSettings
+from megatron_dta.extras.servers.http_client import HttpSettings
 from megatron_dta.extras.servers.vllm import VllmProtocol
 from megatron_dta.sampling.interface import GenerationRequest
 from megatron_dta.sampling.params import SamplingParams
@@ -42,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--samples-per-prompt", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=2.0, help="that a server takes for a response")
     parser.add_argument("--responses", type=int, default=8192)
-    parser.add_argument("--processes", type=int, default=0, help="--rollout-request-processes")
+    parser.add_argument("--one-process", action="store_true", help="send long requests from this process, too")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     for name in ("servers", "requests_per_server", "prompt_tokens", "response_tokens", "samples_per_prompt"):
@@ -127,7 +130,9 @@ def main() -> None:
     process = context.Process(target=serve, args=(theirs, arguments.servers, tokens, arguments.seconds), daemon=True)
     process.start()
     urls = [f"http://127.0.0.1:{port}" for port in ours.recv()]
-    sending = HttpSettings(max_requests=arguments.requests_per_server, processes=arguments.processes)
+    sending = HttpSettings(max_requests=arguments.requests_per_server)
+    if arguments.one_process:
+        sending = replace(sending, long_tokens=sys.maxsize)
     engine = HttpEngine(VllmProtocol(), urls, sending, vocab_size=VOCABULARY)
     most = arguments.response_tokens
     engine.start(SamplingParams(max_response_tokens=most, eos_id=0, seed=1), 0)

@@ -14,6 +14,7 @@ trainer's: for vLLM by their SHA-256.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import shlex
 import subprocess
 import sys
@@ -44,14 +45,14 @@ from megatron_dta.extras.servers.engine import HttpEngine
 from megatron_dta.extras.servers.http_client import Server
 from megatron_dta.extras.servers.vllm import VllmProtocol
 from megatron_dta.extras.servers.weights.groups import group_opener
-from megatron_dta.extras.servers.weights.patches import expected_checksums
 from megatron_dta.extras.servers.weights.send import rollout_weights
 from megatron_dta.sampling.config import SamplingConfig
-from megatron_dta.sampling.host_weights import empty_weights
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.config.derived.benchmark_model import settings_of
 from megatron_dta.training.huggingface.save import hf_weights
 
+# Parameters of vLLM that join several of the model's.
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 RECEIVER = Path(__file__).resolve().parent / "common" / "weight_receiver.py"
 
 
@@ -127,13 +128,19 @@ def check_values(config: TrainConfig, model: torch.nn.Module, url: str, receiver
         expected = {name: byte_sum(values) for name, values in weights.iterate()}
     else:
         found = ask(f"{url}/weight_checker", b'{"action": "checksum"}')["checksums"]
-        host = empty_weights(weights.shapes(), config.sampling.rollout_weight_bucket_mb << 20)
-        for name, values in weights.iterate():
-            host.tensors[name].copy_(values)
-        expected = expected_checksums(host, found)
+        tensors = {name: values.cpu() for name, values in weights.iterate()}
+        expected = {name: joined_checksum(name.rpartition(":")[2], tensors) for name in found}
     if expected != found:
         wrong = [name for name in found if found[name] != expected.get(name)]
         raise ValueError(f"the server has other weights than the trainer: {len(wrong)} of {len(found)}: {wrong[:3]}")
+
+
+def joined_checksum(name: str, tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of a parameter of vLLM without tensor parallelism."""
+    for joined, parts in JOINED.items():
+        if f".{joined}." in name:
+            return joined_checksum("", {"": torch.cat([tensors[name.replace(joined, part)] for part in parts])})
+    return hashlib.sha256(tensors[name].contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def ask(url: str, body: bytes | None = None) -> Any:

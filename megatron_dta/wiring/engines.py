@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model import Model
 from megatron_dta.extras.servers.engine import HttpEngine
-from megatron_dta.extras.servers.http_client import HttpClient, HttpSettings
-from megatron_dta.extras.servers.http_settings import checked_urls, listed_urls
+from megatron_dta.extras.servers.http_client import HttpClient, HttpSettings, checked_urls
 from megatron_dta.extras.servers.routing import RoutingShape
 from megatron_dta.extras.servers.sglang import SglangProtocol
 from megatron_dta.extras.servers.speculation import ServerSpeculation
@@ -91,19 +89,16 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
     way, kind = sampling.rollout_weight_transfer, _PROTOCOLS[sampling.rollout_engine]
     open_group = None if way == "folder" else group_opener(way, kind.meets_by_unique_id)
     protocol = kind(_routing_shape(config), open_group)
-    protocol.changes_only = sampling.rollout_weight_delta
-    protocol.check_interval = sampling.rollout_weight_check_interval
     settings = HttpSettings(
         timeout_s=sampling.rollout_timeout_seconds,
         connect_timeout_s=min(10.0, sampling.rollout_timeout_seconds),
         attempts=sampling.rollout_attempts,
         max_requests=sampling.inference_max_requests,
         continues=sampling.partial_rollout,
-        processes=sampling.rollout_request_processes,
     )
     return HttpEngine(
         protocol,
-        _urls(config),
+        config.sampling.rollout_server_url or [],
         settings,
         exact_logprobs=config.objective.needs_rollout_logprobs,
         vocab_size=config.model.vocab_size,
@@ -116,12 +111,11 @@ def listed_servers(config: TrainConfig) -> list[str]:
     """The URLs of the run's servers; none if it has no servers.
 
     Raises:
-        InputError: a URL is invalid, or the file that lists them cannot be read.
+        InputError: a URL is invalid.
     """
     if config.sampling.rollout_engine not in _PROTOCOLS or not samples(config):
         return []
-    urls = _urls(config)
-    return checked_urls(urls() if callable(urls) else urls)
+    return checked_urls(config.sampling.rollout_server_url or [])
 
 
 def silent_servers(config: TrainConfig, urls: Sequence[str], timeout_s: float = 3.0) -> dict[str, str]:
@@ -133,13 +127,6 @@ def silent_servers(config: TrainConfig, urls: Sequence[str], timeout_s: float = 
         return {server.url: server.problem for server in client.servers if server not in healthy}
     finally:
         client.close()
-
-
-def _urls(config: TrainConfig) -> Sequence[str] | Callable[[], Sequence[str]]:
-    file = config.sampling.rollout_server_file
-    if file is None:
-        return config.sampling.rollout_server_url or []
-    return lambda: listed_urls(Path(file))
 
 
 def _routing_shape(config: TrainConfig) -> RoutingShape | None:

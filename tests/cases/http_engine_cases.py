@@ -55,7 +55,7 @@ class Setup:
         open_group: GroupOpener | None = None,
         **options: object,
     ) -> HttpEngine:
-        urls = options.pop("urls", [server.url for server in self.servers])
+        urls = [server.url for server in self.servers]
         protocol = PROTOCOLS[self.kind](routing, open_group)
         engine = HttpEngine(protocol, urls, settings, vocab_size=VOCABULARY, report=self.lines.append, **options)
         self._stack.callback(engine.close)

@@ -1,4 +1,4 @@
-"""Runs with ``--partial-rollout``: what they train, with servers that are killed, restarted, added and removed."""
+"""Runs with ``--partial-rollout``: what they train, with servers that are killed and restarted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 
 from megatron_dta.common.console import Console
 from megatron_dta.core.rollouts import Rollout
-from megatron_dta.extras.servers.http_settings import HttpSettings
+from megatron_dta.extras.servers.http_client import HttpSettings
 from megatron_dta.sampling.sources.rank0_source import unpack_rollout
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.loop import Trainer
@@ -91,7 +90,7 @@ def groups_in(batches: Batches) -> Counter[int]:
 
 
 class Fleet:
-    """Servers of a run with ``--rollout-server-file`` that come and go.
+    """Three servers of a run that are killed and restarted.
 
     Attributes:
         events: counts of what happened, by name.
@@ -102,45 +101,31 @@ class Fleet:
         self._runs, self.kind, self._rng = runs, kind, rng
         self.events: Counter[str] = Counter()
         self.servers: list[RolloutServer] = []
-        self._listed: list[RolloutServer] = []
         self._dead: list[RolloutServer] = []
-        self.file = runs.folder / "servers"
-        for _ in range(3):
-            self._add()
+        self._alive = [self._start() for _ in range(3)]
+
+    @property
+    def flags(self) -> str:
+        """The flags that name the servers."""
+        return " ".join(f"--rollout-server-url {url}" for url in dict.fromkeys(server.url for server in self.servers))
 
     def act(self, number: int) -> None:
-        """Kill, add, restart or remove a server, unless that cannot be done now."""
-        event = ("kill", "add", "restart", "remove")[number % 4]
-        alive = [server for server in self._listed if server not in self._dead]
-        if (event == "restart" and not self._dead) or (event in ("kill", "remove") and len(alive) < 2):
-            return
-        if event == "kill":
-            server = alive[self._rng.integers(len(alive))]
+        """Kill a server, or restart the one that has been dead for longest; one of them stays."""
+        if number % 2 == 0 and len(self._alive) > 1:
+            server = self._alive.pop(self._rng.integers(len(self._alive)))
             server.stop()
             self._dead.append(server)
-        elif event == "add":
-            self._add()
-        elif event == "restart":
-            server = self._dead.pop(0)
-            self._listed.remove(server)
-            self._add(int(server.url.rsplit(":", 1)[1]))
-        else:
-            self._listed.remove(alive[0])
-            self._write()
-        self.events[event] += 1
+            self.events["kill"] += 1
+        elif number % 2 and self._dead:
+            self._alive.append(self._start(int(self._dead.pop(0).url.rsplit(":", 1)[1])))
+            self.events["restart"] += 1
 
-    def _add(self, port: int = 0) -> None:
+    def _start(self, port: int = 0) -> RolloutServer:
         self._runs.servers.clear()
         (server,) = self._runs.add_servers(self.kind, 1, port=port)
         server.token_delay_s = 0.03
         self.servers.append(server)
-        self._listed.append(server)
-        self._write()
-
-    def _write(self) -> None:
-        temporary = Path(f"{self.file}.new")
-        temporary.write_text("".join(f"{server.url}\n" for server in self._listed))
-        temporary.replace(self.file)
+        return server
 
 
 def train_with_faults(runs: Runs, fleet: Fleet, steps: int, killed_after: int, flags: str = "") -> dict[str, int]:
@@ -153,7 +138,7 @@ def train_with_faults(runs: Runs, fleet: Fleet, steps: int, killed_after: int, f
     runs.servers.clear()
     more = (
         f"--train-iters {steps} --save {runs.folder / 'run'} --save-interval {killed_after} --lr 1e-3 "
-        f"--rollout-max-staleness 2 --partial-rollout --rollout-server-file {fleet.file} {flags}"
+        f"--rollout-max-staleness 2 --partial-rollout {fleet.flags} {flags}"
     )
     command = f"{runs.command(more, fleet.kind)} --rollout-attempts 20"
     saved: list[dict[str, Any]] = []

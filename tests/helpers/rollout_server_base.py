@@ -60,10 +60,6 @@ class RolloutServer:
         self.paused, self.running, self.most_running = False, 0, 0
         # Seconds for each token, beside those for each request; how often all running requests were ended.
         self.token_delay_s, self.aborts = 0.0, 0
-        # Values that each patch has changed.
-        self.changed: list[int] = []
-        # Names of the requests that were ended one by one.
-        self.ended: set[str] = set()
         # Settings of speculation as the server tells them, None without; and how much was drafted and accepted.
         self.receiver, self.bucket_bytes = WeightReceiver(processes), 0
         self.speculation: dict[str, Any] | None = None
@@ -177,10 +173,6 @@ class RolloutServer:
         self.table = embedding @ embedding.T * 20
         self._cache_is_old = bool(self._cache)
 
-    def weights(self) -> dict[str, Tensor]:
-        """With an update that is not finished."""
-        return (self.loaded[-1] if self.loaded else {}) | (self.receiver.received or {})
-
     def begin_transfer(self) -> None:
         if self.running:
             self.violations.append("weights changed under running requests")
@@ -190,9 +182,6 @@ class RolloutServer:
 
     def end_transfer(self) -> None:
         weights, self.receiver.received = self.receiver.received, None
-        if self.changed:
-            # Patches change what is there.
-            weights = (self.loaded[-1] if self.loaded else {}) | weights
         if "model.embed_tokens.weight" in weights:
             self.use(weights)
 
@@ -211,7 +200,6 @@ class RolloutServer:
         seed: int,
         stops: set[int],
         allowed: list[int] | None,
-        name: str = "",
     ) -> tuple[list[int], list[float], str, int]:
         """Tokens, logprobs, the reason of the end ("stop", "length" or "abort"), context tokens in the cache."""
         if max(context) >= len(self.table) or min(context) < 0:
@@ -225,11 +213,11 @@ class RolloutServer:
         try:
             end = begin + self.delay_s + most * self.token_delay_s
             await asyncio.sleep(0)
-            while aborts == self.aborts and not self._is_ended(name) and time.monotonic() < end:
+            while aborts == self.aborts and time.monotonic() < end:
                 await asyncio.sleep(min(max(0.0, end - time.monotonic()), 0.01))
         finally:
             self.running -= 1
-        is_aborted = aborts != self.aborts or self._is_ended(name)
+        is_aborted = aborts != self.aborts
         if is_aborted:
             most = min(most, int(max(0.0, time.monotonic() - begin - self.delay_s) / (self.token_delay_s or 1e9)))
         cached = max((shared(context, known) for known in self._cache), default=0)
@@ -249,10 +237,6 @@ class RolloutServer:
         self._cache.append(tuple(tokens))
         reason = "stop" if stopped else "abort" if is_aborted else "length"
         return tokens[len(context) :], logprobs, reason, min(cached, len(context) - 1)
-
-    def _is_ended(self, name: str) -> bool:
-        # SGLang compares the beginning only.
-        return any(name.startswith(ended) for ended in self.ended)
 
     async def abort_running(self) -> None:
         self.aborts += 1

@@ -34,7 +34,7 @@ from rollout_server_forms import (
     log_softmax,
     vllm_metrics,
 )
-from weight_receiver import checksum, place_in
+from weight_receiver import place_in
 
 
 class VllmServer(RolloutServer):
@@ -74,13 +74,6 @@ class VllmServer(RolloutServer):
             if request.query["mode"] == "abort":
                 await self.abort_running()
             return web.json_response({"status": "paused"})
-        if path == "/weight_checker":
-            assert body == {"action": "checksum"}
-            found = {f"tp0:{name}": checksum(values) for name, values in self.weights().items()}
-            return web.json_response({"checksums": found | {"tp0:own.scale": "0"}})
-        if path == "/abort_requests":
-            self.ended.update(check(body, {"request_ids": "list"}, ("request_ids",))["request_ids"])
-            return web.json_response({"status": "aborted", "aborted": len(body["request_ids"])})
         if path == "/resume":
             self.paused = False
             return web.json_response({"status": "resumed"})
@@ -123,7 +116,8 @@ class VllmServer(RolloutServer):
                 return web.json_response({"message": "done"})
             info = check(body["init_info"], VLLM_INIT, ("rank_offset", "world_size"))
             where = place_in(info["nccl_unique_id_b64"])
-            self.bucket_bytes = info["packed_buffer_size_bytes"] if info.get("packed") else -1
+            assert info["packed"] is True
+            self.bucket_bytes = info["packed_buffer_size_bytes"]
             await self.in_thread(self.receiver.join, *where, info["rank_offset"], info["world_size"])
         elif path == "/start_weight_update":
             self.begin_transfer()
@@ -134,13 +128,6 @@ class VllmServer(RolloutServer):
                 assert info.keys() == {"names", "dtype_names", "shapes", "tensor_sizes", "ipc_handles_pickled"}
                 handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
                 await self.in_thread(self.receiver.map, *tensors, info["tensor_sizes"], handles)
-                return web.json_response({"message": "done"})
-            if "num_updates_list" in info:
-                assert info.keys() == {"names", "dtype_names", "shapes", "num_updates_list"}
-                assert self.bucket_bytes == -1
-                self.changed.append(sum(info["num_updates_list"]))
-                kept = self.loaded[-1] if self.loaded else {}
-                await self.in_thread(self.receiver.patch, *tensors, info["num_updates_list"], kept)
                 return web.json_response({"message": "done"})
             assert info.keys() == {"names", "dtype_names", "shapes"}
             await self.in_thread(self.receiver.receive, *tensors, self.bucket_bytes)
@@ -158,7 +145,7 @@ class VllmServer(RolloutServer):
             stops.add(self.model_eos)
         tokens, logprobs, reason, _ = await self.sample(
             body["prompt"], body.get("max_tokens", 16), body.get("temperature", 1.0), body.get("top_p", 1.0),
-            body.get("seed", 0), stops, body.get("allowed_token_ids"), f"cmpl-{body.get('request_id')}-0",
+            body.get("seed", 0), stops, body.get("allowed_token_ids"),
         )  # fmt: skip
         if self.speculation:
             self.draft(tokens)
@@ -257,9 +244,6 @@ class SglangServer(RolloutServer):
             if body["mode"] == "abort":
                 await self.abort_running()
             return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
-        if path == "/abort_request":
-            self.ended.add(check(body, {"rid": str, "abort_all": bool}, ("rid",))["rid"])
-            return web.Response()
         if path == "/continue_generation":
             check(body, {"torch_empty_cache": bool})
             self.paused = False
@@ -336,7 +320,7 @@ class SglangServer(RolloutServer):
             stops = set()
         tokens, logprobs, reason, cached = await self.sample(
             context, settings.get("max_new_tokens", 128), settings.get("temperature", 1.0),
-            settings.get("top_p", 1.0), settings.get("sampling_seed", 42), stops, None, body.get("rid", ""),
+            settings.get("top_p", 1.0), settings.get("sampling_seed", 42), stops, None,
         )  # fmt: skip
         finish = {
             "stop": {"type": "stop", "matched": tokens[-1] if tokens else None},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import base64
-import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -62,10 +61,6 @@ def place_in(unique_id: str) -> tuple[str, int, str]:
     return address, int(port), name
 
 
-def checksum(values: Tensor) -> str:
-    return hashlib.sha256(values.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
-
-
 OPENERS = {"vllm": IdGroup, "sglang": StoreGroup}
 
 
@@ -114,18 +109,6 @@ class WeightReceiver:
             assert name not in self.received, f"{name} came twice"
             self.received[name] = buffer[start : start + size].clone().view(getattr(torch, dtype)).view(shape)
             start += size
-
-    def patch(
-        self, names: list[str], dtypes: list[str], shapes: list[list[int]], counts: list[int], kept: dict[str, Tensor]
-    ) -> None:
-        """Of each tensor the indices and the new values; those that are not there are garbage."""
-        for name, dtype, shape, count in zip(names, dtypes, shapes, counts, strict=True):
-            kind = getattr(torch, dtype)
-            indices = self._broadcast(count * 4).view(torch.int32).long()
-            values = self._broadcast(count * kind.itemsize).view(kind)
-            whole = kept[name].clone() if name in kept else torch.full(shape, torch.nan, dtype=kind)
-            whole.view(-1)[indices] = values
-            self.received[name] = whole
 
     def _receive_bytes(self, tensors: list[tuple[str, torch.dtype, list[int]]], size: int) -> None:
         buffer, start = self._broadcast(size), 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_dta.extras.servers.engine import HttpEngine
-from megatron_dta.extras.servers.http_settings import HttpSettings
+from megatron_dta.extras.servers.http_client import HttpSettings
 from megatron_dta.sampling.host_weights import HostWeights, empty_weights
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, generate
 from megatron_dta.sampling.params import SamplingParams

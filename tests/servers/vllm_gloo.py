@@ -1,9 +1,9 @@
-"""A plugin for vLLM on CPUs, for tests only: its weight transfer engines, with gloo in place of NCCL.
+"""A plugin for vLLM on CPUs, for tests only: its weight transfer engine, with gloo in place of NCCL.
 
-vLLM loads it by the entry point that ``vllm_process`` writes, in each of its processes, and finds "gloo" and
-"sparse_gloo" in its factory. The engines are vLLM's own for "nccl" and "sparse_nccl", but for the process group and
-what only a GPU has: streams, events and the current device. With ``DTA_PLAIN_LINEAR`` in the environment linear layers
-keep their weights as they were loaded, instead of packed for the CPU; a patch cannot find its place in packed weights.
+vLLM loads it by the entry point that ``vllm_process`` writes, in each of its processes, and finds "gloo" in its
+factory. The engine is vLLM's own for "nccl", but for the process group and what only a GPU has: streams, events and the
+current device. With ``DTA_PLAIN_LINEAR`` in the environment linear layers keep their weights as they were loaded,
+instead of packed for the CPU, so their checksums can be compared.
 """
 
 from __future__ import annotations
@@ -82,11 +82,9 @@ def register() -> None:
     """Called by vLLM in each of its processes, maybe several times."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLWeightTransferEngine
 
     if "gloo" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("gloo", _on_cpu(NCCLWeightTransferEngine))
-        WeightTransferEngineFactory.register_engine("sparse_gloo", _on_cpu(SparseNCCLWeightTransferEngine))
     if os.environ.get("DTA_PLAIN_LINEAR"):
         import vllm._custom_ops
 

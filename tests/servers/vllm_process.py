@@ -43,7 +43,7 @@ class VllmProcess:
     Args:
         folder: for its log, and for the plugin's entry point.
         model: the weights that it begins with.
-        backend: of its weight transfer, "gloo" or "sparse_gloo", and "nccl" on a GPU.
+        backend: of its weight transfer, "gloo", or "nccl" on a GPU.
         processes: among which its weights are divided (tensor parallelism).
         plain: linear layers keep their weights as they were loaded.
         gpu: index of the GPU that it uses; None: the CPU, for which vLLM was built.

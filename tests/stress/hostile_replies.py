@@ -38,7 +38,7 @@ from http_engine_cases import PROTOCOLS, VOCABULARY
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.extras.servers.engine import HttpEngine
-from megatron_dta.extras.servers.http_settings import HttpSettings
+from megatron_dta.extras.servers.http_client import HttpSettings
 from megatron_dta.extras.servers.speculation import ServerSpeculation
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.rewards.server_reward import RemoteReward

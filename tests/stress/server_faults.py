@@ -1,4 +1,4 @@
-"""Trains on rollouts of servers that are killed, restarted, added and removed, with ``--partial-rollout``.
+"""Trains on rollouts of servers that are killed and restarted, with ``--partial-rollout``.
 
     python tests/stress/server_faults.py [--steps 200] [--kind vllm] [--transfer folder] [--seed 0]
 

@@ -40,8 +40,7 @@ def server_command(
             words += ["--speculative-config", json.dumps(drafts.vllm())]
         environment = {"VLLM_SERVER_DEV_MODE": "1"}
         if sampling.rollout_weight_transfer in ("nccl", "ipc"):
-            backend = "sparse_nccl" if sampling.rollout_weight_delta else sampling.rollout_weight_transfer
-            words += ["--weight-transfer-config", json.dumps({"backend": backend})]
+            words += ["--weight-transfer-config", json.dumps({"backend": sampling.rollout_weight_transfer})]
         if sampling.rollout_weight_transfer == "ipc":
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return environment, [*words, *experts, *more]

@@ -9,17 +9,17 @@ Requests of one prompt, and a request and its ``parent``, go to the same server,
 
 With ``HttpSettings.continues`` weights may change while requests run. The servers then end all requests and reply with
 the tokens so far, and each request is sent again with these after its context. Every reply has one version, and so has
-every token. A prefix is then forgotten with the last of its requests.
+every token.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,10 +27,9 @@ from megatron_dta.common.http.replies import TransientFailureError, shortened
 from megatron_dta.common.keyed_random import Domain
 from megatron_dta.extras.servers.drafts import ServerDrafts
 from megatron_dta.extras.servers.http_client import HttpClient, HttpSettings, Server, ServerError, WrongWeightsError
-from megatron_dta.extras.servers.pool.late_requests import LateRequests, Running
-from megatron_dta.extras.servers.pool.senders import add_senders
 from megatron_dta.extras.servers.protocol import Asked, LogprobsError, Piece, ServerProtocol, request_seed
 from megatron_dta.extras.servers.sampled_tokens import SampledTokens
+from megatron_dta.extras.servers.sender import Sender
 from megatron_dta.extras.servers.speculation import ServerSpeculation
 from megatron_dta.extras.servers.weights.updates import ServerWeights
 from megatron_dta.sampling.host_weights import HostWeights
@@ -52,7 +51,7 @@ class HttpEngine(RolloutEngine):
 
     Args:
         protocol: the kind of the servers.
-        urls: the servers, or a function that lists them and is called again from time to time (``set_urls``).
+        urls: the servers.
         exact_logprobs: refuse servers whose logprobs are not the trainer's; False if they are not used.
         vocab_size: ids outside of it are refused; None: not checked.
         report: called with a line when a server is left out.
@@ -67,7 +66,7 @@ class HttpEngine(RolloutEngine):
     def __init__(
         self,
         protocol: ServerProtocol,
-        urls: Sequence[str] | Callable[[], Sequence[str]],
+        urls: Sequence[str],
         settings: HttpSettings | None = None,
         exact_logprobs: bool = True,
         vocab_size: int | None = None,
@@ -76,11 +75,10 @@ class HttpEngine(RolloutEngine):
     ) -> None:
         self._continues = settings is not None and settings.continues
         self._protocol, self._exact_logprobs, self._vocab_size = protocol, exact_logprobs, vocab_size
-        self._client = HttpClient(urls() if callable(urls) else urls, protocol.health_path, settings, report)
+        self._client = HttpClient(urls, protocol.health_path, settings, report)
         self._weights = ServerWeights(self._client, protocol, self._forget, self._check_returned)
         self._client.still_current = self._weights.has_newest
-        self._late = LateRequests(self._client, protocol)
-        add_senders(self._client, protocol)
+        self._sender = Sender(self._client, protocol)
         self.drafts = None if speculation is None else ServerDrafts(self._client, protocol, speculation, report)
         self._interrupted = False
         self._params: SamplingParams | None = None
@@ -88,26 +86,22 @@ class HttpEngine(RolloutEngine):
         self._checked: dict[str, tuple[float, float]] = {}
         self._running: dict[int, Future[GenerationResult]] = {}
         self._responses: dict[int, SampledTokens] = {}
-        self._held: dict[int, bytes] = {}  # affinities
-        self._affinities: dict[int, tuple[bytes, bool]] = {}
-        self._prompts: dict[int, set[bytes]] = {}
-        self._open_affinities: Counter[bytes] = Counter()
+        # The affinities of requests that are held, and of those that are to be.
+        self._held: dict[int, bytes] = {}
+        self._to_hold: dict[int, bytes] = {}
         self._finished: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._counts = dict.fromkeys((*ENGINE_COUNTS, "weight_updates", "rejected_tokens"), 0.0)
         self._update_seconds = 0.0
         if self.drafts is None:
             # Drafts are counted on servers that were there when the phase began.
-            self._client.start(self._weights.keep_visiting(urls if callable(urls) else None))
-            self._client.start(self._late.keep_moving())
+            self._client.start(self._weights.keep_visiting())
 
     def start(self, params: SamplingParams, iteration: int) -> None:
         """See the interface; checks the logprobs of servers that have not been checked yet."""
         self._refuse_running()
         self._params, self._iteration = params, iteration
         self._held.clear()
-        self._affinities.clear()
-        self._prompts.clear()
-        self._client.begin_phase()
+        self._to_hold.clear()
         # The logprobs of an evaluation are not used.
         if self._exact_logprobs and params.domain is not Domain.EVALUATION:
             self._client.start(self._check_logprobs(params)).result()
@@ -149,8 +143,8 @@ class HttpEngine(RolloutEngine):
             seen.add(request.request_id)
         for request in requests:
             affinity = self._affinity(request)
-            self._affinities[request.request_id] = (affinity, request.hold)
-            self._open_affinities[affinity] += 1
+            if request.hold:
+                self._to_hold[request.request_id] = affinity
             self._responses[request.request_id] = (begun or {}).get(request.request_id, SampledTokens())
             label = f"request {request.request_id} ({len(request.token_ids)} tokens, up to {request.max_tokens} more)"
             future = self._client.start(self._generate(request, affinity, self._params, self._iteration, label))
@@ -194,7 +188,6 @@ class HttpEngine(RolloutEngine):
             **self._counts,
             "weight_update_seconds": self._update_seconds,
             "retried_requests": float(counts.retried),
-            "moved_requests": float(counts.moved),
             "servers_lost": float(counts.servers_lost),
             "servers": float(len(self._client.alive)),
             "open_requests": float(len(self._running)),
@@ -226,6 +219,7 @@ class HttpEngine(RolloutEngine):
         if not self._client.closed:
             self._client.start(self._weights.close()).result()
         self._client.close()
+        self._sender.close()
 
     def _collect(self, wait_s: float) -> list[GenerationResult]:
         """The finished requests; waits up to ``wait_s`` for the first one."""
@@ -244,12 +238,8 @@ class HttpEngine(RolloutEngine):
                 raise error
             result = future.result()
             del self._responses[request_id]
-            affinity, hold = self._affinities.pop(request_id)
-            if hold:
-                self._held[request_id] = affinity
-            self._open_affinities[affinity] -= 1
-            if self._continues and not self._open_affinities[affinity]:
-                self._forget_affinity(affinity)
+            if request_id in self._to_hold:
+                self._held[request_id] = self._to_hold.pop(request_id)
             self._counts["requests"] += 1
             self._counts["decoded_tokens"] += len(result.token_ids)
             results.append(result)
@@ -258,25 +248,18 @@ class HttpEngine(RolloutEngine):
         self, request: GenerationRequest, affinity: bytes, params: SamplingParams, iteration: int, label: str
     ) -> GenerationResult:
         """Sample until one of the trainer's ends of sequence or the length cap."""
-        response, place, end = self._responses[request.request_id], None, None
+        response, end = self._responses[request.request_id], None
         while len(response) < request.max_tokens and end is None:
             context = np.concatenate([np.asarray(request.token_ids, dtype=np.int32), response.token_ids])
             seed = request_seed(params, iteration, request, len(context), response.rejected)
             left = request.max_tokens - len(response)
-            body = self._protocol.body(context, left, params, seed)
-            asked = Asked(context, left, self._vocab_size, self._protocol.routing, may_abort=True)
-            place = self._late.begin(asked, self._weights.label, place)
-            try:
-                piece = await self._client.post_anywhere(
-                    affinity,
-                    self._protocol.generate_path,
-                    lambda name, body=body: body | self._protocol.named(name),
-                    lambda reply, place=place: self._read(reply, place),
-                    label,
-                    place,
-                )
-            finally:
-                self._late.end(place)
+            asked = Asked(context, left, self._vocab_size, self._protocol.routing, may_abort=self._continues)
+            body, newest = self._protocol.body(context, left, params, seed), self._weights.label
+
+            async def exchange(server: Server, asked: Asked = asked, body: Any = body, newest: str = newest) -> Piece:
+                return self._sampled_by_known(await self._sender.exchange(server.url, body, asked), newest)
+
+            piece = await self._client.anywhere(affinity, exchange, label)
             self._counts["reused_tokens"] += piece.cached_tokens
             self._counts["prefilled_tokens"] += len(context) - piece.cached_tokens
             if self._counted_drafts is not None:
@@ -302,15 +285,16 @@ class HttpEngine(RolloutEngine):
         label = next(iter(piece.weight_versions), None) if self._continues else None
         return self._weights.version if label is None else self._weights.version_of(label)
 
-    def _read(self, reply: object, place: Running) -> Piece:
-        piece = reply if isinstance(reply, Piece) else self._protocol.read(reply, place.asked)
-        if piece.aborted and not (self._continues or place.is_ended):
-            raise TransientFailureError('generation ended because of "abort"')
-        place.tokens = len(piece.token_ids)
+    def _sampled_by_known(self, piece: Piece, label: str) -> Piece:
+        """Refuse a piece that was not sampled by the newest weights, or by one known version of them.
+
+        Args:
+            label: of the newest weights when the request was made.
+        """
         newest = self._weights.label
         if self._continues and newest:
             self._check_versions(piece)
-            if not place.tokens and place.label == newest and not place.is_ended:
+            if not len(piece.token_ids) and label == newest:
                 raise TransientFailureError("the server ended the request without a token, and without new weights")
             return piece
         if newest and piece.weight_versions - {newest}:
@@ -358,21 +342,10 @@ class HttpEngine(RolloutEngine):
             self.drafts.forget(server)
 
     def _affinity(self, request: GenerationRequest) -> bytes:
-        """Identifies the prompt of the request: its parent's, or the known prompt with which its context begins."""
+        """Identifies the prompt of the request, or of its parent."""
         if request.parent is not None:
             return self._held[request.parent]
-        context = np.asarray(request.token_ids, dtype=np.int32).tobytes()
-        for length in (len(context), *(known for known in self._prompts if known < len(context))):
-            if context[:length] in self._prompts.get(length, ()):
-                return context[:length]
-        self._prompts.setdefault(len(context), set()).add(context)
-        return context
-
-    def _forget_affinity(self, affinity: bytes) -> None:
-        del self._open_affinities[affinity]
-        for known in self._prompts.values():
-            known.discard(affinity)
-        self._client.forget_home(affinity)
+        return np.asarray(request.token_ids, dtype=np.int32)[: request.prompt_length].tobytes()
 
     def _refuse_running(self) -> None:
         if self._running:
@@ -384,5 +357,4 @@ class HttpEngine(RolloutEngine):
         for future in running.values():
             future.cancel()
         self._finished = queue.SimpleQueue()
-        self._affinities.clear()
-        self._open_affinities.clear()
+        self._to_hold.clear()

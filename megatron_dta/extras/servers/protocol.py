@@ -25,7 +25,6 @@ from megatron_dta.extras.servers.http_client import Server, ServerError
 from megatron_dta.extras.servers.routing import RoutingShape
 from megatron_dta.extras.servers.speculation import DraftCounts, ServerSpeculation
 from megatron_dta.extras.servers.weights.groups import GroupOpener, Meeting, group_opener
-from megatron_dta.extras.servers.weights.patches import Patch
 from megatron_dta.sampling.host_weights import Bucket
 from megatron_dta.sampling.interface import GenerationRequest
 from megatron_dta.sampling.params import SamplingParams
@@ -106,8 +105,6 @@ class ServerProtocol(ABC):
         takes_corpora: whether the server drafts from given corpora.
         meets_by_unique_id: whether the server joins groups of NCCL by their unique id instead of through a store.
         receives_many: whether it can be told of several buckets of one dtype at once.
-        changes_only: whether groups carry patches; the checksums of servers are compared after every
-            ``check_interval`` of them and after whole sets, with 0 never.
     """
 
     name: str
@@ -116,7 +113,6 @@ class ServerProtocol(ABC):
     label_path: str
     takes_corpora = False
     meets_by_unique_id = receives_many = False
-    changes_only, check_interval = False, 0
 
     def __init__(self, routing: RoutingShape | None = None, open_group: GroupOpener | None = None) -> None:
         self.routing = routing
@@ -125,14 +121,6 @@ class ServerProtocol(ABC):
     @abstractmethod
     def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
         """The request that continues ``token_ids``."""
-
-    @abstractmethod
-    def named(self, name: str) -> dict[str, Any]:
-        """The field that gives a request a name."""
-
-    @abstractmethod
-    async def end_request(self, server: Server, name: str) -> None:
-        """End a request by its name; its reply has the tokens so far. ``ServerError`` if the server cannot."""
 
     @abstractmethod
     def read(self, reply: Any, asked: Asked) -> Piece:
@@ -172,14 +160,6 @@ class ServerProtocol(ABC):
     @abstractmethod
     async def receive(self, server: Server, buckets: Sequence[Bucket], meeting: Meeting) -> None:
         """Let a server receive buckets from its group, see ``receives_many``; returns when it has."""
-
-    async def receive_patches(self, server: Server, patches: Sequence[Patch]) -> None:
-        """Let a server receive patches from its group, for each indices and values; returns when it has."""
-        raise NotImplementedError(f"{self.name} takes no patches")
-
-    async def checksums(self, server: Server) -> dict[str, str]:
-        """The checksums of a server's parameters, by its names."""
-        raise NotImplementedError(f"{self.name} gives no checksums")
 
     @abstractmethod
     async def end_update(self, server: Server, label: str) -> None:

@@ -84,12 +84,6 @@ class SglangProtocol(ServerProtocol):
             **({} if self.routing is None else {"return_routed_experts": True}),
         }
 
-    def named(self, name: str) -> dict[str, Any]:
-        return {"rid": name}
-
-    async def end_request(self, server: Server, name: str) -> None:
-        await server.ask("POST", "/abort_request", self.named(name))
-
     def read(self, reply: Any, asked: Asked) -> Piece:
         check_prompt_length(reply, asked, "meta_info", "prompt_tokens")
         name = "meta_info.output_token_logprobs"

@@ -6,9 +6,7 @@ there. The control endpoints exist in the server's development mode:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --port 8000 --weight-transfer-config '{"backend": "nccl"}'
 
-``{"backend": "sparse_nccl"}`` takes values that have changed, by their index in the Hugging Face tensor, and the
-server's own loader finds the place of each; ``/weight_checker`` gives checksums. ``{"backend": "ipc"}`` also needs
-VLLM_ALLOW_INSECURE_SERIALIZATION=1, because the handles of memory are pickled.
+``{"backend": "ipc"}`` also needs VLLM_ALLOW_INSECURE_SERIALIZATION=1, because the handles of memory are pickled.
 
 Other settings, such as parallelism and memory, are given there as usual. ``megatron-dta rollout-server-command`` prints
 the command for speculative decoding. A drafter with weights of its own keeps the weights it was started with. Counts
@@ -51,7 +49,6 @@ from megatron_dta.extras.servers.protocol import (
 from megatron_dta.extras.servers.routing import array_of, with_routing
 from megatron_dta.extras.servers.speculation import DraftCounts, ServerSpeculation
 from megatron_dta.extras.servers.weights.groups import Meeting
-from megatron_dta.extras.servers.weights.patches import Patch
 from megatron_dta.sampling.host_weights import Bucket
 from megatron_dta.sampling.params import SamplingParams
 
@@ -89,13 +86,6 @@ class VllmProtocol(ServerProtocol):
             "return_weight_versions": True,
             "add_special_tokens": False,
         }
-
-    def named(self, name: str) -> dict[str, Any]:
-        return {"request_id": name}
-
-    async def end_request(self, server: Server, name: str) -> None:
-        # The name of the first prompt of a completion.
-        await self._control(server, "/abort_requests", {"request_ids": [f"cmpl-{name}-0"]})
 
     def read(self, reply: Any, asked: Asked) -> Piece:
         prompt = field_of(reply, "choices", 0, "prompt_token_ids", kind=list, optional=True)
@@ -174,8 +164,7 @@ class VllmProtocol(ServerProtocol):
             info |= {"master_address": meeting.address, "master_port": meeting.port}
         else:
             info["nccl_unique_id_b64"] = base64.b64encode(meeting.unique_id).decode()
-        if not self.changes_only:
-            info |= {"packed": True, "packed_buffer_size_bytes": bucket_bytes}
+        info |= {"packed": True, "packed_buffer_size_bytes": bucket_bytes}
         await self._transfer(server, "/init_weight_transfer_engine", {"init_info": info})
 
     async def leave_group(self, server: Server, meeting: Meeting) -> None:
@@ -196,22 +185,6 @@ class VllmProtocol(ServerProtocol):
             info["tensor_sizes"] = [values.nbytes for bucket in buckets for values in bucket.tensors.values()]
             info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(dict(meeting.handles))).decode()
         await self._transfer(server, "/update_weights", {"update_info": info})
-
-    async def receive_patches(self, server: Server, patches: Sequence[Patch]) -> None:
-        info = {
-            "names": [patch.name for patch in patches],
-            "dtype_names": [patch.dtype_name for patch in patches],
-            "shapes": [list(patch.shape) for patch in patches],
-            "num_updates_list": [patch.indices.numel() for patch in patches],
-        }
-        await self._transfer(server, "/update_weights", {"update_info": info})
-
-    async def checksums(self, server: Server) -> dict[str, str]:
-        def read(reply: Any) -> dict[str, str]:
-            found = field_of(reply, "checksums", kind=dict)
-            return {name: field_of(found, name, kind=str) for name in found}
-
-        return await server.ask("POST", "/weight_checker", {"action": "checksum"}, read=read)
 
     async def end_update(self, server: Server, label: str) -> None:
         await self._transfer(server, "/finish_weight_update")

@@ -123,11 +123,6 @@ class SamplingConfig:
         "Servers of --rollout-engine vllm or sglang, such as http://HOST:PORT; requests are distributed over them.",
         needs="rollout_engine=vllm,sglang",
     )
-    rollout_server_file: str | None = server_option(
-        None,
-        "File that lists the servers instead, one URL a line. It is read again while the run samples: servers that "
-        "are added get the weights and then requests, those that are removed get no new requests.",
-    )
     rollout_timeout_seconds: float = option(
         600.0,
         "Timeout in seconds for one request to a rollout server or a served teacher, or one weight update.",
@@ -139,12 +134,6 @@ class SamplingConfig:
         "Attempts per request, over all rollout servers together or to a served teacher, before the step fails.",
         minimum=1,
         needs="rollout_engine=vllm,sglang or teacher_load_hf",
-    )
-    rollout_request_processes: int = server_option(
-        0,
-        "Processes that send requests to servers and read the replies; with 0 a thread of the first rank does, which "
-        "takes time from training where many servers are fast.",
-        minimum=0,
     )
     rollout_weights_dir: str | None = server_option(
         None,
@@ -163,18 +152,6 @@ class SamplingConfig:
         "Size in MiB of the buckets in which --rollout-weight-transfer nccl, gloo and ipc send weights.",
         minimum=1,
         needs="rollout_weight_transfer!=folder",
-    )
-    rollout_weight_delta: bool = server_option(
-        False,
-        "Send vLLM only the values that have changed since the last update (its weight transfer sparse_nccl). A server "
-        "that was restarted gets all of them.",
-    )
-    rollout_weight_check_interval: int = option(
-        0,
-        "With --rollout-weight-delta, number of updates between comparisons of the servers' checksums; a server whose "
-        "weights differ gets all of them. 0: never.",
-        minimum=0,
-        needs="rollout_weight_delta",
     )
     rollout_max_staleness: int = server_option(
         0,

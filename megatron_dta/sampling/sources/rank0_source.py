@@ -115,8 +115,8 @@ class Rank0Source(RolloutSource):
             return {}
         own = {} if self._inner is None else self._inner.timing()
         names = (
-            "servers", "open_requests", "queued_requests", "retried_requests", "moved_requests", "decoded_tokens",
-            "reused_tokens", "weight_update_seconds", "rejected_tokens",
+            "servers", "open_requests", "queued_requests", "retried_requests", "decoded_tokens", "reused_tokens",
+            "weight_update_seconds", "rejected_tokens",
         )  # fmt: skip
         found = self._engine.statistics()
         return own | {f"rollout_{name}": found[name] for name in names if name in found}

@@ -153,7 +153,6 @@ METRICS: dict[str, dict[str, str]] = {
         "rollout_open_requests": "requests that servers sample or that wait for a place on one",
         "rollout_queued_requests": "those of them that wait, because all servers are full",
         "rollout_retried_requests": "repeated requests to servers since the process started",
-        "rollout_moved_requests": "requests that moved to another server since the process started",
         "rollout_rejected_tokens": "ids without text that were sampled and replaced, since the process started",
         "rollout_decoded_tokens": "tokens received from servers or recordings since the process started",
         "rollout_reused_tokens": "prompt tokens that servers found in their caches since the process started",

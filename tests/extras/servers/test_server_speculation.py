@@ -48,10 +48,6 @@ def test_the_tool_prints_commands_that_a_shell_takes(capsys: pytest.CaptureFixtu
     transfer = printed("--rollout-engine", "vllm", "--rollout-weight-transfer", "ipc", *given)
     assert shlex.split(transfer)[:2] == ["VLLM_SERVER_DEV_MODE=1", "VLLM_ALLOW_INSECURE_SERIALIZATION=1"]
     assert shlex.split(transfer)[-2:] == ["--weight-transfer-config", '{"backend": "ipc"}']
-    transfer = printed(
-        "--rollout-engine", "vllm", "--rollout-weight-transfer", "nccl", "--rollout-weight-delta", *given
-    )
-    assert shlex.split(transfer)[-2:] == ["--weight-transfer-config", '{"backend": "sparse_nccl"}']
     for kind in ("vllm", "sglang"):
         experts = printed("--rollout-engine", kind, "--num-experts", "8", "--moe-routing-replay", "--model", "m")
         assert shlex.split(experts)[-1] == "--enable-return-routed-experts"

@@ -197,11 +197,6 @@ REFUSED = [
         "add --use-tis",
     ),
     (
-        "--rollout-engine vllm --rollout-server-url http://a:1 --rollout-server-file f --save s",
-        "both name the servers; leave one out",
-    ),
-    ("--rollout-engine vllm --rollout-server-file missing --save s", "--rollout-server-file missing: cannot be read"),
-    (
         "--rollout-engine vllm --rollout-server-url http://a:1 --rollout-weight-transfer gloo",
         "vLLM's weight transfer is over NCCL",
     ),
@@ -216,10 +211,6 @@ REFUSED = [
     (
         "--rollout-engine sglang --rollout-server-url http://a:1 --rollout-weight-transfer ipc",
         "SGLang does not say when it has copied",
-    ),
-    (
-        "--rollout-engine sglang --rollout-server-url http://a:1 --rollout-weight-transfer nccl --rollout-weight-delta",
-        "--rollout-weight-delta needs --rollout-engine vllm",
     ),
     (
         "--rollout-engine sglang --rollout-server-url http://a:1 --rollout-weight-transfer nccl "

@@ -63,7 +63,7 @@ def test_decoding_of_vllm_measures_the_shape_of_the_engine() -> None:
 
 
 def test_requests_are_counted(tmp_path: Path) -> None:
-    flags = "--servers 2 --requests-per-server 3 --response-tokens 40 --seconds 0.01 --responses 20 --processes 1"
+    flags = "--servers 2 --requests-per-server 3 --response-tokens 40 --seconds 0.01 --responses 20"
     found = run_python(["benchmarks/server_requests.py", *flags.split(), "--output", str(tmp_path / "found.json")])
     assert found.returncode == 0, found.stderr
     (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]

@@ -6,10 +6,6 @@
    them while the trainer broadcasts bucket after bucket, or read a bucket from the trainer's buffer (CUDA IPC).
 4. All servers finish, clear their prefix caches, take the label, and continue.
 
-Where the protocol sends changes only (``patches``), a bucket is the values that differ from the last ones, if all
-servers still have those, or else all values. Changes are found before the servers pause. If a checksum differs, the
-next update has all values.
-
 If a step fails for one server, the broadcast cannot be completed for the others either: the group is aborted, every
 server is told to give up the update, and the caller decides which of them to try again with.
 """
@@ -18,17 +14,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
-
-import torch
 
 from megatron_dta.common.futures import in_daemon_thread
 from megatron_dta.extras.servers.http_client import HttpClient, Server, ServerError
 from megatron_dta.extras.servers.protocol import ServerProtocol
 from megatron_dta.extras.servers.weights.groups import Meeting, SharedGroup
-from megatron_dta.extras.servers.weights.patches import Patch, expected_checksums, patches_of
 from megatron_dta.sampling.host_weights import Bucket, HostWeights
 
 Answer = TypeVar("Answer")
@@ -65,10 +58,6 @@ class GroupTransfer:
         self._members: tuple[Server, ...] = ()
         # The last group that servers were told to join, also after it has failed.
         self._joined: tuple[Meeting | None, tuple[Server, ...]] = (None, ())
-        # What servers with this label have, if only changes are sent.
-        self._sent: HostWeights | None = None
-        self._sent_label, self._updates = "", 0
-        self._comparable: dict[Server, set[str]] = {}
 
     async def send(self, servers: Sequence[Server], weights: HostWeights, labels: Labels) -> None:
         """Give ``servers`` the weights.
@@ -81,21 +70,10 @@ class GroupTransfer:
             if self._group is None or tuple(servers) != self._members or not found <= {labels.old, None}:
                 await self._form(servers, weights)
             await self._alone(servers, self._group.begin)
-            changes: list[Patch] | None = None
-            if self._protocol.changes_only and found == {labels.old} == {self._sent_label}:
-                changes = await self._alone(servers, lambda: self._changes(weights))
             await self._all(servers, lambda server: self._protocol.begin_update(server, labels.running))
-            if self._protocol.changes_only:
-                if changes is None:
-                    await self._send_all_values(servers, weights)
-                else:
-                    await self._send_patches(servers, changes)
-                await self._check(servers, weights, whole=changes is None)
-                await _in_thread(lambda: self._remember(weights, labels.new))
-            else:
-                many = self._protocol.receives_many and self._group.sends_many
-                for buckets in weights.runs if many else [(bucket,) for bucket in weights.buckets]:
-                    await self._send_buckets(servers, buckets)
+            many = self._protocol.receives_many and self._group.sends_many
+            for buckets in weights.runs if many else [(bucket,) for bucket in weights.buckets]:
+                await self._send_buckets(servers, buckets)
             await self._all(servers, lambda server: self._protocol.end_update(server, labels.new))
         except (TransferError, asyncio.CancelledError):
             await self._give_up(servers)
@@ -106,60 +84,6 @@ class GroupTransfer:
         group, self._group, self._members = self._group, None, ()
         if group is not None:
             await _in_thread(group.abort)
-
-    def _changes(self, weights: HostWeights) -> list[Patch]:
-        pairs = zip(weights.buckets, self._sent.buckets, strict=True)
-        return [patch for bucket, base in pairs for patch in patches_of(bucket, base, self._group.device)]
-
-    def _remember(self, weights: HostWeights, label: str) -> None:
-        """Keep a copy, since the memory of ``weights`` is used for later ones."""
-        if self._sent is None:
-            buckets = (replace(bucket, buffer=bucket.buffer.clone()) for bucket in weights.buckets)
-            self._sent = replace(weights, buckets=tuple(buckets))
-        else:
-            for bucket, own in zip(weights.buckets, self._sent.buckets, strict=True):
-                own.buffer.copy_(bucket.buffer)
-        self._sent_label = label
-
-    async def _send_all_values(self, servers: Sequence[Server], weights: HostWeights) -> None:
-        """As patches, a bucket at a time, since their indices need more memory than the values."""
-        for bucket in weights.buckets:
-            whole = await self._alone(servers, lambda bucket=bucket: patches_of(bucket, None, self._group.device))
-            await self._send_patches(servers, whole)
-
-    async def _send_patches(self, servers: Sequence[Server], patches: Sequence[Patch]) -> None:
-        group = self._group
-
-        def send() -> None:
-            for patch in patches:
-                group.broadcast(patch.indices.view(torch.uint8))
-                group.broadcast(patch.values.view(torch.uint8))
-
-        if patches:
-            await self._together(servers, lambda server: self._protocol.receive_patches(server, patches), send)
-
-    async def _check(self, servers: Sequence[Server], weights: HostWeights, whole: bool) -> None:
-        """Compare checksums after the whole set, and after every few updates."""
-        self._updates += 1
-        interval = self._protocol.check_interval
-        if not interval or (self._updates % interval and not whole):
-            return
-        failures, known = {}, {}
-        for server, own in (await self._all(servers, self._protocol.checksums)).items():
-            names = frozenset(own)
-            if names not in known:
-                known[names] = await _in_thread(lambda names=names: expected_checksums(weights, names))
-            same = {name for name in own if own[name] == known[names].get(name)}
-            if whole and len(same) != len(self._comparable.get(server, ())):
-                self._client.report(f"{len(same)} of {len(own)} parameters of {server} can be compared")
-            if whole:
-                self._comparable[server] = same
-            wrong = sorted(self._comparable.get(server, set()) - same)
-            if wrong:
-                failures[server] = f"{len(wrong)} of its parameters differ from what was sent, such as {wrong[0]}"
-        if failures:
-            self._sent_label = ""
-            raise TransferError(failures)
 
     async def _form(self, servers: Sequence[Server], weights: HostWeights) -> None:
         await self._leave()

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from megatron_dta.core.common.errors import InputError
 from megatron_dta.extras.servers.http_client import HttpClient, Server, ServerError
 from megatron_dta.extras.servers.protocol import ServerProtocol
 from megatron_dta.extras.servers.weights.transfer import GroupTransfer, Labels, TransferError
@@ -80,20 +79,10 @@ class ServerWeights:
         """Whether a server reports the label of the newest weights."""
         return bool(self.label) and await self._protocol.weights_label(server) == self.label
 
-    async def keep_visiting(self, list_urls: Callable[[], Sequence[str]] | None) -> None:
-        """From time to time, read the list of servers, and give servers that have come back the newest weights.
-
-        Args:
-            list_urls: the current servers; None: always the same.
-        """
+    async def keep_visiting(self) -> None:
+        """From time to time, give servers that have come back the newest weights."""
         while True:
             await asyncio.sleep(self._client.settings.revisit_s)
-            if list_urls is not None:
-                try:
-                    self._client.set_urls(await asyncio.to_thread(list_urls))
-                except InputError as error:
-                    # The file may be half written.
-                    self._client.report(f"the servers stay as they are: {error}")
             if self._weights is not None:
                 try:
                     async with self._updating:

@@ -22,15 +22,8 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
     if not samples(config):
         return
     if engine in SERVERS:
-        if not sampling.rollout_server_url and sampling.rollout_server_file is None:
-            yield f"--rollout-engine {engine} needs --rollout-server-url http://HOST:PORT or --rollout-server-file FILE"
-        if sampling.rollout_server_url and sampling.rollout_server_file is not None:
-            yield "--rollout-server-url and --rollout-server-file both name the servers; leave one out"
-        if sampling.rollout_server_file is not None and config.speculation.rollout_speculation == "das":
-            yield (
-                "--rollout-server-file with --rollout-speculation das: drafts are counted on servers that stay; give "
-                "--rollout-server-url"
-            )
+        if not sampling.rollout_server_url:
+            yield f"--rollout-engine {engine} needs --rollout-server-url http://HOST:PORT"
         if checkpoint.load_hf is None and checkpoint.hf_checkpoint is None:
             yield (
                 f"--rollout-engine {engine} needs --load-hf or --hf-checkpoint: the servers receive new weights in "
@@ -102,11 +95,6 @@ def _check_weight_transfer(config: TrainConfig) -> Iterator[str]:
         yield f"--rollout-weights-dir has no effect on --rollout-weight-transfer {way}; leave it out"
     if way == "gloo" and engine == "vllm":
         yield ("--rollout-weight-transfer gloo: vLLM's weight transfer is over NCCL; give nccl, or folder on CPUs")
-    if sampling.rollout_weight_delta and (way != "nccl" or engine != "vllm"):
-        yield (
-            "--rollout-weight-delta needs --rollout-engine vllm and --rollout-weight-transfer nccl; leave it out, "
-            "since other servers load whole tensors"
-        )
     if way == "ipc" and engine == "sglang":
         yield (
             "--rollout-weight-transfer ipc: SGLang does not say when it has copied out of the shared memory; give nccl "

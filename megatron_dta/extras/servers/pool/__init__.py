@@ -1,1 +1,0 @@
-"""Several rollout servers as one."""
