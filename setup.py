@@ -22,6 +22,7 @@ setup(
     package_data={
         "megatron_dta": ["py.typed"],
         "megatron_dta.sampling.speculation": ["suffix_forest.c", "suffix_nodes.h"],
+        "megatron_dta.extras.report": ["page.html", "search.js"],
         "megatron_dta.integrations.verl": ["hydra/*/*.yaml"],
     },
     entry_points={
@@ -41,6 +42,7 @@ setup(
         "rich",
         "tensorboard",
         "matplotlib",
+        "jinja2",
         "tokenizers",
         "sentencepiece",
     ],

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Parse the command line, train, and leave metrics, a reward plot and a checkpoint."""
+    """Parse the command line, train, and leave metrics and a checkpoint."""
     # OpenMP threads that spin while they wait make a step 50 times slower on cores that other processes use too (5.2 s
     # instead of 0.1 s, measured with a small model and two threads). OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -59,20 +59,14 @@ def main() -> int:
 def _train(config: TrainConfig, console: Console) -> int:
     import torch
 
-    from megatron_dta.training.monitor.plot import plot_reward
     from megatron_dta.training.monitor.stop_signals import INTERRUPTED
-    from megatron_dta.wiring.setup import build_trainer, metrics_path
+    from megatron_dta.wiring.setup import build_trainer
 
     trainer = build_trainer(config, console)
     try:
         trainer.run()
     finally:
         trainer.metrics.close()
-    metrics = metrics_path(config)
-    if metrics is not None and not console.quiet:
-        picture = metrics.with_name("reward.png")
-        if plot_reward(metrics, picture):
-            console.print(f"reward plot: {picture}", soft_wrap=True)
     torch.distributed.destroy_process_group()
     return INTERRUPTED if trainer.stopped_by == "SIGINT" else 0
 

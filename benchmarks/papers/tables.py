@@ -20,7 +20,7 @@ from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.common.files import replacing
-from megatron_dta.extras.report.plots.files import write_figure
+from megatron_dta.extras.report.plots.figures import write_figure
 
 COLORS = ("#3b75af", "#d9822b", "#5a9e4b", "#9a5fb5", "#b34a4a", "#6b6b6b")
 

@@ -7,6 +7,7 @@ Three answers to one question, a few tokens each, so that every number in the pi
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,6 @@ from megatron_dta.core.common.files import replacing
 from megatron_dta.core.planning.segments.cut import SegmentPlan, plan_segments
 from megatron_dta.core.planning.segments.schedule import OpKind, depth_first_schedule
 from megatron_dta.core.tree import build_prefix_tree
-from megatron_dta.extras.report.markup import SVG_NAMESPACE, Markup, svg, tag
 
 PROMPT = ["2", "+", "3", "=", "?"]
 ANSWERS = [["I", "add", ":", "5", "."], ["I", "add", ":", "6", "?", "no"], ["5", "!"]]
@@ -43,18 +43,33 @@ def segment_of(plan: SegmentPlan) -> list[int]:
     return np.repeat(np.arange(plan.num_segments), plan.lengths).tolist()
 
 
-def text(x: float, y: float, content: str, size: float = 13, anchor: str = "middle", **more: object) -> Markup:
+def tag(name: str, content: str = "", **attributes: object) -> str:
+    """An element; in names of attributes underscores stand for dashes."""
+    values = {key: f"{value:g}" if isinstance(value, float) else value for key, value in attributes.items()}
+    written = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in values.items())
+    return f"<{name}{written}>{html.escape(content, quote=False)}</{name}>"
+
+
+def svg(width: float, height: float, parts: list[str], title: str) -> str:
+    """A picture on white; ``title`` describes it to screen readers."""
+    size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
+    background = tag("rect", width="100%", height="100%", fill="#ffffff")
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">'
+    return f"{head}{background}{''.join(parts)}</svg>\n"
+
+
+def text(x: float, y: float, content: str, size: float = 13, anchor: str = "middle", **more: object) -> str:
     """A line of text; ``y`` is its base line."""
     return tag("text", content, x=x, y=y, font_size=size, text_anchor=anchor, **{**FONT, **more})
 
 
-def box(x: float, y: float, content: str, color: str, width: float = CELL) -> list[Markup]:
+def box(x: float, y: float, content: str, color: str, width: float = CELL) -> list[str]:
     """A token."""
     rect = tag("rect", x=x, y=y, width=width, height=CELL - 8, rx=4, fill=color, stroke="#777777")
     return [rect, text(x + width / 2, y + 21, content)]
 
 
-def draw_tree(plan: SegmentPlan, words: list[str]) -> Markup:
+def draw_tree(plan: SegmentPlan, words: list[str]) -> str:
     """Above the three sequences as they were sampled, below the forest that they share."""
     parts, y = [], 26.0
     width = 90 + 11 * (CELL + GAP) + 160
@@ -99,7 +114,7 @@ def leaf_rows(plan: SegmentPlan) -> list[float]:
     return rows
 
 
-def draw_mask(plan: SegmentPlan, words: list[str]) -> Markup:
+def draw_mask(plan: SegmentPlan, words: list[str]) -> str:
     """Who sees whom: query q (row) sees key k (column) exactly when k <= q < subtree_end[k]."""
     tree, cell, left, top = plan.tree, 26, 96, 62
     parts = [text(10, 18, "query q sees key k exactly when k ≤ q < subtree_end[k]", anchor="start", font_weight="bold")]
@@ -118,7 +133,7 @@ def draw_mask(plan: SegmentPlan, words: list[str]) -> Markup:
     return svg(left + size + 12, top + size + 10, parts, title="which tokens see which")
 
 
-def draw_segments(plan: SegmentPlan, words: list[str]) -> Markup:
+def draw_segments(plan: SegmentPlan, words: list[str]) -> str:
     """The cut of the stream, the ops in order, and the tokens in flight while each runs."""
     owner, parts = segment_of(plan), []
     head = f"the stream, cut into segments of at most {SEGMENT_TOKENS} tokens"
@@ -159,13 +174,7 @@ def pictures() -> dict[str, str]:
     """File names and contents."""
     plan, words = example()
     drawn = {"concepts_tree.svg": draw_tree, "concepts_mask.svg": draw_mask, "concepts_segments.svg": draw_segments}
-    background = '<rect width="100%" height="100%" fill="#ffffff"></rect>'
-    found = {}
-    for name, draw in drawn.items():
-        opening, _, rest = draw(plan, words).partition(">")
-        assert SVG_NAMESPACE in opening
-        found[name] = f"{opening}>{background}{rest}\n"
-    return found
+    return {name: draw(plan, words) for name, draw in drawn.items()}
 
 
 def main() -> None:

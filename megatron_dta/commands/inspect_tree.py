@@ -170,9 +170,10 @@ def main() -> None:
     values |= state_figures(plan, read_states(arguments))
     print_table(values, title)
     if arguments.plot:
-        from megatron_dta.extras.report.plots import plot_tree  # matplotlib takes a second to import.
+        from megatron_dta.extras.report.plots.figures import write_figure  # matplotlib takes a second to import.
+        from megatron_dta.extras.report.plots.tree import tree_figure
 
-        plot_tree(plan, arguments.plot, title)
+        write_figure(tree_figure(plan, title), arguments.plot)
         print(f"picture: {arguments.plot}")
     if arguments.json:
         print_json(values)

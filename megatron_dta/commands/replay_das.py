@@ -1,6 +1,6 @@
 """Replays stored samples with speculative decoding from suffix trees (DAS) and reports the time that it saves.
 
-    megatron-dta replay-das FILE --past 4 --live-batch 390 --stop-degenerate [--json] [--plot OUT.png]
+    megatron-dta replay-das FILE --past 4 --live-batch 390 --stop-degenerate [--json]
 
 FILE is a rollout file (.jsonl, .parquet or .npz); tokens of its loss mask count as generated. The first samples of each
 problem (group) are history. The others are decoded again, in waves of about --live-batch samples that start together.
@@ -31,11 +31,10 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_picture, print_json
+from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts import load_rollouts
-from megatron_dta.extras.report.plots.speculation import plot_speculation
 from megatron_dta.sampling.speculation.budgets import BUDGETS
 from megatron_dta.sampling.speculation.drafter import DrafterParams
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
@@ -43,7 +42,6 @@ from megatron_dta.sampling.speculation.gate import SpeculationGate
 from megatron_dta.sampling.speculation.native import create_forest
 from megatron_dta.sampling.speculation.replay import (
     RecordedSample,
-    plain_lives,
     plain_makespan,
     recorded_samples,
     remember,
@@ -99,13 +97,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
     parser.add_argument("--no-control", action="store_true", help="leave out the control")
-    parser.add_argument("--plot", metavar="OUT", help="draw the runs into a .png, .pdf or .svg")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     check_at_least(arguments, 1, "live_batch", "das_window", "das_max_tokens", "das_draft_tokens", "max_sequences")
     check_at_least(arguments, 0, "past")
     check_at_least(arguments, 2, "das_depth")
-    check_picture(arguments.plot, "--plot")
     for flag in ("--das-depth", "--das-draft-tokens"):
         if getattr(arguments, flag[2:].replace("-", "_")) > 255:
             raise InputError(f"{flag} must be at most 255")
@@ -171,8 +167,8 @@ def run_figures(report: SpeculationReport, plain: float) -> dict[str, object]:
     return {"makespan_saved": 1 - report.makespan / plain, "plain_makespan_seconds": plain, **report.figures()}
 
 
-def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list, tuple[np.ndarray, np.ndarray]]:
-    """Return the figures, the reports to draw, and the seconds and live samples of each plain forward."""
+def compare(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the figures of all runs."""
     begin = time.perf_counter()
     cost = forward_cost(arguments)
     rollouts = load_rollouts(arguments.file, max_sequences=arguments.max_sequences)
@@ -216,9 +212,8 @@ def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list, tup
         "cost": {"base": cost.base, "per_token": cost.per_token, "knee": cost.knee, "draft": cost.draft},
         **results,
     }
-    lives = np.concatenate([plain_lives(part) for part in parts])
     values["seconds"] = time.perf_counter() - begin
-    return values, list(reports.items()), (cost.seconds(lives), lives)
+    return values
 
 
 def print_table(values: dict[str, object], title: str) -> None:
@@ -252,11 +247,9 @@ def _shown(value: float | None) -> str:
 
 def main() -> None:
     arguments = parse_arguments()
-    values, reports, plain = compare(arguments)
+    values = compare(arguments)
     stopped = f", {values['stopped_degenerate']} stopped" if arguments.stop_degenerate else ""
     title = f"{Path(arguments.file).name}: {values['samples']:,} samples in {values['waves']} waves{stopped}"
     print_table(values, f"{title}, {arguments.past} past samples of each problem")
-    if arguments.plot is not None:
-        plot_speculation(reports, arguments.plot, plain, title)
     if arguments.json:
         print_json(values)

@@ -219,9 +219,11 @@ def main() -> None:
     print(f"seconds: {source}")
     events = timeline_events(step.training.schedule, timeline)
     if arguments.plot:
-        from megatron_dta.extras.report.plots import plot_timelines  # matplotlib takes a second to import.
+        from megatron_dta.extras.report.plots.figures import write_figure  # matplotlib takes a second to import.
+        from megatron_dta.extras.report.plots.timeline import timeline_caption, timeline_figure
 
-        plot_timelines([("simulated", events)], arguments.plot, shape.num_stages, title)
+        caption = timeline_caption("simulated", events, shape.num_stages)
+        write_figure(timeline_figure([(caption, events)], shape.num_stages, title), arguments.plot)
         print(f"picture: {arguments.plot}")
     if arguments.trace:
         write_chrome_trace(arguments.trace, events, title)

@@ -16,9 +16,10 @@ exactly this state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from megatron_dta.training.monitor.metrics import TIMING, MetricsLog
 from megatron_dta.training.monitor.rollout_samples import RolloutSamples
 from megatron_dta.training.monitor.step_metrics import Stopwatch, step_sizes, step_timing
 from megatron_dta.training.monitor.stop_signals import StopSignals
+from megatron_dta.training.monitor.timelines import write_step_timeline
 from megatron_dta.training.monitor.watchdog import Watchdog
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 from megatron_dta.training.teachers import Teachers
@@ -107,7 +109,6 @@ class Trainer:
     teachers: Teachers | None = None
     rollout_files: RolloutFiles | None = None
     rollout_samples: RolloutSamples | None = None
-    write_timeline: Callable[..., None] | None = None  # (folder, iteration, measured events, planned events)
     resumed: bool = False
     end_id: int | None = None  # the token that ends trained responses, if a tokenizer says so
     saved_iteration: int | None = None
@@ -258,8 +259,8 @@ class Trainer:
         is_finite = math.isfinite(loss) and math.isfinite(outcome.grad_norm)
         self._finite, self._infinite = self._finite + is_finite, self._infinite + (not is_finite)
         if self._is_timed(number) and self.engine.mesh.rank == 0:
-            planned = result.plan.training.planned_events()
-            self.write_timeline(self.config.logging.timeline_dir, number, result.timeline, planned)
+            path = Path(self.config.logging.timeline_dir, f"step_{number}")
+            write_step_timeline(path, result.timeline, result.plan.training.planned_events())
         if self.tuner.observe(result):
             self._forget_plans(step)
         return {

@@ -23,7 +23,6 @@ from megatron_dta.core.objectives import Objective, make_objective
 from megatron_dta.core.rollouts import Rollout
 from megatron_dta.core.rollouts.batch_source import Evaluation
 from megatron_dta.extras.kv_offload.copy_speed import check_copies, copy_rate
-from megatron_dta.extras.report.timelines import write_step_timeline
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.autotune import Autotuner, build_autotuner
@@ -155,7 +154,6 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         teachers=teachers,
         rollout_files=_rollout_files(config, task),
         rollout_samples=_rollout_samples(config, task, console),
-        write_timeline=write_step_timeline,
         resumed=start is not None and resumes,
         end_id=task.tokenizer.eos_id if task is not None else stored_end(config),
         saved_iteration=progress.iteration if own else None,

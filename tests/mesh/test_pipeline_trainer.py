@@ -91,7 +91,7 @@ def test_a_run_goes_on_bit_for_bit_on_the_same_stages(folder):
 def test_a_steps_timeline_is_written_beside_its_plan(folder):
     """The same ops on the same stages, in the same order on each; a stage does one thing at a time."""
     found = sorted(path.name for path in (folder / "timelines").iterdir())
-    names = ("step_{}.json", "step_{}.png", "step_{}_planned.json", "step_{}_trace.json")
+    names = ("step_{}.json", "step_{}_planned.json", "step_{}_trace.json")
     assert found == sorted(name.format(step) for step in (2, 3) for name in names)
     for step in (2, 3):
         measured = read_timeline(folder / "timelines" / f"step_{step}.json")

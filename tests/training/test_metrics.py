@@ -19,7 +19,6 @@ from megatron_dta.training.monitor.metrics import (
     read_metrics,
     write_settings,
 )
-from megatron_dta.training.monitor.plot import plot_reward
 
 
 def record(iteration: int, **values: object) -> dict:
@@ -143,16 +142,3 @@ def test_weights_and_biases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="--wandb-project needs the package wandb"):
         check_loggers(LoggingConfig(wandb_project="p"))
-
-
-def test_the_reward_is_drawn(tmp_path: Path) -> None:
-    path, picture = tmp_path / "m.jsonl", tmp_path / "reward.png"
-    write(path, range(3))
-    assert not plot_reward(path, picture)
-    log = MetricsLog(path, LoggingConfig(), 2)
-    for iteration in range(3, 9):
-        log.write(record(iteration, reward=iteration / 9, **({"eval_reward": 0.5} if iteration == 6 else {})))
-    log.close()
-    assert plot_reward(path, picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["m.jsonl", "reward.png"]

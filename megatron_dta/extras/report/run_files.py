@@ -11,7 +11,6 @@ RUN/sessions/batch_*.jsonl      sessions of agents                       (--agen
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,10 +91,8 @@ def read_run(
     if not records:
         raise InputError(f"{metrics}: contains no metrics; give the --save folder of a run, or --metrics-file")
     steps = _spread(_numbered(folder / FOLDER, r"step_(\d+)\.jsonl"), most_steps)
-    places = [timeline_dir] if timeline_dir else [settings.get("--timeline-dir"), folder / "timeline"]
-    timelines = next(
-        (found for place in places if place and (found := _numbered(Path(place), r"step_(\d+)\.json"))), {}
-    )
+    default = settings.get("--timeline-dir") or folder / "timeline"
+    timelines = _numbered(Path(timeline_dir or default), r"step_(\d+)\.json")
     if timeline_dir and not timelines:
         raise InputError(f"--timeline-dir {timeline_dir}: contains no timelines (step_*.json)")
     return RunFiles(
@@ -105,17 +102,12 @@ def read_run(
         _json_object(folder / BEST),
         [_saved_step(iteration, path) for iteration, path in steps],
         [_timeline(iteration, path) for iteration, path in _spread(timelines, most_timelines)],
-        _sessions(_spread(_numbered(folder / "sessions", r"batch_(\d+)\.jsonl"), most_steps)),
+        [
+            session_from(batch, f"{path}: row {row}", value)
+            for batch, path in _spread(_numbered(folder / "sessions", r"batch_(\d+)\.jsonl"), most_steps)
+            for row, value in read_rows(path)
+        ],
     )
-
-
-def _sessions(files: Sequence[tuple[int, Path]]) -> list[SavedSession]:
-    """The sessions of these rollout batches."""
-    found = []
-    for batch, path in files:
-        for row, value in read_rows(path):
-            found.append(session_from(batch, f"{path}: row {row}", value))
-    return found
 
 
 def _saved_step(iteration: int, path: Path) -> SavedStep:
@@ -132,27 +124,20 @@ def _text_runs(path: Path, rollouts: list[Rollout]) -> list[list[TextRun]] | Non
     """Return the texts of ``rollouts``, checked against them, or None if there is no file."""
     if not path.is_file():
         return None
-    found = read_json(path)
-    if not isinstance(found, list) or len(found) != len(rollouts):
+    entries = read_json(path)
+    if not isinstance(entries, list) or len(entries) != len(rollouts):
         raise InputError(f"{path}: must contain a list with an entry for each of {len(rollouts)} rollouts")
-    for number, (runs, rollout) in enumerate(zip(found, rollouts, strict=True), 1):
+    for number, (runs, rollout) in enumerate(zip(entries, rollouts, strict=True), 1):
         is_whole = isinstance(runs, list) and all(_is_run(run) for run in runs)
         if not is_whole or sum(count for count, _, _ in runs) != len(rollout):
             raise InputError(
                 f"{path}: entry {number} must contain [tokens, text, special] for all {len(rollout)} tokens"
             )
-    return [[(count, text, special) for count, text, special in runs] for runs in found]
+    return [[tuple(run) for run in runs] for runs in entries]
 
 
 def _is_run(run: Any) -> bool:
-    return (
-        isinstance(run, list)
-        and len(run) == 3
-        and type(run[0]) is int
-        and run[0] > 0
-        and isinstance(run[1], str)
-        and isinstance(run[2], bool)
-    )
+    return isinstance(run, list) and [*map(type, run)] == [int, str, bool] and run[0] > 0
 
 
 def _timeline(iteration: int, path: Path) -> SavedTimeline:
@@ -164,18 +149,18 @@ def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
     """Return the folder's files by the number in their names."""
     if not folder.is_dir():
         return {}
-    found = ((re.fullmatch(pattern, path.name), path) for path in folder.iterdir())
-    return {int(match[1]): path for match, path in found if match}
+    matches = ((re.fullmatch(pattern, path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in matches if match}
 
 
 def _spread(files: dict[int, Path], most: int) -> list[tuple[int, Path]]:
     """Return at most ``most`` files, evenly spread, including the first and the last."""
-    found = sorted(files.items())
-    if len(found) <= most:
-        return found
+    pairs = sorted(files.items())
+    if len(pairs) <= most:
+        return pairs
     if most == 1:
-        return found[-1:]
-    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]
+        return pairs[-1:]
+    return [pairs[round(i * (len(pairs) - 1) / (most - 1))] for i in range(most)]
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -5,11 +5,10 @@ A call that continues no earlier answer begins a branch: a retry, a sub-agent, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.extras.report.markup import Markup, number, tag
+from megatron_dta.extras.report.text import number
 
 # Longer texts of a call are cut in the middle.
 _MOST_CHARACTERS = 4000
@@ -67,41 +66,37 @@ def session_from(batch: int, where: str, row: object) -> SavedSession:
         raise InputError(f"{where}: is not a session of agents ({type(error).__name__}: {error})") from None
 
 
-def session_trees(sessions: Sequence[SavedSession]) -> list[Markup]:
-    return [_session(session) for session in sessions]
-
-
-def _session(session: SavedSession) -> Markup:
-    below: dict[int | None, list[int]] = {}
-    for index, call in enumerate(session.calls):
-        below.setdefault(call.parent, []).append(index)
-    branches = sum(index not in below for index in range(len(session.calls)))
+def session_title(session: SavedSession) -> str:
     rows = sum(call.prompt_tokens + call.output_tokens for call in session.calls)
+    branches = len(session.calls) - len({call.parent for call in session.calls} - {None})
     facts = [
         f"failed: {session.failure}" if session.failure else f"reward {number(session.reward)}",
         f"{len(session.calls)} calls in {branches} branches",
         f"{sum(call.output_tokens for call in session.calls):,} tokens sampled, {rows:,} as rows",
     ]
-    title = f"batch {session.batch}, group {session.group_id}, session {session.name}: {', '.join(facts)}"
-    parts: list[Markup] = []
-    # A stack instead of recursion: a session may be thousands of calls deep. Calls without a fork stay at one depth.
+    return f"batch {session.batch}, group {session.group_id}, session {session.name}: {', '.join(facts)}"
+
+
+def session_calls(session: SavedSession) -> list[tuple[int, str, str, str]]:
+    """The calls in depth-first order: (depth, facts, context, output). Calls without a fork stay at one depth."""
+    below: dict[int | None, list[int]] = {}
+    for index, call in enumerate(session.calls):
+        below.setdefault(call.parent, []).append(index)
+    calls = []
+    # A stack instead of recursion: a session may be thousands of calls deep.
     stack = [(index, 0) for index in reversed(below.get(None, []))]
     while stack:
         index, depth = stack.pop()
-        parts.append(_call(index, session.calls[index], depth))
-        children = below.get(index, [])
+        call, children = session.calls[index], below.get(index, [])
+        calls.append((min(depth, 12), _facts(index, call), _cut(call.context), _cut(call.output)))
         stack += [(child, depth + (len(children) > 1)) for child in reversed(children)]
-    return tag("details", tag("summary", title), parts, class_="rollout session")
+    return calls
 
 
-def _call(index: int, call: SavedCall, depth: int) -> Markup:
+def _facts(index: int, call: SavedCall) -> str:
     facts = [f"call {index + 1}", "a new branch" if call.parent is None else f"continues {call.parent + 1}"]
     facts += [f"prompt {call.prompt_tokens:,}, {call.new_tokens:,} of them new", f"{call.finish}, {call.seconds:.2f} s"]
-    if call.reward is not None:
-        facts.append(f"reward {number(call.reward)}")
-    text = [tag("span", _cut(call.context)), tag("span", _cut(call.output), class_="trained")]
-    own = [tag("b", ", ".join(facts)), tag("div", text, class_="text")]
-    return tag("div", own, class_="turn call", style=f"margin-left: {min(depth, 12) * 28}px")
+    return ", ".join(facts + ([] if call.reward is None else [f"reward {number(call.reward)}"]))
 
 
 def _cut(text: str) -> str:

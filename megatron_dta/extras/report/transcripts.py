@@ -7,14 +7,14 @@ first is the prompt, and the text between them was added by the environment.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_dta.core.rollouts import Rollout
-from megatron_dta.extras.report.markup import Markup, number, tag
 from megatron_dta.extras.report.run_files import SavedStep, TextRun
+from megatron_dta.extras.report.text import number
 
 # Special tokens after which a role is named up to the end of the line or the next special token.
 _ROLE_FOLLOWS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|start|>")
@@ -35,7 +35,7 @@ MOST_CHARACTERS = 20_000_000
 
 @dataclass
 class Turn:
-    """What one role says: pieces of text, each trained or not, and whether it is a special token."""
+    """What one role says: pieces (text, is trained, is a special token)."""
 
     role: str
     pieces: list[tuple[str, bool, bool]] = field(default_factory=list)
@@ -69,36 +69,30 @@ def _named_role(following: Sequence[TextRun]) -> str:
     return name[:LONGEST_ROLE] or "unnamed"
 
 
-def runs_from_tokens(rollout: Rollout, texts: Mapping[int, str] | None) -> list[TextRun]:
-    """Runs of a rollout of which only single tokens' texts are known, or only their ids."""
+def runs_of_ids(rollout: Rollout) -> list[TextRun]:
+    """The token ids of a rollout whose text is unknown, in runs of trained or untrained ones."""
     changes = np.flatnonzero(np.diff(rollout.loss_mask.astype(np.int8))) + 1
-    runs = []
-    for part in np.split(rollout.token_ids, changes):
-        if texts is None:
-            text = " ".join(map(str, part.tolist())) + " "
-        else:
-            text = "".join(texts.get(token) or f"<{token}>" for token in part.tolist())
-        runs.append((len(part), text, False))
-    return runs
+    return [
+        (len(part), " ".join(map(str, part.tolist())) + " ", False) for part in np.split(rollout.token_ids, changes)
+    ]
 
 
-def transcripts(step: SavedStep, groups: Sequence[str], room: int) -> tuple[list[Markup], int]:
-    """The transcripts of these groups, limited to ``room`` characters in total, and their number of characters."""
-    found, used = [], 0
+def transcripts(step: SavedStep, groups: Sequence[str], most: int) -> tuple[list[tuple[str, list[Turn]]], int]:
+    """Titles and turns of the rollouts of these groups, at most ``most`` characters, and their number of characters."""
+    shown, used = [], 0
     numbers: dict[str, int] = {}
     for index, rollout in enumerate(step.rollouts):
         name = rollout.group_id
         if name not in groups:
             continue
         numbers[name] = numbers.get(name, 0) + 1
-        runs = step.runs[index] if step.runs is not None else runs_from_tokens(rollout, step.texts)
+        runs = step.runs[index] if step.runs is not None else runs_of_ids(rollout)
         used += sum(len(text) for _, text, _ in runs)
-        if used > room:
+        if used > most:
             break
         title = f"step {step.iteration}, group {name}, rollout {numbers[name]}: {_facts(rollout)}"
-        turns = [_turn(turn) for turn in turns_of(rollout, runs)]
-        found.append(tag("details", tag("summary", title), turns, class_="rollout"))
-    return found, used
+        shown.append((title, turns_of(rollout, runs)))
+    return shown, used
 
 
 def _facts(rollout: Rollout) -> str:
@@ -112,13 +106,3 @@ def _facts(rollout: Rollout) -> str:
         facts.append(f"advantage {low:+.3g}" + (f" to {high:+.3g}" if high != low else ""))
     facts.append(f"{len(rollout):,} tokens, {int(np.count_nonzero(mask)):,} trained")
     return ", ".join(facts)
-
-
-def _turn(turn: Turn) -> Markup:
-    pieces = [
-        tag("span", text, class_=("trained " if trained else "") + ("special" if special else ""))
-        if trained or special
-        else text
-        for text, trained, special in turn.pieces
-    ]
-    return tag("div", tag("b", turn.role), tag("div", pieces, class_="text"), class_="turn")

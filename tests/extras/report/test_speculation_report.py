@@ -1,17 +1,14 @@
-"""Statistics and pictures of speculation, against loops over samples and forwards."""
+"""Statistics and curves of speculation, against loops over samples and forwards."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from conftest import seed_all
-from megatron_dta.extras.report.draft_charts import draft_charts
-from megatron_dta.extras.report.plots import speculation as plots
+from megatron_dta.extras.report.charts import draft_charts, draft_profiles, flat
 from megatron_dta.sampling.speculation.report import PlainForwards, SpeculationReport, drafting_benefit
 from megatron_dta.training.monitor.metric_names import is_known
 
@@ -138,55 +135,24 @@ def test_savings_by_hand() -> None:
     assert drafting_benefit([{"timing": {}}]) is None
 
 
-def dots(chart: object) -> dict[str, list[str]]:
-    """The tooltips of each curve of a figure."""
-    series = re.findall(r'data-name="([^"]*)"(.*?)</g></g>', str(chart), flags=re.S)
-    return {name: re.findall(r"<title>(.*?)</title>", body) for name, body in series}
-
-
-def test_charts_of_a_run() -> None:
+def test_curves_of_a_run() -> None:
     rng = seed_all(2)
     reports = [made_up(rng, 40, 20) for _ in range(5)]
-    records = [{"iteration": i, "timing": report.metrics()} for i, report in enumerate(reports, 3)]
-    records.insert(2, {"iteration": 99, "timing": {}})
-    charts = [dots(chart) for chart in draft_charts(records)]
-    assert all(charts)
-    by_class, live, deciles, wasted = charts[1], *charts[-3:]
-    assert set(by_class) == {*(f"tokens_per_forward_{c}" for c in CLASSES), "tokens_per_forward_longest_4"}
-    assert {"makespan_seconds", "draft_seconds"} <= {name for chart in charts for name in chart}
-    for chart, field in ((live, "live_batch_over_time"), (deciles, "tokens_per_forward_by_decile")):
-        # The first, the middle and the last step.
-        assert list(chart) == ["step 3", "step 5", "step 7"]
-        for name, report in zip(chart, (reports[0], reports[2], reports[4]), strict=True):
-            shown = [float(text.rsplit(" ", 1)[1]) for text in chart[name]]
-            np.testing.assert_allclose(shown, report.figures()[field], rtol=2e-3)
-    assert "tenth of the samples, shortest first 10: " in wasted["step 7"][-1]
-    assert draft_charts([{"iteration": 1, "timing": {"collect_seconds": 1.0}}]) == [None] * len(charts)
-
-
-def test_picture_of_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = seed_all(5)
-    reports = [("warm", made_up(rng, 60, 30)), ("cold", made_up(rng, 60, 40))]
-    reports[1][1].classes[:] = [1] * 60
-    drawn: list[Figure] = []
-    monkeypatch.setattr(plots, "write_figure", lambda figure, path: drawn.append(figure))
-    plots.plot_speculation(reports, tmp_path / "das.png", (np.full(50, 0.02), np.arange(50, 0, -1)), "a title")
-    axes = {panel.get_title(): panel for panel in drawn[0].axes}
-    assert all(panel.get_legend().get_texts() for panel in axes.values())
-    labels = [text.get_text() for text in axes["live batch and makespan"].get_legend().get_texts()]
-    assert labels == ["plain decoding: 1 s", *(f"{name}: {report.makespan:.3g} s" for name, report in reports)]
-    for title, values in (
-        ("by length", SpeculationReport.tokens_per_forward_by_decile),
-        ("rejected drafts, by length", SpeculationReport.wasted_tokens_by_decile),
+    records = [flat({"iteration": i, "timing": report.metrics()}) for i, report in enumerate(reports, 3)]
+    records.insert(2, {"iteration": 99})
+    for name, field in (
+        ("live_batch_tenth", "live_batch_over_time"),
+        ("tokens_per_forward_decile", "tokens_per_forward_by_decile"),
     ):
-        for line, (_, report) in zip(axes[title].lines[:2], reports, strict=True):
-            np.testing.assert_allclose(line.get_ydata(), values(report))
-    heights = [bar.get_height() for bar in axes["by length class"].patches]
-    by_class = [report.tokens_per_forward_by_class() for _, report in reports]
-    assert heights == pytest.approx([row[name] or 0 for row in by_class for name in CLASSES])
-    words = {text.get_text() for text in axes["by length class"].texts}
-    assert f"{sum(reports[1][1].drafted) - sum(reports[1][1].accepted):,} rejected" in words
-    assert [bar.get_height() for bar in axes["drafter"].patches] == [report.draft_seconds for _, report in reports]
-    assert {text.get_text() for text in axes["drafter"].texts} == {"3 MiB"}
-    tops = [bar.get_y() + bar.get_height() for bar in axes["tokens"].patches[-2:]]
-    assert tops == [sum(r.lengths) + sum(r.drafted) - sum(r.accepted) for _, r in reports]
+        curves = draft_profiles(records, name)
+        # The first, the middle and the last step.
+        assert [curve.name for curve in curves] == ["step 3", "step 5", "step 7"]
+        for curve, report in zip(curves, (reports[0], reports[2], reports[4]), strict=True):
+            np.testing.assert_allclose(curve.values, report.figures()[field])
+    charts = draft_charts(records)
+    assert len(charts) >= 8
+    assert [text for _, text in charts[1].keys] == [
+        *(f"tokens_per_forward_{c}" for c in CLASSES),
+        "tokens_per_forward_longest_4",
+    ]
+    assert draft_charts([flat({"iteration": 1, "timing": {"collect_seconds": 1.0}})]) == []

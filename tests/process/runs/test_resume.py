@@ -89,7 +89,6 @@ def test_metrics_and_weights_are_those_of_an_unbroken_run(runs: tuple[Path, dict
 def test_nothing_is_left_behind(runs: tuple[Path, dict[str, list[int]]]) -> None:
     folder, _ = runs
     assert not list(folder.rglob("*.tmp"))
-    assert (folder / "sampled-killed" / "reward.png").stat().st_size > 1000
 
 
 def test_sigterm_saves_and_ends_with_status_0(runs: tuple[Path, dict[str, list[int]]]) -> None:

@@ -1,8 +1,8 @@
 """Timelines of pipeline stages, in one format for simulated and measured steps.
 
 A timeline is a list of events, each an interval of one stage. It is stored as JSON with one event per line, and can be
-written as a Chrome trace for chrome://tracing and Perfetto. ``extras.report.plots.plot_timelines`` draws several
-timelines above each other to compare a plan with its execution.
+written as a Chrome trace for chrome://tracing and Perfetto. ``extras/report/plots/timeline.py`` draws several timelines
+above each other to compare a plan with its execution.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Timelines of pipelines as JSON, as Chrome traces and as pictures."""
+"""Timelines of pipelines as JSON and as Chrome traces."""
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from megatron_dta.core.planning.pipeline.timeline import (
     write_chrome_trace,
     write_timeline,
 )
-from megatron_dta.extras.report.plots import plot_timelines
 
 GOOD = {"stage": 0, "kind": "F", "segment": 1, "chunk": 0, "start": 0.0, "end": 1.0}
 
@@ -90,23 +88,6 @@ def test_chrome_trace(tmp_path: Path) -> None:
     assert (complete[-1]["name"], complete[-1]["ts"], complete[-1]["dur"]) == ("wait", 0.25e6, 0.25e6)
     names = [entry["args"]["name"] for entry in entries if entry["ph"] == "M"]
     assert names == ["a name", "stage 0", "stage 1", "stage 2"]
-
-
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_picture(tmp_path: Path, suffix: str) -> None:
-    events, _ = simulated()
-    path = tmp_path / f"t.{suffix}"
-    late = [TimelineEvent(e.stage, e.kind, e.segment, e.chunk, e.start * 2 + 5, e.end * 2 + 5) for e in events]
-    plot_timelines([("planned", events), ("measured", late), ("nothing", [])], path, 3, "a step")
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
-    if suffix == "svg":
-        text = content.decode()
-        for label in ("planned", "measured", "nothing", "a step", "stage 2", "forward", "backward"):
-            assert re.search(rf"<!-- {label}", text), label
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
-    with pytest.raises(InputError, match=r"\.gif"):
-        plot_timelines([("planned", events)], tmp_path / "t.gif", 3)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,3 @@
-"""The page's only script, which searches the transcripts. The page's policy allows only this script, by its hash.
-
-The script only reads the rollouts' text and changes which rollouts are shown, so the text of a rollout cannot become
-markup or code.
-"""
-
-from __future__ import annotations
-
-import base64
-import hashlib
-
-from megatron_dta.extras.report.markup import Markup, tag
-
-SCRIPT = """
 const field = document.getElementById("search"), hits = document.getElementById("hits");
 const rollouts = [...document.querySelectorAll("details.rollout")];
 let texts = null, places = [], at = -1, waiting = 0;
@@ -60,23 +46,3 @@ document.getElementById("all").addEventListener("click", () => {
   const shown = rollouts.filter(rollout => !rollout.hidden), open = !shown.every(rollout => rollout.open);
   shown.forEach(rollout => { rollout.open = open; });
 });
-"""
-# What a Content-Security-Policy allows.
-SCRIPT_SOURCE = f"'sha256-{base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()}'"
-
-
-def search_bar(count: int) -> Markup:
-    """The field, and what belongs to it."""
-    return tag(
-        "p",
-        tag("input", id="search", type="search", placeholder="text, role, group, reward 1 ...", aria_label="search"),
-        tag("button", "next", id="next", type="button"),
-        tag("button", "open or close all", id="all", type="button"),
-        tag("span", f"{count} rollouts", id="hits", class_="note"),
-        class_="search",
-    )
-
-
-def search_script() -> Markup:
-    """The script, placed after the transcripts."""
-    return Markup(f"<script>{SCRIPT}</script>")
