@@ -262,11 +262,12 @@ class HttpClient:
             except (TimedOutError, RefusedError) as error:
                 raise ServerError(f"{server}: {error}") from error
             try:
-                return read(parse_json(content))
+                reply = parse_json(content)
             except TransientFailureError as error:
                 raise TransientFailureError(f"{method} {path}: {error}") from error
             except ValueError:
-                return read(content.decode(errors="replace"))
+                reply = content.decode(errors="replace")
+            return read(reply)
 
         attempts = attempts or self.settings.attempts
         try:

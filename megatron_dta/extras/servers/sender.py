@@ -110,11 +110,11 @@ async def exchange(
     except RefusedError as error:
         raise ServerError(f"{url}: {error}") from error
     try:
-        return protocol.read(parse_json(content), asked)
+        reply = parse_json(content)
     except ValueError as error:
-        raise TransientFailureError(
-            f"POST {protocol.generate_path}: the reply is not JSON: {message_in(content)}"
-        ) from error
+        message = message_in(content)
+        raise TransientFailureError(f"POST {protocol.generate_path}: the reply is not JSON: {message}") from error
+    return protocol.read(reply, asked)
 
 
 def main() -> None:
