@@ -45,6 +45,7 @@ setup(
         "jinja2",
         "tokenizers",
         "sentencepiece",
+        "safetensors>=0.5",
     ],
     extras_require={
         "gpu": ["triton"],
@@ -57,7 +58,7 @@ setup(
         # Weights over NCCL to vLLM (--rollout-weight-transfer nccl): NVIDIA's binding of NCCL.
         "nccl": ["nccl4py>=0.6,<0.7"],
         # The Hugging Face reference of tools/check_parity.py and the test-suite.
-        "parity": ["transformers>=4.57,<6", "safetensors"],
+        "parity": ["transformers>=4.57,<6"],
         # The training engine of verl; the other packages are imported by verl's workers without being declared.
         "verl": [
             "verl>=0.9.1,<0.10",
@@ -72,7 +73,6 @@ setup(
         ],
         "test": [
             "transformers>=4.57,<6",
-            "safetensors",
             "aiohttp",
             *GATEWAY,
             # Clients that the gateway is tested with.

@@ -29,7 +29,6 @@ from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts import load_rollouts
 from megatron_dta.training.huggingface.config.config import architecture, read_hf_config, settings_from_hf
 from megatron_dta.training.huggingface.files import carried_text, weight_map_of
-from megatron_dta.training.huggingface.megatron_files import MegatronCheckpoint
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -75,7 +74,8 @@ def main() -> int:
     from megatron_dta.training.checkpoint.save_load import load_weights
 
     path = required_checkpoint("--load", arguments.load)
-    model_config = settings_of_both(arguments, path)
+    settings = settings_from_hf(arguments.hf_checkpoint, {"max_position_embeddings": arguments.seq_length})
+    model_config = ModelConfig(**settings, params_dtype=torch.float32)
     samples = load_samples(arguments, model_config.vocab_size)
 
     device = initialize_parallel(arguments.seed)
@@ -99,7 +99,7 @@ def main() -> int:
         for row in of_kind[: max(1, arguments.rows)]:
             table.add_row(row.kind, row.name, f"{row.absolute:.1e}", f"{row.relative:.1e}")
     Console(soft_wrap=True).print(table)
-    carried = carried_text(weight_map_of(Path(arguments.hf_checkpoint)) or ())
+    carried = carried_text(weight_map_of(Path(arguments.hf_checkpoint)))
     if carried is not None:
         print(f"not compared: {carried}, which lie beside the text model")
     if padding is not None:
@@ -123,19 +123,6 @@ def main() -> int:
 def _plain(value: float | str) -> float | str | None:
     """Replace infinity, the difference of a tensor that only one side has, by None, as JSON has no infinity."""
     return None if value == math.inf else value
-
-
-def settings_of_both(arguments: argparse.Namespace, path: Path) -> ModelConfig:
-    """Return the model's settings of config.json, for sequences of the compared length."""
-    saved = MegatronCheckpoint(path).settings() or {}
-    settings = settings_from_hf(
-        arguments.hf_checkpoint,
-        {
-            "max_position_embeddings": arguments.seq_length,
-            "make_vocab_size_divisible_by": saved.get("--make-vocab-size-divisible-by", 1),
-        },
-    )
-    return ModelConfig(**settings, params_dtype=torch.float32)
 
 
 def load_samples(arguments: argparse.Namespace, vocab_size: int) -> list[TrainingSample]:

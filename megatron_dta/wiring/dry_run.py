@@ -51,8 +51,8 @@ from megatron_dta.training.data.stored import StoredRollouts, load_files
 from megatron_dta.training.huggingface.config.config import architecture, read_hf_config
 from megatron_dta.training.huggingface.files import SafetensorsFolder
 from megatron_dta.training.huggingface.mappings import ModelShape, parameters_of
-from megatron_dta.training.huggingface.read_part import check_tensors
 from megatron_dta.training.huggingface.save import carried_text_of, check_save_hf
+from megatron_dta.training.huggingface.weights import check_tensors
 from megatron_dta.training.monitor.metrics import check_loggers
 from megatron_dta.training.monitor.run_description import mesh_text, run_mesh, steps_text, tokenizer_lines
 from megatron_dta.training.teachers import teacher_folders, teacher_shape

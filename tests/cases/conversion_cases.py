@@ -13,14 +13,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from forked import forkserver
 from megatron_dta.common.console import Console
 from megatron_dta.core.config import ModelConfig
-from megatron_dta.training.huggingface.config.config import architecture, model_settings, read_hf_config
-from megatron_dta.training.huggingface.job import run_job
+from megatron_dta.training.huggingface.config.config import (
+    architecture,
+    model_settings,
+    read_hf_config,
+    settings_from_hf,
+)
+from megatron_dta.training.huggingface.files import SafetensorsFolder
 from megatron_dta.training.huggingface.mappings import ModelShape
-from megatron_dta.training.huggingface.read_part import ToMegatron
-from megatron_dta.training.huggingface.to_huggingface import ToHuggingFace
 
 COMMON = dict(
     vocab_size=37,
@@ -61,7 +63,6 @@ _HYBRID = dict(
     linear_num_value_heads=4,
 )
 _SHARED = dict(num_experts=4, moe_intermediate_size=20, shared_expert_intermediate_size=12, **EXPERTS)
-# They have no distributed checkpoints that the conversion tools read.
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", _HYBRID | _SHARED),
     "qwen3-next-some": ("Qwen3Next", _HYBRID | _SHARED | dict(mlp_only_layers=[1], layer_types=None)),
@@ -119,20 +120,20 @@ def architecture_in(folder: Path) -> str:
     return architecture(read_hf_config(folder)).architecture
 
 
-def to_megatron(source: Path, target: Path, processes: int = 1, **options: Any) -> Path:
+def to_megatron(source: Path, target: Path) -> Path:
     """Convert a folder; returns the checkpoint itself."""
-    if processes > 1:
-        forkserver()  # the warm one, from which the job then forks them
-    run_job(ToMegatron(source, architecture_in(source), shape_of(source), **options), target, processes, QUIET)
-    return target / "release"
+    from megatron_dta.training.weights import convert
+
+    model = ModelConfig(**settings_from_hf(source, {}))
+    convert.to_megatron(SafetensorsFolder(source), model, {}, target)
+    return target / convert.RELEASE
 
 
-def to_huggingface(checkpoint: Path, template: Path, target: Path, processes: int = 1, **options: Any) -> Path:
+def to_huggingface(checkpoint: Path, template: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
     """Convert a checkpoint back."""
-    job = ToHuggingFace(checkpoint, template, architecture_in(template), shape_of(template), **options)
-    if processes > 1:
-        forkserver()  # the warm one, from which the job then forks them
-    run_job(job, target, processes, QUIET)
+    from megatron_dta.training.weights import convert
+
+    convert.to_huggingface(checkpoint, template, target, dtype)
     return target
 
 

@@ -93,7 +93,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for index, case in enumerate(MODELS):
         made[case] = tmp_path_factory.mktemp(case)
         save_huggingface(made[case] / "hf", case, 20 + index)
-        to_megatron(made[case] / "hf", made[case] / "megatron", tensor_size=1 + index % 2)
+        to_megatron(made[case] / "hf", made[case] / "megatron")
     return made
 
 
@@ -133,7 +133,7 @@ def test_experts_on_four_ranks(tmp_path: Path) -> None:
     for index, case in enumerate(("mixtral", "qwen3-moe-some")):
         folders[case] = tmp_path / case
         save_huggingface(folders[case] / "hf", case, 40 + index)
-        to_megatron(folders[case] / "hf", folders[case] / "megatron", tensor_size=1)
+        to_megatron(folders[case] / "hf", folders[case] / "megatron")
     check_mesh(folders, EXPERTS, 4, tmp_path / "run")
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from arguments_cases import STORED
 from conftest import seed_all
-from conversion_cases import save_huggingface, tensors_in
+from conversion_cases import save_huggingface, tensors_in, to_megatron
 from lora_cases import is_adapter
 from lora_training_cases import convert, hf_rollouts
 from megatron_dta.common.console import Console
@@ -25,7 +25,7 @@ from megatron_dta.extras.parity import random_training_samples
 from megatron_dta.extras.servers.weights.send import RolloutWeights
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.checkpoint.files import find_checkpoint
-from megatron_dta.training.huggingface.peft import CheckpointAdapters
+from megatron_dta.training.huggingface.convert import to_peft
 from megatron_dta.training.loop import Trainer
 from megatron_dta.wiring.setup import build_trainer
 from resume_cases import final_tensors, prompts_and_reward, rows_without_timing
@@ -210,7 +210,7 @@ def check_logprobs(trainer: Trainer, folder: Path, adapter: Path | None = None) 
 
 
 def test_an_adapter_alone_needs_a_run_with_adapters(tmp_path: Path) -> None:
-    write_rollouts(tmp_path / "r.jsonl", make_rollouts(seed_all(3), 2, 3))
-    run(f"--rollouts {tmp_path}/r.jsonl --global-batch-size 6 --train-iters 1 --save {tmp_path}/run")
+    save_huggingface(tmp_path / "hf", "qwen2", seed=41)
+    checkpoint = to_megatron(tmp_path / "hf", tmp_path / "megatron")
     with pytest.raises(InputError, match="has no LoRA adapters"):
-        CheckpointAdapters(find_checkpoint(tmp_path / "run"))
+        to_peft(checkpoint, tmp_path / "hf", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Writes files atomically: under a temporary name in the same folder, then renamed.
+"""Writes files and folders atomically: under a temporary name in the same folder, then renamed.
 
 It also reads JSON files, so that their errors have the same wording everywhere.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,29 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # a parent that is a file has raised above; its error is the one to report
             temporary.unlink()
+
+
+def check_target(target: Path) -> None:
+    """Refuse an output folder that exists already."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InputError(f"{target}: exists already; give a folder that does not, or delete it first")
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yields an empty folder with a temporary name; renames it to ``target`` on success, deletes it on failure."""
+    check_target(target)
+    folder = target.with_name(target.name + ".unfinished")
+    # What a killed process left.
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        os.replace(folder, target)
+    except OSError as error:
+        raise InputError(f"{target}: cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str, mode: int | None = None) -> None:

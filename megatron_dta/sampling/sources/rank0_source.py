@@ -142,12 +142,9 @@ class Rank0Source(RolloutSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._prefetcher is not None and state:
-            # Older checkpoints have the key "collections".
-            packed = state.get("rollout_batches", state.get("collections"))
-            batches = [[unpack_rollout(rollout) for rollout in batch] for batch in packed]
+            batches = [[unpack_rollout(rollout) for rollout in batch] for batch in state["rollout_batches"]]
             self._prefetcher.restore(dict(zip(state["numbers"], batches, strict=True)))
-            # Older checkpoints lack this field.
-            self._waiting_statistics = dict(zip(state["numbers"], state.get("statistics", []), strict=False))
+            self._waiting_statistics = dict(zip(state["numbers"], state["statistics"], strict=True))
             if isinstance(self._engine, ReplayEngine) and "replay" in state:
                 self._engine.load_state_dict(state["replay"])
             self._inner.load_state_dict(state.get("inner", {}))

@@ -11,10 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.common.files import replace_text
+from megatron_dta.core.common.files import check_target, replace_text
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.config import TrainConfig
-from megatron_dta.training.huggingface.job import check_target
 
 EXPORT = "save_hf.json"
 

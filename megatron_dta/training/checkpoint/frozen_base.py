@@ -8,14 +8,29 @@ Both are Megatron distributed checkpoints and load on any mesh. A checkpoint's b
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.model import Model, StagedModel
 
 # Key in the checkpoint's ``megatron_dta`` entry: the checkpoint's model holds only adapters.
 ADAPTERS_ONLY = "adapters_only"
+BASE = "base"
 _ADAPTER = "_adapter.lora_"
+
+
+def base_of(checkpoint: Path) -> Path:
+    """The folder of the base weights of a checkpoint's adapters.
+
+    Raises:
+        InputError: the folder does not exist.
+    """
+    base = checkpoint.parent / BASE
+    if not (base / "metadata.json").is_file():
+        raise InputError(f"{checkpoint}: holds adapters alone, and the weights they belong to are not in {base}")
+    return base
 
 
 def trained_part(state: dict[str, Any], model: ModelConfig) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 If a disk, a file system or a copy corrupts bytes, reading them raises no error and training continues with wrong
 weights. CRC-32 detects every single error burst of up to 32 bits and misses one in 4 billion other changes. It protects
-against accidents, not against attackers. Older checkpoints have no checksums and are read without this check.
+against accidents, not against attackers. Checkpoints of Megatron-LM have no checksums and are read without this check.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_dta.common.trust import close_to_others, refuse_foreign
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.training.huggingface.megatron_files import read_metadata_of
+from megatron_dta.training.checkpoint.restricted_pickle import read_metadata_of
 
 CHECKSUMS = "checksums.json"
 SKIP_FLAG = "--skip-checkpoint-checks"

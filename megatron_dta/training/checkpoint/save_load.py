@@ -31,14 +31,20 @@ from megatron_dta.core.config.options import flag_of
 from megatron_dta.core.model import Model, current_mesh
 from megatron_dta.training.checkpoint.best import BestCheckpoint
 from megatron_dta.training.checkpoint.files import TRACKER, iteration_folder, prune_checkpoints
-from megatron_dta.training.checkpoint.frozen_base import ADAPTERS_ONLY, adapter_part, base_part, load_part, trained_part
+from megatron_dta.training.checkpoint.frozen_base import (
+    ADAPTERS_ONLY,
+    BASE,
+    adapter_part,
+    base_of,
+    base_part,
+    load_part,
+    trained_part,
+)
 from megatron_dta.training.checkpoint.random_state import capture_random_state, restore_random_state
-from megatron_dta.training.checkpoint.reader import check_files, read_checkpoint, read_common
+from megatron_dta.training.checkpoint.reader import check_files, read_checkpoint, read_common, saved_settings
 from megatron_dta.training.checkpoint.writer import CheckpointWrite, on_rank0
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.config.train import settings_by_flag
-from megatron_dta.training.huggingface.megatron_files import saved_settings
-from megatron_dta.training.huggingface.peft import BASE, base_of
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 REFERENCE = "reference"
@@ -67,6 +73,8 @@ _FREE_MODEL_SETTINGS = {
     "recompute_method",
     "recompute_num_layers",
 }
+# Settings that may differ where only the weights are loaded.
+_OF_THE_OPTIMIZER = {"params_dtype", "make_vocab_size_divisible_by"}
 
 
 class SavedPart(Protocol):
@@ -274,7 +282,7 @@ def check_continues(path: Path, common: dict[str, Any], config: TrainConfig, has
     saved = saved_settings(path, common)
     if saved is None or "progress" not in common["megatron_dta"]:
         raise InputError(f"{path}: has no state to continue from; add --finetune to start from its weights")
-    _check_same_model(path, saved, config.model, with_dtype=True)
+    _check_same_model(path, saved, config.model, with_optimizer=True)
     _check_same_optimizer(path, saved, config)
     if has_critic and "critic" not in common:
         raise InputError(f"{path}: has no critic to continue with; add --finetune to start from its weights")
@@ -315,7 +323,7 @@ def check_weights(path: Path, common: dict[str, Any], model_config: ModelConfig)
             f"{path}: has LoRA adapters; give --lora-rank {saved['--lora-rank']}, or merge them with "
             "megatron-dta convert-megatron-to-hf"
         )
-    _check_same_model(path, saved, model_config, with_dtype=False, with_adapters=_has_adapters(path, common))
+    _check_same_model(path, saved, model_config, with_optimizer=False, with_adapters=_has_adapters(path, common))
     if common["megatron_dta"].get(ADAPTERS_ONLY):
         base_of(path)
 
@@ -352,11 +360,11 @@ def save_base(config: TrainConfig, model: Model) -> None:
 
 
 def _check_same_model(
-    path: Path, saved: dict[str, Any], model: ModelConfig, with_dtype: bool, with_adapters: bool = True
+    path: Path, saved: dict[str, Any], model: ModelConfig, with_optimizer: bool, with_adapters: bool = True
 ) -> None:
     saved = {"--lora-rank": None} | saved
     for setting in fields(model):
-        if setting.name in _FREE_MODEL_SETTINGS or (setting.name == "params_dtype" and not with_dtype):
+        if setting.name in _FREE_MODEL_SETTINGS or (setting.name in _OF_THE_OPTIMIZER and not with_optimizer):
             continue
         if setting.name.startswith("lora_") and not with_adapters:
             continue

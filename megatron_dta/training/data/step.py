@@ -211,20 +211,20 @@ def unpack_steps(packed: Sequence[dict[str, Any]]) -> list[StepSamples]:
     steps = []
     for state in packed:
         cuts = np.cumsum(state["lengths"])[:-1]
-        weights = state.get("weights", [1.0] * len(state["lengths"]))  # Older checkpoints lack this field.
-        teachers = state.get("teachers", [0] * len(state["lengths"]))  # Older checkpoints lack this field.
         arrays = {name: np.split(state[name].numpy(), cuts) for name in _ARRAYS if state.get(name) is not None}
         samples = [
             TrainingSample(**dict(zip(arrays, values, strict=True)), weight=weight, teacher=teacher)
-            for values, weight, teacher in zip(zip(*arrays.values(), strict=True), weights, teachers, strict=True)
+            for values, weight, teacher in zip(
+                zip(*arrays.values(), strict=True), state["weights"], state["teachers"], strict=True
+            )
         ]
-        preference_pairs = state.get("preference_pairs")
+        preference_pairs = state["preference_pairs"]
         steps.append(
             StepSamples(
                 samples,
                 state["statistics"],
                 preference_pairs=None if preference_pairs is None else preference_pairs.numpy(),
-                age=state.get("age", 0),
+                age=state["age"],
             )
         )
     return steps

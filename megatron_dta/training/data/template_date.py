@@ -17,9 +17,8 @@ import torch
 from megatron_dta.core.model import current_mesh, initialize_parallel
 from megatron_dta.sampling.prompts.chat_template import may_write_date
 from megatron_dta.training.checkpoint.files import starting_point
-from megatron_dta.training.checkpoint.reader import read_common
+from megatron_dta.training.checkpoint.reader import read_common, saved_settings
 from megatron_dta.training.config import TrainConfig
-from megatron_dta.training.huggingface.megatron_files import saved_settings
 
 
 def with_template_date(config: TrainConfig, report: Callable[[str], None]) -> tuple[TrainConfig, torch.device | None]:

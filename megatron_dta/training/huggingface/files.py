@@ -1,76 +1,69 @@
-"""Reads a Hugging Face checkpoint's safetensors files, which are all checked before any rows are read.
+"""Reads and writes the safetensors files of Hugging Face checkpoints, for training and for the converters.
 
-A file consists of a length, a JSON header and the raw bytes of every tensor. Rows are read directly into their target
-memory, without intermediate copies and without mapping files, whose pages would count as resident memory. Reading
-cannot execute code. ``pytorch_model.bin`` is a pickle, which can, so it is refused.
+Files are opened with ``safetensors.safe_open``, which checks their headers; slices of rows and columns are read from
+them. Reading cannot execute code. ``pytorch_model.bin`` is a pickle, which can, so it is refused.
 
 Published folders also hold tensors beside the text model: a vision tower, or heads that predict several tokens. These
-are carried: not loaded or trained, and copied unchanged when the trained model is exported.
+are carried: not loaded or trained, and copied unchanged when the trained model is exported. Experts may be stacked:
+``experts.gate_up_proj`` [experts, 2 * width, hidden] and ``experts.down_proj`` [experts, hidden, width] hold the
+matrices of the single experts, which are read and written under the names that other checkpoints give them.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.training.huggingface.stacked_experts import matrices_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_SHARD_BYTES = 5_000_000_000
 # What names of the text model's tensors begin with: usually the last but one, beside a vision tower the first ones.
 PREFIX = "model."
 _PREFIXES = ("model.language_model.", "language_model.model.", PREFIX, "")
-# Dtypes that weights may have, and those that only carried tensors may have.
+# Dtypes that weights may have.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CARRIED_DTYPES = DTYPES | {
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
-}
-DTYPE_NAMES = {dtype: name for name, dtype in _CARRIED_DTYPES.items()}
 # Heads for several tokens, vision towers, and buffers that old versions of transformers saved.
 _CARRIED = re.compile(r"(?P<part>(model\.)?(mtp|visual)\.).*|.*\.(?P<buffer>rotary_emb\.inv_freq)")
 # Last parts of the names of tensors that only quantized checkpoints have.
 _QUANTIZED = re.compile(
     r".*[._](weight_scale(_inv|_2)?|input_scale|weight_(packed|shape|zero_point|g_idx)|qweight|qzeros|scales|g_idx|absmax)"
 )
-# Maximum header length that the format allows.
-_MAX_HEADER = 100_000_000
-# Maximum number of dimensions of a PyTorch tensor.
-_MAX_AXES = 64
+_STACK = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<matrix>gate_up|down)_proj")
+_MATRIX = re.compile(r"(?P<experts>.*\.mlp\.experts)\.\d+\.(?P<matrix>gate|up|down)_proj\.weight")
 _MOST_SHOWN = 200
-# Size in bytes of the buffer for rows that are converted to another dtype.
+# Rows of about this size are read at a time, so that little memory is needed beside the target.
 _BUFFER_BYTES = 1 << 25
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The location of a tensor's bytes."""
+    """The location of a tensor.
 
-    path: Path
-    dtype: torch.dtype
+    Attributes:
+        dtype: safetensors' name of the dtype.
+        stack: name of the tensor that stacks it with those of other experts, its expert, and its first row there.
+    """
+
+    file: str
+    dtype: str
     shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, or of one element of a vector."""
-        return torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
-
-    @property
-    def size(self) -> int:
-        """Bytes of the tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    stack: tuple[str, int, int] | None = None
 
 
 class SafetensorsFolder:
@@ -80,33 +73,29 @@ class SafetensorsFolder:
         folder: holds ``model.safetensors.index.json`` and the files it names, or ``model.safetensors``.
 
     Raises:
-        InputError: a file is missing, truncated, or differs from the index; the message names it.
+        InputError: a file is missing, damaged, or differs from the index; the message names it.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.weight_map = _weight_map(self.folder)
         self.tensors: dict[str, StoredTensor] = {}
-        self._files: dict[Path, int] = {}
-        headers = {name: read_header(self.folder / name) for name in sorted(set(self.weight_map.values()))}
-        for tensor, name in self.weight_map.items():
-            if tensor not in headers[name]:
-                raise InputError(f"{self.folder / name}: has no tensor {shown(tensor)}, which {INDEX} places there")
-            self.tensors |= _unstacked(tensor, headers[name][tensor])
-        for name, header in headers.items():
-            unlisted = sorted(tensor for tensor in header if self.weight_map.get(tensor) != name)
-            if unlisted:
-                raise InputError(f"{self.folder / name}: {_some(unlisted)} in it, but {INDEX} does not say so")
+        # A file's pages count as resident memory while it is open.
+        self._open = lru_cache(maxsize=2)(open_file)
+        for file in sorted(set(self.weight_map.values())):
+            opened = self._open(self.folder / file)
+            listed = {name for name, of_name in self.weight_map.items() if of_name == file}
+            for name in sorted(listed ^ set(opened.keys())):
+                fault = f"has no tensor {shown(name)}, which" if name in listed else f"has {shown(name)}, unknown to"
+                raise InputError(f"{self.folder / file}: {fault} {INDEX}{' places there' * (name in listed)}")
+            for name in listed:
+                part = opened.get_slice(name)
+                self.tensors |= _unstacked(name, StoredTensor(file, part.get_dtype(), tuple(part.get_shape())))
 
     @property
     def prefix(self) -> str:
         """See ``text_prefix``."""
         return text_prefix(self.weight_map)
-
-    @property
-    def paths(self) -> list[Path]:
-        """All safetensors files."""
-        return [self.folder / name for name in sorted(set(self.weight_map.values()))]
 
     def check(self, expected: dict[str, tuple[int, ...]], ignored: Callable[[str], bool] = lambda name: False) -> None:
         """Refuse a checkpoint whose tensors differ from ``expected`` in name or shape or are not of a weight dtype."""
@@ -124,125 +113,79 @@ class SafetensorsFolder:
             raise InputError(f"{self.folder}: {_some(surplus)} not known to the architecture in config.json")
         for name, shape in expected.items():
             stored = self.tensors[name]
-            if stored.dtype not in DTYPES.values():
+            if stored.dtype not in DTYPES:
                 raise InputError(
-                    f"{stored.path}: {name} is of type {DTYPE_NAMES[stored.dtype]}; weights must be one of "
+                    f"{self.folder / stored.file}: {name} is of type {stored.dtype}; weights must be one of "
                     f"{', '.join(DTYPES)} (not quantized)"
                 )
             if stored.shape != shape:
                 raise InputError(
-                    f"{stored.path}: {name} has the shape {list(stored.shape)}; config.json says {list(shape)}"
+                    f"{self.folder / stored.file}: {name} has the shape {list(stored.shape)}; config.json says "
+                    f"{list(shape)}"
                 )
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes of the tensors, as far as weights may have them."""
+        return {DTYPES[stored.dtype] for stored in self.tensors.values() if stored.dtype in DTYPES}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a weight, after ``check``."""
+        return DTYPES[self.tensors[name].dtype]
 
     def read(self, name: str, row: int, into: Tensor, columns: tuple[int, int] | None = None) -> None:
         """Fill ``into`` [rows, ...] with the tensor's rows starting at ``row``, restricted to ``columns`` if given.
 
-        ``into`` is a contiguous host tensor and may have another dtype.
+        ``into`` may have another dtype.
         """
         stored = self.tensors[name]
-        if columns == (0, stored.shape[-1]):
-            columns = None
-        width = stored.row_bytes if columns is None else (columns[1] - columns[0]) * stored.dtype.itemsize
-        step = into.shape[0] if into.dtype == stored.dtype else max(1, _BUFFER_BYTES // width)
-        for first in range(0, into.shape[0], step):
-            rows = into[first : first + step]
-            target = rows if rows.dtype == stored.dtype else torch.empty(rows.shape, dtype=stored.dtype)
-            self._read_rows(stored, row + first, target, columns)
-            if target is not rows:
-                rows.copy_(target)
+        stack, *expert, first = stored.stack or (name, 0)
+        part = self._open(self.folder / stored.file).get_slice(stack)
+        step = max(1, _BUFFER_BYTES // max(1, into[0].nbytes))
+        inner = [] if columns is None or len(stored.shape) != 2 else [slice(*columns)]
+        for start in range(0, into.shape[0], step):
+            rows = into[start : start + step]
+            begin = first + row + start
+            values = part[tuple([*expert, slice(begin, begin + rows.shape[0]), *inner])]
+            rows.copy_(values.reshape(rows.shape))
 
-    def _read_rows(self, stored: StoredTensor, row: int, target: Tensor, columns: tuple[int, int] | None) -> None:
-        file, view = self._file(stored.path), bytes_of(target)
-        start = stored.offset + row * stored.row_bytes
-        if columns is None:
-            _read_exactly(file, view, start, stored.path)
-            return
-        skipped, width = columns[0] * stored.dtype.itemsize, (columns[1] - columns[0]) * stored.dtype.itemsize
-        for index in range(target.shape[0]):
-            own = view[index * width : (index + 1) * width]
-            _read_exactly(file, own, start + index * stored.row_bytes + skipped, stored.path)
-
-    def _file(self, path: Path) -> int:
-        if path not in self._files:
-            self._files[path] = os.open(path, os.O_RDONLY)
-        return self._files[path]
-
-    def close(self) -> None:
-        """Close the opened files."""
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, as it is stored."""
+        return self._open(self.folder / self.weight_map[name]).get_tensor(name)
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, by name.
+def open_file(path: Path) -> Any:
+    """Open a safetensors file.
 
     Raises:
-        InputError: the file is incomplete, or its tensors do not cover exactly its bytes.
+        InputError: it is missing or damaged.
     """
+    if not path.exists():
+        raise InputError(f"{path}: missing; download the checkpoint again")
+    if not path.is_file():
+        # Reading a pipe would block forever.
+        raise InputError(f"{path}: is not a file; download the checkpoint again")
     try:
-        if path.exists() and not path.is_file():
-            # Reading a pipe would block forever.
-            raise InputError(f"{path}: is not a file; download the checkpoint again")
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
-                raise InputError(f"{path}: truncated or not a safetensors file (its header does not fit)")
-            text = file.read(length)
-    except FileNotFoundError:
-        raise InputError(f"{path}: missing; download the checkpoint again") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-    try:
-        header = json.loads(text)
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        spans = {name: _stored(path, name, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: not a safetensors file (its header is damaged)") from error
-    end = 8 + length
-    for tensor, stop in sorted(spans.values(), key=lambda span: (span[0].offset, span[1])):
-        if tensor.offset != end:
-            raise InputError(f"{path}: not a safetensors file (its tensors overlap or leave gaps)")
-        end = stop
-    if size != end:
-        state = "truncated" if size < end else "longer than its header says"
-        raise InputError(f"{path}: {state}: {size} bytes, {end} by its header; download it again")
-    return {name: tensor for name, (tensor, _) in spans.items()}
-
-
-def _stored(path: Path, name: str, entry: dict[str, Any], start: int) -> tuple[StoredTensor, int]:
-    """The tensor of a header's entry and the end of its bytes."""
-    if not isinstance(entry["dtype"], str) or entry["dtype"] not in _CARRIED_DTYPES:
-        raise InputError(
-            f"{path}: {shown(name)} is of type {shown(entry['dtype'])}; weights must be one of {', '.join(DTYPES)} "
-            "(not quantized)"
-        )
-    (first, last), shape = entry["data_offsets"], entry["shape"]
-    if not isinstance(shape, list) or len(shape) > _MAX_AXES or not all(map(_is_count, (first, last, *shape))):
-        raise InputError(f"{path}: {shown(name)} has the shape {shown(shape)} at {shown([first, last])}")
-    stored = StoredTensor(path, _CARRIED_DTYPES[entry["dtype"]], tuple(shape), start + first)
-    if last - first != stored.size:
-        raise InputError(f"{path}: {shown(name)} has {last - first} bytes, which its shape {shown(shape)} does not")
-    return stored, start + last
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = shown(" ".join(str(error).split()))
+        raise InputError(f"{path}: truncated or not a safetensors file ({reason}); download it again") from error
 
 
 def _unstacked(name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
     """The matrices in a tensor that stacks experts, or the tensor itself."""
-    if is_carried(name):
+    stack = _STACK.fullmatch(name)
+    if stack is None or is_carried(name) or len(stored.shape) != 3:
         return {name: stored}
-    tensors, offset = {}, stored.offset
-    for matrix, shape in matrices_of(name, stored.shape):
-        tensors[matrix] = replace(stored, shape=shape, offset=offset)
-        offset += tensors[matrix].size
-    return tensors
+    parts = ("gate", "up") if stack["matrix"] == "gate_up" else ("down",)
+    experts, rows, columns = stored.shape[0], stored.shape[1] // len(parts), stored.shape[2]
+    return {
+        f"{stack['experts']}.{expert}.{part}_proj.weight": StoredTensor(
+            stored.file, stored.dtype, (rows, columns), (name, expert, index * rows)
+        )
+        for expert in range(experts)
+        for index, part in enumerate(parts)
+    }
 
 
 def text_prefix(names: Iterable[str]) -> str:
@@ -253,28 +196,12 @@ def text_prefix(names: Iterable[str]) -> str:
 
 def prefix_in(folder: str | Path | None) -> str:
     """``text_prefix`` of a folder's tensors."""
-    return PREFIX if folder is None else text_prefix(weight_map_of(Path(folder)) or ())
+    return PREFIX if folder is None else text_prefix(weight_map_of(Path(folder)))
 
 
 def is_carried(name: str) -> bool:
     """Whether a tensor lies beside the text model, which is all that is trained."""
     return _CARRIED.fullmatch(name) is not None
-
-
-def carried_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a folder that are not part of the text model, by name; none if it has no safetensors files.
-
-    Raises:
-        InputError: a file that holds some of them is missing or damaged.
-    """
-    places = {name: file for name, file in (weight_map_of(folder) or {}).items() if is_carried(name)}
-    try:
-        headers = {file: read_header(folder / file) for file in sorted(set(places.values()))}
-        return {name: headers[file][name] for name, file in places.items()}
-    except InputError as error:
-        raise InputError(f"{error}; tensors in it are exported unchanged: {carried_text(places)}") from None
-    except KeyError as error:
-        raise InputError(f"{folder}: has no tensor {shown(error.args[0])}, which {INDEX} lists") from None
 
 
 def carried_text(names: Iterable[str]) -> str | None:
@@ -288,22 +215,34 @@ def carried_text(names: Iterable[str]) -> str | None:
     return ", ".join(counted) or None
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
+def carried_in(folder: Path) -> str | None:
+    """``carried_text`` of a folder's tensors; none if it has no safetensors files.
+
+    Raises:
+        InputError: a file that holds some of them is missing or damaged.
+    """
+    files = {name: file for name, file in weight_map_of(folder).items() if is_carried(name)}
+    text = carried_text(files)
+    try:
+        for file in sorted(set(files.values())):
+            open_file(folder / file)
+    except InputError as error:
+        raise InputError(f"{error}; tensors in it are exported unchanged: {text}") from None
+    return text
 
 
 def shown(value: object) -> str:
     """A name or a value from a file, shortened for a message."""
-    text = value if isinstance(value, str) else str(value)
+    text = str(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def weight_map_of(folder: Path) -> dict[str, str] | None:
-    """The file of every tensor; None if there are no readable safetensors files."""
+def weight_map_of(folder: Path) -> dict[str, str]:
+    """The file of every tensor; empty if there are no readable safetensors files."""
     try:
         return _weight_map(folder)
     except InputError:
-        return None
+        return {}
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -311,7 +250,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     index = folder / INDEX
     if not index.is_file():
         if (folder / SINGLE).is_file():
-            return dict.fromkeys(read_header(folder / SINGLE), SINGLE)
+            return dict.fromkeys(open_file(folder / SINGLE).keys(), SINGLE)
         others = next((path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern)), None)
         if others is not None:
             raise InputError(
@@ -330,16 +269,79 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return named
 
 
-def _read_exactly(file: int, view: memoryview, offset: int, path: Path) -> None:
-    while len(view):
-        count = os.preadv(file, [view], offset)
-        if count == 0:
-            raise InputError(f"{path}: ended while it was read")
-        view, offset = view[count:], offset + count
-
-
 def _some(names: Iterable[str]) -> str:
     """The first names and the number of further ones, for a message."""
     listed = [shown(name) for name in names]
     more = f" and {len(listed) - 3} more tensors" if len(listed) > 3 else ""
     return f"{', '.join(listed[:3])}{more} {'is' if len(listed) == 1 else 'are'}"
+
+
+def lay_out(tensors: Shapes, template: Mapping[str, str]) -> dict[str, dict[str, list[str]]]:
+    """Divide tensors into files like another checkpoint, or into files of 5 GB.
+
+    Args:
+        tensors: shapes and dtypes by name, in the order of the model.
+        template: the file of each tensor of the other checkpoint, which also has the carried tensors; may be empty.
+
+    Returns:
+        For every file its tensors, each with the tensors that it consists of: itself, the matrices that it stacks, or
+        none if it is carried.
+
+    Raises:
+        InputError: the other checkpoint lacks a tensor.
+    """
+    parts: dict[str, list[str]] = {name: [] for name in template if is_carried(name)}
+    for name in tensors:
+        parts.setdefault(_stack_of(name) if _stack_of(name) in template else name, []).append(name)
+    files: dict[str, dict[str, list[str]]] = {}
+    if template:
+        for name, of_name in parts.items():
+            if name not in template:
+                raise InputError(f"the model has {name}, which the Hugging Face folder given for its files lacks")
+            files.setdefault(template[name], {})[name] = of_name
+        return dict(sorted(files.items()))
+    shards: list[dict[str, list[str]]] = [{}]
+    size = 0
+    for name, (shape, dtype) in tensors.items():
+        count = torch.Size(shape).numel() * dtype.itemsize
+        if shards[-1] and size + count > MAX_SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = [name]
+        size += count
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    return dict(zip(names, shards, strict=True))
+
+
+def _stack_of(name: str) -> str:
+    """Name of the tensor that would stack the matrix ``name``; ``name`` itself if it is none of an expert."""
+    matrix = _MATRIX.fullmatch(name)
+    return name if matrix is None else f"{matrix['experts']}.{'down' if matrix['matrix'] == 'down' else 'gate_up'}_proj"
+
+
+def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a file and flush it to the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        reason = re.search(r"I/O error: (.*?)(?: \(os error|$)", str(error))
+        raise OSError(reason[1] if reason else str(error)) from error
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    # The library gives files to their owner alone.
+    path.chmod(0o644)
+
+
+def stacked(name: str, parts: list[Tensor]) -> Tensor:
+    """The tensor ``name`` that stacks matrices of experts, or the only one of ``parts``."""
+    stack = _STACK.fullmatch(name)
+    if stack is None or name.endswith(".weight"):
+        return parts[0]
+    experts = len(parts) // (2 if stack["matrix"] == "gate_up" else 1)
+    return torch.cat(parts).reshape(experts, -1, parts[0].shape[1])

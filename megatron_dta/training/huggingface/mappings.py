@@ -19,7 +19,6 @@ from megatron_dta.training.huggingface.parameters import (
     Block,
     Parameter,
     Sharding,
-    StoredAt,
     concatenated_blocks,
     gated_head_group_blocks,
     head_group_blocks,
@@ -92,7 +91,6 @@ class Rule:
     """The parameter ``megatron`` with the dimensions ``shape`` consists of the tensors ``huggingface``.
 
     Attributes:
-        key: the parameter's name in checkpoints, if it differs.
         arrangement: function that returns the blocks for the tensors' names; None for one tensor, the rows of query,
             key and value, or a stack.
         sections: names of the ``recurrent_sections`` that ranks divide.
@@ -103,7 +101,6 @@ class Rule:
     huggingface: tuple[str, ...]
     shape: tuple[str, ...]
     sharding: Sharding = Sharding.WHOLE
-    key: str | None = None
     arrangement: Callable[[ModelShape, tuple[str, ...]], tuple[Block, ...]] | None = None
     sections: tuple[str, ...] = ()
 
@@ -125,12 +122,10 @@ def _query_key_value(kind: str, dimensions: tuple[str, ...]) -> Rule:
 
 def _feed_forward(place: Place, megatron: str, gate: str, up: str, down: str, width: str, gate_up: str) -> list[Rule]:
     first, second = (f"{megatron}linear_fc{number}.weight" for number in (1, 2))
-    key = megatron.replace("local_experts.{expert}.", "experts.")
-    keys = tuple(f"{key}linear_fc{number}.weight" for number in (1, 2))
     both = (f"{gate}.weight", f"{up}.weight")
     return [
-        Rule(place, first, both, (gate_up, "hidden"), Sharding.GATED_ROWS, keys[0]),
-        Rule(place, second, (f"{down}.weight",), ("hidden", width), Sharding.COLUMNS, keys[1]),
+        Rule(place, first, both, (gate_up, "hidden"), Sharding.GATED_ROWS),
+        Rule(place, second, (f"{down}.weight",), ("hidden", width), Sharding.COLUMNS),
     ]
 
 
@@ -151,7 +146,6 @@ ATTENTION = [
         "input_layernorm.weight",
         ("input_layernorm.weight",),
         ("hidden",),
-        key="self_attention.linear_qkv.layer_norm_weight",
     ),
     _query_key_value("weight", ("query_key_value", "hidden")),
     Rule(
@@ -166,7 +160,6 @@ ATTENTION = [
         "pre_mlp_layernorm.weight",
         ("post_attention_layernorm.weight",),
         ("hidden",),
-        key="mlp.linear_fc1.layer_norm_weight",
     ),
 ]
 QUERY_KEY_VALUE_BIAS = [_query_key_value("bias", ("query_key_value",))]
@@ -291,7 +284,7 @@ def parameters_of(architecture: str, shape: ModelShape, prefix: str = PREFIX) ->
     """All parameters of the whole model, in the order of the forward pass.
 
     Args:
-        prefix: what the names of the text model's tensors begin with, see ``safetensors_files.text_prefix``.
+        prefix: what the names of the text model's tensors begin with, see ``files.text_prefix``.
     """
     parameters = _parameters(rules_of(architecture), shape)
     if prefix == PREFIX:
@@ -325,13 +318,6 @@ def _parameters(rules: list[Rule], shape: ModelShape) -> list[Parameter]:
 def _parameter(rule: Rule, shape: ModelShape, layer: int | None = None, expert: int | None = None) -> Parameter:
     prefix = "" if layer is None else f"decoder.layers.{layer}."
     tensor_prefix = "" if layer is None else f"model.layers.{layer}."
-    name = rule.key or rule.megatron
-    experts = [] if expert is None else [(expert, shape.num_experts or 0)]
-    places = [_stored_at(prefix + name, experts)]
-    if layer is not None:
-        # Megatron stacks the parameters of all layers in one tensor unless layers differ, as with experts.
-        joined = _stored_at(f"decoder.layers.{name}", [(layer, shape.num_layers), *experts])
-        places.insert(1 if shape.num_experts or any(shape.linear_attention_layers) else 0, joined)
 
     def numbered(name: str) -> str:
         return name.replace("{expert}", str(expert))
@@ -343,14 +329,9 @@ def _parameter(rule: Rule, shape: ModelShape, layer: int | None = None, expert: 
         blocks=rule.blocks(shape, lambda name: tensor_prefix + numbered(name)),
         layer=layer,
         expert=expert,
-        places=tuple(places),
-        sections=tuple((section, shape.recurrent_sections[section]) for section in rule.sections),
+        sections=tuple(shape.recurrent_sections[section] for section in rule.sections),
         is_filter=rule.shape == ("filters", "filter_width"),
     )
-
-
-def _stored_at(key: str, axes: list[tuple[int, int]]) -> StoredAt:
-    return StoredAt(key, tuple(index for index, _ in axes), tuple(count for _, count in axes))
 
 
 def tensors_of(parameters: list[Parameter]) -> dict[str, tuple[int, ...]]:

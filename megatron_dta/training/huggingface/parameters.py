@@ -42,33 +42,6 @@ class Block(NamedTuple):
     rows: int
 
 
-class StoredAt(NamedTuple):
-    """A parameter's place in a distributed checkpoint, where one tensor may stack all layers or all experts.
-
-    Attributes:
-        key: name of the tensor.
-        index: the parameter's index along the tensor's first axes.
-        count: the sizes of these axes.
-    """
-
-    key: str
-    index: tuple[int, ...]
-    count: tuple[int, ...]
-
-
-class StoredTensor(NamedTuple):
-    """A part of a parameter's rows that distributed checkpoints store as a tensor.
-
-    Attributes:
-        suffix: of its key, appended to that of the parameter.
-        row, rows: first row in the parameter, and number of rows.
-    """
-
-    suffix: str
-    row: int
-    rows: int
-
-
 @dataclass(frozen=True)
 class Part:
     """One rectangle of a parameter, or two that are concatenated along the rows.
@@ -97,9 +70,7 @@ class Parameter:
         name: Megatron's name, with the numbers of layer and expert in the whole model.
         shape: shape without padding of the vocabulary.
         layer, expert: numbers of the layer and the expert; None if the parameter belongs to none.
-        places: possible places in a distributed checkpoint; this project's models use the first one.
-        sections: names and numbers of rows of sections; ranks divide each of them (``SECTION_ROWS``), and distributed
-            checkpoints store them separately.
+        sections: numbers of rows of the sections that ranks divide (``SECTION_ROWS``).
         is_filter: whether Hugging Face's tensor, like the module's, has an axis of size 1 between rows and columns.
     """
 
@@ -109,23 +80,8 @@ class Parameter:
     blocks: tuple[Block, ...]
     layer: int | None
     expert: int | None
-    places: tuple[StoredAt, ...]
-    sections: tuple[tuple[str, int], ...] = ()
+    sections: tuple[int, ...] = ()
     is_filter: bool = False
-
-    @property
-    def stored_at(self) -> StoredAt:
-        """The parameter's place in distributed checkpoints of this project's models."""
-        return self.places[0]
-
-    @property
-    def stored_tensors(self) -> list[StoredTensor]:
-        """The tensors of a distributed checkpoint that make up the parameter, from its first row on."""
-        found, first = [], 0
-        for name, rows in self.sections:
-            found.append(StoredTensor(f".{name}", first, rows))
-            first += rows
-        return found or [StoredTensor("", 0, self.shape[0])]
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -149,7 +105,7 @@ class Parameter:
         if self.sharding is Sharding.WHOLE:
             return self.whole()
         if self.sharding in (Sharding.GATED_ROWS, Sharding.SECTION_ROWS):
-            sections = [count for _, count in self.sections] or [rows // 2, rows // 2]
+            sections = self.sections or (rows // 2, rows // 2)
             starts = [sum(sections[:index]) + rank * (section // size) for index, section in enumerate(sections)]
             ends = [start + section // size for start, section in zip(starts, sections, strict=True)]
             return Part(tuple(zip(starts, ends, strict=True)), columns)

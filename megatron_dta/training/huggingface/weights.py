@@ -9,7 +9,7 @@ saving. Iteration merges LoRA adapters into the weights; loading fills the base 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.training.huggingface.files import PREFIX, SafetensorsFolder
-from megatron_dta.training.huggingface.mappings import ModelShape, parameters_of
+from megatron_dta.training.huggingface.files import PREFIX, SafetensorsFolder, Shapes
+from megatron_dta.training.huggingface.mappings import ModelShape, parameters_of, tensors_of
 from megatron_dta.training.huggingface.parameters import Parameter, Part, Sharding
-from megatron_dta.training.huggingface.read_part import check_tensors, read_part
 
 _EXPERT = re.compile(r"local_experts\.(\d+)\.")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _ADAPTER = "_adapter.lora_"
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+_HF_OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 class Adapter(Protocol):
@@ -46,6 +46,7 @@ class HeldPart(NamedTuple):
         values: the model's weights, of the part's shape, not copied.
         is_copy: whether this is the last stage's copy of a tied embedding.
         adapter: the adapter that is merged into the weights on export.
+        read: reads the weights where ``values`` holds none (on the meta device).
     """
 
     parameter: Parameter
@@ -55,11 +56,13 @@ class HeldPart(NamedTuple):
     values: Tensor
     is_copy: bool
     adapter: Adapter | None
+    read: Callable[[], Tensor] | None = None
 
     def exported(self) -> Tensor:
         """The weights with the adapter, merged in float32 and rounded to their dtype."""
-        values = self.values.detach()
-        return values if self.adapter is None else self.adapter.merged(values).to(values.dtype)
+        values = self.values.detach() if self.read is None else self.read()
+        values = values if self.adapter is None else self.adapter.merged(values)
+        return values.to(self.values.dtype)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class HfWeights:
         architecture: Hugging Face's name of the architecture, such as "LlamaForCausalLM".
         host_group: group of all ranks for objects on the host (gloo); None uses the default group.
         without_head: leave out the output layer, which in a value model is not the checkpoint's.
-        prefix: what the names of the yielded tensors begin with, see ``safetensors_files.text_prefix``.
+        prefix: what the names of the yielded tensors begin with, see ``files.text_prefix``.
 
     Raises:
         InputError: the model has a parameter that the architecture does not.
@@ -129,7 +132,6 @@ class HfWeights:
                 read_part(reader, by_name[held.parameter.name], held.part, host)
                 if not direct:
                     held.values.copy_(host)
-        reader.close()
 
     def iterate_shards(self) -> Iterator[HfShard]:
         """Yield this rank's shards of Hugging Face tensors in the order of its layers, without communication."""
@@ -163,7 +165,7 @@ class HfWeights:
             for name, shape in parameter.tensors.items():
                 yield name, shape, dtypes[parameter.name], shards.get(name)
 
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def shapes(self) -> Shapes:
         """Shape and dtype of every tensor that ``iterate`` yields, in the same order. Every rank must call this."""
         dtypes = {name: dtype for (name, _), (_, dtype) in self._owners().items()}
         return {
@@ -172,13 +174,14 @@ class HfWeights:
             for name, shape in parameter.tensors.items()
         }
 
-    def iterate(self, to_all: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def iterate(self, to_all: bool = True, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole tensor of the model. Every rank must iterate to the end.
 
         One parameter at a time is gathered, so the additional memory is twice the size of the largest parameter.
 
         Args:
             to_all: False yields tensors on rank 0 only, and nothing on the others.
+            names: tensors to yield; by default all.
         """
         owners = self._owners()
         own = {(held.parameter.name, held.rank): held for held in self.held if not held.is_copy}
@@ -187,6 +190,8 @@ class HfWeights:
             sizes[name] = max(sizes.get(name, 0), rank + 1)
         device = self.held[0].values.device if self.held else torch.device("cpu")
         for parameter in self._exported:
+            if names is not None and not any(name in names for name in parameter.tensors):
+                continue
             tensors: dict[str, Tensor] = {}
             for rank in range(sizes[parameter.name]):
                 source, dtype = owners[parameter.name, rank]
@@ -196,7 +201,7 @@ class HfWeights:
                 values = _transfer(held.exported() if sends else None, part, source, dtype, device, to_all)
                 if values is not None:
                     _place(parameter, part, values, tensors)
-            yield from tensors.items()
+            yield from ((name, values) for name, values in tensors.items() if names is None or name in names)
 
     def _owners(self) -> dict[tuple[str, int], tuple[int, torch.dtype]]:
         """The process that sends each part of a parameter (the first replica), and the part's dtype."""
@@ -315,3 +320,24 @@ def _place(parameter: Parameter, part: Part, values: Tensor, tensors: dict[str, 
             target.copy_(rows)
         else:
             target.flatten(1)[:, columns] = rows
+
+
+def read_part(reader: SafetensorsFolder, parameter: Parameter, part: Part, into: Tensor) -> None:
+    """Fill ``into``, a host tensor of the part's shape, with a part of a parameter."""
+    for copy in parameter.copies(part):
+        reader.read(copy.tensor, copy.tensor_row, into[copy.row : copy.row + copy.rows], part.columns)
+    parameter.zero_padding(part, into)
+
+
+def check_tensors(reader: SafetensorsFolder, parameters: list[Parameter], shape: ModelShape) -> None:
+    """Refuse a checkpoint whose tensors are not exactly those of the model, apart from carried ones."""
+    tied = not shape.untie_embeddings_and_output_weights
+    embedding = f"{reader.prefix}embed_tokens.weight"
+    repeated = [name for name in _HF_OUTPUTS if tied and name in reader.tensors]
+    reader.check(tensors_of(parameters), lambda name: name in repeated)
+    for name in repeated:
+        if not torch.equal(reader.tensor(name), reader.tensor(embedding)):
+            raise InputError(
+                f"{reader.folder}: {name} differs from {embedding}, but config.json ties them; "
+                'correct "tie_word_embeddings"'
+            )

@@ -178,12 +178,12 @@ def test_a_sweep_trains_once_a_line(site):
 
 @needs_slurm
 @pytest.mark.parametrize("way", ["hf_to_megatron", "megatron_to_hf"])
-def test_a_conversion_uses_the_cores_of_its_node(site, way):
-    job = site.submit(f"convert_{way}", "--cpus-per-task=3", "--", "--save", "there")
+def test_a_conversion_runs(site, way):
+    job = site.submit(f"convert_{way}", "--", "--save", "there")
     assert site.cluster.wait_for_job(job, 60) == "COMPLETED"
     (note,) = site.notes(f"convert_{way}")
     assert note["arguments"][0].endswith(f"tools/convert_{way}.py")
-    assert note["arguments"][1:] == ["--processes", "3", "--save", "there"]
+    assert note["arguments"][1:] == ["--save", "there"]
 
 
 @needs_slurm

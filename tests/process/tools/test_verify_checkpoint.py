@@ -66,7 +66,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """(Hugging Face folder, Megatron folder) of every family, random weights everywhere, a padded vocabulary."""
+    """(Hugging Face folder, Megatron folder) of every family, random weights everywhere."""
     folder, convert = tmp_path_factory.mktemp("checkpoints"), load_script("tools/convert_hf_to_megatron.py")
     made = {}
     for seed, (name, (family, settings)) in enumerate(FAMILIES.items()):
@@ -77,7 +77,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
             torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
         hf, megatron = folder / name, folder / f"{name}-megatron"
         model.save_pretrained(hf)
-        flags = ["--hf-checkpoint", str(hf), "--save", str(megatron), "--make-vocab-size-divisible-by", "32"]
+        flags = ["--hf-checkpoint", str(hf), "--save", str(megatron)]
         flags += ["--max-position-embeddings", "64"] if name == "mistral" else []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["convert", *flags])

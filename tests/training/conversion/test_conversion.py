@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import filecmp
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from safetensors.torch import save_file
 
 from conversion_cases import (
     CASES,
-    QUIET,
     architecture_in,
     dense_config,
     save_huggingface,
@@ -27,13 +25,10 @@ from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_weights
 from megatron_dta.training.checkpoint.writer import CheckpointWrite
 from megatron_dta.training.huggingface import files as safetensors_files
-from megatron_dta.training.huggingface import read_part as to_megatron_module
-from megatron_dta.training.huggingface.job import run_job
 from megatron_dta.training.huggingface.mappings import ModelShape, parameters_of, tensors_of
 from megatron_dta.training.huggingface.parameters import Sharding
-from megatron_dta.training.huggingface.read_part import ToMegatron
-from megatron_dta.training.huggingface.to_huggingface import model_of_checkpoint
 from megatron_dta.training.huggingface.weights import HfWeights
+from megatron_dta.training.weights import convert
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -41,7 +36,7 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """Hugging Face's folder ``hf`` of a case and its conversion ``megatron``."""
     folder = tmp_path_factory.mktemp(request.param)
     save_huggingface(folder / "hf", request.param, seed=len(request.param))
-    to_megatron(folder / "hf", folder / "megatron", tensor_size=2)
+    to_megatron(folder / "hf", folder / "megatron")
     return request.param, folder
 
 
@@ -134,43 +129,38 @@ def test_a_checkpoint_has_what_megatron_would_save(converted: tuple[str, Path], 
             # Newer versions keep there what older ones, and we, have in a file of its own.
             if not key.startswith("common_state")
         }
-        for path in (to_megatron(folder / "hf", tmp_path / "ours"), tmp_path / "stock")
+        for path in (folder / "megatron" / convert.RELEASE, tmp_path / "stock")
     ]
     assert described[0] == described[1]
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "processes"), [("qwen2-tied", torch.float16, 1), ("qwen3-moe-some", torch.bfloat16, 2)]
-)
-def test_half_precision_and_several_processes(tmp_path: Path, case: str, dtype: torch.dtype, processes: int) -> None:
+def test_another_dtype_and_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a few rows change nothing; config.json names the dtype."""
     source = tmp_path / "hf"
-    save_huggingface(source, case, 5, dtype)
-    checkpoint = to_megatron(source, tmp_path / "megatron", processes, tensor_size=2, pipeline_size=2)
-    # A file for each pipeline stage.
-    assert len(list(checkpoint.glob("*.distcp"))) == 2
-    back = to_huggingface(checkpoint, source, tmp_path / "back", processes)
+    save_huggingface(source, "qwen3-moe", 8, torch.bfloat16)
+    monkeypatch.setattr(convert, "PIECE_BYTES", 700)
+    monkeypatch.setattr(safetensors_files, "_BUFFER_BYTES", 300)
+    checkpoint = to_megatron(source, tmp_path / "megatron")
+    # What is before and after the layers, four layers, and extra states.
+    assert len(list(checkpoint.glob("*.distcp"))) == 7
+    same, wide = (to_huggingface(checkpoint, source, tmp_path / str(dtype), dtype) for dtype in (None, torch.float32))
     names = [path.name for path in source.iterdir()]
-    assert sorted(filecmp.cmpfiles(source, back, names, shallow=False)[0]) == sorted(names)
-
-
-def test_another_dtype_and_other_files(tmp_path: Path) -> None:
-    source, case = tmp_path / "hf", "qwen3"
-    save_huggingface(source, case, 8)
-    checkpoint = to_megatron(source, tmp_path / "megatron", dtype=torch.bfloat16)
-    back = to_huggingface(checkpoint, source, tmp_path / "back", dtype=torch.float32, max_shard_bytes=9000)
-    small = to_huggingface(checkpoint, source, tmp_path / "small")
-    expected, found = tensors_in(source), tensors_in(back)
-    assert len(list(back.glob("*.safetensors"))) > len(list(source.glob("*.safetensors")))
+    assert sorted(filecmp.cmpfiles(source, same, names, shallow=False)[0]) == sorted(names)
+    expected, found = tensors_in(source), tensors_in(wide)
     assert expected.keys() == found.keys()
-    for name, values in expected.items():
-        assert torch.equal(found[name], values.bfloat16().float())
-    assert '"float32"' in (back / "config.json").read_text()
-    assert '"bfloat16"' in (small / "config.json").read_text()
-    import transformers
+    assert all(torch.equal(found[name], values.float()) for name, values in expected.items())
+    assert '"float32"' in (wide / "config.json").read_text()
 
-    for folder in (back, small):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-        assert torch.equal(model.lm_head.weight, tensors_in(folder)["lm_head.weight"])
+
+def test_layers_of_several_dtypes_are_stored_in_the_widest(tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    save_huggingface(source, "qwen3", 8, torch.bfloat16, shard="1GB")
+    tensors = tensors_in(source)
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].double() / 3
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    found = tensors_in(to_huggingface(to_megatron(source, tmp_path / "megatron"), source, tmp_path / "back"))
+    assert all(torch.equal(found[name].double(), values.double()) for name, values in tensors.items())
+    assert found["model.norm.weight"].dtype is torch.bfloat16
 
 
 def test_a_checkpoint_of_training_comes_back(tmp_path: Path) -> None:
@@ -187,45 +177,11 @@ def test_a_checkpoint_of_training_comes_back(tmp_path: Path) -> None:
     HfWeights([model], "Qwen3ForCausalLM", shape_of(source)).load(source)
     optimizer = TrainingOptimizer(model, OptimizationConfig(train_iters=1, lr=1e-3))
     checkpoint = save_checkpoint(tmp_path / "run", TrainConfig(model=config), model, optimizer, 7, {"note": [1, 2]})
-    assert model_of_checkpoint(checkpoint, source).num_layers == config.num_layers
     back = to_huggingface(checkpoint, source, tmp_path / "back")
     assert all(torch.equal(tensors_in(back)[name], values) for name, values in tensors_in(source).items())
     save_huggingface(tmp_path / "other", "qwen2", 9)
     with pytest.raises(InputError, match="is of another model: "):
-        model_of_checkpoint(checkpoint, tmp_path / "other")
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_pieces_of_any_size(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of a few rows and files of a few pieces change nothing."""
-    source = tmp_path / "hf"
-    save_huggingface(source, "qwen3-moe", 4)
-    monkeypatch.setattr(to_megatron_module, "PIECE_BYTES", 700)
-    monkeypatch.setattr(to_megatron_module, "FILE_BYTES", 5000)
-    monkeypatch.setattr(safetensors_files, "_BUFFER_BYTES", 300)
-    checkpoint = to_megatron(source, tmp_path / "megatron", tensor_size=size, dtype=torch.float64)
-    assert len(list(checkpoint.glob("*.distcp"))) > 10
-    back = to_huggingface(checkpoint, source, tmp_path / "back", dtype=torch.float32)
-    expected, found = tensors_in(source), tensors_in(back)
-    assert all(torch.equal(found[name], values) for name, values in expected.items())
-
-
-def test_padding_of_the_vocabulary(tmp_path: Path) -> None:
-    """37 tokens become 48 rows on two ranks, of which 11 are zero and none comes back."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    source = tmp_path / "hf"
-    save_huggingface(source, "llama", 6)
-    shape = dataclasses.replace(shape_of(source), make_vocab_size_divisible_by=8)
-    run_job(ToMegatron(source, "LlamaForCausalLM", shape, tensor_size=2), tmp_path / "megatron", 1, QUIET)
-    checkpoint = tmp_path / "megatron" / "release"
-    described = FileSystemReader(checkpoint).read_metadata().state_dict_metadata["output_layer.weight"]
-    assert tuple(described.size) == (48, 24)
-    back = to_huggingface(checkpoint, source, tmp_path / "back")
-    assert torch.equal(tensors_in(back)["lm_head.weight"], tensors_in(source)["lm_head.weight"])
-    model = stock_model(source)
-    load_weights(checkpoint, dense_config(source), model)
-    assert torch.equal(model.output_layer.weight, tensors_in(source)["lm_head.weight"])
+        to_huggingface(checkpoint, tmp_path / "other", tmp_path / "again")
 
 
 def test_a_tied_output_weight_may_be_repeated(tmp_path: Path) -> None:

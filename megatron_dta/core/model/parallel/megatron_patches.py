@@ -12,7 +12,6 @@ import contextlib
 import errno
 import functools
 import importlib
-import io
 import os
 import pickle
 import queue
@@ -22,10 +21,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.utils import _ReaderView
-
-from megatron_dta.training.checkpoint.plain_values import Section, load_values
-from megatron_dta.training.checkpoint.restricted_pickle import read_metadata
 
 _installed = False
 _buckets_placed = False
@@ -174,64 +169,47 @@ def write_checkpoints_in_process() -> None:
         filesystem_async.mp = _MultiprocessingByThreads("multiprocessing")
 
 
-def read_checkpoints_without_running_them() -> None:
+def read_checkpoints_without_running_them(read_metadata: Callable[[Any], Any]) -> None:
     """Read the metadata and the states in a checkpoint with unpicklers that run no code.
 
     PyTorch unpickles ``.metadata`` and every state that is not a tensor with access to everything that Python can
     import, Megatron lets the environment (``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD``) switch off the safe unpickler for the
-    common state, and it cannot be given another reader. Checkpoints of this project contain plain values only.
+    common state, and neither can be given another reader.
+
+    Args:
+        read_metadata: reads the metadata from an open file.
     """
-    from megatron.core.dist_checkpointing.strategies import common as common_strategies
-    from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-    from torch.distributed.checkpoint import filesystem
+    from megatron.core.dist_checkpointing.strategies import common
+    from torch.distributed.checkpoint import default_planner, filesystem
 
-    if not isinstance(filesystem.pickle, _StrictPickle):
-        filesystem.pickle = _StrictPickle("pickle")
-        planner = torch_strategies.MCoreLoadPlanner
-        planner.load_bytes = _of_plain_values(planner.load_bytes)
-        common_strategies.torch = filesystem.torch = _TorchOfPlainValues("torch")
+    if not isinstance(filesystem.pickle, _MetadataPickle):
+        filesystem.pickle = _MetadataPickle(read_metadata)
+        common.torch = default_planner.torch = filesystem.torch = _WeightsOnlyTorch("torch")
 
 
-class _TorchOfPlainValues(ModuleType):
-    """The torch module for readers of checkpoints: ``load`` gives tensors and plain values."""
+class _WeightsOnlyTorch(ModuleType):
+    """The torch module for readers of checkpoints."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     def load(self, file: Any, *_: Any, **__: Any) -> Any:
-        """Load from a path or an open file; the arguments that would allow more are not passed on."""
-        if not isinstance(file, str | os.PathLike):
-            # PyTorch's view of a part of a file cannot be positioned from its end.
-            is_view = isinstance(file, _ReaderView)
-            return load_values(Section(file.base_stream, file.offset, file.len) if is_view else file)
-        if not os.path.isfile(file):
+        """Load tensors and plain values from a path or an open file."""
+        if isinstance(file, str | os.PathLike) and not os.path.isfile(file):
             # A pipe would block forever.
             raise FileNotFoundError(errno.ENOENT, "is no file", str(file))
-        with open(file, "rb") as opened:
-            return load_values(opened)
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
-class _StrictPickle(ModuleType):
-    """The pickle module for PyTorch's reader of checkpoints."""
+class _MetadataPickle(ModuleType):
+    """The pickle module for PyTorch's reader of checkpoints, which loads their metadata."""
+
+    def __init__(self, load: Callable[[Any], Any]) -> None:
+        super().__init__("pickle")
+        self.load = load
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pickle, name)
-
-    def load(self, file: Any) -> Any:
-        """Load the metadata of a checkpoint, and no other classes."""
-        return read_metadata(file)
-
-
-def _of_plain_values(load_bytes: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(load_bytes)
-    def load_plain_values(planner: Any, read_item: Any, value: io.BytesIO) -> None:
-        # The planner's own unpickler sees only these values, serialized again.
-        checked = io.BytesIO()
-        torch.save(load_values(value), checked)
-        checked.seek(0)
-        load_bytes(planner, read_item, checked)
-
-    return load_plain_values
 
 
 def place_parameters_of_all_buckets() -> None:

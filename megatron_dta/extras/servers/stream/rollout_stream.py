@@ -178,8 +178,7 @@ class RolloutStream(SamplingThread):
         """Restore the state that ``state_dict`` returned; call before any other method."""
         self._finished = dict(state["finished"])
         self._again = deque(state["unfinished"])
-        # Older checkpoints lack this field.
-        self._begun = dict(state.get("begun", {}))
+        self._begun = dict(state["begun"])
         self._next_group, self._dropped = state["next_group"], dict(state["dropped"])
 
     def _chosen(self) -> list[int] | None:

@@ -55,8 +55,7 @@ class StreamSource(Rank0Source):
             groups = {
                 each["group"]: [unpack_rollout(rollout) for rollout in each["rollouts"]] for each in found["finished"]
             }
-            # Older checkpoints lack this field.
-            begun = {each["group"]: unpacked(each) for each in found.get("begun", [])}
+            begun = {each["group"]: unpacked(each) for each in found["begun"]}
             self._stream.load_state_dict(found | {"finished": groups, "begun": begun})
 
     def _take(self, number: int, current: int) -> tuple[list[Rollout], dict[str, float]] | None:
