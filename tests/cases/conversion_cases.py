@@ -122,7 +122,7 @@ def architecture_in(folder: Path) -> str:
 
 def to_megatron(source: Path, target: Path) -> Path:
     """Convert a folder; returns the checkpoint itself."""
-    from megatron_dta.training.weights import convert
+    from megatron_dta.training.huggingface import convert
 
     model = ModelConfig(**settings_from_hf(source, {}))
     convert.to_megatron(SafetensorsFolder(source), model, {}, target)
@@ -131,7 +131,7 @@ def to_megatron(source: Path, target: Path) -> Path:
 
 def to_huggingface(checkpoint: Path, template: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
     """Convert a checkpoint back."""
-    from megatron_dta.training.weights import convert
+    from megatron_dta.training.huggingface import convert
 
     convert.to_huggingface(checkpoint, template, target, dtype)
     return target

@@ -137,29 +137,6 @@ def test_experts_on_four_ranks(tmp_path: Path) -> None:
     check_mesh(folders, EXPERTS, 4, tmp_path / "run")
 
 
-def experts_on_mesh(rank: int, folder: Path) -> dict[str, torch.Tensor]:
-    """Stock Megatron with experts divided among the ranks: load, then export."""
-    from megatron.core import parallel_state
-
-    from megatron_dta.core.model import initialize_parallel
-
-    initialize_parallel(0)
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-    model = stock_model(folder, expert_model_parallel_size=2)
-    weights = HfWeights([model], architecture_in(folder), shape_of(folder))
-    weights.load(folder)
-    held = sum(".experts." in shard.name for shard in weights.iterate_shards())
-    assert held == sum(".experts." in name for name in tensors_in(folder)) // 2
-    return dict(weights.iterate())
-
-
-def test_experts_on_two_ranks(tmp_path: Path) -> None:
-    save_huggingface(tmp_path / "hf", "qwen3-moe-some", 30)
-    for found in run_on_ranks(experts_on_mesh, tmp_path / "hf", 2, tmp_path / "run"):
-        assert_same(found, tensors_in(tmp_path / "hf"))
-
-
 FLAGS = "--rollouts {0}/rollouts.jsonl --global-batch-size 8 --train-iters 2 --lr 1e-3 --tree-segment-tokens 9"
 
 
@@ -260,16 +237,6 @@ def test_a_full_disk_on_the_first_rank_fails_on_all(run_folder: Path, tmp_path: 
 def test_flags_that_conflict(run_folder: Path, flags: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_arguments(f"{FLAGS.format(run_folder)} {flags.format(hf=run_folder / 'hf')}".split())
-
-
-def test_an_existing_folder_is_refused_before_training(run_folder: Path, tmp_path: Path) -> None:
-    from megatron_dta.common.console import Console
-    from megatron_dta.wiring.setup import build_trainer
-
-    (tmp_path / "note").write_text("")
-    command = f"{FLAGS.format(run_folder)} --load-hf {run_folder}/hf --save-hf {tmp_path}"
-    with pytest.raises(InputError, match="exists already"):
-        build_trainer(parse_arguments(command.split()), Console(quiet=True))
 
 
 def test_a_parameter_without_a_place_is_named(run_folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Builds the same model in Hugging Face transformers: configuration, and weights or gradients under its names.
 
-The mapping of names (``training.huggingface.mappings``) only rearranges rows, so it applies to gradients as well as to weights.
+The mapping of names (``training.huggingface.mappings``) only rearranges rows, so it applies to gradients as well as to
+weights.
 """
 
 from __future__ import annotations

@@ -124,5 +124,5 @@ def _template(config: TrainConfig) -> Iterator[Path]:
         yield Path(folder)
         return
     with TemporaryDirectory() as made:
-        write_template(Path(made) / "template", _hf_config(config), config.sampling.tokenizer_model)
-        yield Path(made) / "template"
+        write_template(Path(made), _hf_config(config), config.sampling.tokenizer_model)
+        yield Path(made)

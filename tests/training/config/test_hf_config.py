@@ -128,15 +128,6 @@ def test_published_models(name: str, layout: str) -> None:
     assert model_settings(in_layout_5(config) if layout == "5" else config) == {**COMMON, **PUBLISHED[name]}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_give_a_training_configuration(name: str, tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "model", published(name))
-    model = parse_arguments(f"--hf-checkpoint {folder} {RUN} --bf16".split()).model
-    for field, value in PUBLISHED[name].items():
-        assert str(getattr(model, field)) == str(value), field
-    assert model.bf16
-
-
 @pytest.mark.parametrize("name", [*PUBLISHED, "mistral-7b-v0.1"])
 def test_what_transformers_reads_is_what_is_read_here(name: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -197,16 +188,9 @@ def test_layers_with_experts() -> None:
     ("flags", "message"),
     [
         ("--num-layers 12", "--num-layers 12 contradicts .*config.json: num_hidden_layers 2; leave the flag out"),
-        ("--hidden-size 65", "--hidden-size 65 contradicts .*: hidden_size 64"),
         ("--num-query-groups 4", "--num-query-groups 4 contradicts .*: num_key_value_heads 2"),
-        ("--kv-channels 8", "--kv-channels 8 contradicts .*: no head_dim, which means 16"),
         ("--norm-epsilon 1e-5", "--norm-epsilon 1e-05 contradicts .*: no rms_norm_eps, which means 1e-06"),
-        ("--rotary-base 20000", "--rotary-base 20000.0 contradicts .*: rope_theta 10000"),
         ("--qk-layernorm", "--qk-layernorm contradicts .*: the architecture is LlamaForCausalLM"),
-        ("--normalization LayerNorm", "--normalization LayerNorm contradicts"),
-        ("--use-rope-scaling", "--use-rope-scaling contradicts .*: no rope_scaling, which means False"),
-        ("--rotary-seq-len-interpolation-factor 2", "interpolation-factor 2.0 contradicts .*: no rope_scaling"),
-        ("--vocab-size 99", "--vocab-size 99 contradicts .*: vocab_size 100"),
     ],
 )
 def test_flags_that_contradict_are_refused(flags: str, message: str, tmp_path: Path) -> None:
@@ -244,37 +228,23 @@ def test_prompts_get_the_tokenizer_of_the_folder(tmp_path: Path) -> None:
 
 REFUSED = [
     ({"architectures": ["GPT2LMHeadModel"]}, "the architecture GPT2LMHeadModel is not supported"),
-    ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
     ({"architectures": ["Qwen3ForCausalLM"]}, "model_type llama does not belong"),
-    ({"architectures": None, "model_type": "gemma"}, "of model_type gemma is not supported"),
     ({"architectures": "LlamaForCausalLM"}, "it must be a list of one name"),
     ({"auto_map": {"AutoModel": "x"}}, "auto_map"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
     ({"attention_bias": True}, "attention_bias true is not supported for LlamaForCausalLM"),
-    ({"mlp_bias": True}, "mlp_bias true is not supported"),
-    ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported"),
-    ({"pretraining_tp": 2}, "pretraining_tp 2 is not supported"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
     ({"head_dim": 15}, "head size 15 is odd"),
     ({"num_attention_heads": 5}, "num_attention_heads 5 is not divisible by num_key_value_heads 2"),
-    ({"hidden_size": 66}, "hidden_size 66 is not divisible"),
     ({"hidden_size": None}, "hidden_size is null"),
-    ({"num_hidden_layers": True}, "num_hidden_layers is true; it must be a whole number"),
     ({"vocab_size": 32e3}, "vocab_size is 32000.0; it must be a whole number"),
-    ({"rms_norm_eps": "1e-5"}, 'rms_norm_eps is "1e-5"; it must be a number'),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings is .* must be true or false"),
-    ({"rope_theta": -1}, "rope_theta is -1"),
-    ({"rope_scaling": []}, "rope_scaling is .*; it must be an object"),
     ({"rope_scaling": {"factor": 2.0}}, "rope_type is missing"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic is not supported"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type longrope is not supported"),
-    ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor is 0"),
     ({"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2}}, "rope_type linear and type yarn differ"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "mrope_section": [1]}}, "mrope_section is not supported"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "truncate": 1}}, "truncate is 1; it must be true or false"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor is missing"),
     (
         {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
         "low_freq_factor 4 must be below high_freq_factor 4",
@@ -309,48 +279,22 @@ def test_experts_that_are_not_supported_are_refused() -> None:
             model_settings(config | change)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("", "not JSON"), ("{", "not JSON"), ("[1]", "holds a list"), ("null", "holds a NoneType"), ("[" * 99999, "JSON")],
-)
-def test_broken_files(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=message) as caught:
-        read_hf_config(folder_of(tmp_path / "model", text))
-    assert "\n" not in str(caught.value)
+def test_broken_files(tmp_path: Path) -> None:
+    for text, message in (("{", "not JSON"), ("[1]", "holds a list"), ("[" * 99999, "JSON")):
+        with pytest.raises(InputError, match=message) as caught:
+            read_hf_config(folder_of(tmp_path / "model", text))
+        assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match="no such folder"):
         settings_from_hf(tmp_path / "none", {})
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "model" / "config.json").unlink()
     with pytest.raises(InputError, match="no such file; give"):
-        settings_from_hf(tmp_path / "empty", {})
-    (tmp_path / "bytes").mkdir()
-    (tmp_path / "bytes" / "config.json").write_bytes(b"\xff\xfe\x00{")
-    with pytest.raises(InputError, match="not JSON"):
-        read_hf_config(tmp_path / "bytes")
+        settings_from_hf(tmp_path / "model", {})
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_fuzzed_configurations_end_in_settings_or_one_line(seed: int, tmp_path: Path) -> None:
     generator = seed_all(seed)
-    strange = [
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        7,
-        2.5,
-        1e400,
-        float("nan"),
-        "",
-        "silu",
-        "8",
-        [],
-        [1],
-        {},
-        {"a": {}},
-        10**30,
-    ]
+    strange = [None, True, 0, -1, 7, 2.5, 1e400, float("nan"), "", "silu", [], [1], {}, {"a": {}}, 10**30]
     names = sorted(file.stem for file in FIXTURES.glob("*.json"))
     accepted, messages = 0, []
     for _ in range(400):

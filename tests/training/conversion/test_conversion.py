@@ -24,11 +24,11 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_weights
 from megatron_dta.training.checkpoint.writer import CheckpointWrite
+from megatron_dta.training.huggingface import convert
 from megatron_dta.training.huggingface import files as safetensors_files
 from megatron_dta.training.huggingface.mappings import ModelShape, parameters_of, tensors_of
 from megatron_dta.training.huggingface.parameters import Sharding
 from megatron_dta.training.huggingface.weights import HfWeights
-from megatron_dta.training.weights import convert
 
 
 @pytest.fixture(scope="module", params=CASES)

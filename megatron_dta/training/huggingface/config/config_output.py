@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -126,12 +125,8 @@ def model_from_settings(settings: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_template(folder: Path, config: dict[str, Any], tokenizer: str | None) -> None:
-    """Write the files that accompany the weights: config.json and, if there is a tokenizer, its files.
-
-    Their modification times are fixed, so that an export that was killed recognizes them.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """Write the files that accompany the weights: config.json and, if there is a tokenizer, its files."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         given = Path(tokenizer)
@@ -141,8 +136,6 @@ def write_template(folder: Path, config: dict[str, Any], tokenizer: str | None) 
         for name in names:
             if (beside / name).is_file():
                 shutil.copyfile(beside / name, folder / name)
-    for path in folder.iterdir():
-        os.utime(path, (0, 0))
 
 
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
