@@ -197,24 +197,21 @@ def test_training_starts_from_and_leaves_a_checkpoint(run_folder: Path, tmp_path
 
 
 def fail_to_save(rank: int, command: str) -> str:
-    """The first rank's disk is full after a few tensors; what every rank says."""
-    import itertools
+    """The first rank's disk is full after a file; what every rank says."""
     import os
     from unittest import mock
 
     from megatron_dta.common.console import Console
+    from megatron_dta.training.huggingface import folder
     from megatron_dta.wiring.setup import build_trainer
 
     os.environ["WORLD_SIZE"] = "2"
     trainer = build_trainer(parse_arguments(command.split()), Console(file=io.StringIO()))
-    write, calls = os.pwrite, itertools.count()
-
-    def pwrite(*arguments: Any) -> int:
-        if rank == 0 and next(calls) > 9:
-            raise OSError(28, "No space left on device")
-        return write(*arguments)
-
-    with mock.patch.object(os, "pwrite", pwrite), pytest.raises(InputError) as caught:
+    full = OSError(28, "No space left on device")
+    with (
+        mock.patch.object(folder, "write_file", side_effect=[None, full] if rank == 0 else None),
+        pytest.raises(InputError) as caught,
+    ):
         trainer.run()
     return str(caught.value)
 
