@@ -44,7 +44,7 @@ from dta_kernels.tree_attention.config import TreeAttentionConfig, default_confi
 from dta_kernels.tree_attention.plan import AttentionShape
 from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.core.common.errors import InputError, run_entry_point
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import build_prefix_tree
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -47,7 +47,7 @@ from common.profile import profile_step
 from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.core.common.errors import InputError, run_entry_point
-from megatron_dta.core.model import current_mesh
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.tensor_sum import tensor_sum
 from megatron_dta.sampling.in_process.engine import InProcessEngine
 from megatron_dta.sampling.interface import GenerationRequest, generate

@@ -41,7 +41,7 @@ from megatron_dta.core.config import ModelConfig, ParallelConfig, TreeConfig
 from megatron_dta.core.engine import StepResult
 from megatron_dta.core.planning.pipeline.timeline import timeline_span, timeline_utilisation
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.training.autotune import Autotuner, measure_gpu
 from megatron_dta.training.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from megatron_dta.training.config.derived.device_queues import set_device_queues

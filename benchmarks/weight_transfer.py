@@ -40,7 +40,8 @@ from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.http.replies import parse_json
 from megatron_dta.core.common.errors import InputError, run_entry_point
 from megatron_dta.core.config import ModelConfig
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.servers.engine import HttpEngine
 from megatron_dta.extras.servers.http_client import Server
 from megatron_dta.extras.servers.vllm import VllmProtocol

@@ -19,10 +19,12 @@ from torch import Tensor
 from megatron_dta.core.common.errors import run_entry_point
 from megatron_dta.core.config import ModelConfig, TreeConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel
-from megatron_dta.core.objectives import LossFields, Objective, TokenLosses, group_advantages
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.objectives.advantages import group_advantages
+from megatron_dta.core.objectives.fields import LossFields, Objective, TokenLosses
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 
 EXAMPLE = Path(__file__).with_name("rollouts.example.jsonl")
 

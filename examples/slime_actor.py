@@ -21,8 +21,10 @@ from torch import Tensor
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.engine import TreeEngine
-from megatron_dta.core.model import Model, build_model, current_mesh, initialize_parallel
-from megatron_dta.core.objectives import SequenceLoss
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
+from megatron_dta.core.model.parallel.staged_model import Model
+from megatron_dta.core.objectives.fields import SequenceLoss
 from megatron_dta.integrations.build import build_tree_engine
 from megatron_dta.integrations.plans import Planner, RowPlan
 from megatron_dta.integrations.rows import Row

@@ -13,7 +13,9 @@ import torch
 from common.bandwidth import measured_bandwidth
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig
-from megatron_dta.core.model import Model, build_model, current_mesh, initialize_parallel
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
+from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.named import SHAPES
 from megatron_dta.sampling.in_process.cache_size import state_bytes

@@ -22,8 +22,9 @@ from megatron_dta.core.config.checks.experts import check_experts
 from megatron_dta.core.config.checks.mesh import check_context_parallel, check_tensor_parallel, check_world_size
 from megatron_dta.core.engine import StepPart, StepResult, TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.core.engine.cost_inputs import why_not_predicted
-from megatron_dta.core.model import build_model, initialize_parallel, training_mesh
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel, training_mesh
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.objectives.weights import count_trained
 from megatron_dta.core.planning.costs.memory_budget import GIB, MemoryBudget
 from megatron_dta.core.planning.step.passes import stage_peak_bytes

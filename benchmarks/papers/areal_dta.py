@@ -36,8 +36,8 @@ from common.training_step import StepTimer
 from megatron_dta.common.command_line import check_at_least
 from megatron_dta.core.common.errors import InputError, run_entry_point
 from megatron_dta.core.config import ParallelConfig
-from megatron_dta.core.planning import CostModel
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.planning.costs.model import CostModel
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.training.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from papers.areal_parts import balance, notes, orders, rivals, steps
 from papers.areal_parts.workload import RolloutSet, generated_set, load_set

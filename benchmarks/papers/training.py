@@ -17,8 +17,8 @@ from megatron_dta.core.common.quiet import quieten_libraries
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import Rollout
 from megatron_dta.core.rollouts.paths import decoded_tokens
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.data.step import StepSamples
 from megatron_dta.training.loop import Trainer

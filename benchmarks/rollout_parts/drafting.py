@@ -24,7 +24,7 @@ from common.bandwidth import synchronize
 from common.engine import Setup, build_engine, check_arguments, counts_since, warm_up
 from common.forced_engine import FixedDrafting, ForcedEngine, WaveTime
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.sampling.in_process.drafting import Drafting
 from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
 from megatron_dta.sampling.interface import GenerationRequest, generate

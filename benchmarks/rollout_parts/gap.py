@@ -18,7 +18,7 @@ import torch
 from common.engine import Setup, build_engine, build_setup, check_arguments
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import Model
+from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_dta.core.model import current_mesh
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.sampling.in_process.engine import InProcessEngine
 
 

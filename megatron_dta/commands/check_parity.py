@@ -21,10 +21,11 @@ from megatron_dta.common.command_line import CommandLineParser, add_sample_granu
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, TreeConfig
-from megatron_dta.core.model import build_model, initialize_parallel
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.shapes.moe_layers import parse_linear_attention_freq
 from megatron_dta.extras.parity import (
     Outcome,

@@ -42,10 +42,11 @@ from megatron_dta.core.common.files import replacing
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.core.config.checks.transformer_engine import check_fp8, check_fp8_support, check_transformer_impl
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, current_mesh, initialize_parallel
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.extras.parity.outcome import Outcome
 from megatron_dta.extras.parity.precision import PrecisionReport, report_precision
 from megatron_dta.training.config.derived.benchmark_model import MODELS, benchmark_model

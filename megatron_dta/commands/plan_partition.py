@@ -32,7 +32,8 @@ from megatron_dta.core.planning.partition.divide import Partition, least_slowest
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
 from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
-from megatron_dta.core.rollouts import Rollout, load_chosen_rollouts
+from megatron_dta.core.rollouts.load import load_chosen_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.tree import PrefixTree, build_prefix_tree
 from megatron_dta.extras.capacity.predicted_costs import add_cost_flags, read_costs
 from megatron_dta.extras.expert_parallel.planning.group_step import GroupStep

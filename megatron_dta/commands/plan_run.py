@@ -24,7 +24,7 @@ import numpy as np
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.partition.divide import trained_parts
-from megatron_dta.core.rollouts import load_chosen_rollouts
+from megatron_dta.core.rollouts.load import load_chosen_rollouts
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.named import SHAPES
 from megatron_dta.core.shapes.run_mesh import RunMesh

@@ -34,7 +34,7 @@ from rich.table import Table
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.sampling.speculation.budgets import BUDGETS
 from megatron_dta.sampling.speculation.drafter import DrafterParams
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.training.config.checks.all import check_config
 from megatron_dta.training.megatron_args import ENGINE, MESH, TASK, ToolFlags, passed_over
 
@@ -50,7 +50,7 @@ def main() -> None:
         raise InputError("--load is missing: the folder of the checkpoint to sample from")
 
     # Megatron takes seconds to import, so flags are checked first.
-    from megatron_dta.core.model import current_mesh
+    from megatron_dta.core.model.parallel.mesh import current_mesh
     from megatron_dta.sampling.task import build_task
     from megatron_dta.training.checkpoint.files import required_checkpoint
     from megatron_dta.training.data.template_date import with_date_of

@@ -42,7 +42,7 @@ from megatron_dta.core.planning.plan_step import plan_step
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget, attention_pairs
 from megatron_dta.core.planning.step.plan import StepPlan
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import load_chosen_rollouts
+from megatron_dta.core.rollouts.load import load_chosen_rollouts
 from megatron_dta.extras.capacity.predicted_costs import SHAPE, add_cost_flags, read_costs
 
 

@@ -26,7 +26,7 @@ from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.training.huggingface.config.config import architecture, read_hf_config, settings_from_hf
 from megatron_dta.training.huggingface.files import carried_text, weight_map_of
 
@@ -67,7 +67,8 @@ def main() -> int:
     config = read_hf_config(arguments.hf_checkpoint)
     family = architecture(config, f"{arguments.hf_checkpoint}/config.json")
     # Megatron takes seconds to import, so the command line is checked first.
-    from megatron_dta.core.model import build_model, initialize_parallel
+    from megatron_dta.core.model.build import build_model
+    from megatron_dta.core.model.parallel.mesh import initialize_parallel
     from megatron_dta.extras.parity.huggingface import load_huggingface, to_huggingface, train_padding
     from megatron_dta.extras.parity.one_step import differences, step_huggingface, step_ours
     from megatron_dta.training.checkpoint.files import required_checkpoint

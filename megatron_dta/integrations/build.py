@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from megatron_dta.core.engine import TreeEngine
-from megatron_dta.core.model import Model, current_mesh
+from megatron_dta.core.model.parallel.mesh import current_mesh
+from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.extras.kv_offload.copy_speed import check_copies
 from megatron_dta.training.autotune import Autotuner, build_autotuner
 from megatron_dta.training.config import TrainConfig

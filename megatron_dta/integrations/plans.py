@@ -12,7 +12,7 @@ import torch
 
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.engine import StepPart, TreeBatch, TreeEngine, prepare_batch
-from megatron_dta.core.objectives import count_trained
+from megatron_dta.core.objectives.weights import count_trained
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.integrations.rows import Row
 from megatron_dta.training.autotune import Autotuner

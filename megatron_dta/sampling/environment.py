@@ -41,7 +41,7 @@ from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.tool_environment import ToolEnvironment
 
 if TYPE_CHECKING:
-    from megatron_dta.core.model import Mesh
+    from megatron_dta.core.model.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from megatron_dta.common.keyed_random import Domain
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import Rollout
 from megatron_dta.core.rollouts.batch_source import RolloutError
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.interface import (
     ENGINE_COUNTS,
     FinishReason,

@@ -15,8 +15,9 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from megatron_dta.core.config.model import without_lora
 from megatron_dta.core.engine import TreeBatch, TreeEngine
-from megatron_dta.core.model import Model, build_model
-from megatron_dta.core.objectives import make_value_objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.staged_model import Model
+from megatron_dta.core.objectives.registry import make_value_objective
 from megatron_dta.core.objectives.value import explained_variance
 from megatron_dta.training.checkpoint.files import required_checkpoint
 from megatron_dta.training.checkpoint.frozen_base import base_part

@@ -27,8 +27,8 @@ import torch
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.engine import StepResult, TreeBatch, TreeEngine
-from megatron_dta.core.model import Model
-from megatron_dta.core.objectives import Objective
+from megatron_dta.core.model.parallel.staged_model import Model
+from megatron_dta.core.objectives.fields import Objective
 from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.core.rollouts.paths import decoded_tokens
 from megatron_dta.training.autotune import Autotuner

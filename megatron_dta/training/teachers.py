@@ -27,9 +27,9 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, TreeConfig
 from megatron_dta.core.engine import TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.core.engine.teacher_pass import TeacherTarget
-from megatron_dta.core.model import Head
+from megatron_dta.core.model.kernel_types import Head
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.config import DistillationConfig, TrainConfig
 from megatron_dta.training.config.distillation import is_address
 from megatron_dta.training.huggingface.config.config import settings_from_hf

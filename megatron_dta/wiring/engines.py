@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import Model
+from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.extras.servers.engine import HttpEngine
 from megatron_dta.extras.servers.http_client import HttpClient, HttpSettings, checked_urls
 from megatron_dta.extras.servers.routing import RoutingShape

@@ -18,10 +18,13 @@ from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config.model import without_lora
 from megatron_dta.core.engine import TreeEngine
-from megatron_dta.core.model import Model, build_model, current_mesh, initialize_parallel
-from megatron_dta.core.objectives import Objective, make_objective
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
+from megatron_dta.core.model.parallel.staged_model import Model
+from megatron_dta.core.objectives.fields import Objective
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.rollouts.batch_source import Evaluation
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.kv_offload.copy_speed import check_copies, copy_rate
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.task import SamplingTask, build_task
@@ -39,13 +42,11 @@ from megatron_dta.training.checkpoint.save_load import (
     save_base,
     save_weights,
 )
-from megatron_dta.training.config import LoggingConfig, TrainConfig
+from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.config.checks.optimizer_states import check_state_support
-from megatron_dta.training.config.train import settings_by_flag
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.critic import Critic, build_critic_model
 from megatron_dta.training.data.prepare import SamplePreparation
-from megatron_dta.training.data.saved_rollouts import RolloutFiles
 from megatron_dta.training.data.stored import (
     StoredEvaluation,
     StoredRollouts,
@@ -59,14 +60,20 @@ from megatron_dta.training.data.stored import (
 from megatron_dta.training.data.template_date import with_template_date
 from megatron_dta.training.huggingface.save import check_save_hf, load_hf
 from megatron_dta.training.loop import Progress, Trainer
-from megatron_dta.training.monitor.metrics import MetricsLog, check_loggers, lost_records, write_settings
-from megatron_dta.training.monitor.rollout_samples import RolloutSamples
+from megatron_dta.training.monitor.metrics import check_loggers, lost_records
 from megatron_dta.training.monitor.run_description import BuiltRun, describe_run, parameter_counts
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 from megatron_dta.training.teachers import Teachers
 from megatron_dta.training.weights.reference import Reference
 from megatron_dta.wiring.engines import listed_servers
-from megatron_dta.wiring.sources import build_sampled_data, steps_per_rollout_batch
+from megatron_dta.wiring.outputs import (
+    metrics_path,
+    open_metrics,
+    open_rollout_files,
+    open_rollout_samples,
+    tokenizer_of,
+)
+from megatron_dta.wiring.sources import build_sampled_data
 from megatron_dta.wiring.teachers import build_teachers
 
 
@@ -147,13 +154,13 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         tuner=tuner,
         preparation=SamplePreparation(config, objective, engine, passes, critic and critic.engine, teachers),
         evaluations=evaluations,
-        metrics=_open_metrics(config, kept_metrics),
+        metrics=open_metrics(config, kept_metrics),
         progress=progress,
         console=console,
         critic=critic,
         teachers=teachers,
-        rollout_files=_rollout_files(config, task),
-        rollout_samples=_rollout_samples(config, task, console),
+        rollout_files=open_rollout_files(config, task),
+        rollout_samples=open_rollout_samples(config, task, console),
         resumed=start is not None and resumes,
         end_id=task.tokenizer.eos_id if task is not None else stored_end(config),
         saved_iteration=progress.iteration if own else None,
@@ -206,7 +213,7 @@ def _description(
     mesh, part = current_mesh(), next(optimizer.chunks[0].parameters())
     counts = parameter_counts(optimizer.chunks, mesh, config)
     rollouts = stored.rollouts if stored is not None else []
-    named, metrics = _tokenizer(config, task), metrics_path(config)
+    named, metrics = tokenizer_of(config, task), metrics_path(config)
     built = BuiltRun(config, mesh, part.device, *counts, constant, task, named, rollouts, metrics, decided)
     return [f"{name:<12} {text}" for name, text in describe_run(built)]
 
@@ -239,49 +246,6 @@ def build_loaded_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Pa
     else:
         load_hf(config, model)
     return model
-
-
-def metrics_path(config: TrainConfig) -> Path | None:
-    """The path of the run's metrics file; None if neither --metrics-file nor --save is given."""
-    if config.logging.metrics_file is not None:
-        return Path(config.logging.metrics_file)
-    return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save is not None else None
-
-
-def _open_metrics(config: TrainConfig, iteration: int) -> MetricsLog:
-    """Open the metrics log. All processes have the same metrics; rank 0 writes them and the settings file."""
-    if current_mesh().rank != 0:
-        return MetricsLog(None, LoggingConfig(), iteration)
-    if config.checkpoint.save is not None:
-        write_settings(config.checkpoint.save, settings_by_flag(config))
-    return MetricsLog(metrics_path(config), config.logging, iteration, settings_by_flag(config))
-
-
-def _tokenizer(config: TrainConfig, task: SamplingTask | None) -> Tokenizer | None:
-    """The tokenizer that decodes rollouts for files and for the console."""
-    return task.tokenizer if task is not None else stored_tokenizer(config)
-
-
-def _rollout_files(config: TrainConfig, task: SamplingTask | None) -> RolloutFiles | None:
-    """The writer of rollout files on rank 0; None on other ranks, which have the same samples, or if it is off."""
-    folder, interval = config.checkpoint.save, config.logging.save_rollouts_interval
-    if folder is None or interval is None or current_mesh().rank != 0:
-        return None
-    return RolloutFiles(folder, interval, config.logging.save_rollouts_groups, _tokenizer(config, task))
-
-
-def _rollout_samples(config: TrainConfig, task: SamplingTask | None, console: Console) -> RolloutSamples | None:
-    """The printer of sample rollouts on rank 0; None on other ranks, which have the same samples, or if it is off."""
-    count = config.logging.log_rollout_samples
-    if not count or current_mesh().rank != 0:
-        return None
-    return RolloutSamples(
-        count,
-        config.logging.log_interval,
-        steps_per_rollout_batch(config),
-        _tokenizer(config, task),
-        lambda line: console.print(line, soft_wrap=True),
-    )
 
 
 def with_known_sizes(config: TrainConfig, task: SamplingTask | None) -> TrainConfig:

@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from megatron_dta.core.model import Model, current_mesh
+from megatron_dta.core.model.parallel.mesh import current_mesh
+from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutSource, SampledSource
 from megatron_dta.extras.agents.service import AgentService
 from megatron_dta.extras.agents.source import AgentEvaluation, AgentSource

@@ -8,7 +8,7 @@ import torch
 
 from megatron_dta.common.http.session import Limits
 from megatron_dta.core.engine import TreeEngine
-from megatron_dta.core.model import build_model
+from megatron_dta.core.model.build import build_model
 from megatron_dta.extras.teachers.remote import RemoteTeacher
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.config.distillation import is_address

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from megatron_dta.core.config import ModelConfig
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_dta.training.config import OptimizationConfig, TrainConfig
 from megatron_dta.training.optimizer.build import TrainingOptimizer

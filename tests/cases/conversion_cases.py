@@ -151,8 +151,8 @@ def stock_model(folder: Path, **mesh: int) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from megatron_dta.core.model import initialize_parallel
     from megatron_dta.core.model.build import build_stock_model, model_arguments, transformer_config
+    from megatron_dta.core.model.parallel.mesh import initialize_parallel
 
     config, settings = dense_config(folder), settings_of(folder)
     device = initialize_parallel(0) if not mesh else torch.device("cpu")

@@ -8,7 +8,8 @@ import numpy as np
 
 from conftest import REPOSITORY, seed_all
 from forked import run_python
-from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 
 
 def hf_rollouts(path: Path, seed: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_dta.core.config import ModelConfig
-from megatron_dta.core.model import build_stock_model
+from megatron_dta.core.model.build import build_stock_model
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.parity import random_training_samples
 from megatron_dta.extras.parity.plain_router import PlainRouter

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_dta.common.console import Console
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.servers.http_client import HttpSettings
 from megatron_dta.sampling.sources.rank0_source import unpack_rollout
 from megatron_dta.training.arguments import parse_arguments

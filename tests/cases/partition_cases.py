@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from megatron_dta.core.planning import CostModel
+from megatron_dta.core.planning.costs.model import CostModel
 
 # Whole numbers, and segments that cost nothing: costs are exact and ties are ties.
 WHOLE_COSTS = CostModel(5, 1, 3, 0, 1)

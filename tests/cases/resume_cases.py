@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from megatron.core import dist_checkpointing
 
-from megatron_dta.core.model import initialize_parallel
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.training.checkpoint.files import find_checkpoint
 
 # Draws from the two global generators that a user's function may use: they are part of what a checkpoint restores.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_dta.core.rollouts import FIELD_NAMES, Rollout
+from megatron_dta.core.rollouts.record import FIELD_NAMES, Rollout
 
 # Two sequences of 4 and 3 tokens, with two turns and one.
 GOOD_NPZ = {

@@ -11,7 +11,9 @@ import torch
 
 from megatron_dta.common.keyed_random import keyed_uniform
 from megatron_dta.core.config import ModelConfig
-from megatron_dta.core.model import AttentionContext, build_model, initialize_parallel
+from megatron_dta.core.model.attention.context import AttentionContext
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEngine
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult
 from megatron_dta.sampling.interface import generate as generate_with

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dta.common.console import Console
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.loop import Trainer
 from megatron_dta.wiring.setup import build_trainer

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, TreeConfig
-from megatron_dta.core.model import build_model, initialize_parallel
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.extras.parity import random_training_samples
 
 VOCABULARY = 7

@@ -16,7 +16,7 @@ from fused_layers_cases import fused
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.engine import StepPart, TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model
+from megatron_dta.core.model.build import build_model
 from megatron_dta.core.objectives.weights import count_trained
 from megatron_dta.core.planning.costs.gpus import gpu_named, least_offload_tokens
 from megatron_dta.core.planning.costs.kv_offload import layers_on_device, layers_on_host

@@ -13,8 +13,8 @@ from megatron.core.extensions import transformer_engine
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.config.checks.transformer_engine import check_fp8, check_fp8_support
-from megatron_dta.core.model import build_model, initialize_parallel
-from megatron_dta.core.model.build import block_spec
+from megatron_dta.core.model.build import block_spec, build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.transformer_engine import layers as transformer_engine_layers
 from megatron_dta.extras.transformer_engine.layers import TreeTELinear, weights_quantized_once
 from megatron_dta.training.arguments import parse_arguments

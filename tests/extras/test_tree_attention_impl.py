@@ -10,8 +10,7 @@ from conftest import seed_all
 from dta_kernels.tree_attention import reference
 from dta_kernels.tree_attention.plan import AttentionShape, plan_tree_attention
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import SegmentAttentionPlans, choose_attention
-from megatron_dta.core.model.attention.segment_attention import key_ends
+from megatron_dta.core.model.attention.segment_attention import SegmentAttentionPlans, choose_attention, key_ends
 from megatron_dta.core.planning.plan_step import plan_step
 from megatron_dta.core.planning.step.passes import StepBudget
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_tree

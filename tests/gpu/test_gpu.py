@@ -8,7 +8,8 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from precision import tree_over_dense
 from tree_engine_cases import (

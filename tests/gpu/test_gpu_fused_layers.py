@@ -29,7 +29,8 @@ from fused_layer_cases import (
 from fused_layers_cases import layer_bytes, segment_context
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_tree
 from megatron_dta.training.constant_memory import constant_bytes

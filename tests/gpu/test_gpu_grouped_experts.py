@@ -21,9 +21,10 @@ from grouped_rows import grouped_rows
 from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, no_waiting
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig
 from megatron_dta.core.engine import prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.experts.expert_rows import expert_rows
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.extras.parity import random_training_samples
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import QWEN3, branching_sequences, model_config, tree_config, weights_of

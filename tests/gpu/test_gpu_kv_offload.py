@@ -7,7 +7,8 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.kv_offload.copy_speed import copy_rate
 from megatron_dta.extras.parity import random_training_samples
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config

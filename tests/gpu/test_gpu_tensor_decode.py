@@ -35,7 +35,7 @@ def term(rank: int, count: int, dtype: torch.dtype, turn: int) -> torch.Tensor:
 
 
 def sums_on_rank(rank: int, _: Any) -> dict[str, Any]:
-    from megatron_dta.core.model import initialize_parallel
+    from megatron_dta.core.model.parallel.mesh import initialize_parallel
     from megatron_dta.core.model.parallel.tensor_sum import tensor_sum
 
     initialize_parallel(5, TENSOR)

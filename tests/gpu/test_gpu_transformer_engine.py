@@ -17,8 +17,10 @@ from fp8_twin import compute_in_fp8
 from lora_cases import is_adapter, lora_weights
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel
-from megatron_dta.core.objectives import Objective, make_objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.objectives.fields import Objective
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.parity import Outcome, random_training_samples
 from megatron_dta.extras.parity.precision import report_precision

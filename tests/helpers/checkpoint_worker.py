@@ -46,7 +46,8 @@ class Rank:
     """One rank's part of a run."""
 
     def __init__(self, stretch: Stretch) -> None:
-        from megatron_dta.core.model import build_model, current_mesh, destroy_parallel, initialize_parallel
+        from megatron_dta.core.model.build import build_model
+        from megatron_dta.core.model.parallel.mesh import current_mesh, destroy_parallel, initialize_parallel
         from megatron_dta.training.checkpoint.random_state import seed_random_states
         from megatron_dta.training.optimizer.build import TrainingOptimizer
 

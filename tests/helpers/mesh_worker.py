@@ -199,7 +199,7 @@ def _process(
 
 def run_cases(rank: int, cases: dict[str, MeshCase]) -> dict[str, RankResult]:
     """Every case, those of one mesh together: it is made anew where its sizes change."""
-    from megatron_dta.core.model import destroy_parallel
+    from megatron_dta.core.model.parallel.mesh import destroy_parallel
 
     by_sizes: dict[tuple, dict[str, MeshCase]] = {}
     for name, case in cases.items():
@@ -253,7 +253,7 @@ def copy_shards(
     """Give the model the rank's shards of the whole ``weights``, biases of experts included; ``own`` are shards."""
     from megatron.core import parallel_state
 
-    from megatron_dta.core.model import current_mesh
+    from megatron_dta.core.model.parallel.mesh import current_mesh
     from weight_shards import shard_weights
 
     mesh = current_mesh()
@@ -272,8 +272,9 @@ def _run_case(case: MeshCase) -> RankResult:
 
     from megatron_dta.core.config import ObjectiveConfig
     from megatron_dta.core.engine import StepPart, TreeEngine, cost_inputs, prepare_batch
-    from megatron_dta.core.model import build_model, initialize_parallel, training_mesh
-    from megatron_dta.core.objectives import make_objective
+    from megatron_dta.core.model.build import build_model
+    from megatron_dta.core.model.parallel.mesh import initialize_parallel, training_mesh
+    from megatron_dta.core.objectives.registry import make_objective
     from megatron_dta.core.objectives.weights import count_trained
     from megatron_dta.training.config import OptimizationConfig
     from megatron_dta.training.optimizer.build import TrainingOptimizer
@@ -334,8 +335,9 @@ def count_collectives(rank: int, case: MeshCase) -> tuple[int, int, dict[str, in
 
     from megatron_dta.core.config import ObjectiveConfig
     from megatron_dta.core.engine import TreeEngine, prepare_batch
-    from megatron_dta.core.model import build_model, initialize_parallel
-    from megatron_dta.core.objectives import make_objective
+    from megatron_dta.core.model.build import build_model
+    from megatron_dta.core.model.parallel.mesh import initialize_parallel
+    from megatron_dta.core.objectives.registry import make_objective
     from megatron_dta.training.optimizer.build import data_parallel_chunks
 
     counts: dict[str, int] = {}

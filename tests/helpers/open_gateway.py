@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chat_folder import make_chat_folder
-from megatron_dta.core.model import current_mesh
-from megatron_dta.core.model.parallel.mesh import alone
+from megatron_dta.core.model.parallel.mesh import alone, current_mesh
 from megatron_dta.extras.agents.gateway.engine_loop import EngineLoop
 from megatron_dta.extras.agents.gateway.gateway import Gateway
 from megatron_dta.extras.agents.gateway.http.application import Administration, Application

@@ -12,7 +12,8 @@ from conftest import seed_all
 from hybrid_cases import spread
 from megatron_dta.core.config import ModelConfig, TreeConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.parity import random_training_samples
 from megatron_dta.training.config import OptimizationConfig
 from megatron_dta.training.optimizer.build import TrainingOptimizer

@@ -10,7 +10,7 @@ from make_reference import reference
 import megatron_dta
 from conftest import REPOSITORY, seed_all
 from forked import run_python
-from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.training.arguments import build_parser
 from megatron_dta.training.monitor.metric_names import METRICS, is_known
 from trainer_cases import make_rollouts, rows_of, run

@@ -17,7 +17,7 @@ from areal_cases import train_rank as train_rank
 from areal_standin import provide_areal
 from conversion_cases import save_huggingface, tensors_in
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import build_stock_model
+from megatron_dta.core.model.build import build_stock_model
 from megatron_dta.training.huggingface.save import load_hf
 from mesh_worker import run_on_ranks
 from objective_cases import largest_error

@@ -12,7 +12,7 @@ import torch
 
 from conversion_cases import save_huggingface, tensors_in
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import build_stock_model
+from megatron_dta.core.model.build import build_stock_model
 from megatron_dta.training.huggingface.save import load_hf
 from mesh_worker import run_on_ranks
 from objective_cases import largest_error

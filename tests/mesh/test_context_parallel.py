@@ -14,7 +14,7 @@ from fused_layers_cases import fused
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.config.checks.mesh import check_context_parallel, check_world_size
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.extras.parity import random_training_samples
 from mesh_cases import CUTS, FULL_RECOMPUTE, MeshSuite
 from mesh_worker import RankResult, run_cases, run_on_ranks

@@ -24,7 +24,7 @@ from conversion_cases import (
 )
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig
-from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.huggingface.weights import HfWeights
@@ -47,7 +47,8 @@ EXPERTS = [
 
 def on_mesh(rank: int, jobs: list[tuple[Path, ParallelConfig]]) -> list[dict[str, Any]]:
     """Load each folder ``hf``, and its conversion ``megatron``, on the mesh; then export."""
-    from megatron_dta.core.model import build_model, current_mesh, destroy_parallel, initialize_parallel
+    from megatron_dta.core.model.build import build_model
+    from megatron_dta.core.model.parallel.mesh import current_mesh, destroy_parallel, initialize_parallel
     from megatron_dta.training.checkpoint.save_load import load_weights, save_weights
 
     found = []
@@ -145,7 +146,7 @@ def train(rank: int, commands: list[str]) -> list[tuple[dict[str, torch.Tensor],
     import os
 
     from megatron_dta.common.console import Console
-    from megatron_dta.core.model import destroy_parallel
+    from megatron_dta.core.model.parallel.mesh import destroy_parallel
     from megatron_dta.training.huggingface.save import hf_weights
     from megatron_dta.wiring.setup import build_trainer
 

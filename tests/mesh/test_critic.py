@@ -13,8 +13,9 @@ import torch
 from conftest import seed_all
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.engine import StepPart, TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel
-from megatron_dta.core.objectives import make_value_objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.objectives.registry import make_value_objective
 from megatron_dta.extras.parity import random_training_samples
 from megatron_dta.extras.parity.plain_router import PlainRouter
 from mesh_worker import copy_shards, named_parameters, run_on_ranks
@@ -119,7 +120,7 @@ def test_a_sibling_changes_no_bit_of_a_value(dense):
 
 def on_mesh(rank: int, argument: tuple) -> dict[str, Any]:
     """Values, loss and gradients of this rank's samples and of its share of the model."""
-    from megatron_dta.core.model import current_mesh
+    from megatron_dta.core.model.parallel.mesh import current_mesh
     from megatron_dta.core.objectives.weights import count_trained
     from megatron_dta.training.config import OptimizationConfig
     from megatron_dta.training.optimizer.build import TrainingOptimizer

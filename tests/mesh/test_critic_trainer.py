@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
 from mesh_trainer_cases import EXPERTS, OWN, SHAPE, SHARDED, train_on_rank
 from mesh_worker import run_on_ranks
 from resume_cases import rows_without_timing

@@ -20,7 +20,8 @@ pytest.importorskip("starlette")
 
 from conftest import seed_all
 from forked import Program, run_python, run_ranks
-from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.teachers.array_message import pack
 
 MODEL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 13 --max-position-embeddings 64 --swiglu"

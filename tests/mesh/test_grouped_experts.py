@@ -19,10 +19,11 @@ from fused_layers_cases import fused
 from lora_cases import lora_config, lora_weights
 from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, distance
 from megatron_dta.core.config import ModelConfig, ParallelConfig
-from megatron_dta.core.model import build_model, build_stock_model, initialize_parallel
+from megatron_dta.core.model.build import build_model, build_stock_model
 from megatron_dta.core.model.experts.expert_rows import expert_rows
 from megatron_dta.core.model.experts.grouped_experts import GroupedExperts
 from megatron_dta.core.model.experts.weights import SameOnEveryMesh
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from megatron_dta.training.huggingface.mappings import ModelShape
 from megatron_dta.training.huggingface.weights import HfWeights

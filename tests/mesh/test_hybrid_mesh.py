@@ -9,7 +9,7 @@ from conftest import rollout_file, seed_all
 from hybrid_cases import EXPERTS, HYBRID, spread
 from lora_cases import LORA, lora_weights
 from megatron_dta.core.config import ModelConfig, ParallelConfig
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.extras.parity import random_training_samples
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import RankResult

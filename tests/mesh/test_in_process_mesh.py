@@ -28,7 +28,8 @@ class MeshJob:
 
 
 def forest_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor], dict[str, MeshJob]]) -> dict:
-    from megatron_dta.core.model import build_model, current_mesh, destroy_parallel, initialize_parallel
+    from megatron_dta.core.model.build import build_model
+    from megatron_dta.core.model.parallel.mesh import current_mesh, destroy_parallel, initialize_parallel
 
     config, weights, jobs = argument
     found = {}

@@ -48,7 +48,8 @@ def _train(
     from megatron.core import dist_checkpointing
 
     from megatron_dta.core.engine import StepPart, TreeEngine, prepare_batch
-    from megatron_dta.core.model import build_model, current_mesh, destroy_parallel, initialize_parallel
+    from megatron_dta.core.model.build import build_model
+    from megatron_dta.core.model.parallel.mesh import current_mesh, destroy_parallel, initialize_parallel
     from megatron_dta.core.objectives.weights import count_trained
     from megatron_dta.extras.parity import random_training_samples
     from megatron_dta.training.optimizer.build import TrainingOptimizer

@@ -176,7 +176,8 @@ def sample_on_rank(
     rank: int, argument: tuple[ModelConfig, ParallelConfig, dict[str, torch.Tensor], list[list[int]]]
 ) -> list[Any]:
     """Responses to this data-parallel rank's share of sequences: (sequence, tokens, logprobs)."""
-    from megatron_dta.core.model import build_model, current_mesh, initialize_parallel
+    from megatron_dta.core.model.build import build_model
+    from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
     from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEngine
     from megatron_dta.sampling.interface import GenerationRequest, generate, phase
     from megatron_dta.sampling.params import SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.rollouts import load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
 from mesh_trainer_cases import EXPERTS, GRPO, SAMPLED, SP, STORED, _compare, train_on_rank
 from mesh_worker import run_on_ranks
 from resume_cases import rows_without_timing

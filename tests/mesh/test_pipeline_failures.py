@@ -75,7 +75,7 @@ def die_in_the_model(rank: int, case: MeshCase) -> None:
 
 def have_another_shape(rank: int, case: MeshCase) -> None:
     """The second rank's hidden states are wider."""
-    from megatron_dta.core.model import TreeGPTModel
+    from megatron_dta.core.model.tree_model import TreeGPTModel
 
     stage_shape = TreeGPTModel.stage_shape
 

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.core.planning.pipeline.timeline import WORK_KINDS, read_timeline
-from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
 from mesh_trainer_cases import GRPO, SHAPE, SHARDED, _compare, train_on_rank
 from mesh_worker import run_on_ranks
 from resume_cases import rows_without_timing

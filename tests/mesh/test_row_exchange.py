@@ -12,10 +12,11 @@ from conftest import seed_all
 from dta_kernels.experts import reference
 from expert_row_cases import ROW_ORDERS, check_row_order
 from megatron_dta.core.config import ParallelConfig
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.experts import expert_rows as rows_module
 from megatron_dta.core.model.experts.expert_rows import ToRows, ToTokens, expert_rows
 from megatron_dta.core.model.experts.routed_layer import TreeMoELayer
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.expert_parallel.row_exchange import RowExchange
 from mesh_worker import run_on_ranks
 from tree_attention_cases import poisoned_memory
@@ -79,7 +80,8 @@ def through(layer: TreeMoELayer, given: Given, rows_per_rank: int) -> list[Tenso
 
 def exchange(rank: int, meshes: dict[str, tuple[ParallelConfig, list[int]]]) -> dict[str, list[list[Tensor]]]:
     """What the layer makes of this rank's tokens, twice, and what it should; a mesh comes with each rank's number."""
-    from megatron_dta.core.model import build_model, destroy_parallel, initialize_parallel
+    from megatron_dta.core.model.build import build_model
+    from megatron_dta.core.model.parallel.mesh import destroy_parallel, initialize_parallel
 
     found = {}
     for number, (name, (parallel, tokens)) in enumerate(meshes.items()):

@@ -12,7 +12,7 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.sampling.config.speculation import SpeculationConfig
 from megatron_dta.sampling.degenerate import degenerate_length
 from megatron_dta.sampling.params import SamplingParams
@@ -180,7 +180,7 @@ def test_flags_without_effect(tmp_path: Path) -> None:
 def trained_samples(rank: int, job: tuple[str, bool]) -> list[tuple[str, list[int]]]:
     """What a rank's trees hold, after a run or as soon as it has loaded its checkpoint: (problem, text)."""
     from megatron_dta.common.console import Console
-    from megatron_dta.core.model import current_mesh
+    from megatron_dta.core.model.parallel.mesh import current_mesh
     from megatron_dta.training.arguments import parse_arguments
     from megatron_dta.wiring.setup import build_trainer
 

@@ -25,7 +25,7 @@ def terms(rank: int) -> list[torch.Tensor]:
 
 
 def sums_on_rank(rank: int, _: Any) -> dict[str, Any]:
-    from megatron_dta.core.model import destroy_parallel, initialize_parallel
+    from megatron_dta.core.model.parallel.mesh import destroy_parallel, initialize_parallel
 
     initialize_parallel(5, ParallelConfig(tensor_model_parallel_size=2))
     found = module.tensor_sum()
@@ -57,7 +57,7 @@ def test_sums_over_gloo(tmp_path):
 
 def peers_on_rank(rank: int, _: Any) -> dict[str, Any]:
     """Terms of the right size and type pass through the buffer; the kernel's place is taken by a sum of gloo."""
-    from megatron_dta.core.model import initialize_parallel
+    from megatron_dta.core.model.parallel.mesh import initialize_parallel
 
     calls = []
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dta.core.model import build_model, initialize_parallel
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.core.rollouts.batch_source import SampledSource
 from megatron_dta.core.rollouts.paths import decoded_tokens
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.sources.filters import OverSamplingSource
 from megatron_dta.sampling.task import build_task
 from megatron_dta.training.arguments import parse_arguments

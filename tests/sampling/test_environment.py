@@ -11,7 +11,8 @@ import pytest
 
 from blank_tokenizer import blank_tokenizer
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.core.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.config import EnvironmentConfig
 from megatron_dta.sampling.environment import EnvironmentRunner, load_environment

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.rollouts.rows import field_names, read_rows
 from megatron_dta.sampling.prompts.text_rollouts import holds_text
 

@@ -12,8 +12,9 @@ import torch
 from forked import run_python
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
-from megatron_dta.core.model import build_model, initialize_parallel
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.sampling.config import SamplingConfig
 from megatron_dta.sampling.prompts.arithmetic import ArithmeticTask
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer

@@ -12,9 +12,12 @@ import pytest
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ObjectiveConfig
 from megatron_dta.core.config.objective import ADVANTAGE_ESTIMATORS
-from megatron_dta.core.objectives import count_trained, estimate_advantages, loss_weights, sequence_weights
-from megatron_dta.core.rollouts import Rollout, cut_length, load_rollouts, write_rollouts
+from megatron_dta.core.objectives.advantages import estimate_advantages, sequence_weights
+from megatron_dta.core.objectives.weights import count_trained, loss_weights
+from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
 from megatron_dta.core.rollouts.paths import decoded_tokens, tree_paths
+from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.core.rollouts.sample_granularity import cut_length
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler

@@ -20,7 +20,7 @@ import torch
 import vllm_process
 from conftest import seed_all
 from megatron_dta.common.console import Console
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.loop import Trainer
 from megatron_dta.wiring import engines as build

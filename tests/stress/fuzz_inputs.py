@@ -37,7 +37,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from megatron_dta.training.arguments import build_parser, parse_arguments
 from megatron_dta.core.common.errors import InputError, one_line
 from megatron_dta.core.objectives.advantages import group_advantages
-from megatron_dta.core.rollouts import Rollout, load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
 from megatron_dta.sampling.prompts.load import PromptReader
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
 from megatron_dta.sampling.rewards.scoring import Response, Scorer

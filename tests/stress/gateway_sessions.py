@@ -34,8 +34,9 @@ import numpy as np
 import torch
 
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
-from megatron_dta.core.model import build_stock_model, initialize_parallel
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.model.build import build_stock_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.extras.parity.references import run_stock
 from megatron_dta.extras.parity.tree_run import run_tree
 from megatron_dta.core.planning.step.sample import TrainingSample

@@ -15,7 +15,7 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.engine import TreeEngine
 from megatron_dta.core.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
 from megatron_dta.core.planning.costs.memory_budget import GIB
-from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.autotune import Autotuner, GpuMemory, decides_memory
 from megatron_dta.training.loop import Trainer

@@ -17,7 +17,8 @@ from conversion_cases import DENSE as CONVERTED
 from conversion_cases import architecture_in, dense_config, save_huggingface, shape_of
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.model import build as provider
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.training.huggingface.weights import HfWeights
 
 DENSE = ModelConfig(

@@ -18,7 +18,7 @@ from checkpoint_cases import MODEL, RATES, Run
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
-from megatron_dta.core.model import build_model
+from megatron_dta.core.model.build import build_model
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.training.checkpoint import save_load as checkpoint
 from megatron_dta.training.checkpoint import writer as checkpoint_writer

@@ -14,7 +14,7 @@ from conversion_cases import HYBRIDS, QUIET, save_huggingface, tensors_in, to_hu
 from hybrid_cases import FLAGS
 from lora_training_cases import convert
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.config.checks.all import check_config

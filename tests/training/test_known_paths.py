@@ -9,9 +9,9 @@ import pytest
 
 from megatron_dta.core.config import ObjectiveConfig, TreeConfig
 from megatron_dta.core.engine import prepare_batch
-from megatron_dta.core.objectives import make_objective
-from megatron_dta.core.rollouts import cut_length
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.rollouts.paths import tree_paths
+from megatron_dta.core.rollouts.sample_granularity import cut_length
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.core.tree.known_paths import KnownPath, build_from_known_paths
 from megatron_dta.sampling.params import SamplingParams

@@ -16,7 +16,9 @@ from megatron_dta.core.config.checks.lora import check_lora
 from megatron_dta.core.config.derived.lora_sizes import adapter_parameters
 from megatron_dta.core.config.model import LORA_TARGETS
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import adapters_of, build_model, initialize_parallel, without_adapters
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.layers.lora import adapters_of, without_adapters
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.config import OptimizationConfig

@@ -20,7 +20,7 @@ from lora_training_cases import convert, hf_rollouts
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.extras.parity import random_training_samples
 from megatron_dta.extras.servers.weights.send import RolloutWeights
 from megatron_dta.training.arguments import parse_arguments

@@ -14,11 +14,12 @@ from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.config import OptimizationConfig
 from megatron_dta.training.constant_memory import constant_bytes

@@ -14,9 +14,10 @@ from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ObjectiveConfig
 from megatron_dta.core.engine import prepare_batch
-from megatron_dta.core.objectives import estimate_advantages
+from megatron_dta.core.objectives.advantages import estimate_advantages
 from megatron_dta.core.objectives.gae import generalized_advantages, token_rewards, whiten
-from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.arguments import parse_arguments
 from resume_cases import rows_without_timing
 from trainer_cases import MODEL, make_rollouts, make_trainer, rows_of, run

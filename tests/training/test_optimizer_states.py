@@ -23,8 +23,8 @@ from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_dta.training.config import OptimizationConfig
 from megatron_dta.training.config.checks.optimizer_states import check_state_support, check_states
+from megatron_dta.training.optimizer import build as optimizer_module
 from megatron_dta.training.optimizer.build import _put_beside_parameters
-from megatron_dta.training.optimizer.build import build as optimizer_module
 from optimizer_states_cases import MODEL, RATES, SHARDED, Run
 
 OFFLOAD = replace(RATES, use_precision_aware_optimizer=True, optimizer_cpu_offload=True, no_pin_cpu_grads=True)

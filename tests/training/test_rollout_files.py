@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.rollouts import load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
 from trainer_cases import make_rollouts, make_trainer, run
 

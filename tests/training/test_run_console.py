@@ -12,7 +12,8 @@ import pytest
 from conftest import seed_all
 from megatron_dta.common.console import Console
 from megatron_dta.core.planning.step.flops import StepCounts
-from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.prompts.tokenizer import build_tokenizer
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.monitor.benefits import benefit_sentences, tree_benefit

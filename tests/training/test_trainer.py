@@ -13,7 +13,8 @@ import torch
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.engine import prepare_batch
-from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.data.step import rollout_statistics, split_groups
 from megatron_dta.training.data.stored import StoredRollouts
 from trainer_cases import VOCABULARY, make_rollouts, make_trainer, rows_of, run

@@ -12,7 +12,8 @@ from torch import Tensor
 from verl.workers.config import HFModelConfig
 
 from batches import BATCHES, TEMPERATURE, random_rows
-from megatron_dta.core.model import build_stock_model, initialize_parallel
+from megatron_dta.core.model.build import build_stock_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.integrations.verl.config import MegatronDtaEngineConfig
 from megatron_dta.integrations.verl.settings import train_config
 from megatron_dta.training.huggingface.save import hf_weights, load_hf

@@ -26,7 +26,7 @@ from verl.workers.utils.losses import ppo_loss, value_loss
 
 import forked
 from batches import BATCHES, random_rows
-from megatron_dta.core.model import destroy_parallel
+from megatron_dta.core.model.parallel.mesh import destroy_parallel
 from megatron_dta.integrations.verl.config import (
     MegatronDtaActorConfig,
     MegatronDtaCriticConfig,

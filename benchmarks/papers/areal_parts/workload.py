@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.rollouts.sample_granularity import cut_turns
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.commands.replay_das import merged
-from megatron_dta.core.rollouts import Rollout, load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.speculation.drafter import SCOPES, DrafterParams, window_by_updates
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.gate import SpeculationGate

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.core.rollouts import Rollout, load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.monitor.metrics import read_metrics
 from papers.processes import Job
 from papers.training import METRICS, train, training_progress

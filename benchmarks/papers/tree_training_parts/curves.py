@@ -15,8 +15,11 @@ import torch
 from megatron_dta.common.keyed_random import Domain
 from megatron_dta.core.config import ObjectiveConfig, TreeConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel
-from megatron_dta.core.objectives import Objective, group_advantages, make_objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.objectives.advantages import group_advantages
+from megatron_dta.core.objectives.fields import Objective
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.sampling.in_process.engine import InProcessEngine
 from megatron_dta.sampling.interface import GenerationRequest, generate

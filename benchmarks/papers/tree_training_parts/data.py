@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import PrefixTree, build_prefix_tree
 from megatron_dta.extras.parity.cases import compact_vocabulary
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, TreeConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.tree import build_prefix_tree
 from papers.tree_training_parts.data import TreeSet

@@ -18,8 +18,9 @@ from common.profile import now
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.core.engine import TreeBatch, TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.training.autotune import Autotuner, measure_gpu
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.optimizer.build import data_parallel_chunks

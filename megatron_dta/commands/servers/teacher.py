@@ -78,7 +78,8 @@ def _serve(config: TrainConfig, own: Any) -> None:
     import torch
 
     from megatron_dta.core.engine import TreeEngine
-    from megatron_dta.core.model import build_model, current_mesh, initialize_parallel
+    from megatron_dta.core.model.build import build_model
+    from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
     from megatron_dta.training.huggingface.save import load_hf
 
     device = initialize_parallel(config.optimization.seed, config.parallel)

@@ -28,7 +28,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_dta.core.engine.device_plan import DevicePlan
-from megatron_dta.core.model import TokenRouting, accumulation_dtype
+from megatron_dta.core.model.attention.token_routing import TokenRouting
+from megatron_dta.core.model.kernel_types import accumulation_dtype
 from megatron_dta.core.planning.step.plan import StepPlan
 
 

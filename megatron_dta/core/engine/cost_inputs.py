@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import TreeGPTModel
+from megatron_dta.core.model.tree_model import TreeGPTModel
 from megatron_dta.core.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes

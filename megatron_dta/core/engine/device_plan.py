@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.core.model import RowChunk, upload
+from megatron_dta.core.model.kernel_types import RowChunk, upload
 from megatron_dta.core.planning.step.loss_batches import LossBatch
 from megatron_dta.core.planning.step.passes import StageProgram
 from megatron_dta.core.planning.step.plan import StepPlan

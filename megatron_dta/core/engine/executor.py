@@ -26,7 +26,8 @@ from megatron_dta.core.engine.rank_model import RankModel
 from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.engine.step_result import StepResult, TokenOutputs
 from megatron_dta.core.extensions import KV_OFFLOAD, TRANSFORMER_ENGINE
-from megatron_dta.core.model import Mesh, Model, training_mesh
+from megatron_dta.core.model.parallel.mesh import Mesh, training_mesh
+from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.core.planning.costs.correction import CostCorrection
 from megatron_dta.core.planning.costs.memory_budget import MemoryBudget, StageBytes
 from megatron_dta.core.planning.costs.model import CostModel

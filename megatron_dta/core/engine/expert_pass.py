@@ -21,7 +21,11 @@ from megatron_dta.core.engine.balance_loss import BalanceLoss
 from megatron_dta.core.engine.batch import TreeBatch
 from megatron_dta.core.engine.device_plan import DevicePlan
 from megatron_dta.core.engine.step_result import StepResult
-from megatron_dta.core.model import Mesh, TokenRouting, TreeGPTModel, accumulation_dtype, context_group
+from megatron_dta.core.model.attention.token_routing import TokenRouting
+from megatron_dta.core.model.kernel_types import accumulation_dtype
+from megatron_dta.core.model.parallel.context_group import context_group
+from megatron_dta.core.model.parallel.mesh import Mesh
+from megatron_dta.core.model.tree_model import TreeGPTModel
 from megatron_dta.core.tree.multiplicity import token_weights
 
 

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from megatron_dta.core.engine.batch import TreeBatch
 from megatron_dta.core.engine.device_plan import DeviceLossBatch, DevicePlan
-from megatron_dta.core.model import ContextGroup, upload
-from megatron_dta.core.objectives import LossFields, SequenceLoss, TokenLosses
+from megatron_dta.core.model.kernel_types import upload
+from megatron_dta.core.model.parallel.context_group import ContextGroup
+from megatron_dta.core.objectives.fields import LossFields, SequenceLoss, TokenLosses
 
 Objective = Callable[[Tensor, Tensor, LossFields], TokenLosses] | SequenceLoss
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from megatron_dta.core.model import Mesh
+from megatron_dta.core.model.parallel.mesh import Mesh
 from megatron_dta.core.planning.pipeline.schedule import PipelineOp
 from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
 

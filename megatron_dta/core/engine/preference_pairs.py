@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_dta.core.engine.batch import TreeBatch
-from megatron_dta.core.model import Mesh
+from megatron_dta.core.model.parallel.mesh import Mesh
 from megatron_dta.core.objectives.fields import PairFunction
 
 

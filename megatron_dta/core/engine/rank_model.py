@@ -9,15 +9,11 @@ import torch
 
 from megatron_dta.core.engine.cost_inputs import decoder_shape
 from megatron_dta.core.extensions import KVOnHost
-from megatron_dta.core.model import (
-    Model,
-    StagedModel,
-    TreeGPTModel,
-    choose_attention,
-    context_group,
-    context_sizes,
-    training_mesh,
-)
+from megatron_dta.core.model.attention.segment_attention import choose_attention
+from megatron_dta.core.model.parallel.context_group import context_group, context_sizes
+from megatron_dta.core.model.parallel.mesh import training_mesh
+from megatron_dta.core.model.parallel.staged_model import Model, StagedModel
+from megatron_dta.core.model.tree_model import TreeGPTModel
 from megatron_dta.core.shapes.decoder import context_refusal
 
 # Default number of logits alive at once: enough rows to fill a GPU. On a CPU, more rows gain nothing.

@@ -29,16 +29,12 @@ from megatron_dta.core.engine.op_clock import OpClock
 from megatron_dta.core.engine.rank_model import RankModel
 from megatron_dta.core.engine.stage_transport import StageTransport
 from megatron_dta.core.engine.teacher_pass import TeacherPass
-from megatron_dta.core.model import (
-    AttentionShape,
-    KVPool,
-    SegmentAttentionPlans,
-    SegmentContext,
-    SlotRuns,
-    StatePool,
-    StepStates,
-    accumulation_dtype,
-)
+from megatron_dta.core.model.attention.kv_pool import KVPool, SlotRuns
+from megatron_dta.core.model.attention.segment_attention import SegmentAttentionPlans
+from megatron_dta.core.model.attention.segment_context import SegmentContext
+from megatron_dta.core.model.hybrid.segment_states import StepStates
+from megatron_dta.core.model.hybrid.state_pool import StatePool
+from megatron_dta.core.model.kernel_types import AttentionShape, accumulation_dtype
 from megatron_dta.core.model.parallel.stage_channels import stage_channels
 from megatron_dta.core.planning.pipeline.schedule import PipelineOp
 from megatron_dta.core.planning.segments.schedule import OpKind

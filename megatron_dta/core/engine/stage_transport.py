@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from megatron_dta.core.model import StageChannels
+from megatron_dta.core.model.parallel.stage_channels import StageChannels
 from megatron_dta.core.planning.pipeline.simulation import Message
 from megatron_dta.core.planning.segments.schedule import OpKind
 

@@ -24,7 +24,9 @@ from torch import Tensor
 
 from megatron_dta.core.engine.device_plan import DevicePlan
 from megatron_dta.core.engine.loss_pass import LossPass
-from megatron_dta.core.model import ContextGroup, Head, TeacherRows, TreeGPTModel
+from megatron_dta.core.model.kernel_types import Head, TeacherRows
+from megatron_dta.core.model.parallel.context_group import ContextGroup
+from megatron_dta.core.model.tree_model import TreeGPTModel
 
 METRIC = "teacher_kl"
 

@@ -31,7 +31,7 @@ from megatron_dta.core.config.objective import ADVANTAGE_ESTIMATORS, ObjectiveCo
 from megatron_dta.core.objectives.gae import later_penalties, mean_and_scale
 from megatron_dta.core.objectives.tree_advantages import LevelOptions, tree_advantages
 from megatron_dta.core.objectives.weights import trajectory_names
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 
 STD_FLOOR = 1e-6
 _WHITENED = ADVANTAGE_ESTIMATORS[3:]

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from megatron_dta.core.objectives.weights import trajectory_names
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 
 _ROUNDING = 1e-12
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dta.core.rollouts import Rollout
 from megatron_dta.core.rollouts.paths import TreePaths, tree_paths
+from megatron_dta.core.rollouts.record import Rollout
 
 
 @dataclass(frozen=True)

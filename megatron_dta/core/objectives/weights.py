@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 
 AGGREGATIONS = ("token-mean", "sequence-mean", "trajectory-mean", "sequence-sum")
 

@@ -8,18 +8,3 @@ field and the reason. A line of JSONL:
 
     {"token_ids": [5, 8, 13], "loss_mask": [false, false, true], "reward": 1.0, "group_id": "a"}
 """
-
-from megatron_dta.core.rollouts.load import load_chosen_rollouts, load_rollouts, write_rollouts
-from megatron_dta.core.rollouts.record import FIELD_NAMES, Rollout
-from megatron_dta.core.rollouts.sample_granularity import cut_length, cut_turns, mask_runs
-
-__all__ = [
-    "FIELD_NAMES",
-    "Rollout",
-    "cut_length",
-    "cut_turns",
-    "load_chosen_rollouts",
-    "load_rollouts",
-    "mask_runs",
-    "write_rollouts",
-]

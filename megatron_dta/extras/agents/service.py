@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_dta.common.futures import in_daemon_thread
-from megatron_dta.core.model import Mesh, current_mesh
+from megatron_dta.core.model.parallel.mesh import Mesh, current_mesh
 from megatron_dta.extras.agents.gateway.engine_loop import EngineLoop
 from megatron_dta.extras.agents.gateway.gateway import Gateway
 from megatron_dta.extras.agents.gateway.session import Session

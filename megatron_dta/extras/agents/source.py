@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.core.common.files import replacing
-from megatron_dta.core.model import current_mesh
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.rollouts.batch_source import RolloutError
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.agents.gateway.records import SessionSizes, context_of, session_record, session_rollouts
 from megatron_dta.extras.agents.gateway.session import Session
 from megatron_dta.extras.agents.runs import AgentEnd

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from megatron_dta.core.config import ObjectiveConfig, TreeConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import AttentionContext, TreeGPTModel
+from megatron_dta.core.model.attention.context import AttentionContext
 from megatron_dta.core.model.hybrid.path_states import WholeSequence
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.model.tree_model import TreeGPTModel
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
 
 Rename = Callable[[dict[str, Tensor]], dict[str, Tensor]]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dta.core.model import GatedDeltaNet
+from megatron_dta.core.model.hybrid.gated_delta_net import GatedDeltaNet
 
 
 class PlainGatedDeltaNet(GatedDeltaNet):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_dta.core.config import ModelConfig
-from megatron_dta.core.model import build_stock_model
-from megatron_dta.core.objectives import LossFields, TokenLosses
+from megatron_dta.core.model.build import build_stock_model
+from megatron_dta.core.objectives.fields import LossFields, TokenLosses
 from megatron_dta.core.objectives.weights import loss_weights
 from megatron_dta.core.planning.step.sample import FIELDS, TrainingSample
 from megatron_dta.extras.parity.huggingface import build_huggingface

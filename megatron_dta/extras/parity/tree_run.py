@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_dta.core.config import ModelConfig, TreeConfig
 from megatron_dta.core.engine import StepResult, TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model
+from megatron_dta.core.model.build import build_model
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.parity.outcome import Outcome
 from megatron_dta.extras.parity.references import Objective

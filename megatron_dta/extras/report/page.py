@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.report import charts
 from megatron_dta.extras.report.charts import Chart, metric_charts
 from megatron_dta.extras.report.run_files import RunFiles, SavedStep

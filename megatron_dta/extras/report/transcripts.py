@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.report.run_files import SavedStep, TextRun
 from megatron_dta.extras.report.text import number
 

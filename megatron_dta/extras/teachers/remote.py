@@ -22,7 +22,8 @@ from megatron_dta.common.http.replies import (
 from megatron_dta.common.http.session import HttpSession, Limits
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.engine import TreeEngine
-from megatron_dta.core.model import Head, current_mesh
+from megatron_dta.core.model.kernel_types import Head
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.teachers.array_message import pack, unpack
 from megatron_dta.extras.teachers.samples import TeacherFacts, digest, digest_array, pack_samples, read_logprobs

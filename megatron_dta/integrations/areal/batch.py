@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.engine import StepResult, TreeEngine
-from megatron_dta.core.objectives import SequenceLoss
+from megatron_dta.core.objectives.fields import SequenceLoss
 from megatron_dta.integrations.plans import Planner, RowPlan
 from megatron_dta.integrations.rows import Placement, Row, shifted
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ParallelConfig
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.integrations.areal.batch import Loss, LossWeight, RowBatch
 from megatron_dta.integrations.build import build_tree_engine
 from megatron_dta.integrations.plans import Planner

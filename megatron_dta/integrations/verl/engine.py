@@ -19,7 +19,10 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import _hf_entry_identity, enable_full_determinism, hf_delta_export
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import Model, build_model, current_mesh, initialize_parallel, without_adapters
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.layers.lora import without_adapters
+from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
+from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.integrations.build import build_tree_engine
 from megatron_dta.integrations.plans import Planner
 from megatron_dta.integrations.verl.checkpoints import VerlCheckpoints

@@ -21,7 +21,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import Mesh
+from megatron_dta.core.model.parallel.mesh import Mesh
 from megatron_dta.integrations.rows import Row
 
 

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from verl.utils.py_functional import append_to_dict
 
 from megatron_dta.core.engine import TokenOutputs, TreeEngine
-from megatron_dta.core.objectives import SequenceLoss
+from megatron_dta.core.objectives.fields import SequenceLoss
 from megatron_dta.integrations.plans import Planner, RowPlan
 from megatron_dta.integrations.rows import Placement, Row, shifted
 from megatron_dta.integrations.verl.rows import RowTable, gather_tables, read_rows

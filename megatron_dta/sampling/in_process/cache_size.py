@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dta.core.model import Model, accumulation_dtype, current_mesh
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.decode.paged_context import HeadShape
+from megatron_dta.core.model.kernel_types import accumulation_dtype
+from megatron_dta.core.model.parallel.mesh import current_mesh
+from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.sampling.in_process.next_token import most_logit_bytes
 
 _MARGIN_BYTES, _MARGIN_SHARE = 2**30, 0.04

@@ -30,10 +30,14 @@ import torch
 from torch import Tensor
 
 from megatron_dta.common.keyed_random import keyed_uniform
-from megatron_dta.core.model import Model, StagedModel, TreeGPTModel, choose_attention, current_mesh, upload
+from megatron_dta.core.model.attention.segment_attention import choose_attention
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.decode.paged_context import HeadShape, PassRows, StaticPass, pass_rows, static_tiles
 from megatron_dta.core.model.hybrid.decode_states import DecodeStates, SteppedStates
+from megatron_dta.core.model.kernel_types import upload
+from megatron_dta.core.model.parallel.mesh import current_mesh
+from megatron_dta.core.model.parallel.staged_model import Model, StagedModel
+from megatron_dta.core.model.tree_model import TreeGPTModel
 from megatron_dta.sampling.in_process.next_token import next_tokens
 from megatron_dta.sampling.in_process.scheduler import Pass, Request
 from megatron_dta.sampling.params import SamplingParams

@@ -25,10 +25,12 @@ import numpy as np
 import torch
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import Model, choose_attention, upload
+from megatron_dta.core.model.attention.segment_attention import choose_attention
 from megatron_dta.core.model.decode.decode_context import append_context
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.decode.paged_context import paged_context
+from megatron_dta.core.model.kernel_types import upload
+from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.sampling.in_process.bursts import Flight, Launcher, Sampled
 from megatron_dta.sampling.in_process.cache_size import head_shape, max_pages
 from megatron_dta.sampling.in_process.cuda_graphs import MOST_TOKENS, DecodeSteps, noise_of

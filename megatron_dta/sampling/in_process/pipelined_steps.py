@@ -30,9 +30,12 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from megatron_dta.core.model import Model, StagedModel, current_mesh, stage_channels, upload
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.decode.paged_context import HeadShape
+from megatron_dta.core.model.kernel_types import upload
+from megatron_dta.core.model.parallel.mesh import current_mesh
+from megatron_dta.core.model.parallel.stage_channels import stage_channels
+from megatron_dta.core.model.parallel.staged_model import Model, StagedModel
 from megatron_dta.sampling.in_process.cuda_graphs import MOST_TOKENS, Burst, CapturedPass, DecodeSteps, RunningBurst
 from megatron_dta.sampling.params import SamplingParams
 

@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_dta.core.model import AttentionContext, Model, upload
+from megatron_dta.core.model.attention.context import AttentionContext
 from megatron_dta.core.model.hybrid.decode_states import DecodeStates, PassStates, SteppedStates
+from megatron_dta.core.model.kernel_types import upload
+from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.sampling.in_process.scheduler import Pass, Prefix, Request, Scheduler
 
 _FIRST_SLOTS = 8

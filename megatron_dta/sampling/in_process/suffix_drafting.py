@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_dta.common.keyed_random import Domain
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import current_mesh
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Drafting, Round
 from megatron_dta.sampling.in_process.scheduler import Request
 from megatron_dta.sampling.params import SamplingParams

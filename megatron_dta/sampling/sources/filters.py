@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.core.rollouts import Rollout
 from megatron_dta.core.rollouts.batch_source import SampledSource, WrappedSource
 from megatron_dta.core.rollouts.paths import decoded_tokens
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.config import TrainConfig
 
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_dta.common.keyed_random import Domain
-from megatron_dta.core.model import current_mesh
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutError, SampledSource
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.config import SamplingConfig
 from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, RolloutEngine, generate, phase

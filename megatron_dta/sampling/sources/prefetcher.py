@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.host_weights import HostWeights
 from megatron_dta.sampling.sources.sampling_thread import SamplingThread
 

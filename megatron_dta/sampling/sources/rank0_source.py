@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import current_mesh
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.host_weights import HostWeights
 from megatron_dta.sampling.interface import RolloutEngine
 from megatron_dta.sampling.replay import ReplayEngine

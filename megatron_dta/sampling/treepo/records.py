@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, SampledTree
 
 

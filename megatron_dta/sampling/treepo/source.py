@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import current_mesh
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.rollouts.batch_source import RolloutError
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.environment import EnvironmentRunner, load_environment
 from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.interface import RolloutEngine

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
-from megatron_dta.core.model import Model, StagedModel
+from megatron_dta.core.model.parallel.staged_model import Model, StagedModel
 
 # Key in the checkpoint's ``megatron_dta`` entry: the checkpoint's model holds only adapters.
 ADAPTERS_ONLY = "adapters_only"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 
-from megatron_dta.core.model import current_mesh
+from megatron_dta.core.model.parallel.mesh import current_mesh
 
 
 def seed_random_states(seed: int) -> None:

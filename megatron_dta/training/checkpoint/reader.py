@@ -15,8 +15,8 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import current_mesh
 from megatron_dta.core.model.parallel import megatron_patches
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.training.checkpoint.files import TRACKER
 from megatron_dta.training.checkpoint.integrity import refuse_foreign_checkpoint, verify_checksums
 from megatron_dta.training.checkpoint.restricted_pickle import read_metadata

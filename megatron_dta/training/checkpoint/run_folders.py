@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import current_mesh
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.training.checkpoint.run_lock import LOCK, RunLock
 from megatron_dta.training.checkpoint.writer import refuse_on_all
 from megatron_dta.training.config import TrainConfig

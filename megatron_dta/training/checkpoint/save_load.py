@@ -28,7 +28,8 @@ from megatron_dta.core.common.files import replace_text
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.config.model import without_lora
 from megatron_dta.core.config.options import flag_of
-from megatron_dta.core.model import Model, current_mesh
+from megatron_dta.core.model.parallel.mesh import current_mesh
+from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.training.checkpoint.best import BestCheckpoint
 from megatron_dta.training.checkpoint.files import TRACKER, iteration_folder, prune_checkpoints
 from megatron_dta.training.checkpoint.frozen_base import (

@@ -31,8 +31,8 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import current_mesh
 from megatron_dta.core.model.parallel import megatron_patches
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.training.checkpoint.files import unfinished_name
 from megatron_dta.training.checkpoint.integrity import Checksums, checksums_of, write_checksums
 

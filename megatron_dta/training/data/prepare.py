@@ -21,17 +21,13 @@ import numpy as np
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.engine import TreeEngine
-from megatron_dta.core.model import Mesh
-from megatron_dta.core.objectives import (
-    Objective,
-    estimate_advantages,
-    preference_pairs,
-    sequence_weights,
-    trajectory_shares,
-)
+from megatron_dta.core.model.parallel.mesh import Mesh
+from megatron_dta.core.objectives.advantages import estimate_advantages, sequence_weights
+from megatron_dta.core.objectives.dpo import preference_pairs
+from megatron_dta.core.objectives.fields import Objective
 from megatron_dta.core.objectives.gae import generalized_advantages, received_rewards, whiten
 from megatron_dta.core.objectives.policy import reward_kl
-from megatron_dta.core.objectives.weights import trajectory_names
+from megatron_dta.core.objectives.weights import trajectory_names, trajectory_shares
 from megatron_dta.core.planning.step.ownership import first_owners
 from megatron_dta.core.planning.step.routing_replay import (
     agree_on_routing,
@@ -40,7 +36,7 @@ from megatron_dta.core.planning.step.routing_replay import (
     shaped_routing,
 )
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.data.rejection import select_rollouts

@@ -23,7 +23,8 @@ import numpy as np
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.common.files import replacing
-from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 
 if TYPE_CHECKING:
     # Reports import this module without Megatron.

@@ -18,10 +18,11 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ObjectiveConfig, TreeConfig
 from megatron_dta.core.engine import StepPart, TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.core.objectives.weights import count_trained
-from megatron_dta.core.planning import CostModel, cut_mini_batches
+from megatron_dta.core.planning.costs.model import CostModel
+from megatron_dta.core.planning.partition.mini_batches import cut_mini_batches
 from megatron_dta.core.planning.step.sample import FIELDS, TrainingSample
-from megatron_dta.core.rollouts import Rollout
 from megatron_dta.core.rollouts.paths import decoded_tokens, tree_paths
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.tree.known_paths import KnownPath
 from megatron_dta.training.data.division import divide_and_plan
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dta.core.model import current_mesh, initialize_parallel
+from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
 from megatron_dta.sampling.prompts.chat_template import may_write_date
 from megatron_dta.training.checkpoint.files import starting_point
 from megatron_dta.training.checkpoint.reader import read_common, saved_settings

@@ -34,8 +34,9 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.common.files import new_folder
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.config.options import flag_of
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.parallel import megatron_patches
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.training.checkpoint.files import TRACKER
 from megatron_dta.training.checkpoint.frozen_base import base_of
 from megatron_dta.training.checkpoint.integrity import check_checkpoint, check_parts, checksums_of, write_checksums

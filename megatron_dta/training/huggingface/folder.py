@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.common.files import new_folder
-from megatron_dta.core.model import current_mesh
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.training.checkpoint.writer import refuse_on_all
 from megatron_dta.training.huggingface.config.values import CONFIG_FILE
 from megatron_dta.training.huggingface.files import (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import current_mesh
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.training.checkpoint.finished import check_export, note_export
 from megatron_dta.training.checkpoint.writer import refuse_on_all
 from megatron_dta.training.config import TrainConfig

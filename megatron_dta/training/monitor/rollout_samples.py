@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_dta.core.rollouts import Rollout, mask_runs
+from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.core.rollouts.sample_granularity import mask_runs
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 
 # Characters shown: of the prompt its end, of the response half from its start and half from its end.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_dta.core.engine import TreeBatch, TreeEngine
-from megatron_dta.core.model import Mesh
+from megatron_dta.core.model.parallel.mesh import Mesh
 
 
 class Stopwatch:

@@ -25,7 +25,7 @@ from types import TracebackType
 
 import torch
 
-from megatron_dta.core.model import Mesh
+from megatron_dta.core.model.parallel.mesh import Mesh
 
 _VERDICT = "watchdog/verdict"
 _FINISHED = "finished"

@@ -19,8 +19,8 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_dta.core.config import ParallelConfig
-from megatron_dta.core.model import Model
 from megatron_dta.core.model.parallel import megatron_patches
+from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.training.config import OptimizationConfig
 from megatron_dta.training.config.checks.optimizer_states import DTYPES
 from megatron_dta.training.optimizer.state import keep_owned, owned_state

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_dta.core.engine import TreeEngine
-from megatron_dta.core.model import without_adapters
+from megatron_dta.core.model.layers.lora import without_adapters
 from megatron_dta.training.weights.offload import HostStorages
 
 

@@ -10,9 +10,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from conftest import seed_all
 from dta_kernels.experts import reference
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.experts import fused_experts
 from megatron_dta.core.model.experts.expert_rows import expert_rows
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import QWEN3, model_config
 

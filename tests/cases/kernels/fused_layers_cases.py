@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from megatron_dta.core.config import ModelConfig, ParallelConfig
-from megatron_dta.core.model import KVPool, SegmentContext, TreeGPTModel
+from megatron_dta.core.model.attention.kv_pool import KVPool
+from megatron_dta.core.model.attention.segment_context import SegmentContext
+from megatron_dta.core.model.tree_model import TreeGPTModel
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.core.shapes.decoder import DecoderShape
 from tree_engine_cases import model_config

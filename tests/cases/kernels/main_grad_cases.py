@@ -10,8 +10,9 @@ import torch
 from conftest import seed_all
 from megatron_dta.core.config import ModelConfig, ParallelConfig, TreeConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel
-from megatron_dta.core.objectives import Objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.objectives.fields import Objective
 from megatron_dta.training.config import OptimizationConfig
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 from tree_engine_cases import (

@@ -49,7 +49,8 @@ def reference(dtype: torch.dtype, **changes: Any) -> tuple[ModelConfig, Weights,
 
 
 def build_on(config: ModelConfig, weights: Weights, parallel: ParallelConfig) -> Any:
-    from megatron_dta.core.model import build_model, destroy_parallel, initialize_parallel
+    from megatron_dta.core.model.build import build_model
+    from megatron_dta.core.model.parallel.mesh import destroy_parallel, initialize_parallel
 
     destroy_parallel()
     model = build_model(config, initialize_parallel(5, parallel), parallel).eval()

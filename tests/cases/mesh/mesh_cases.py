@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.parity import compare_outcomes, run_stock
 from megatron_dta.extras.parity.outcome import Outcome

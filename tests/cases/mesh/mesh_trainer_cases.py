@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
 from mesh_worker import run_on_ranks
 from trainer_cases import MODEL, make_rollouts
 
@@ -43,7 +43,7 @@ OWN = {"unique_tokens", "token_reuse", "segments", "peak_in_flight_tokens", "rec
 def train_on_rank(rank: int, jobs: list[tuple[str, str | None]]) -> list[dict[str, Any]]:
     """Run commands one after another; a job's second part names a rank that gets a SIGTERM after its second step."""
     from megatron_dta.common.console import Console
-    from megatron_dta.core.model import destroy_parallel
+    from megatron_dta.core.model.parallel.mesh import destroy_parallel
     from megatron_dta.training.arguments import parse_arguments
     from megatron_dta.training.loop import Trainer
     from megatron_dta.wiring.setup import build_trainer

@@ -7,7 +7,8 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.core.config import ModelConfig
-from megatron_dta.core.model import build_model, build_stock_model, initialize_parallel
+from megatron_dta.core.model.build import build_model, build_stock_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.parity import random_training_samples, run_stock
 from megatron_dta.extras.parity.plain_router import PlainRouter
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config

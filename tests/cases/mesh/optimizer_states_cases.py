@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron_dta.core.config import ModelConfig, ParallelConfig
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.training.config import OptimizationConfig, TrainConfig
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 

@@ -6,8 +6,15 @@ import itertools
 
 import numpy as np
 
-from megatron_dta.core.planning import OpKind, PipelineCosts, PipelineOp, PipelineSchedule
-from megatron_dta.core.planning.pipeline.schedule import backward_order, children_of, needs_of
+from megatron_dta.core.planning.pipeline.costs import PipelineCosts
+from megatron_dta.core.planning.pipeline.schedule import (
+    PipelineOp,
+    PipelineSchedule,
+    backward_order,
+    children_of,
+    needs_of,
+)
+from megatron_dta.core.planning.segments.schedule import OpKind
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
 SHAPES = ("mixed", "chain", "roots", "star", "deep")

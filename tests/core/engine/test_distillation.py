@@ -16,8 +16,10 @@ from dta_kernels.logprobs.reverse_kl import ReverseKLSettings, TeacherRows, line
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.core.config.checks.experts import check_experts
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, build_stock_model, initialize_parallel
-from megatron_dta.core.objectives import LossFields, make_objective
+from megatron_dta.core.model.build import build_model, build_stock_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.core.objectives.fields import LossFields
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.objectives.weights import loss_weights
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.shapes.decoder import DecoderShape

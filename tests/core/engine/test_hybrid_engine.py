@@ -14,7 +14,7 @@ from lora_cases import LORA, is_adapter, lora_weights
 from megatron_dta.core.config.derived.lora_sizes import adapter_parameters
 from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.engine.stage_run import StageRun
-from megatron_dta.core.model import build_model
+from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.hybrid.segment_states import SegmentPathStates
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree

@@ -17,8 +17,8 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ObjectiveConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.engine.stage_run import StageRun
-from megatron_dta.core.model import build_model
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.segments.schedule import OpKind
 from megatron_dta.core.planning.step.passes import stage_chunks, stage_peak_bytes
 from megatron_dta.core.planning.step.sample import TrainingSample

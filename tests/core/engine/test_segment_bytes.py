@@ -27,7 +27,7 @@ from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfi
 from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.engine.cost_inputs import counted_bytes
 from megatron_dta.core.engine.stage_run import StageRun
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.costs import segment_bytes
 from megatron_dta.core.planning.costs.memory_budget import GIB, UNDIVIDED, MemoryBudget, StageBytes
 from megatron_dta.core.planning.costs.segment_bytes import MOST_SCORES, RankTensors, SegmentBytes

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model
-from megatron_dta.core.objectives import LossFields, Objective, SequenceLoss, TokenLosses
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.objectives.fields import LossFields, Objective, SequenceLoss, TokenLosses
 from objective_cases import TEMPERATURE, make_case
 from tree_engine_cases import tree_config
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dta.core.engine.stage_transport import StageTransport
-from megatron_dta.core.model import StageChannels
+from megatron_dta.core.model.parallel.stage_channels import StageChannels
 from megatron_dta.core.planning.pipeline.simulation import Message
 from megatron_dta.core.planning.segments.schedule import OpKind
 

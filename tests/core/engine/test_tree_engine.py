@@ -12,8 +12,9 @@ import torch
 from conftest import seed_all
 from megatron_dta.core.config import ObjectiveConfig, TreeConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import SegmentContext, build_model
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.model.attention.segment_context import SegmentContext
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
 from megatron_dta.extras.parity.huggingface import to_huggingface

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_dta.core.config import ObjectiveConfig, ParallelConfig
 from megatron_dta.core.engine import StepPart, TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.objectives.registry import make_objective
 from mesh_worker import run_on_ranks
 from objective_cases import TEMPERATURE, Alone, largest_error, make_case, one_by_one, reference_gradients
 from tree_engine_cases import tree_config
@@ -280,7 +280,7 @@ MESHES = {
 
 def on_mesh(rank: int, argument: tuple) -> dict[str, dict]:
     """Loss, metrics and gradient norm of each setting, as this rank finds them."""
-    from megatron_dta.core.model import current_mesh, initialize_parallel
+    from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
     from megatron_dta.core.objectives.weights import count_trained
     from megatron_dta.training.config import OptimizationConfig
     from megatron_dta.training.optimizer.build import TrainingOptimizer

@@ -8,7 +8,7 @@ import torch
 
 import tree_step_from_scratch as tree_step
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.parity import run_tree
 from megatron_dta.extras.parity.huggingface import to_huggingface

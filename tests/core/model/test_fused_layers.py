@@ -10,11 +10,12 @@ from conftest import seed_all
 from fused_layers_cases import layer_bytes, segment_context
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.decode.decode_context import append_context
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.kernels import choose_fused_layers
 from megatron_dta.core.model.layers import rematerialize
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_tree
 from mesh_cases import joined
 from mesh_worker import MeshCase, run_cases, run_on_ranks

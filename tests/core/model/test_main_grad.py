@@ -24,8 +24,10 @@ from main_grad_cases import (
     distance,
 )
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model, initialize_parallel, main_grad
+from megatron_dta.core.model import main_grad
+from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.main_grad import MainGradColumnParallelLinear, MainGradEmbedding, MainGradRowParallelLinear
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.parity import random_training_samples, run_tree
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import (

@@ -12,8 +12,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import clip_grads, optimizer
 
 from conftest import seed_all
-from megatron_dta.core.model import initialize_parallel
 from megatron_dta.core.model.parallel import megatron_patches
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for machines without CUDA")
 

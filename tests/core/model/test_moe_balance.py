@@ -12,7 +12,7 @@ from conftest import seed_all
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.engine.balance_loss import BalanceLoss
-from megatron_dta.core.model import build_model, build_stock_model
+from megatron_dta.core.model.build import build_model, build_stock_model
 from megatron_dta.core.model.experts import router
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.core.tree.multiplicity import token_weights

@@ -12,14 +12,15 @@ import torch
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model import build_model
+from megatron_dta.core.model.build import build_model
 from megatron_dta.core.planning.step.routing_replay import (
     agree_on_routing,
     keys_by_routing,
     replaced_share,
     shaped_routing,
 )
-from megatron_dta.core.rollouts import Rollout, load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock
 from megatron_dta.extras.parity.outcome import Outcome

@@ -14,9 +14,10 @@ import torch
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, TreeConfig
-from megatron_dta.core.model import build_model, build_stock_model, initialize_parallel
+from megatron_dta.core.model.build import build_model, build_stock_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.core.model.rotary import inverse_frequencies, rotary_tables
-from megatron_dta.core.objectives import make_objective
+from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
 from megatron_dta.extras.parity.huggingface import (
     build_huggingface,

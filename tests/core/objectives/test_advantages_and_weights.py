@@ -12,17 +12,12 @@ import torch
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ObjectiveConfig
-from megatron_dta.core.objectives import (
-    LossFields,
-    TrainedCounts,
-    count_trained,
-    estimate_advantages,
-    group_advantages,
-    loss_weights,
-    policy_loss,
-    trajectory_shares,
-)
-from megatron_dta.core.rollouts import Rollout, cut_turns
+from megatron_dta.core.objectives.advantages import estimate_advantages, group_advantages
+from megatron_dta.core.objectives.fields import LossFields
+from megatron_dta.core.objectives.policy import policy_loss
+from megatron_dta.core.objectives.weights import TrainedCounts, count_trained, loss_weights, trajectory_shares
+from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.core.rollouts.sample_granularity import cut_turns
 
 
 def token_advantages(rollouts: list[Rollout], normalize_std: bool = True) -> list[np.ndarray]:

@@ -10,10 +10,12 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.core.config import ObjectiveConfig
-from megatron_dta.core.objectives import LossFields, estimate_advantages
+from megatron_dta.core.objectives.advantages import estimate_advantages
+from megatron_dta.core.objectives.fields import LossFields
 from megatron_dta.core.objectives.gae import generalized_advantages, received_rewards, token_rewards, whiten
 from megatron_dta.core.objectives.value import explained_variance, value_loss
-from megatron_dta.core.rollouts import Rollout, cut_length, cut_turns
+from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.core.rollouts.sample_granularity import cut_length, cut_turns
 
 CLIP = 0.1
 

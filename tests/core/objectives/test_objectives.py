@@ -11,8 +11,10 @@ import torch
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ObjectiveConfig
-from megatron_dta.core.objectives import LossFields, TokenLosses, make_objective, policy_loss, sft_loss
-from megatron_dta.core.objectives.policy import Regularization
+from megatron_dta.core.objectives.fields import LossFields, TokenLosses
+from megatron_dta.core.objectives.policy import Regularization, policy_loss
+from megatron_dta.core.objectives.registry import make_objective
+from megatron_dta.core.objectives.sft import sft_loss
 from megatron_dta.core.objectives.surrogates import Clip
 
 # Every option alone and all at once.

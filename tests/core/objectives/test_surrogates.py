@@ -12,8 +12,9 @@ import torch
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ObjectiveConfig
-from megatron_dta.core.objectives import LossFields, make_objective, make_value_objective, preference_pairs
-from megatron_dta.core.objectives.dpo import pair_terms
+from megatron_dta.core.objectives.dpo import pair_terms, preference_pairs
+from megatron_dta.core.objectives.fields import LossFields
+from megatron_dta.core.objectives.registry import make_objective, make_value_objective
 
 NAMES = (
     "advantages",

@@ -10,12 +10,18 @@ import numpy as np
 import pytest
 
 from conftest import rollout_file, seed_all
-from megatron_dta.core.planning import CostModel, Partition, partition_sequences
+from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.partition.baselines import contiguous, contiguous_by_cost, first_fit
-from megatron_dta.core.planning.partition.divide import least_slowest, partition_costs, trained_parts
+from megatron_dta.core.planning.partition.divide import (
+    Partition,
+    least_slowest,
+    partition_costs,
+    partition_sequences,
+    trained_parts,
+)
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import build_prefix_tree
 from partition_cases import WHOLE_COSTS, assignments, cost, counts, random_forest, turns_forest
 from segment_planner_cases import ROLLOUTS

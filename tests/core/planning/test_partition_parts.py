@@ -9,7 +9,7 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.planning import CostModel
+from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.partition.assignment import Assignment
 from megatron_dta.core.planning.partition.range_minimum import RangeMinimum
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts

@@ -6,20 +6,18 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.planning import (
-    Message,
-    OpKind,
-    PipelineCosts,
+from megatron_dta.core.planning.pipeline.costs import PipelineCosts
+from megatron_dta.core.planning.pipeline.planner import plan_pipeline
+from megatron_dta.core.planning.pipeline.schedule import (
     PipelineOp,
     PipelineSchedule,
+    children_of,
     forward_only_pipeline,
-    message_order,
-    plan_pipeline,
-    simulate,
+    needs_of,
     tree_1f1b,
 )
-from megatron_dta.core.planning.pipeline.schedule import children_of, needs_of
-from megatron_dta.core.planning.pipeline.simulation import Timeline, global_order
+from megatron_dta.core.planning.pipeline.simulation import Message, Timeline, global_order, message_order, simulate
+from megatron_dta.core.planning.segments.schedule import OpKind
 from pipeline_cases import SHAPES, random_costs, random_tree
 
 

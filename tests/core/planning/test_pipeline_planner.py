@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.planning import CostModel, PipelineCosts, check_schedule, plan_pipeline, simulate, tree_1f1b
+from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.pipeline.bounds import makespan_bound
+from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.list_schedule import (
     Pipeline,
     Policy,
@@ -18,7 +19,9 @@ from megatron_dta.core.planning.pipeline.list_schedule import (
     list_schedule,
     longest_path_tokens,
 )
-from megatron_dta.core.planning.pipeline.schedule import backward_order, peak_in_flight
+from megatron_dta.core.planning.pipeline.planner import plan_pipeline
+from megatron_dta.core.planning.pipeline.schedule import backward_order, check_schedule, peak_in_flight, tree_1f1b
+from megatron_dta.core.planning.pipeline.simulation import simulate
 from pipeline_cases import SHAPES, all_schedules, random_costs, random_tree, slow_times
 
 

@@ -9,22 +9,21 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, seed_all
-from megatron_dta.core.planning import (
-    Op,
-    OpKind,
-    PipelineCosts,
+from megatron_dta.core.planning.pipeline.costs import PipelineCosts
+from megatron_dta.core.planning.pipeline.planner import plan_pipeline
+from megatron_dta.core.planning.pipeline.schedule import (
     PipelineOp,
     PipelineSchedule,
-    SegmentPlan,
-    allocate_slots,
+    backward_order,
     check_schedule,
-    depth_first_schedule,
     forward_only_pipeline,
-    plan_pipeline,
-    simulate,
+    peak_in_flight,
     tree_1f1b,
+    tree_depth,
 )
-from megatron_dta.core.planning.pipeline.schedule import backward_order, peak_in_flight, tree_depth
+from megatron_dta.core.planning.pipeline.simulation import simulate
+from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.segments.schedule import Op, OpKind, allocate_slots, depth_first_schedule
 from megatron_dta.core.tree import build_prefix_tree
 from pipeline_cases import SHAPES, random_tree
 
@@ -170,7 +169,8 @@ def test_other_refusals() -> None:
 
 PROGRAM = """
 import numpy as np
-from megatron_dta.core.planning import PipelineCosts, plan_pipeline
+from megatron_dta.core.planning.pipeline.costs import PipelineCosts
+from megatron_dta.core.planning.pipeline.planner import plan_pipeline
 rng = np.random.default_rng(5)
 lengths = rng.integers(1, 99, 60)
 parents = np.minimum(np.arange(-1, 59), 3)

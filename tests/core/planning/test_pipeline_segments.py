@@ -9,7 +9,7 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.planning import CostModel, plan_segments
+from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.costs.segment_counts import segment_counts
 from megatron_dta.core.planning.pipeline.segments import (
     ideal_utilisation,
@@ -18,6 +18,7 @@ from megatron_dta.core.planning.pipeline.segments import (
     tokens_of_floor,
 )
 from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.segments.cut import plan_segments
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.planning.step.plan import StepPlan
 from megatron_dta.core.planning.step.sample import TrainingSample

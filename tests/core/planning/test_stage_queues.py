@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 
 from conftest import rollout_file, seed_all
-from megatron_dta.core.planning import CostModel, Message, OpKind, PipelineCosts, PipelineOp, simulate
+from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.costs.segment_counts import segment_counts
-from megatron_dta.core.planning.pipeline.simulation import message_of, op_times
+from megatron_dta.core.planning.pipeline.costs import PipelineCosts
+from megatron_dta.core.planning.pipeline.schedule import PipelineOp
+from megatron_dta.core.planning.pipeline.simulation import Message, message_of, op_times, simulate
 from megatron_dta.core.planning.plan_step import plan_step
+from megatron_dta.core.planning.segments.schedule import OpKind
 from megatron_dta.core.planning.step.passes import PassPlan, PipelineShape, StepBudget
 from megatron_dta.core.planning.step.plan import StepPlan
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.shapes.decoder import DecoderShape
 
 STAGES = 4

@@ -28,7 +28,7 @@ from megatron_dta.core.planning.step.choice import choose_step
 from megatron_dta.core.planning.step.evaluate import evaluate_plan
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget, stage_peak_bytes
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.shapes.named import SHAPES
 from megatron_dta.core.tree import build_prefix_tree
 from pipeline_cases import random_tree

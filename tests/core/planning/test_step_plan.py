@@ -15,7 +15,7 @@ from megatron_dta.core.planning.step.loss_batches import FREE_ELEMENTS, MAX_ELEM
 from megatron_dta.core.planning.step.modes import plan_forest, plan_packs
 from megatron_dta.core.planning.step.packs import contiguous_packs
 from megatron_dta.core.planning.step.passes import StepBudget
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.extras.parity.cases import random_training_samples
 

@@ -12,7 +12,9 @@ import pytest
 from common.plan_accuracy import replay, stage_seconds
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.planning import PipelineCosts, plan_pipeline, simulate
+from megatron_dta.core.planning.pipeline.costs import PipelineCosts
+from megatron_dta.core.planning.pipeline.planner import plan_pipeline
+from megatron_dta.core.planning.pipeline.simulation import simulate
 from megatron_dta.core.planning.pipeline.timeline import (
     TimelineEvent,
     read_timeline,

@@ -12,7 +12,9 @@ import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import Rollout, cut_length, cut_turns, load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.core.rollouts.sample_granularity import cut_length, cut_turns
 from rollout_cases import GOOD_NPZ, assert_same, random_rollout
 
 FORMS = (".jsonl", ".parquet")

@@ -12,7 +12,8 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import Rollout, load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from rollout_cases import GOOD_NPZ, assert_same, random_rollout
 from rollouts_fuzz_cases import VALUES, damage
 

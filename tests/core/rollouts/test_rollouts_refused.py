@@ -13,7 +13,8 @@ import pytest
 
 from conftest import REPOSITORY, seed_all
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import FIELD_NAMES, load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.record import FIELD_NAMES
 from rollout_cases import GOOD_NPZ, random_rollout
 
 GOOD = {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "group_id": "a"}

@@ -10,7 +10,8 @@ import pytest
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig
-from megatron_dta.core.model import build_model, initialize_parallel
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts

@@ -16,7 +16,7 @@ import pytest
 from conftest import REPOSITORY, rollout_file
 from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.core.planning.partition.divide import trained_parts
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.shapes.named import SHAPES
 from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import Cluster

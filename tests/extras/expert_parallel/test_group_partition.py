@@ -11,15 +11,15 @@ import pytest
 
 from conftest import rollout_file, seed_all
 from megatron_dta.core.config import TreeConfig
-from megatron_dta.core.planning import CostModel, partition_sequences
-from megatron_dta.core.planning.partition.divide import partition_costs, trained_parts
+from megatron_dta.core.planning.costs.model import CostModel
+from megatron_dta.core.planning.partition.divide import partition_costs, partition_sequences, trained_parts
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
 from megatron_dta.core.planning.plan_step import plan_step
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
 from megatron_dta.core.planning.segments.schedule import OpKind
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.extras.expert_parallel.planning.group_step import GroupPlan, GroupStep
 from megatron_dta.extras.expert_parallel.planning.merged_op_list import cheaper_op_list

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.servers.sampled_tokens import SampledTokens
 from megatron_dta.extras.servers.stream.begun_group import BegunGroup, unpacked
 from megatron_dta.extras.servers.stream.rollout_stream import RolloutStream, StreamLimits

@@ -19,7 +19,7 @@ from http_engine_cases import KINDS, PARAMS, Setup
 from megatron_dta.commands.rollout_server_command import main
 from megatron_dta.common.keyed_random import Domain
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.servers.http_client import ServerError
 from megatron_dta.extras.servers.server_corpus import RolloutCorpus
 from megatron_dta.extras.servers.speculation import DraftCounts, ServerSpeculation

@@ -19,7 +19,8 @@ import torch
 from conftest import seed_all
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.wiring.setup import build_trainer
 from mesh_worker import run_on_ranks
@@ -272,7 +273,7 @@ def test_trees_grow_on_servers(runs: Runs, kind: str) -> None:
 
 def train_on_rank(rank: int, commands: list[str]) -> list[dict[str, Any]]:
     """Run commands one after another: weights and metrics, or the error."""
-    from megatron_dta.core.model import destroy_parallel
+    from megatron_dta.core.model.parallel.mesh import destroy_parallel
 
     os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size())
     found: list[dict[str, Any]] = []

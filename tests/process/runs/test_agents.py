@@ -21,7 +21,7 @@ import gateway_sessions
 from chat_folder import make_chat_folder
 from conftest import REPOSITORY
 from forked import Program, run_python, run_ranks
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 
 AGENT = REPOSITORY / "tests" / "helpers" / "tiny_agent.py"
 MODEL = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--max-position-embeddings", "128"]

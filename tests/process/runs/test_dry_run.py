@@ -16,7 +16,7 @@ from conversion_cases import save_huggingface
 from forked import run_python
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.wiring.dry_run import dry_run
 from megatron_dta.wiring.setup import build_trainer

@@ -12,7 +12,7 @@ import pytest
 
 from conftest import REPOSITORY
 from forked import run_python
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 
 MODEL = [
     *["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2"],

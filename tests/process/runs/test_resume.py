@@ -11,7 +11,8 @@ import torch
 
 from conftest import REPOSITORY, seed_all
 from forked import run_python, run_ranks
-from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from resume_cases import final_tensors, prompts_and_reward, rows_without_timing
 
 MODEL = (

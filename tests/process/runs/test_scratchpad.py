@@ -14,7 +14,7 @@ import pytest
 
 from conftest import REPOSITORY, seed_all
 from forked import run_python
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
 from megatron_dta.sampling.rewards.registry import load_reward_function
 from one_reward import compute_reward

@@ -15,7 +15,7 @@ import pytest
 from chat_folder import CHATML, THINKING, make_chat_folder
 from forked import run_python
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.load import PromptReader
 from megatron_dta.sampling.prompts.text_rollouts import TextReader, holds_text

@@ -31,7 +31,7 @@ def run_and_lose_a_rank(rank: int, argument: tuple[str, Path]) -> None:
     """Steps that end with a collective; in the third one the last rank is lost in the way that is asked for."""
     from datetime import timedelta
 
-    from megatron_dta.core.model import current_mesh, initialize_parallel
+    from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
     from megatron_dta.training.monitor.watchdog import Watchdog
 
     way, folder = argument

@@ -17,7 +17,8 @@ from common.simulated_lengths import LengthDistribution
 from conftest import seed_all
 from forked import run_python, run_ranks
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEngine
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from rollout import first_timed_token

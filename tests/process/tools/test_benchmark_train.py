@@ -19,7 +19,7 @@ from megatron_dta.core.planning.plan_step import plan_step
 from megatron_dta.core.planning.step.flops import StepCounts
 from megatron_dta.core.planning.step.passes import StepBudget
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.shapes.decoder import DecoderShape
 from trainer_cases import make_rollouts
 

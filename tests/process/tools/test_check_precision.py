@@ -12,7 +12,8 @@ import torch
 
 from conftest import REPOSITORY, rollout_file, seed_all
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.parity import Outcome
 from megatron_dta.extras.parity.precision import report_precision
 

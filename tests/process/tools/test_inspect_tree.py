@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from conftest import seed_all
 from megatron_dta.core.planning.segments.cut import plan_segments
 from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import build_prefix_tree
 from tool_runs import Tool
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from conftest import rollout_file, seed_all
-from megatron_dta.core.planning import CostModel
+from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.shapes.decoder import DecoderShape
 from partition_cases import cost, counts, turns_forest
 from tool_runs import Tool

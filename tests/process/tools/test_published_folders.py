@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from conversion_cases import architecture_in, save_huggingface, shape_of, tensors_in, to_huggingface, to_megatron
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.huggingface.config.config import model_settings, read_hf_config
 from megatron_dta.training.huggingface.files import SafetensorsFolder, carried_text

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from conftest import rollout_file, seed_all
-from megatron_dta.core.rollouts import Rollout, load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.speculation.drafter import DrafterParams
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.replay import (

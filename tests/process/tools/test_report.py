@@ -16,7 +16,8 @@ from forked import run_python
 from headless_browser import browse, evaluate
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.pipeline.timeline import TimelineEvent, write_timeline
-from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.report import page as report_page
 from megatron_dta.extras.report import read_run, report_html
 from megatron_dta.extras.report.run_files import SavedStep

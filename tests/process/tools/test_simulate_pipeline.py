@@ -14,7 +14,7 @@ from megatron_dta.core.planning.partition.divide import trained_parts
 from megatron_dta.core.planning.plan_step import plan_step
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts import load_rollouts
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.shapes.decoder import DecoderShape
 from tool_runs import Tool
 

@@ -13,7 +13,8 @@ import torch
 from conftest import REPOSITORY, seed_all
 from forked import run_python
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import Rollout, write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.parity.one_step import Difference, OneStep, differences
 from tool_runs import load_script
 from verify_checkpoint_cases import verify

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.core.config import ParallelConfig
-from megatron_dta.core.model import initialize_parallel
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Round
 from megatron_dta.sampling.in_process.scheduler import Request
 from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
@@ -356,7 +356,7 @@ def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool):
 
 
 def costs_on_rank(rank: int, parallel: ParallelConfig) -> tuple:
-    from megatron_dta.core.model import initialize_parallel
+    from megatron_dta.core.model.parallel.mesh import initialize_parallel
 
     initialize_parallel(5, parallel)
     gate = SpeculationGate(ForwardCost(), ForwardCost())

@@ -14,7 +14,7 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.common.console import Console
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.environment import EnvironmentRunner
 from megatron_dta.sampling.in_process.engine import InProcessEngine
 from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting

@@ -165,7 +165,8 @@ def test_layers_of_several_dtypes_are_stored_in_the_widest(tmp_path: Path) -> No
 
 def test_a_checkpoint_of_training_comes_back(tmp_path: Path) -> None:
     """Written by this Megatron-Core, with settings and an optimizer's state: refused for another model."""
-    from megatron_dta.core.model import build_model, initialize_parallel
+    from megatron_dta.core.model.build import build_model
+    from megatron_dta.core.model.parallel.mesh import initialize_parallel
     from megatron_dta.training.checkpoint.save_load import save_checkpoint
     from megatron_dta.training.config import OptimizationConfig, TrainConfig
     from megatron_dta.training.optimizer.build import TrainingOptimizer

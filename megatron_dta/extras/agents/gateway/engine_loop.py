@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from megatron_dta.common.futures import complete
-from megatron_dta.core.model import Mesh, current_mesh
+from megatron_dta.core.model.parallel.mesh import Mesh, current_mesh
 from megatron_dta.extras.agents.gateway.errors import RequestError
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, RolloutEngine
 

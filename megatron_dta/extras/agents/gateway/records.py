@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.agents.gateway.session import Call, Session
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts import write_rollouts
+from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.extras.agents.gateway.errors import RequestError
 from megatron_dta.extras.agents.gateway.records import session_rollouts
 from megatron_dta.extras.agents.gateway.session import Session

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.servers.engine import HttpEngine
 from megatron_dta.extras.servers.sampled_tokens import SampledTokens
 from megatron_dta.extras.servers.stream.begun_group import BegunGroup

@@ -35,8 +35,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.core.rollouts import Rollout
 from megatron_dta.core.rollouts.batch_source import RolloutError
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.servers.stream.begun_group import BegunGroup
 from megatron_dta.extras.servers.stream.group_sampler import GroupSampler
 from megatron_dta.sampling.host_weights import HostWeights

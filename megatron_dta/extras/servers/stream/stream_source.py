@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_dta.core.rollouts import Rollout
+from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.servers.engine import HttpEngine
 from megatron_dta.extras.servers.stream.begun_group import unpacked
 from megatron_dta.extras.servers.stream.group_sampler import GroupSampler

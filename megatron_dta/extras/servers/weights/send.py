@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import current_mesh
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.sampling.host_weights import HostWeights, empty_weights
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.huggingface.save import hf_weights, write_hf
