@@ -87,7 +87,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tree-memory-tokens", type=int)
     parser.add_argument("--tree-activation-tokens", type=int)
-    parser.add_argument("--logprob-chunk-tokens", type=int)
     parser.add_argument("--fused-layer-impl", choices=("auto", "triton", "reference"), default="auto")
     parser.add_argument("--kv-offload-fraction", type=float, default=0.0, help="as in training")
     parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "reference"), default="auto")
@@ -118,7 +117,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Refuse flags that contradict each other, and fill in what follows from the others."""
     counts = ("max_sequences", "max_tokens", "num_layers", "tree_segment_tokens", "tree_memory_tokens", "steps")
     sizes = (name for name in PARALLEL if not isinstance(getattr(ParallelConfig(), name), bool))
-    check_at_least(arguments, 1, *counts, "logprob_chunk_tokens", *sizes)
+    check_at_least(arguments, 1, *counts, *sizes)
     check_at_least(arguments, 0, "tree_activation_tokens", "seed")
     check_output(arguments.output, "--output")
     if arguments.tree_memory_gib is not None and not 0 < arguments.tree_memory_gib < math.inf:

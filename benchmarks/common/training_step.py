@@ -38,7 +38,6 @@ from megatron_dta.training.optimizer.build import data_parallel_chunks
 class EngineOptions:
     """Settings of the engine and of the gradient buffers; see the flags of ``benchmarks/train.py``."""
 
-    logprob_chunk_tokens: int | None = None
     tree_attention_impl: str = "auto"
     bf16_gradients: bool = False
     kv_offload_fraction: float = 0.0
@@ -84,7 +83,6 @@ class StepTimer:
         options = self.options
         engine = TreeEngine(
             self.chunks,
-            logprob_chunk_tokens=options.logprob_chunk_tokens,
             tree_attention_impl=options.tree_attention_impl,
         )
         engine.offload_kv(options.kv_offload_fraction)

@@ -103,7 +103,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--kv-offload-fraction", type=float, metavar="X", default=0.0, help=HELP["kv_offload_fraction"])
     add("--no-distributed-optimizer", action="store_true", help="keep all optimizer states on every replica")
     add("--no-optimizer", action="store_true", help="plan forward and backward only, as in benchmarks/train.py")
-    add("--logprob-chunk-tokens", type=int, metavar="N", help=HELP["logprob_chunk_tokens"])
     add("--top", type=int, metavar="N", default=5, help="meshes to plan in full (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
@@ -122,7 +121,6 @@ def _check(arguments: argparse.Namespace) -> None:
         *STEP_FLAGS,
         *SHAPE_FLAGS,
         "tree_memory_tokens",
-        "logprob_chunk_tokens",
         "top",
     )
     check_at_least(arguments, 1, *counts)
@@ -188,7 +186,6 @@ def read_states(arguments: argparse.Namespace) -> StateSettings:
         optimizer=not arguments.no_optimizer,
         distributed_optimizer=not arguments.no_distributed_optimizer,
         offload_fraction=arguments.optimizer_offload_fraction,
-        logprob_chunk_tokens=arguments.logprob_chunk_tokens,
         kv_offload_fraction=arguments.kv_offload_fraction,
     )
 

@@ -34,7 +34,6 @@ def build_tree_engine(
         model if optimizer is None else optimizer.chunks,
         temperature,
         tree.logprob_chunk_tokens,
-        parallel.pipeline_in_flight_tokens,
         tree.tree_attention_impl,
     )
     engine.offload_kv(tree.kv_offload_fraction)

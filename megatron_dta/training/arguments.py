@@ -18,7 +18,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.config.options import flag_of
+from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.config.options import CONFIG_JSON, flag_of
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.config.checks.all import check_config
 from megatron_dta.training.config.checks.other_names import name_here
@@ -29,6 +30,9 @@ from megatron_dta.training.huggingface.config.arguments import add_hf_settings
 class _Parser(CommandLineParser):
     def meant(self, word: str) -> str:
         """The message for an unknown word, with similar flags; it also knows slime's and verl's names."""
+        flag = word.partition("=")[0]
+        if any(flag_of(setting) == flag for setting in fields(ModelConfig) if setting.metadata["flag"] == CONFIG_JSON):
+            return f"{flag} is read from the config.json of --load-hf or --hf-checkpoint; leave it out"
         return name_here(word) or super().meant(word)
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
@@ -56,7 +60,7 @@ def settings_from(named: dict[str, Any]) -> TrainConfig:
     given = add_treepo_preset(add_hf_settings(named))
     topics = {}
     for topic, dataclass_type in _topics().items():
-        names = [setting.name for setting in _flags(dataclass_type)]
+        names = [setting.name for setting in fields(dataclass_type)]
         missing = [flag_of(setting) for setting in _flags(dataclass_type) if _is_missing(setting, given)]
         if missing:
             raise InputError(

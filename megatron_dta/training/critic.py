@@ -43,7 +43,6 @@ class Critic:
         self.model, self.optimizer = model, TrainingOptimizer(model, own, config.parallel)
         self.engine = TreeEngine(
             self.optimizer.chunks,
-            pipeline_in_flight_tokens=config.parallel.pipeline_in_flight_tokens,
             tree_attention_impl=config.tree.tree_attention_impl,
         )
         self.engine.offload_kv(config.tree.kv_offload_fraction)

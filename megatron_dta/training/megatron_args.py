@@ -32,7 +32,7 @@ TASK = (
 ENGINE = (
     "rollout_top_p rollout_max_response_len temperature inference_max_requests inference_dynamic_batching_block_size "
     "inference_dynamic_batching_buffer_size_gb inference_dynamic_batching_max_tokens rollout_cuda_graphs "
-    "tree_attention_impl seed"
+    "seed"
 )
 
 

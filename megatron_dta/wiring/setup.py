@@ -347,7 +347,6 @@ def _engine(
         model,
         config.sampling.temperature,
         config.tree.logprob_chunk_tokens,
-        config.parallel.pipeline_in_flight_tokens,
         config.tree.tree_attention_impl,
         routing_replay,
     )

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
+
+from megatron_dta.core.config.model import ModelConfig
+from megatron_dta.training.huggingface.config.config_output import config_from_settings, write_template
 
 HYBRID = dict(
     num_layers=3,
@@ -19,13 +25,6 @@ HYBRID = dict(
     rotary_percent=0.5,
     norm_epsilon=1e-6,
 )
-FLAGS = (
-    "--num-layers 3 --hidden-size 24 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
-    "--kv-channels 8 --swiglu --disable-bias-linear --max-position-embeddings 32 --lr 1e-2 --norm-epsilon 1e-6 "
-    "--experimental-attention-variant gated_delta_net --linear-attention-freq [1,0,1] --linear-key-head-dim 6 "
-    "--linear-value-head-dim 5 --linear-num-key-heads 2 --linear-num-value-heads 4 --attention-output-gate "
-    "--apply-layernorm-1p --qk-layernorm --rotary-percent 0.5 --untie-embeddings-and-output-weights"
-)
 EXPERTS = dict(
     num_experts=4,
     moe_router_topk=2,
@@ -33,6 +32,20 @@ EXPERTS = dict(
     moe_shared_expert_intermediate_size=12,
     moe_shared_expert_gate=True,
 )
+
+
+def hybrid_model(vocab_size: int, **changes: Any) -> ModelConfig:
+    """A hybrid model without experts, with ``changes``."""
+    shape = dict(hidden_size=24, num_attention_heads=4, group_query_attention=True, num_query_groups=2, kv_channels=8)
+    plain = dict(swiglu=True, disable_bias_linear=True, max_position_embeddings=32)
+    plain["untie_embeddings_and_output_weights"] = True
+    return ModelConfig(**(HYBRID | shape | plain | dict(vocab_size=vocab_size) | changes))
+
+
+def hybrid_flags(folder: Path, vocab_size: int) -> str:
+    """Flags of a run of such a model, whose config.json is written to ``folder``."""
+    write_template(folder, config_from_settings(hybrid_model(vocab_size)), None)
+    return f"--hf-checkpoint {folder} --lr 1e-2"
 
 
 def spread(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:

@@ -38,7 +38,6 @@ def test_other_dtypes_are_refused(dtype):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(fp8_recipe="delayed"), "--fp8-recipe delayed: its scales depend on earlier passes"),
         (dict(), "--fp8-recipe blockwise needs widths in multiples of 128: --hidden-size is 64; give tensorwise"),
         (
             dict(fp8_recipe="tensorwise", ffn_hidden_size=200),

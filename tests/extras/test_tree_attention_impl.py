@@ -1,4 +1,4 @@
-"""``--tree-attention-impl``: what it chooses, what it refuses, and the tree engine's step on Triton's kernels."""
+"""``tree_attention_impl``: what it chooses, what it refuses, and the tree engine's step on Triton's kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_auto_takes_triton_on_a_gpu_for_what_it_takes():
     assert not choose_attention("auto", 128, torch.float64, CUDA)
     assert not choose_attention("auto", 288, torch.bfloat16, CUDA)
     assert not choose_attention("reference", 128, torch.bfloat16, CUDA)
-    with pytest.raises(InputError, match="--tree-attention-impl fa4: choose one of auto, triton, reference"):
+    with pytest.raises(InputError, match="tree_attention_impl fa4: choose one of auto, triton, reference"):
         choose_attention("fa4", 128, torch.bfloat16, CUDA)
 
 
@@ -37,7 +37,7 @@ def test_triton_on_a_cpu_is_refused_but_for_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_attention("triton", 64, torch.float32, CPU)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(InputError, match="--tree-attention-impl triton needs a CUDA GPU; use auto or reference"):
+    with pytest.raises(InputError, match="tree_attention_impl triton needs a CUDA GPU; use auto or reference"):
         choose_attention("triton", 64, torch.float32, CPU)
 
 

@@ -37,7 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         1: [job("stored-1", stored), job("sampled-1", sampled), job("moved", half)],
         2: [
             job("stored-ep2", stored, EP),
-            job("stored-ep2-unfused", stored, f"{EP} --no-gradient-accumulation-fusion"),
             job("sampled-ep2", sampled, EP),
             job("sampled-ep2-cut", sampled, f"{EP} --save-interval 1", "1"),
             job("sampled-ep2-cut", sampled, f"{EP} --save-interval 1"),
@@ -51,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("run", ["stored-ep2", "stored-ep2-unfused", "moved", "stored-ep2-tp2"])
+@pytest.mark.parametrize("run", ["stored-ep2", "moved", "stored-ep2-tp2"])
 def test_metrics_are_those_of_one_process(folder: Path, run: str) -> None:
     rows = rows_without_timing(folder / run)
     assert {"seq_load_balancing_loss", "z_loss"} <= rows[1].keys()

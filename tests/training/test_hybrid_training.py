@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 
 from conftest import seed_all
 from conversion_cases import HYBRIDS, QUIET, save_huggingface, tensors_in, to_huggingface, to_megatron
-from hybrid_cases import FLAGS
+from hybrid_cases import hybrid_flags, hybrid_model
 from lora_training_cases import convert
 from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config.checks.hybrid import check_hybrid
+from megatron_dta.core.config.parallel import ParallelConfig
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.checkpoint.files import find_checkpoint
-from megatron_dta.training.config.checks.all import check_config
 from megatron_dta.training.huggingface.config.config import settings_from_hf
 from megatron_dta.training.huggingface.convert import ADAPTER_WEIGHTS
 from megatron_dta.training.huggingface.save import write_hf
@@ -26,7 +27,11 @@ from resume_cases import final_tensors, rows_without_timing
 from trainer_cases import VOCABULARY, make_rollouts, run
 
 TREEPO = "--rollout-method treepo --treepo-segment-length 3 --advantage-estimator treepo"
-MODEL = f"{FLAGS} --vocab-size {VOCABULARY}"
+
+
+@pytest.fixture
+def model_flags(tmp_path: Path) -> str:
+    return hybrid_flags(tmp_path / "shape", VOCABULARY)
 
 
 @pytest.fixture
@@ -36,11 +41,11 @@ def rollouts(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["", "--bf16"])
-def test_a_continued_run_is_the_unbroken_one(rollouts: str, tmp_path: Path, dtype: str) -> None:
+def test_a_continued_run_is_the_unbroken_one(rollouts: str, model_flags: str, tmp_path: Path, dtype: str) -> None:
     arguments = f"{rollouts} {dtype} --save-interval 2 --tree-segment-tokens 5"
-    run(f"{arguments} --train-iters 4 --save {tmp_path}/whole", MODEL)
-    run(f"{arguments} --train-iters 2 --save {tmp_path}/parts", MODEL)
-    _, output = run(f"{arguments} --train-iters 4 --save {tmp_path}/parts", MODEL)
+    run(f"{arguments} --train-iters 4 --save {tmp_path}/whole", model_flags)
+    run(f"{arguments} --train-iters 2 --save {tmp_path}/parts", model_flags)
+    _, output = run(f"{arguments} --train-iters 4 --save {tmp_path}/parts", model_flags)
     assert "continuing" in output
     expected, found = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "parts")
     assert expected.keys() == found.keys()
@@ -65,9 +70,11 @@ def test_folder_in_equals_folder_out_byte_for_byte(rollouts: str, tmp_path: Path
     assert filecmp.cmpfiles(tmp_path / "hf", tmp_path / "out", names, shallow=False)[0] == names
 
 
-def test_a_run_from_scratch_exports_a_folder_that_transformers_loads(rollouts: str, tmp_path: Path) -> None:
+def test_a_run_from_scratch_exports_a_folder_that_transformers_loads(
+    rollouts: str, model_flags: str, tmp_path: Path
+) -> None:
     transformers = pytest.importorskip("transformers", reason="loads the folder (extra 'test')")
-    trainer, _ = run(f"{rollouts} --train-iters 1 --save-hf {tmp_path}/hf", MODEL)
+    trainer, _ = run(f"{rollouts} --train-iters 1 --save-hf {tmp_path}/hf", model_flags)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     weight = trainer.model.decoder.layers[0].self_attention.conv1d.weight
     assert torch.equal(loaded.model.layers[0].linear_attn.conv1d.weight, weight)
@@ -76,41 +83,31 @@ def test_a_run_from_scratch_exports_a_folder_that_transformers_loads(rollouts: s
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("changes", "mesh", "message"),
     [
-        ("--linear-num-value-heads 3", "--linear-num-value-heads 3 is not a multiple of --linear-num-key-heads 2"),
-        ("--linear-attention-freq [1,1]", "has 2 entries for --num-layers 3"),
-        ("--linear-attention-freq [0,0,0]", "no layer has linear attention"),
-        ("--linear-attention-freq 4", "no layer has attention"),
-        ("--linear-attention-freq x", "give a number N for attention in every N-th layer"),
-        ("--tensor-model-parallel-size 4", "does not divide --linear-num-key-heads 2"),
-        (
-            "--context-parallel-size 2 --tensor-model-parallel-size 2 --num-query-groups 4",
-            "--tensor-model-parallel-size 2 x --context-parallel-size 2 does not divide --linear-num-key-heads 2",
-        ),
-        ("--transformer-impl transformer_engine", "needs --transformer-impl local"),
-        ("--normalization LayerNorm", "--apply-layernorm-1p with --normalization LayerNorm"),
-        (
-            "--tree-memory-gib 3 --num-experts 2 --expert-model-parallel-size 2",
-            "--tree-memory-gib 3: supports experts with --moe-grouped-gemm only; add it",
-        ),
+        (dict(linear_num_value_heads=3), {}, "linear_num_value_heads 3 is not a multiple of linear_num_key_heads 2"),
+        (dict(linear_attention_freq="[1,1]"), {}, "has 2 entries for --num-layers 3"),
+        (dict(linear_attention_freq="[0,0,0]"), {}, "no layer has linear attention"),
+        (dict(linear_attention_freq="4"), {}, "no layer has attention"),
+        (dict(linear_attention_freq="x"), {}, "give a number N for attention in every N-th layer"),
+        ({}, dict(tensor_model_parallel_size=4), "does not divide linear_num_key_heads 2"),
+        (dict(transformer_impl="transformer_engine"), {}, "needs --transformer-impl local"),
+        (dict(normalization="LayerNorm"), {}, "apply_layernorm_1p with --normalization LayerNorm"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(more: str, message: str) -> None:
-    if "tensor" in more:
-        more += " --num-query-groups 4"
+def test_what_cannot_work_is_refused_in_one_line(changes: dict, mesh: dict, message: str) -> None:
     with pytest.raises(InputError) as caught:
-        check_config(parse_arguments(f"{MODEL} --rollouts r.jsonl --global-batch-size 4 {more}".split()))
-    assert any(message in line for line in str(caught.value).splitlines()), caught.value
+        check_hybrid(hybrid_model(9, **changes), ParallelConfig(**mesh))
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "method", ["", "--rollout-method treepo --treepo-segment-length 3 --advantage-estimator treepo"]
 )
-def test_sampling_in_this_process_and_training_agree(tmp_path: Path, method: str) -> None:
+def test_sampling_in_this_process_and_training_agree(model_flags: str, tmp_path: Path, method: str) -> None:
     """Where training starts at the sampler's weights, importance ratios are 1."""
     sampled = "--task arithmetic --rollout-batch-size 2 --n-samples-per-prompt 3 --rollout-max-response-len 6"
-    trainer, _ = run(f"{sampled} {method} --train-iters 1 --save {tmp_path}/run --old-logprobs rollout", FLAGS)
+    trainer, _ = run(f"{sampled} {method} --train-iters 1 --save {tmp_path}/run --old-logprobs rollout", model_flags)
     row = rows_without_timing(tmp_path / "run")[-1]
     assert row["ratio"] == pytest.approx(1.0, abs=1e-4)
     assert trainer.engine.mesh.world_size == 1

@@ -129,8 +129,6 @@ def test_first_weights_depend_on_the_seed_and_the_place():
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--lora-rank 4 --lora-dropout 0.1", "--lora-dropout 0.1: must be 0"),
-        ("--lora-dropout 0.1", "--lora-dropout 0.1: must be 0"),
         ("--lora-rank 0", "--lora-rank 0: must be at least 1"),
         ("--lora-rank 4 --lora-target-modules q_proj", "--lora-target-modules q_proj: choose from linear_qkv"),
         ("--lora-rank 4 --lora-target-modules linear_qkv linear_qkv", "name each once"),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 FLAGS = ToolFlags(
     "megatron-dta teacher",
     ("model", "tree"),
-    f"{MESH} load_hf hf_checkpoint skip_checkpoint_checks pipeline_in_flight_tokens seed",
+    f"{MESH} load_hf hf_checkpoint skip_checkpoint_checks seed",
 )
 KEY = "MEGATRON_DTA_TEACHER_KEY"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -95,7 +95,6 @@ def _serve(config: TrainConfig, own: Any) -> None:
         model,
         1.0,
         config.tree.logprob_chunk_tokens,
-        config.parallel.pipeline_in_flight_tokens,
         config.tree.tree_attention_impl,
     )
     head = _whole_head(engine)

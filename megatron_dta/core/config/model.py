@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from megatron_dta.core.config.options import NO_FLAG, REQUIRED, option
+from megatron_dta.core.config.options import CONFIG_JSON, NO_FLAG, REQUIRED, option
 from megatron_dta.core.shapes.moe_layers import parse_linear_attention_freq, parse_moe_layer_freq
 
 # Megatron's linear layers that can have a LoRA adapter.
@@ -16,9 +16,7 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 RECURRENT_LORA_TARGETS = ("in_proj", "out_proj")
 
 
-llama3_option = partial(option, needs="use_rope_scaling")
-yarn_option = partial(option, needs="position_embedding_type=yarn")
-linear_option = partial(option, needs="experimental_attention_variant")
+shape_option = partial(option, flag=CONFIG_JSON)
 moe_option = partial(option, needs="num_experts")
 
 
@@ -50,86 +48,82 @@ class ModelConfig:
     normalization: str = option("RMSNorm", "Kind of normalization.", choices=("RMSNorm", "LayerNorm"))
     norm_epsilon: float = option(1e-5, "Epsilon of the normalization.", above=0)
     swiglu: bool = option(False, "Use gated linear units with SiLU in the feed-forward layer instead of GELU.")
-    position_embedding_type: str = option("rope", "Position embedding.", choices=("rope", "yarn"))
+    position_embedding_type: str = shape_option("rope", "Position embedding.", choices=("rope", "yarn"))
     rotary_base: float = option(10000.0, "Base of the rotary frequencies.", above=1)
-    rotary_percent: float = option(
+    rotary_percent: float = shape_option(
         1.0, "Fraction of each head that is rotated, above 0 and at most 1.", above=0, maximum=1
     )
-    rotary_seq_len_interpolation_factor: float | None = option(
+    rotary_seq_len_interpolation_factor: float | None = shape_option(
         None, "Linear scaling of rotary positions: positions are divided by this factor.", above=0
     )
     use_rope_scaling: bool = option(False, "Scale rotary frequencies as Llama 3 does.")
-    rope_scaling_factor: float = llama3_option(
+    rope_scaling_factor: float = shape_option(
         8.0, "Llama 3 scaling: low frequencies are divided by this factor.", above=0
     )
-    rope_scaling_low_freq_factor: float = llama3_option(
+    rope_scaling_low_freq_factor: float = shape_option(
         1.0, "Llama 3 scaling: frequencies with fewer than this many turns over the original length are low.", above=0
     )
-    rope_scaling_high_freq_factor: float = llama3_option(
+    rope_scaling_high_freq_factor: float = shape_option(
         4.0,
         "Llama 3 scaling: frequencies with more than this many turns over the original length are unchanged.",
         above=0,
     )
-    rope_scaling_original_max_position_embeddings: int = llama3_option(
+    rope_scaling_original_max_position_embeddings: int = shape_option(
         8192, "Llama 3 scaling: maximum length of the model before scaling.", minimum=1
     )
-    rotary_scaling_factor: float = yarn_option(1.0, "YaRN: low frequencies are divided by this factor.", above=0)
-    yarn_original_max_position_embeddings: int = yarn_option(
+    rotary_scaling_factor: float = shape_option(1.0, "YaRN: low frequencies are divided by this factor.", above=0)
+    yarn_original_max_position_embeddings: int = shape_option(
         4096, "YaRN: maximum length of the model before scaling.", minimum=1
     )
-    yarn_beta_fast: float = yarn_option(
+    yarn_beta_fast: float = shape_option(
         32.0, "YaRN: frequencies with more than this many turns over the original length are unchanged.", above=0
     )
-    yarn_beta_slow: float = yarn_option(
+    yarn_beta_slow: float = shape_option(
         1.0,
         "YaRN: frequencies with fewer than this many turns over the original length are divided by the scaling factor.",
         above=0,
     )
-    no_yarn_correction_range_round_to_int: bool = yarn_option(
+    no_yarn_correction_range_round_to_int: bool = shape_option(
         False, "YaRN: do not round the bounds of the range between scaled and unchanged frequencies."
     )
-    mscale: float = yarn_option(
+    mscale: float = shape_option(
         1.0, "YaRN: how strongly cosine and sine grow with the logarithm of the scaling factor."
     )
-    mscale_all_dim: float = yarn_option(0.0, "YaRN: the same coefficient, in the denominator.")
+    mscale_all_dim: float = shape_option(0.0, "YaRN: the same coefficient, in the denominator.")
     qk_layernorm: bool = option(False, "Normalize queries and keys per head.")
     add_qkv_bias: bool = option(False, "Add a bias to the query, key and value projection only.")
     disable_bias_linear: bool = option(False, "Omit the bias of the linear layers.")
     untie_embeddings_and_output_weights: bool = option(False, "Use an output matrix separate from the embedding.")
-    attention_output_gate: bool = option(False, "Multiply the output of attention by a learned gate for each channel.")
-    apply_layernorm_1p: bool = option(
+    attention_output_gate: bool = shape_option(
+        False, "Multiply the output of attention by a learned gate for each channel."
+    )
+    apply_layernorm_1p: bool = shape_option(
         False, "Store the weights of norms as deviations from 1 (all but the norm inside gated delta net)."
     )
-    experimental_attention_variant: str | None = option(
-        None, "Attention of the layers that --linear-attention-freq selects.", choices=("gated_delta_net",)
+    experimental_attention_variant: str | None = shape_option(
+        None, "Attention of the layers that linear_attention_freq selects.", choices=("gated_delta_net",)
     )
-    linear_attention_freq: str | None = linear_option(
+    linear_attention_freq: str | None = shape_option(
         None,
         "Layers with linear attention: N for attention in every N-th layer and linear attention in the others, or a "
         "list with one entry per layer, such as ([1]*3+[0])*2 (1 for linear attention).",
     )
-    linear_conv_kernel_dim: int = linear_option(4, "Tokens that the convolution of linear attention sees.", minimum=2)
-    linear_key_head_dim: int = linear_option(128, "Size of a key head of linear attention.", minimum=1)
-    linear_value_head_dim: int = linear_option(128, "Size of a value head of linear attention.", minimum=1)
-    linear_num_key_heads: int = linear_option(16, "Number of key heads of linear attention.", minimum=1)
-    linear_num_value_heads: int = linear_option(32, "Number of value heads of linear attention.", minimum=1)
-    gated_delta_rule_impl: str = linear_option(
+    linear_conv_kernel_dim: int = shape_option(4, "Tokens that the convolution of linear attention sees.", minimum=2)
+    linear_key_head_dim: int = shape_option(128, "Size of a key head of linear attention.", minimum=1)
+    linear_value_head_dim: int = shape_option(128, "Size of a value head of linear attention.", minimum=1)
+    linear_num_key_heads: int = shape_option(16, "Number of key heads of linear attention.", minimum=1)
+    linear_num_value_heads: int = shape_option(32, "Number of value heads of linear attention.", minimum=1)
+    gated_delta_rule_impl: str = option(
         "auto",
         "Implementation of the gated delta rule: the kernels of flash-linear-attention (extra hybrid; a GPU, 16 bits), "
         "plain PyTorch (reference), or the kernels on a GPU in 16 bits and plain PyTorch elsewhere (auto).",
         choices=("auto", "fla", "reference"),
+        flag=NO_FLAG,
     )
     init_method_std: float = option(0.02, "Standard deviation of the initial weights.", minimum=0)
-    attention_dropout: float = option(
-        0.0, "Dropout on attention; must be 0, because sequences that share a prefix would share its dropout mask."
-    )
-    hidden_dropout: float = option(
-        0.0, "Dropout on hidden states; must be 0, because sequences that share a prefix would share its dropout mask."
-    )
     bf16: bool = option(
         False, "Keep weights and activations in bfloat16; master weights and gradients stay in float32."
     )
-    fp16: bool = option(False, "Not supported, because float16 needs loss scaling; use --bf16.")
     params_dtype: torch.dtype | None = option(
         None, "Dtype of the weights, derived from --bf16; torch.float64 for exactness tests.", flag=NO_FLAG
     )
@@ -144,6 +138,7 @@ class ModelConfig:
         "are recomputed in the backward; reference: Megatron's modules; auto: triton on a CUDA GPU, except for "
         "float64.",
         choices=("auto", "triton", "reference"),
+        flag=NO_FLAG,
     )
     enable_fp32_lm_head: bool = option(
         False,
@@ -157,9 +152,9 @@ class ModelConfig:
     )
     fp8_recipe: str | None = option(
         None,
-        "Scaling of FP8 values: per 128 values of a row (blockwise, the default), per tensor (tensorwise), per 32 "
-        "values (mxfp8, on Blackwell or newer), or from earlier passes (delayed, not supported).",
-        choices=("delayed", "tensorwise", "mxfp8", "blockwise"),
+        "Scaling of FP8 values: per 128 values of a row (blockwise, the default), per tensor (tensorwise), or per 32 "
+        "values (mxfp8, on Blackwell or newer).",
+        choices=("tensorwise", "mxfp8", "blockwise"),
         needs="fp8_format",
     )
     recompute_granularity: str | None = option(
@@ -194,9 +189,7 @@ class ModelConfig:
     moe_shared_expert_intermediate_size: int | None = moe_option(
         None, "Total width of the shared experts, which process every token (default: no shared experts).", minimum=1
     )
-    moe_shared_expert_gate: bool = option(
-        False, "Scale the shared experts' output by a learned gate.", needs="moe_shared_expert_intermediate_size"
-    )
+    moe_shared_expert_gate: bool = shape_option(False, "Scale the shared experts' output by a learned gate.")
     moe_router_score_function: str = moe_option(
         "softmax", "Function that turns router logits into scores.", choices=("softmax", "sigmoid")
     )
@@ -221,12 +214,6 @@ class ModelConfig:
     moe_router_bias_update_rate: float = option(
         1e-3, "Change of an expert's bias per step.", minimum=0, needs="moe_router_enable_expert_bias"
     )
-    moe_router_load_balancing_type: str = moe_option(
-        "seq_aux_loss",
-        "Load-balancing loss: computed for each sequence and averaged over a step's sequences (seq_aux_loss), or "
-        "none. The other types are not supported.",
-        choices=("seq_aux_loss", "none", "aux_loss", "global_aux_loss", "sinkhorn"),
-    )
     moe_aux_loss_coeff: float = moe_option(0.0, "Coefficient of the load-balancing loss; 0 disables it.", minimum=0)
     moe_z_loss_coeff: float | None = moe_option(
         None, "Coefficient of the mean squared log-sum-exp of the router's logits (default: no such loss).", minimum=0
@@ -244,17 +231,6 @@ class ModelConfig:
     moe_grouped_gemm: bool = moe_option(
         False, "Compute the experts of a rank as grouped matrix products; weights and checkpoints are unchanged."
     )
-    moe_token_dispatcher_type: str = moe_option(
-        "alltoall",
-        "How tokens reach their experts; only alltoall is supported.",
-        choices=("alltoall", "allgather", "flex"),
-    )
-    moe_expert_capacity_factor: float | None = moe_option(None, "Not supported: no token is dropped.")
-    moe_pad_expert_input_to_capacity: bool = moe_option(False, "Not supported: no token is dropped.")
-    moe_token_drop_policy: str | None = moe_option(None, "Not supported: no token is dropped.")
-    moe_input_jitter_eps: float | None = moe_option(
-        None, "Not supported: sequences that share a prefix would share the noise."
-    )
 
     lora_rank: int | None = option(
         None,
@@ -266,9 +242,6 @@ class ModelConfig:
         "The output of an adapter is scaled by --lora-alpha / --lora-rank (default: --lora-rank).",
         above=0,
         needs="lora_rank",
-    )
-    lora_dropout: float = option(
-        0.0, "Dropout before adapters; must be 0, because sequences that share a prefix would share its dropout mask."
     )
     lora_target_modules: list[str] | None = option(
         None,
@@ -292,7 +265,7 @@ class ModelConfig:
         if self.num_query_groups is None and not self.group_query_attention:
             self.num_query_groups = self.num_attention_heads
         if self.params_dtype is None:
-            self.params_dtype = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+            self.params_dtype = torch.bfloat16 if self.bf16 else torch.float32
 
         if self.num_experts is not None and self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size

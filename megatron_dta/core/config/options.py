@@ -12,6 +12,7 @@ from typing import Any
 
 REQUIRED = MISSING
 NO_FLAG = ""
+CONFIG_JSON = "config.json"
 BOUNDS = ("minimum", "maximum", "above")
 
 
@@ -31,7 +32,7 @@ def option(
         help: the text for ``--help``.
         choices: the accepted values; None accepts any value.
         flag: the name of the flag, if it is not the field's name with dashes; ``NO_FLAG`` for settings of the Python
-            API only.
+            API only, ``CONFIG_JSON`` for those that otherwise come from the config.json of a checkpoint.
         needs: without which other settings this one is not read, see ``config.checks.needs``.
         bounds: ``minimum`` and ``maximum`` of a number, and ``above``, which excludes it; ``config.checks`` holds them.
     """
@@ -41,7 +42,7 @@ def option(
         "help": help,
         "choices": choices,
         "flag": flag,
-        "command_line": flag != NO_FLAG,
+        "command_line": flag not in (NO_FLAG, CONFIG_JSON),
         **dict.fromkeys(BOUNDS),
         **bounds,
         "needs": (needs,) if isinstance(needs, str) else needs,
@@ -51,4 +52,5 @@ def option(
 
 def flag_of(setting: Field) -> str:
     """The flag of a dataclass field made by ``option``, including its dashes."""
-    return setting.metadata["flag"] or "--" + setting.name.replace("_", "-")
+    flag = setting.metadata["flag"]
+    return "--" + setting.name.replace("_", "-") if flag in (None, NO_FLAG, CONFIG_JSON) else flag

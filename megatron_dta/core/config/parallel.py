@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from megatron_dta.core.config.options import option
+from megatron_dta.core.config.options import NO_FLAG, option
 
 
 @dataclass
@@ -21,13 +21,6 @@ class ParallelConfig:
         None,
         "Layers of each stage in Megatron's notation (E embedding, t layer, L loss, | between stages), such as "
         "'Ett|ttt|tttL', or auto for the division with the lowest predicted cost (default: equal numbers).",
-        needs="pipeline_model_parallel_size>1",
-    )
-    pipeline_in_flight_tokens: int | None = option(
-        None,
-        "Maximum number of tokens whose activations a pipeline stage holds (default: 1.5 x the number for a single "
-        "stage).",
-        minimum=1,
         needs="pipeline_model_parallel_size>1",
     )
     context_parallel_size: int = option(
@@ -61,6 +54,7 @@ class ParallelConfig:
         False,
         "Let autograd compute each weight's gradient in the weight's dtype and add it to the gradient buffer "
         "afterwards. By default linear layers, embedding and logprobs accumulate directly into the float32 buffer.",
+        flag=NO_FLAG,
     )
     distributed_timeout_minutes: float = option(
         10.0, "Minutes that ranks wait for a rank that died or hangs before the job ends.", above=0

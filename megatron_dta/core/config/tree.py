@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dta.core.config.options import option
+from megatron_dta.core.config.options import NO_FLAG, option
 
 
 @dataclass
@@ -58,9 +58,11 @@ class TreeConfig:
         "triton: kernels for CUDA GPUs, with head sizes up to 256 in float32, bfloat16 and float16; reference: plain "
         "PyTorch; auto: triton on a CUDA GPU where it is supported (not for float64), else reference.",
         choices=("auto", "triton", "reference"),
+        flag=NO_FLAG,
     )
     logprob_chunk_tokens: int | None = option(
         None,
         "Maximum rows of logits in memory at once (default: 256 MiB of them on a GPU, 16 MiB on a CPU).",
         minimum=1,
+        flag=NO_FLAG,
     )

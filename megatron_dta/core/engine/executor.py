@@ -44,7 +44,6 @@ class TreeEngine(RankModel):
 
     Args:
         model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay: see ``RankModel``.
-        pipeline_in_flight_tokens: maximum number of tokens that a pipeline stage holds; None for the planner's default.
 
     Attributes:
         memory: the memory that a step may use; None means no limit. ``limit_memory`` sets it.
@@ -56,13 +55,11 @@ class TreeEngine(RankModel):
         model: Model | Sequence[torch.nn.Module],
         temperature: float = 1.0,
         logprob_chunk_tokens: int | None = None,
-        pipeline_in_flight_tokens: int | None = None,
         tree_attention_impl: str = "auto",
         routing_replay: bool = False,
     ) -> None:
         self.memory: MemoryBudget | None = None
         super().__init__(model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay)
-        self.pipeline_in_flight_tokens = pipeline_in_flight_tokens
         self.correction = CostCorrection()
 
     def offload_kv(self, fraction: float) -> None:
@@ -153,7 +150,6 @@ class TreeEngine(RankModel):
             num_model_chunks=len(self.chunks),
             layers=self.tree_models[0].stage_layers,
             cost_model=self.cost_model(segment_tokens),
-            max_in_flight_tokens=self.pipeline_in_flight_tokens,
             memory=self.memory,
             is_measured=self.has_device_costs,
             group=group,

@@ -22,7 +22,7 @@ from megatron_dta.core.config.checks.experts import check_experts
 from megatron_dta.core.config.checks.hybrid import check_hybrid
 from megatron_dta.core.config.checks.lora import check_lora
 from megatron_dta.core.config.checks.mesh import check_context_parallel, check_tensor_parallel
-from megatron_dta.core.config.checks.model import check_dropout, check_rotary
+from megatron_dta.core.config.checks.model import check_rotary
 from megatron_dta.core.config.checks.transformer_engine import (
     DEFAULT_FP8_RECIPE,
     check_fp8,
@@ -55,7 +55,6 @@ from megatron_dta.core.model.value_model import TreeValueModel
 def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = None) -> TransformerConfig:
     """Megatron's configuration of ``model``: no dropout, no fusion that changes a result."""
     parallel = parallel or ParallelConfig()
-    check_dropout(model)
     check_rotary(model)
     check_transformer_impl(model)
     check_tensor_parallel(model, parallel)
@@ -80,8 +79,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         init_method_std=model.init_method_std,
-        attention_dropout=model.attention_dropout,
-        hidden_dropout=model.hidden_dropout,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
         params_dtype=model.params_dtype,
         pipeline_dtype=model.params_dtype,
         bf16=model.params_dtype == torch.bfloat16,

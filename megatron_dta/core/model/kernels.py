@@ -58,11 +58,11 @@ def choose_fused_layers(impl: str, dtype: torch.dtype, device: torch.device) -> 
         refusal = (
             f" takes float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}; use auto or reference"
         )
-    return choose_triton("--fused-layer-impl", impl, device, refusal)
+    return choose_triton("fused_layer_impl", impl, device, refusal)
 
 
 def choose_gated_delta_rule(impl: str, dtype: torch.dtype, device: torch.device) -> Recurrence:
-    """The implementation of ``--gated-delta-rule-impl``.
+    """The implementation of ``gated_delta_rule_impl``.
 
     Raises:
         InputError: "fla", or "auto" on a GPU in 16 bits, and the package is missing, too old, or compiled wrongly
@@ -73,7 +73,7 @@ def choose_gated_delta_rule(impl: str, dtype: torch.dtype, device: torch.device)
     has_kernels = device.type == "cuda" and dtype in library.DTYPES
     if impl == "reference" or (impl == "auto" and not has_kernels):
         return gated_delta_rule
-    flag, found = f"--gated-delta-rule-impl {impl}", library.installed_version()
+    flag, found = f"gated_delta_rule_impl {impl}", library.installed_version()
     oldest = ".".join(map(str, library.OLDEST))
     fix = f"install it (pip install 'megatron_dta[hybrid]' or '{library.PACKAGE}>={oldest}') or give reference"
     if not has_kernels:

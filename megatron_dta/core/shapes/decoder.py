@@ -92,7 +92,7 @@ class DecoderShape:
             object.__setattr__(self, "linear_attention_layers", ())
         if self.linear_attention_layers and len(self.linear_attention_layers) != self.num_layers:
             raise InputError(
-                f"--linear-attention-freq names {len(self.linear_attention_layers)} of {self.num_layers} layers"
+                f"linear_attention_freq names {len(self.linear_attention_layers)} of {self.num_layers} layers"
             )
         if len(self.moe_layers) != self.num_layers:
             raise InputError(f"--moe-layer-freq names {len(self.moe_layers)} of {self.num_layers} layers")
@@ -281,7 +281,7 @@ def context_refusal(tensor: int, context: int, num_heads: int, num_kv_heads: int
 
 def linear_heads_refusal(tensor: int, context: int, key_heads: int, value_heads: int) -> str | None:
     """Why the heads of linear attention cannot be divided over tensor and context ranks; None if they can."""
-    for flag, count in (("--linear-num-key-heads", key_heads), ("--linear-num-value-heads", value_heads)):
+    for flag, count in (("linear_num_key_heads", key_heads), ("linear_num_value_heads", value_heads)):
         if count % (tensor * context):
             sizes = (("--tensor-model-parallel-size", tensor), ("--context-parallel-size", context))
             given = " x ".join(f"{name} {size}" for name, size in sizes if size > 1)

@@ -34,8 +34,8 @@ def parse_linear_attention_freq(text: str, num_layers: int) -> list[bool]:
         InputError: the text is neither, or the length of the list is not ``num_layers``.
     """
     forms = "a number N for attention in every N-th layer, or a list of 0 and 1 like ([1]*3+[0])*2"
-    none = "no layer has linear attention; leave --experimental-attention-variant out"
-    given = f"--linear-attention-freq {text}"
+    none = "no layer has linear attention; leave experimental_attention_variant out"
+    given = f"linear_attention_freq {text}"
     return _entries(given, text, num_layers, lambda layer, every: (layer + 1) % every != 0, forms, none)
 
 

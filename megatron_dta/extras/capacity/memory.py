@@ -41,7 +41,6 @@ class StateSettings:
         optimizer: whether there is an optimizer; a benchmark of a step has none.
         distributed_optimizer: whether the replicas divide the optimizer states.
         offload_fraction: share of the optimizer states on the host.
-        logprob_chunk_tokens: rows of a logit chunk; None for the default.
         kv_offload_fraction: share of the layers whose K/V slots are on the host.
         full_recompute_layers: layers recomputed together with ``--recompute-granularity full``; None without it.
     """
@@ -54,7 +53,6 @@ class StateSettings:
     optimizer: bool = True
     distributed_optimizer: bool = True
     offload_fraction: float = 0.0
-    logprob_chunk_tokens: int | None = None
     full_recompute_layers: int | None = None
     kv_offload_fraction: float = 0.0
 
@@ -198,7 +196,7 @@ def stage_memory(
     num_layers, logits, once = len(mesh.stage_layers(stage)), 0.0, 0.0
     if (len(mesh.layers) - 1) % mesh.pipeline == stage:
         once = each.kept_per_token
-        rows = states.logprob_chunk_tokens or max(1, LOGIT_ELEMENTS // shape.vocab_size)
+        rows = max(1, LOGIT_ELEMENTS // shape.vocab_size)
         rows = min(rows, flight.segment / mesh.context)
         logits = rows * shape.vocab_size / mesh.tensor * LOGIT_BYTES
     of_token = replace(each, kept_per_token=once).kept(num_layers)

@@ -213,7 +213,7 @@ def placeholders(planner: Planner, arguments: argparse.Namespace) -> list[str]:
 
 def _model_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
     shape, step = planner.shape, planner.step
-    if arguments.hf_config is not None:
+    if arguments.hf_config is not None or checkpoint_of(shape) is not None:
         # The shape comes from the folder's config.json.
         return ["--bf16", *["--moe-grouped-gemm"] * shape.moe_grouped_gemm]
     names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size"
@@ -229,20 +229,7 @@ def _model_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
         flags += ["--moe-ffn-hidden-size", str(shape.expert_width), *["--moe-grouped-gemm"] * shape.moe_grouped_gemm]
         if shape.moe_shared_expert_intermediate_size:
             flags += ["--moe-shared-expert-intermediate-size", str(shape.moe_shared_expert_intermediate_size)]
-            flags += ["--moe-shared-expert-gate"] * shape.moe_shared_expert_gate
-    if shape.linear_attention_layers:
-        flags += _hybrid_flags(shape)
     return [*flags, "--max-position-embeddings", str(max(4096, step.longest))]
-
-
-def _hybrid_flags(shape: DecoderShape) -> list[str]:
-    """Flags of gated delta net and gated attention, with the norms and rotary embedding of Qwen3-Next and Qwen3.5."""
-    layers = ",".join(str(int(is_linear)) for is_linear in shape.linear_attention_layers)
-    flags = ["--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", f"[{layers}]"]
-    for name in ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads"):
-        flags += [f"--linear-{name.replace('_', '-')}", str(getattr(shape, f"linear_{name}"))]
-    flags += ["--attention-output-gate"] * shape.attention_output_gate
-    return [*flags, "--apply-layernorm-1p", "--rotary-percent", "0.25"]
 
 
 def _mesh_flags(planner: Planner, prediction: Prediction) -> list[str]:
@@ -270,8 +257,6 @@ def _mesh_flags(planner: Planner, prediction: Prediction) -> list[str]:
         flags += ["--tree-activation-tokens", str(choice.activation_tokens)]
     if choice.full_recompute:
         flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-    if states.logprob_chunk_tokens is not None:
-        flags += ["--logprob-chunk-tokens", str(states.logprob_chunk_tokens)]
     if states.kv_offload_fraction:
         flags += ["--kv-offload-fraction", f"{states.kv_offload_fraction:g}"]
     if states.distributed_optimizer:

@@ -53,7 +53,6 @@ HELP = {
     "tree_activation_tokens": "in-flight tokens whose activations are kept (default: as many as fit)",
     "kv_offload_fraction": "share of the layers whose K, V and gradients of the path are on the host (default: 0)",
     "recompute": "kinds to try: of segments (tree) or of layers, by Megatron (full; default: both)",
-    "logprob_chunk_tokens": "rows of a logit chunk (default: about 2^27 logits)",
 }
 
 
@@ -81,7 +80,6 @@ def states_of_run(config: TrainConfig) -> StateSettings:
         exp_avg_sq=optimization.exp_avg_sq_dtype,
         distributed_optimizer=config.parallel.use_distributed_optimizer,
         offload_fraction=optimization.optimizer_offload_fraction if optimization.optimizer_cpu_offload else 0.0,
-        logprob_chunk_tokens=config.tree.logprob_chunk_tokens,
         kv_offload_fraction=config.tree.kv_offload_fraction,
         full_recompute_layers=model.recompute_num_layers if full else None,
     )

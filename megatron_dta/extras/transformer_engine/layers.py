@@ -3,7 +3,7 @@
 Norms and linear layers stay separate modules, so our fused norms and the tree attention work between them. Names and
 shapes of weights are those of the local layers, so checkpoints and conversions are the same. If a weight has a gradient
 buffer (created by Megatron's distributed data parallelism), Transformer Engine adds the gradient to it in float32 as it
-computes it, unless this is turned off (``--no-gradient-accumulation-fusion``).
+computes it, unless this is turned off (``no_gradient_accumulation_fusion``).
 
 The order of passes differs from Megatron's use of these layers. Megatron tells the layers which microbatch is the first
 one of a step: its forward quantizes the weights for the later ones, and its backward overwrites the gradient buffer, to
@@ -11,7 +11,7 @@ which later ones add. Here the segment that runs its forward first is the last t
 lose the gradients of all other segments. Therefore no pass is marked as the first one, and the engine declares for
 which passes the weights are constant (``weights_quantized_once``).
 
-FP8 scales that depend on earlier passes ("delayed") are refused in the configuration, because a recomputed forward
+FP8 scales that depend on earlier passes ("delayed") are not offered, because a recomputed forward
 would not repeat the first one. With one scale for each block of 128 values of a row, a token's forward depends on its
 row alone, as in bfloat16, and not on the segment that contains the row.
 """

@@ -17,7 +17,7 @@ class MegatronDtaEngineConfig(EngineConfig):
     Attributes:
         dtype: "bfloat16", "float32" or "float64" (for tests of exactness).
         virtual_pipeline_model_parallel_size: model chunks of a pipeline rank; None for one.
-        tree_*, logprob_chunk_tokens: see ``megatron_dta.training.config.TreeConfig``.
+        tree_*: see ``megatron_dta.training.config.TreeConfig``.
         loss_scope: "sequences" calls the loss function on groups of sequences whose last tokens were computed together;
             it must be additive over sequences. "mini_batch" computes the loss of all rows of a data-parallel rank at
             once, for losses that compare rows; that costs another forward pass. "auto" takes "mini_batch" for the
@@ -40,8 +40,6 @@ class MegatronDtaEngineConfig(EngineConfig):
     tree_memory_tokens: int | None = None
     tree_activation_tokens: int | None = None
     tree_memory_gib: float | None = None
-    tree_attention_impl: str = "auto"
-    logprob_chunk_tokens: int | None = None
     loss_scope: str = "auto"
     override_settings: dict[str, Any] = field(default_factory=dict)
 

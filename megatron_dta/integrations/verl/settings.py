@@ -38,8 +38,6 @@ _SAME = (
     "tree_memory_tokens",
     "tree_activation_tokens",
     "tree_memory_gib",
-    "tree_attention_impl",
-    "logprob_chunk_tokens",
     "seed",
 )
 _DTYPES = ("bfloat16", "float32", "float64")

@@ -57,7 +57,7 @@ def bucket(count: int) -> int:
 
 
 def why_not_captured(model: Model, attention_impl: str = "auto") -> str | None:
-    """Why decoding with ``model`` and ``--tree-attention-impl`` cannot be captured; None if it can.
+    """Why decoding with ``model`` and ``tree_attention_impl`` cannot be captured; None if it can.
 
     The stages of a pipeline must all call this, since one of them decides for all.
     """
@@ -72,7 +72,7 @@ def _why_not_on_this_rank(model: Model, attention_impl: str) -> str | None:
     if config.sequence_parallel and not model.decodes_directly:
         return (
             "cannot capture layers made of modules with --sequence-parallel, for which Megatron switches random states "
-            "on the host (adapters, LayerNorm, --fused-layer-impl reference, a stage without layers)"
+            "on the host (adapters, LayerNorm, fused_layer_impl reference, a stage without layers)"
         )
     if config.num_moe_experts is not None:
         if config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1:
@@ -87,7 +87,7 @@ def _why_not_on_this_rank(model: Model, attention_impl: str) -> str | None:
     if parameter.device.type != "cuda":
         return "needs a CUDA GPU"
     if not choose_attention(attention_impl, config.kv_channels, parameter.dtype, parameter.device):
-        return "needs attention kernels, which --tree-attention-impl or the dtype rules out"
+        return "needs attention kernels, which tree_attention_impl or the dtype rules out"
     return None
 
 

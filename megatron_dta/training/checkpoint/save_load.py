@@ -59,11 +59,8 @@ _MESH_FLAGS = tuple(
 _FREE_MODEL_SETTINGS = {
     "max_position_embeddings",
     "init_method_std",
-    "attention_dropout",
-    "hidden_dropout",
     "group_query_attention",
     "bf16",
-    "fp16",
     "transformer_impl",
     "fused_layer_impl",
     "enable_fp32_lm_head",

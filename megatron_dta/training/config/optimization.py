@@ -18,7 +18,6 @@ class OptimizationConfig:
     train_iters: int = option(
         100, "Total number of optimizer steps, including those before the loaded checkpoint.", minimum=0
     )
-    optimizer: str = option("adam", "Optimizer, with decoupled weight decay.", choices=("adam",))
     lr: float = option(1e-6, "Maximum learning rate.", minimum=0)
     min_lr: float = option(0.0, "Minimum learning rate of the decay.", minimum=0, needs="lr_decay_style!=constant")
     lr_decay_style: str = option(

@@ -299,7 +299,7 @@ def data_parallel_chunks(
 def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype, is_distributed: bool) -> OptimizerConfig:
     aware, offload = settings.use_precision_aware_optimizer, settings.optimizer_cpu_offload
     config = OptimizerConfig(
-        optimizer=settings.optimizer,
+        optimizer="adam",
         lr=settings.lr,
         min_lr=settings.min_lr,
         weight_decay=settings.weight_decay,

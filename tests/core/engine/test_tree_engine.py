@@ -232,12 +232,6 @@ def test_gradients_accumulate_and_a_second_step_is_identical(references):
         torch.testing.assert_close(p.grad, 2 * once[name], rtol=1e-12, atol=1e-16)
 
 
-@pytest.mark.parametrize("name", ["attention_dropout", "hidden_dropout"])
-def test_a_model_with_dropout_is_not_built(name):
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} 0.1: must be 0"):
-        build_model(model_config(**{name: 0.1}), torch.device("cpu"))
-
-
 def test_wrong_samples_are_refused():
     tokens = np.arange(4, dtype=np.int32)
     with pytest.raises(ValueError, match="loss_mask has 3 entries for 4 tokens"):

@@ -144,7 +144,7 @@ def test_missing_and_old_libraries_are_refused_in_one_line(monkeypatch):
         assert choose("auto", torch.bfloat16, cuda) is library.gated_delta_rule
     assert choose("auto", torch.bfloat16, cuda) is library.gated_delta_rule
     assert choose("reference", torch.bfloat16, cuda) is not library.gated_delta_rule
-    with pytest.raises(InputError, match="--gated-delta-rule-impl fla needs a CUDA GPU and --bf16; use auto"):
+    with pytest.raises(InputError, match="gated_delta_rule_impl fla needs a CUDA GPU and --bf16; use auto"):
         choose("fla", torch.float32, cuda)
 
 

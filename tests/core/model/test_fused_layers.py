@@ -148,9 +148,9 @@ def test_auto_takes_triton_on_a_gpu_for_what_it_takes():
     assert not choose_fused_layers("auto", torch.bfloat16, CPU)
     assert not choose_fused_layers("auto", torch.float64, CUDA)
     assert not choose_fused_layers("reference", torch.bfloat16, CUDA)
-    with pytest.raises(InputError, match="--fused-layer-impl triton takes float32, bfloat16 and float16, not float64"):
+    with pytest.raises(InputError, match="fused_layer_impl triton takes float32, bfloat16 and float16, not float64"):
         choose_fused_layers("triton", torch.float64, CUDA)
-    with pytest.raises(InputError, match="--fused-layer-impl liger: choose one of"):
+    with pytest.raises(InputError, match="fused_layer_impl liger: choose one of"):
         choose_fused_layers("liger", torch.float32, CUDA)
 
 
@@ -159,7 +159,7 @@ def test_triton_on_a_cpu_is_refused_but_for_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_fused_layers("triton", torch.float32, CPU)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(InputError, match="--fused-layer-impl triton needs a CUDA GPU; use auto or reference"):
+    with pytest.raises(InputError, match="fused_layer_impl triton needs a CUDA GPU; use auto or reference"):
         choose_fused_layers("triton", torch.float32, CPU)
 
 

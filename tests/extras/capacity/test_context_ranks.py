@@ -49,5 +49,5 @@ def test_context_ranks_share_tokens_and_heads() -> None:
     hybrid = replace(SMALL, linear_attention_layers=(True, False) * 6)
     assert make_mesh(hybrid, 2, MeshSizes(context=2)).context == 2
     odd = replace(hybrid, linear_num_key_heads=3, linear_num_value_heads=6)
-    with pytest.raises(InputError, match="-size 2 does not divide --linear-num-key-heads 3; lower it"):
+    with pytest.raises(InputError, match="-size 2 does not divide linear_num_key_heads 3; lower it"):
         make_mesh(odd, 2, MeshSizes(context=2))

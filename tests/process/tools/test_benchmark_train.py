@@ -176,7 +176,6 @@ def test_renumbered_tokens_make_the_same_forest(tmp_path):
         (["--num-layers", "29"], "--num-layers 29: qwen3-1.7b has only 28"),
         (["--tree-segment-tokens", "0"], "--tree-segment-tokens must be at least 1"),
         (["--tree-activation-tokens", "-4"], "--tree-activation-tokens must be at least 0"),
-        (["--logprob-chunk-tokens", "0"], "--logprob-chunk-tokens must be at least 1"),
         (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size must be at least 1"),
         (["--num-virtual-stages-per-pipeline-rank", "2"], "needs --pipeline-model-parallel-size above 1"),
         (["--tree-memory-gib", "nan"], "--tree-memory-gib must be above 0, not nan"),

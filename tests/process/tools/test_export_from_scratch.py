@@ -33,8 +33,7 @@ MODELS = {
     "llama": "--rotary-base 5000",
     "llama-scaled": "--use-rope-scaling --untie-embeddings-and-output-weights",
     "qwen2": "--add-qkv-bias --group-query-attention --num-query-groups 2",
-    "qwen3": "--qk-layernorm --position-embedding-type yarn --rotary-scaling-factor 2.0 "
-    "--yarn-original-max-position-embeddings 32",
+    "qwen3": "--qk-layernorm",
     "qwen3_moe": "--qk-layernorm --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16",
 }
 

@@ -81,8 +81,8 @@ def test_tools_that_sample_do_so_in_this_process(tool: str, flags: str) -> None:
 
 def test_what_tools_do_read_arrives() -> None:
     evaluate, sample = (importlib.import_module(f"megatron_dta.commands.{tool}").FLAGS for tool in TOOLS[:2])
-    config, _ = evaluate.parse(f"{MODEL} --tree-attention-impl reference --treepo-segment-length 3".split())
-    assert (config.tree.tree_attention_impl, config.treepo.treepo_segment_length) == ("reference", 3)
+    config, _ = evaluate.parse(f"{MODEL} --inference-max-requests 7 --treepo-segment-length 3".split())
+    assert (config.sampling.inference_max_requests, config.treepo.treepo_segment_length) == (7, 3)
     config, _ = sample.parse(f"{MODEL} --rollout-stop-degenerate --overlong-buffer-len 7".split())
     assert config.speculation.rollout_stop_degenerate
     assert config.filtering.overlong_buffer_len == 7

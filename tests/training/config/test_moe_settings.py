@@ -28,10 +28,6 @@ def test_layer_patterns(text: str, layers: str) -> None:
 
 BAD = [
     (f"{SAMPLED} --swiglu --num-experts 8", "--num-experts needs --disable-bias-linear"),
-    (f"{MOE} --moe-expert-capacity-factor 1.5", "--moe-expert-capacity-factor: not supported, because"),
-    (f"{MOE} --moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity: not supported"),
-    (f"{MOE} --moe-token-drop-policy probs", "--moe-token-drop-policy: not supported"),
-    (f"{MOE} --moe-input-jitter-eps 0.1", "--moe-input-jitter-eps: not supported"),
     (f"{SAMPLED} --num-experts 32769", "--num-experts 32769: must be at most 32768"),
     (f"{MOE} --moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8"),
     (f"{MOE} --moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-pre-softmax"),
@@ -39,10 +35,6 @@ BAD = [
     (f"{MOE} --moe-router-num-groups 3 --moe-router-group-topk 2", "is not divisible by --moe-router-num-groups 3"),
     (f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk 4", "cannot be spread evenly"),
     (f"{MOE} --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias needs --moe-router-score-function"),
-    (f"{MOE} --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss", "use seq_aux_loss"),
-    (f"{MOE} --moe-router-load-balancing-type global_aux_loss", "--moe-router-load-balancing-type global_aux_loss"),
-    (f"{MOE} --moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type sinkhorn"),
-    (f"{MOE} --moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type allgather"),
     (f"{MOE} --moe-layer-freq [0]*2", "no layer has experts"),
     (f"{MOE} --moe-layer-freq [1]*3", "has 3 entries for --num-layers 2"),
     (f"{MOE} --moe-layer-freq 0", "--moe-layer-freq 0: must be at least 1"),

@@ -11,29 +11,9 @@ def check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ``InputError`` for settings with which an expert model cannot be built."""
     if model.num_experts is None:
         return
-    _check_dropless(model)
     _check_router(model)
-    _check_balance(model)
     _check_layers(model)
     _check_division(model, parallel)
-
-
-def _check_dropless(model: ModelConfig) -> None:
-    for flag, value in (
-        ("--moe-expert-capacity-factor", model.moe_expert_capacity_factor),
-        ("--moe-pad-expert-input-to-capacity", model.moe_pad_expert_input_to_capacity or None),
-        ("--moe-token-drop-policy", model.moe_token_drop_policy),
-    ):
-        if value is not None:
-            raise InputError(
-                f"{flag}: not supported, because the dropped tokens would depend on the other tokens of a segment; "
-                "leave it out"
-            )
-    if model.moe_input_jitter_eps is not None:
-        raise InputError(
-            "--moe-input-jitter-eps: not supported, because sequences that share a prefix would share its noise, "
-            "unlike sequences trained separately; leave it out"
-        )
 
 
 def _check_router(model: ModelConfig) -> None:
@@ -64,32 +44,10 @@ def _check_router(model: ModelConfig) -> None:
         raise InputError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid")
 
 
-def _check_balance(model: ModelConfig) -> None:
-    kind = model.moe_router_load_balancing_type
-    if kind == "sinkhorn":
-        raise InputError(
-            "--moe-router-load-balancing-type sinkhorn: not supported, because a token's experts would depend on the "
-            "other tokens of its segment; use seq_aux_loss or --moe-router-enable-expert-bias"
-        )
-    if kind in ("aux_loss", "global_aux_loss"):
-        raise InputError(
-            f"--moe-router-load-balancing-type {kind}: not supported, because it depends on how a batch is cut into "
-            "micro-batches, here segments; use seq_aux_loss, which depends on each sequence alone"
-        )
-    if kind == "none" and model.moe_aux_loss_coeff:
-        raise InputError(
-            "--moe-aux-loss-coeff has no effect with --moe-router-load-balancing-type none; use seq_aux_loss"
-        )
-
-
 def _check_layers(model: ModelConfig) -> None:
     _ = model.moe_layers  # raises if the pattern does not match the number of layers
     if not model.disable_bias_linear:
         raise InputError("--num-experts needs --disable-bias-linear: Megatron's experts cannot train a bias; add it")
-    if model.moe_token_dispatcher_type != "alltoall":
-        raise InputError(
-            f"--moe-token-dispatcher-type {model.moe_token_dispatcher_type} is not supported; use alltoall"
-        )
 
 
 def _check_division(model: ModelConfig, parallel: ParallelConfig) -> None:

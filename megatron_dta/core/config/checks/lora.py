@@ -10,11 +10,6 @@ from megatron_dta.core.config.parallel import ParallelConfig
 
 def check_lora(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ``InputError`` for adapters with which the model cannot be built."""
-    if model.lora_dropout != 0:
-        raise InputError(
-            f"--lora-dropout {model.lora_dropout:g}: must be 0, because sequences that share a prefix would share its "
-            "dropout mask, unlike sequences trained separately"
-        )
     if model.lora_rank is None:
         return
     targets = model.lora_target_modules or []

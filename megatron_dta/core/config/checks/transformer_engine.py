@@ -49,11 +49,6 @@ def check_fp8(model: ModelConfig, parallel: ParallelConfig) -> None:
     if model.params_dtype != torch.bfloat16:
         raise InputError("--fp8-format needs --bf16; add it")
     recipe = model.fp8_recipe or DEFAULT_FP8_RECIPE
-    if recipe == "delayed":
-        raise InputError(
-            "--fp8-recipe delayed: its scales depend on earlier passes, so the recomputed forward of a segment would "
-            "not repeat the first; give blockwise, tensorwise or (on Blackwell or newer) mxfp8"
-        )
     unit, ranks = FP8_UNITS[recipe], parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
     widths = {

@@ -1,6 +1,6 @@
 """Chooses the implementation of a segment's attention, and prepares its plans for a step.
 
-``--tree-attention-impl`` selects the Triton kernels or the plain PyTorch reference. The choice is made once per engine,
+``tree_attention_impl`` selects the Triton kernels or the plain PyTorch reference. The choice is made once per engine,
 from the device, the dtype and the size of heads. For the kernels, a step then gets one plan per segment.
 """
 
@@ -16,7 +16,7 @@ from megatron_dta.core.model.kernels import choose_triton
 from megatron_dta.core.planning.segments.ancestors import RootPaths
 from megatron_dta.core.planning.segments.plan import SegmentPlan
 
-FLAG = "--tree-attention-impl"
+FLAG = "tree_attention_impl"
 
 
 def choose_attention(impl: str, head_size: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -38,10 +38,10 @@ def expert_settings(model: ModelConfig) -> dict[str, Any]:
         moe_router_dtype=model.moe_router_dtype,
         moe_router_enable_expert_bias=model.moe_router_enable_expert_bias,
         moe_router_bias_update_rate=model.moe_router_bias_update_rate,
-        moe_router_load_balancing_type=model.moe_router_load_balancing_type,
+        moe_router_load_balancing_type="seq_aux_loss",
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_z_loss_coeff=model.moe_z_loss_coeff,
-        moe_token_dispatcher_type=model.moe_token_dispatcher_type,
+        moe_token_dispatcher_type="alltoall",
     )
 
 

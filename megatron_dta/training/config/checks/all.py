@@ -22,7 +22,7 @@ from megatron_dta.core.config.checks.mesh import (
     check_tensor_parallel,
     check_world_size,
 )
-from megatron_dta.core.config.checks.model import check_dropout, check_rotary
+from megatron_dta.core.config.checks.model import check_rotary
 from megatron_dta.core.config.checks.transformer_engine import check_transformer_impl
 from megatron_dta.core.config.derived.pipeline_layout import stage_layers
 from megatron_dta.core.config.options import flag_of
@@ -116,11 +116,6 @@ def _check_model(config: TrainConfig) -> Iterator[str]:
         yield f"--num-query-groups {groups} needs --group-query-attention"
     elif heads % groups:
         yield f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}"
-    yield from caught(check_dropout, model)
-    if model.bf16 and model.fp16:
-        yield "--bf16 and --fp16 conflict; keep --bf16"
-    elif model.fp16:
-        yield "--fp16 is not supported: it needs loss scaling; use --bf16"
     yield from caught(check_transformer_impl, model)
     yield from _check_recompute(config)
 

@@ -129,6 +129,18 @@ NAMES = (
     ),
     Names("`--yaml*` (Megatron's)", "`--config*` (Hydra's)", "`@FILE`, a file of arguments"),
 )
+_NOISE = "sequences that share a prefix would share its noise, unlike sequences trained separately; leave it out"
+_DROPS = "the dropped tokens would depend on the other tokens of a segment; leave it out"
+_DECIDED = "there is one that does not depend on how a batch is cut into segments; leave it out"
+# Flags of Megatron that do not exist here, and why.
+REFUSED = {
+    "--fp16": "float16 needs loss scaling; use --bf16",
+    **dict.fromkeys(("--attention-dropout", "--hidden-dropout", "--lora-dropout", "--moe-input-jitter-eps"), _NOISE),
+    **dict.fromkeys(
+        ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy"), _DROPS
+    ),
+    **dict.fromkeys(("--moe-router-load-balancing-type", "--moe-token-dispatcher-type"), _DECIDED),
+}
 _CODE = re.compile(r"`([^`]+)`")
 
 
@@ -140,8 +152,10 @@ def markdown_table() -> str:
 
 
 def name_here(word: str) -> str | None:
-    """The counterpart here of ``word``, a flag of slime or a setting of verl (``name=value``); None if unknown."""
+    """What to use for ``word``, a flag of Megatron or slime or a setting of verl (``name=value``); None if unknown."""
     key = word.lstrip("+-").partition("=")[0] if not word.startswith("--") else word.partition("=")[0]
+    if key in REFUSED:
+        return f"{key} is refused: {REFUSED[key]}"
     for row in NAMES:
         for program, cell in (("slime", row.slime), ("verl", row.verl)):
             if any(_is_named(key, name.partition("=")[0]) for code in _CODE.findall(cell) for name in code.split()):

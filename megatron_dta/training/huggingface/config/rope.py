@@ -135,7 +135,7 @@ def _yarn(rope: HfValues, config: HfValues) -> dict[str, object]:
 
 
 def _mscale(rope: HfValues, factor: float) -> tuple[float, float]:
-    """``--mscale`` and ``--mscale-all-dim``: the factor on cosine and sine is (0.1 mscale ln(factor) + 1) over the same
+    """``mscale`` and ``mscale_all_dim``: the factor on cosine and sine is (0.1 mscale ln(factor) + 1) over the same
     with ``mscale_all_dim``.
     """
     if "attention_factor" in rope:
