@@ -39,13 +39,17 @@ from megatron_dta.common.command_line import CommandLineParser, check_at_least, 
 from megatron_dta.core.common.errors import InputError, run_entry_point
 from megatron_dta.core.config import ModelConfig, ParallelConfig, TreeConfig
 from megatron_dta.core.engine import StepResult
-from megatron_dta.core.planning.pipeline.timeline import timeline_span, timeline_utilisation
+from megatron_dta.core.planning.pipeline.timeline import (
+    beside_plan,
+    timeline_span,
+    timeline_utilisation,
+    write_timelines,
+)
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.training.autotune import Autotuner, measure_gpu
 from megatron_dta.training.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from megatron_dta.training.config.derived.device_queues import set_device_queues
-from megatron_dta.training.monitor.timelines import write_step_timeline
 
 PARALLEL = (
     "tensor_model_parallel_size",
@@ -250,7 +254,8 @@ class Benchmark:
         folder = self.arguments.timeline_dir
         if folder is not None and self.mesh.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            write_step_timeline(folder / f"{Path(file).stem}_{mode}", result.timeline, planned.planned_events())
+            path = folder / f"{Path(file).stem}_{mode}.json"
+            write_timelines(path, beside_plan(result.timeline, planned.planned_events()))
         return {
             "planned_utilisation": planned.timeline.utilisation,
             "replayed_utilisation": replay(planned.schedule, parents, result.timeline).utilisation,

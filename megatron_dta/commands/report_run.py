@@ -20,7 +20,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("run", metavar="RUN", help="the --save folder of a run")
     parser.add_argument("--output", metavar="FILE", help="the page (default: report.html in RUN)")
-    parser.add_argument("--metrics-file", metavar="FILE", help="metrics file, if it is not in RUN")
     parser.add_argument(
         "--timeline-dir", metavar="DIR", help="folder of the timelines, if the run's settings do not name it"
     )
@@ -44,7 +43,7 @@ def main() -> None:
     from megatron_dta.core.common.files import replacing
     from megatron_dta.extras.report import read_run, report_html
 
-    run = read_run(arguments.run, arguments.metrics_file, arguments.timeline_dir, arguments.steps)
+    run = read_run(arguments.run, arguments.timeline_dir, arguments.steps)
     path = Path(arguments.output) if arguments.output else Path(arguments.run) / "report.html"
     text = report_html(run, arguments.prompts, arguments.prompt)
     with replacing(path) as temporary:

@@ -37,7 +37,7 @@ from megatron_dta.core.planning.pipeline.planner import in_flight_limits
 from megatron_dta.core.planning.pipeline.schedule import check_schedule, peak_in_flight, tree_1f1b
 from megatron_dta.core.planning.pipeline.segments import ideal_utilisation
 from megatron_dta.core.planning.pipeline.simulation import Timeline, simulate
-from megatron_dta.core.planning.pipeline.timeline import timeline_events, write_chrome_trace
+from megatron_dta.core.planning.pipeline.timeline import timeline_events, write_timelines
 from megatron_dta.core.planning.plan_step import plan_step
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget, attention_pairs
 from megatron_dta.core.planning.step.plan import StepPlan
@@ -226,7 +226,7 @@ def main() -> None:
         write_figure(timeline_figure([(caption, events)], shape.num_stages, title), arguments.plot)
         print(f"picture: {arguments.plot}")
     if arguments.trace:
-        write_chrome_trace(arguments.trace, events, title)
+        write_timelines(arguments.trace, {title: events})
         print(f"trace: {arguments.trace}")
     if arguments.json:
         print_json(values)

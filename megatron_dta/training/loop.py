@@ -29,6 +29,7 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.engine import StepResult, TreeBatch, TreeEngine
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.core.objectives.fields import Objective
+from megatron_dta.core.planning.pipeline.timeline import beside_plan, write_timelines
 from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.core.rollouts.paths import decoded_tokens
 from megatron_dta.training.autotune import Autotuner
@@ -46,7 +47,6 @@ from megatron_dta.training.monitor.metrics import TIMING, MetricsLog
 from megatron_dta.training.monitor.rollout_samples import RolloutSamples
 from megatron_dta.training.monitor.step_metrics import Stopwatch, step_sizes, step_timing
 from megatron_dta.training.monitor.stop_signals import StopSignals
-from megatron_dta.training.monitor.timelines import write_step_timeline
 from megatron_dta.training.monitor.watchdog import Watchdog
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 from megatron_dta.training.teachers import Teachers
@@ -259,8 +259,8 @@ class Trainer:
         is_finite = math.isfinite(loss) and math.isfinite(outcome.grad_norm)
         self._finite, self._infinite = self._finite + is_finite, self._infinite + (not is_finite)
         if self._is_timed(number) and self.engine.mesh.rank == 0:
-            path = Path(self.config.logging.timeline_dir, f"step_{number}")
-            write_step_timeline(path, result.timeline, result.plan.training.planned_events())
+            path = Path(self.config.logging.timeline_dir, f"step_{number}.json")
+            write_timelines(path, beside_plan(result.timeline, result.plan.training.planned_events()))
         if self.tuner.observe(result):
             self._forget_plans(step)
         return {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.planning.pipeline.timeline import WORK_KINDS, read_timeline
+from megatron_dta.core.planning.pipeline.timeline import WORK_KINDS, read_timelines
 from megatron_dta.core.rollouts.load import write_rollouts
 from mesh_trainer_cases import GRPO, SHAPE, SHARDED, _compare, train_on_rank
 from mesh_worker import run_on_ranks
@@ -91,11 +91,10 @@ def test_a_run_goes_on_bit_for_bit_on_the_same_stages(folder):
 def test_a_steps_timeline_is_written_beside_its_plan(folder):
     """The same ops on the same stages, in the same order on each; a stage does one thing at a time."""
     found = sorted(path.name for path in (folder / "timelines").iterdir())
-    names = ("step_{}.json", "step_{}_planned.json", "step_{}_trace.json")
-    assert found == sorted(name.format(step) for step in (2, 3) for name in names)
+    assert found == ["step_2.json", "step_3.json"]
     for step in (2, 3):
-        measured = read_timeline(folder / "timelines" / f"step_{step}.json")
-        planned = read_timeline(folder / "timelines" / f"step_{step}_planned.json")
+        timelines = read_timelines(folder / "timelines" / f"step_{step}.json")
+        measured, planned = timelines["measured"], timelines["planned"]
         assert {event.kind for event in measured} == {"F", "B", "wait"}
         waited = {(event.stage, event.segment, event.chunk) for event in measured if event.kind == "wait"}
         assert waited == {(event.stage, event.segment, event.chunk) for event in planned}

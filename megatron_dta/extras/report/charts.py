@@ -16,7 +16,6 @@ from megatron_dta.extras.report.plots.figures import COLORS, svg_text
 from megatron_dta.extras.report.plots.timeline import timeline_caption, timeline_figure
 from megatron_dta.extras.report.run_files import RunFiles
 from megatron_dta.extras.report.text import number
-from megatron_dta.training.monitor.timelines import scaled
 
 Records = Sequence[Mapping[str, Any]]
 # Phases of a step in order, with their colours.
@@ -199,13 +198,11 @@ def rank_chart(records: Records) -> list[Chart]:
 
 
 def timeline_charts(run: RunFiles) -> list[Chart]:
-    """Planned and measured timelines; planned times are scaled to the measured work."""
     charts = []
     for saved in run.timelines:
-        stages = 1 + max((event.stage for event in saved.measured), default=0)
-        named = [("planned", scaled(saved.planned, saved.measured))] if saved.planned else []
-        captions = [(timeline_caption(name, e, stages), e) for name, e in [*named, ("measured", saved.measured)]]
-        charts.append(Chart.of(f"step {saved.iteration}", [], timeline_figure(captions, stages), wide=True))
+        stages = 1 + max((event.stage for events in saved.timelines.values() for event in events), default=0)
+        named = [(timeline_caption(name, events, stages), events) for name, events in saved.timelines.items()]
+        charts.append(Chart.of(f"step {saved.iteration}", [], timeline_figure(named, stages), wide=True))
     return charts
 
 

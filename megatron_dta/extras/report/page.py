@@ -17,7 +17,6 @@ from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.report import charts
 from megatron_dta.extras.report.charts import Chart, metric_charts
 from megatron_dta.extras.report.run_files import RunFiles, SavedStep
-from megatron_dta.extras.report.sessions import session_calls, session_title
 from megatron_dta.extras.report.text import number, visible
 from megatron_dta.extras.report.transcripts import MOST_CHARACTERS, Turn, transcripts
 from megatron_dta.extras.report.tree_picture import TreePicture, tree_picture
@@ -162,7 +161,7 @@ def _sessions(run: RunFiles, most_prompts: int, prompt: str | None) -> Section:
         if session.group_id not in names and len(names) < most_prompts:
             names.append(session.group_id)
         if session.group_id in names:
-            section.sessions.append((session_title(session), session_calls(session)))
+            section.sessions.append((session.title, session.calls))
     return section
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.common.files import read_json
-from megatron_dta.core.planning.pipeline.timeline import TimelineEvent, read_timeline
+from megatron_dta.core.planning.pipeline.timeline import TimelineEvent, read_timelines
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.rollouts.rows import read_rows
@@ -26,6 +26,7 @@ from megatron_dta.training.checkpoint.best import BEST
 from megatron_dta.training.data.saved_rollouts import FOLDER, TEXTS_SUFFIX, TOKENS_SUFFIX
 from megatron_dta.training.monitor.metrics import SETTINGS, read_metrics
 
+MOST_TIMELINES = 2
 TextRun = tuple[int, str, bool]
 
 
@@ -46,11 +47,10 @@ class SavedStep:
 
 @dataclass(frozen=True)
 class SavedTimeline:
-    """Events of one step; ``planned`` is empty if there is only one stage."""
+    """Timelines of one step by name: measured, and planned if there are several stages."""
 
     iteration: int
-    measured: list[TimelineEvent]
-    planned: list[TimelineEvent]
+    timelines: dict[str, list[TimelineEvent]]
 
 
 @dataclass(frozen=True)
@@ -68,29 +68,23 @@ class RunFiles:
 
 def read_run(
     folder: str | Path,
-    metrics_file: str | Path | None = None,
     timeline_dir: str | Path | None = None,
     most_steps: int = 3,
-    most_timelines: int = 2,
 ) -> RunFiles:
-    """Read a run.
+    """Read a run; raises InputError where there are no metrics, or a file is damaged.
 
     Args:
-        metrics_file: path of the metrics; default: in the folder.
         timeline_dir: folder of the timelines; default: that of the run's settings, or RUN/timeline.
-        most_steps, most_timelines: maximum numbers to read, evenly spread from the first to the last.
-
-    Raises:
-        InputError: there are no metrics, or a file is damaged.
+        most_steps: maximum number of steps with rollouts to read, evenly spread from the first to the last.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give the --save folder of a run")
     settings = _json_object(folder / SETTINGS)
-    metrics = Path(metrics_file or settings.get("--metrics-file") or folder / "metrics.jsonl")
+    metrics = Path(settings.get("--metrics-file") or folder / "metrics.jsonl")
     records = read_metrics(metrics)
     if not records:
-        raise InputError(f"{metrics}: contains no metrics; give the --save folder of a run, or --metrics-file")
+        raise InputError(f"{metrics}: contains no metrics; give the --save folder of a run")
     steps = _spread(_numbered(folder / FOLDER, r"step_(\d+)\.jsonl"), most_steps)
     default = settings.get("--timeline-dir") or folder / "timeline"
     timelines = _numbered(Path(timeline_dir or default), r"step_(\d+)\.json")
@@ -102,7 +96,7 @@ def read_run(
         settings,
         _json_object(folder / BEST),
         [_saved_step(iteration, path) for iteration, path in steps],
-        [_timeline(iteration, path) for iteration, path in _spread(timelines, most_timelines)],
+        [SavedTimeline(iteration, read_timelines(path)) for iteration, path in _spread(timelines, MOST_TIMELINES)],
         [
             session_from(batch, f"{path}: row {row}", value)
             for batch, path in _spread(_numbered(folder / "sessions", r"batch_(\d+)\.jsonl"), most_steps)
@@ -139,11 +133,6 @@ def _text_runs(path: Path, rollouts: list[Rollout]) -> list[list[TextRun]] | Non
 
 def _is_run(run: Any) -> bool:
     return isinstance(run, list) and [*map(type, run)] == [int, str, bool] and run[0] > 0
-
-
-def _timeline(iteration: int, path: Path) -> SavedTimeline:
-    planned = path.with_name(f"{path.stem}_planned.json")
-    return SavedTimeline(iteration, read_timeline(path), read_timeline(planned) if planned.is_file() else [])
 
 
 def _numbered(folder: Path, pattern: str) -> dict[int, Path]:

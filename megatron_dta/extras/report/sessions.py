@@ -6,6 +6,7 @@ A call that continues no earlier answer begins a branch: a retry, a sub-agent, o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.extras.report.text import number
@@ -15,88 +16,60 @@ _MOST_CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
-class SavedCall:
-    """One call: ``parent`` is the index of the call that it continues; ``context`` is what is new in its prompt."""
-
-    parent: int | None
-    prompt_tokens: int
-    new_tokens: int
-    output_tokens: int
-    context: str
-    output: str
-    finish: str
-    reward: float | None
-    seconds: float
-
-
-@dataclass(frozen=True)
 class SavedSession:
-    """One session of rollout batch ``batch``."""
+    """One session of rollout batch ``batch``; its calls (depth, facts, context, output) in depth-first order."""
 
     batch: int
-    name: str
     group_id: str
-    reward: float | None
-    failure: str | None
-    calls: list[SavedCall]
+    title: str
+    calls: list[tuple[int, str, str, str]]
 
 
-def session_from(batch: int, where: str, row: object) -> SavedSession:
+def session_from(batch: int, where: str, row: Any) -> SavedSession:
     """The session of a row of a file; ``InputError`` names the file and the row."""
     try:
-        calls = [
-            SavedCall(
-                call["parent"],
-                int(call["prompt_length"]),
-                len(call["context"]),
-                len(call["output"]),
-                str(call["context_text"]),
-                str(call["output_text"]),
-                str(call["finish"]),
-                call["reward"],
-                float(call["seconds"]),
-            )
-            for call in row["calls"]
-        ]
-        for index, call in enumerate(calls):
-            if call.parent is not None and not 0 <= call.parent < index:
-                raise ValueError(f"call {index + 1} continues call {call.parent}, which is not before it")
-        return SavedSession(batch, str(row["session"]), str(row["group_id"]), row["reward"], row["failure"], calls)
+        for index, call in enumerate(row["calls"]):
+            if call["parent"] is not None and not 0 <= call["parent"] < index:
+                raise ValueError(f"call {index + 1} continues call {call['parent']}, which is not before it")
+        name, group = str(row["session"]), str(row["group_id"])
+        title = f"batch {batch}, group {group}, session {name}: {_session_facts(row)}"
+        return SavedSession(batch, group, title, _calls(row["calls"]))
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{where}: is not a session of agents ({type(error).__name__}: {error})") from None
 
 
-def session_title(session: SavedSession) -> str:
-    rows = sum(call.prompt_tokens + call.output_tokens for call in session.calls)
-    branches = len(session.calls) - len({call.parent for call in session.calls} - {None})
-    facts = [
-        f"failed: {session.failure}" if session.failure else f"reward {number(session.reward)}",
-        f"{len(session.calls)} calls in {branches} branches",
-        f"{sum(call.output_tokens for call in session.calls):,} tokens sampled, {rows:,} as rows",
-    ]
-    return f"batch {session.batch}, group {session.group_id}, session {session.name}: {', '.join(facts)}"
+def _session_facts(row: dict[str, Any]) -> str:
+    calls = row["calls"]
+    sampled = sum(len(call["output"]) for call in calls)
+    branches = len(calls) - len({call["parent"] for call in calls} - {None})
+    facts = [f"failed: {row['failure']}" if row["failure"] else f"reward {number(row['reward'])}"]
+    facts.append(f"{len(calls)} calls in {branches} branches")
+    facts.append(f"{sampled:,} tokens sampled, {sampled + sum(call['prompt_length'] for call in calls):,} as rows")
+    return ", ".join(facts)
 
 
-def session_calls(session: SavedSession) -> list[tuple[int, str, str, str]]:
-    """The calls in depth-first order: (depth, facts, context, output). Calls without a fork stay at one depth."""
+def _calls(calls: list[dict[str, Any]]) -> list[tuple[int, str, str, str]]:
+    """Calls without a fork stay at one depth."""
     below: dict[int | None, list[int]] = {}
-    for index, call in enumerate(session.calls):
-        below.setdefault(call.parent, []).append(index)
-    calls = []
+    for index, call in enumerate(calls):
+        below.setdefault(call["parent"], []).append(index)
+    ordered = []
     # A stack instead of recursion: a session may be thousands of calls deep.
     stack = [(index, 0) for index in reversed(below.get(None, []))]
     while stack:
         index, depth = stack.pop()
-        call, children = session.calls[index], below.get(index, [])
-        calls.append((min(depth, 12), _facts(index, call), _cut(call.context), _cut(call.output)))
+        call, children = calls[index], below.get(index, [])
+        texts = (_cut(str(call[name])) for name in ("context_text", "output_text"))
+        ordered.append((min(depth, 12), _call_facts(index, call), *texts))
         stack += [(child, depth + (len(children) > 1)) for child in reversed(children)]
-    return calls
+    return ordered
 
 
-def _facts(index: int, call: SavedCall) -> str:
-    facts = [f"call {index + 1}", "a new branch" if call.parent is None else f"continues {call.parent + 1}"]
-    facts += [f"prompt {call.prompt_tokens:,}, {call.new_tokens:,} of them new", f"{call.finish}, {call.seconds:.2f} s"]
-    return ", ".join(facts + ([] if call.reward is None else [f"reward {number(call.reward)}"]))
+def _call_facts(index: int, call: dict[str, Any]) -> str:
+    start = "a new branch" if call["parent"] is None else f"continues {call['parent'] + 1}"
+    facts = [f"call {index + 1}, {start}, prompt {call['prompt_length']:,}, {len(call['context']):,} of them new"]
+    facts.append(f"{call['finish']}, {call['seconds']:.2f} s")
+    return ", ".join(facts + ([] if call["reward"] is None else [f"reward {number(call['reward'])}"]))
 
 
 def _cut(text: str) -> str:

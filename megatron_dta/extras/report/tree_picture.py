@@ -8,12 +8,12 @@ as the square root of its tokens, so that prompts do not push the branches off t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_dta.core.rollouts.record import Rollout
-from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.core.tree import PrefixTree, build_prefix_tree
 from megatron_dta.extras.report.text import number
 
 # Pixels of the longest path, of which a part is between the bars.
@@ -34,14 +34,14 @@ class Bar:
         label: times sampled, reward and advantage of the rollouts that end here.
     """
 
-    width: float
-    color: str
-    is_dark: bool
-    text: str
-    tooltip: str
-    mean: str
-    label: str
-    below: list[Bar]
+    width: float = 0.0
+    color: str = ""
+    is_dark: bool = False
+    text: str = ""
+    tooltip: str = ""
+    mean: str = ""
+    label: str = ""
+    below: list[Bar] = field(default_factory=list)
 
 
 @dataclass
@@ -53,43 +53,49 @@ class TreePicture:
     roots: list[Bar]
 
 
+def _facts(rollouts: Sequence[Rollout], span: slice) -> tuple[str, float | None, str]:
+    """Mean reward, mean advantage of the trained tokens of these positions, and both in words."""
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    parts = [r.advantages[span][r.loss_mask[span]] for r in rollouts if r.advantages is not None]
+    reward = number(float(np.mean(rewards))) if rewards else ""
+    advantage = float(np.concatenate(parts).mean()) if any(part.size for part in parts) else None
+    words = [f"{len(rollouts)} times"] * (len(rollouts) > 1) + [f"reward {reward}"] * bool(rewards)
+    return reward, advantage, "  ".join(words + ([] if advantage is None else [f"advantage {advantage:+.3g}"]))
+
+
 def tree_picture(title: str, rollouts: Sequence[Rollout], texts: Mapping[int, str] | None) -> TreePicture:
     """Only the first 64 rollouts are drawn, and the title says so."""
     drawn = list(rollouts[:MOST_ROLLOUTS])
     tree = build_prefix_tree([rollout.token_ids for rollout in drawn])
-    through: list[list[Rollout]] = [[] for _ in range(tree.num_nodes)]
     ending: list[list[Rollout]] = [[] for _ in range(tree.num_nodes)]
-    depths = np.sqrt(tree.node_lengths.astype(float))
-    for node, parent in enumerate(tree.node_parent.tolist()):
-        depths[node] += depths[parent] if parent >= 0 else 0.0
     for rollout, node in zip(drawn, tree.sequence_node.tolist(), strict=True):
         ending[node].append(rollout)
-        while node >= 0:
-            through[node].append(rollout)
-            node = int(tree.node_parent[node])
     # A tree of many levels has narrower gaps.
     hops = max(1, int(tree.node_depth.max(initial=0)))
     gap = min(GAP, 0.4 * WIDTH / hops)
-    scale = (WIDTH - gap * hops) / float(depths.max())
-    spans = [slice(first, first + length) for first, length in zip(tree.node_position, tree.node_lengths, strict=True)]
-    means = [advantages(members, span) for members, span in zip(through, spans, strict=True)]
-    largest = max((abs(values.mean()) for values in means if values.size), default=0.0) or 1.0
+    scale = (WIDTH - gap * hops) / _longest_path(tree)
+    through = [
+        [r for part in ending[node:end] for r in part] for node, end in enumerate(tree.node_subtree_end.tolist())
+    ]
+    spans = [slice(first, first + count) for first, count in zip(tree.node_position, tree.node_lengths, strict=True)]
+    facts = [_facts(members, span) for members, span in zip(through, spans, strict=True)]
+    largest = max((abs(advantage) for _, advantage, _ in facts if advantage is not None), default=0.0) or 1.0
     below: list[list[Bar]] = [[] for _ in range(tree.num_nodes + 1)]
     for node in reversed(range(tree.num_nodes)):
         ids = tree.token_ids[tree.node_start[node] : tree.node_start[node + 1]].tolist()
-        bar = _bar(ids, through[node], means[node], largest, node_text(ids[:MOST_TOOLTIP], texts))
-        bar.width = max(scale * len(ids) ** 0.5, 2.0)
-        bar.below = below[node]
-        label = _label(ending[node], advantages(ending[node], spans[node]))
-        if bar.below and label:
-            bar.below.insert(0, Bar(0.0, "", False, "", "", "", label, []))
-        elif not bar.below:
-            bar.label, bar.mean = label, ""
+        width, text = max(scale * len(ids) ** 0.5, 2.0), node_text(ids[:MOST_TOOLTIP], texts)[:MOST_TOOLTIP]
+        reward, advantage, words = facts[node]
+        is_dark = abs(advantage or 0.0) / largest > 0.6
+        bar = Bar(width, color_of(advantage, largest), is_dark, tooltip=f"{len(ids)} tokens  {words}\n{text}")
+        bar.below, (*_, label) = below[node], _facts(ending[node], spans[node])
         # The tooltip has what a short bar has no space for.
-        if bar.width < CHARACTER * 4:
-            bar.text = ""
-        if bar.width < CHARACTER * (len(bar.mean) + 2):
-            bar.mean = ""
+        bar.text = text[:MOST_INSIDE] if width >= CHARACTER * 4 else ""
+        if not bar.below:
+            bar.label = label
+        elif width >= CHARACTER * (len(reward) + 2):
+            bar.mean = reward
+        if bar.below and label:
+            bar.below.insert(0, Bar(label=label))
         below[tree.node_parent[node]].insert(0, bar)
     tokens = sum(len(rollout) for rollout in drawn)
     cut = "" if len(drawn) == len(rollouts) else f" (the first {len(drawn)} of {len(rollouts)})"
@@ -97,36 +103,11 @@ def tree_picture(title: str, rollouts: Sequence[Rollout], texts: Mapping[int, st
     return TreePicture(f"{title}: {len(drawn)} rollouts{cut} of {tokens:,} tokens, {unique}", gap, below[-1])
 
 
-def advantages(members: Sequence[Rollout], span: slice) -> np.ndarray:
-    """The advantages of the trained tokens at these positions."""
-    parts = [r.advantages[span][r.loss_mask[span]] for r in members if r.advantages is not None]
-    return np.concatenate([np.zeros(0), *parts])
-
-
-def _mean_reward(members: Sequence[Rollout]) -> str:
-    rewards = [rollout.reward for rollout in members if rollout.reward is not None]
-    return number(float(np.mean(rewards))) if rewards else ""
-
-
-def _bar(ids: Sequence[int], members: Sequence[Rollout], values: np.ndarray, largest: float, text: str) -> Bar:
-    reward = _mean_reward(members)
-    facts = [f"{len(ids)} tokens, {len(members)} rollouts"] + [f"mean reward {reward}"] * bool(reward)
-    if values.size:
-        low, high = number(values.min()), number(values.max())
-        facts.append(f"advantage {number(values.mean())}" + (f" ({low} to {high})" if low != high else ""))
-    mean = float(values.mean()) if values.size else None
-    is_dark = abs(mean or 0.0) / largest > 0.6
-    tooltip = "; ".join(facts) + "\n" + text[:MOST_TOOLTIP]
-    return Bar(0.0, color_of(mean, largest), is_dark, text[:MOST_INSIDE], tooltip, reward, "", [])
-
-
-def _label(members: Sequence[Rollout], values: np.ndarray) -> str:
-    words = [f"{len(members)} times"] if len(members) > 1 else []
-    if reward := _mean_reward(members):
-        words.append(f"reward {reward}")
-    if values.size:
-        words.append(f"advantage {values.mean():+.3g}")
-    return "  ".join(words)
+def _longest_path(tree: PrefixTree) -> float:
+    depths = np.sqrt(tree.node_lengths.astype(float))
+    for node, parent in enumerate(tree.node_parent.tolist()):
+        depths[node] += depths[parent] if parent >= 0 else 0.0
+    return float(depths.max())
 
 
 def color_of(advantage: float | None, largest: float) -> str:

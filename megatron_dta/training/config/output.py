@@ -107,8 +107,8 @@ class LoggingConfig:
     )
     timeline_dir: str | None = option(
         None,
-        "Folder for timelines of the segments that each pipeline stage ran, planned and measured: JSON for the "
-        "report, and a Chrome trace.",
+        "Folder for timelines of the segments that each pipeline stage ran, planned and measured: traces for the "
+        "report, Perfetto and chrome://tracing.",
     )
     timeline_interval: int = option(
         100, "Steps between timelines; the second step always writes one.", minimum=1, needs="timeline_dir"

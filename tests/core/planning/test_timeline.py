@@ -1,4 +1,4 @@
-"""Timelines of pipelines as JSON and as Chrome traces."""
+"""Timelines of pipelines and their files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_dta.core.planning.pipeline.planner import plan_pipeline
 from megatron_dta.core.planning.pipeline.simulation import simulate
 from megatron_dta.core.planning.pipeline.timeline import (
     TimelineEvent,
-    read_timeline,
+    beside_plan,
+    read_timelines,
     timeline_events,
     timeline_span,
     timeline_utilisation,
-    write_chrome_trace,
-    write_timeline,
+    write_timelines,
 )
 
 GOOD = {"stage": 0, "kind": "F", "segment": 1, "chunk": 0, "start": 0.0, "end": 1.0}
@@ -65,70 +65,57 @@ def test_events_of_a_simulation_come_back(tmp_path: Path) -> None:
     assert len(events) == 2 * 2 * 3 * 12
     assert {event.kind for event in events} == {"F", "B"}
     assert timeline_utilisation(events, 3) == pytest.approx(utilisation)
-    write_timeline(tmp_path / "t.json", events)
-    assert read_timeline(tmp_path / "t.json") == events
+    write_timelines(tmp_path / "t.json", {"simulated": events, "none": []})
+    assert read_timelines(tmp_path / "t.json") == {"simulated": events, "none": []}
     assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
     other = TimelineEvent(0, "wait", -1, 0, -1.0, timeline_span(events)[1])
     assert timeline_span([*events, other])[0] == -1.0
     assert timeline_utilisation([*events, other], 3) < utilisation
-    write_timeline(tmp_path / "none.json", [])
-    assert read_timeline(tmp_path / "none.json") == []
     assert (timeline_span([]), timeline_utilisation([], 3)) == ((0.0, 0.0), 1.0)
 
 
-def test_chrome_trace(tmp_path: Path) -> None:
+def test_a_trace_has_a_process_for_the_plan_and_the_execution(tmp_path: Path) -> None:
     events, _ = simulated()
-    write_chrome_trace(tmp_path / "trace.json", [*events, TimelineEvent(2, "wait", -1, 0, 0.25, 0.5)], "a name")
+    slow = [replace(event, start=3 * event.start + 1, end=3 * event.end + 1) for event in events]
+    timelines = beside_plan([*slow, TimelineEvent(2, "wait", -1, 0, 0.25, 0.5)], events)
+    assert timeline_span(timelines["planned"])[1] == pytest.approx(3 * timeline_span(events)[1])
+    assert list(beside_plan(events, [])) == ["measured"]
+    write_timelines(tmp_path / "trace.json", timelines)
     entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    complete = [entry for entry in entries if entry["ph"] == "X"]
+    complete = [entry for entry in entries if entry["ph"] == "X" and entry["pid"] == 1]
     assert len(complete) == len(events) + 1
-    for entry, event in zip(complete, events, strict=False):
+    for entry, event in zip(complete, slow, strict=False):
         assert (entry["tid"], entry["name"]) == (event.stage, f"{event.kind} {event.segment}")
-        assert entry["args"] == {"segment": event.segment, "chunk": event.chunk}
         assert entry["ts"] == pytest.approx(event.start * 1e6)
         assert entry["ts"] + entry["dur"] == pytest.approx(event.end * 1e6)
     assert (complete[-1]["name"], complete[-1]["ts"], complete[-1]["dur"]) == ("wait", 0.25e6, 0.25e6)
     names = [entry["args"]["name"] for entry in entries if entry["ph"] == "M"]
-    assert names == ["a name", "stage 0", "stage 1", "stage 2"]
+    stages = ["stage 0", "stage 1", "stage 2"]
+    assert names == ["planned", *stages, "measured", *stages]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("[", "is not a JSON file"),
-        ("{}", "one JSON array"),
-        ([1], "event 0: must be an object with stage, kind"),
-        ([GOOD, {**GOOD, "more": 1}], "event 1: must be an object"),
-        ([{**GOOD, "stage": True}], "event 0: stage must be a whole number, not True"),
-        ([{**GOOD, "segment": 1.5}], "segment must be a whole number"),
-        ([{**GOOD, "end": "1"}], "end must be a number, not '1'"),
-        ([{**GOOD, "start": float("nan")}], "start must be a number"),
-        ([{**GOOD, "kind": 3}], "kind must be a string"),
-        ([{**GOOD, "end": -1.0}], "ends before it starts"),
-        ([{**GOOD, "stage": -1}], "negative stage"),
+        ("[" * 200_000, "is not a JSON file"),
+        ("[]", "is not a timeline"),
+        ("{}", "KeyError: 'traceEvents'"),
+        ({**GOOD, "more": 1}, "'more'"),
+        ({**GOOD, "end": "1"}, "TypeError"),
+        ({**GOOD, "end": -1.0}, "ends before it starts"),
+        ({**GOOD, "start": float("nan")}, "ends before it starts"),
+        ({**GOOD, "stage": -1}, "negative stage"),
     ],
 )
 def test_bad_files(tmp_path: Path, content: object, message: str) -> None:
     path = tmp_path / "t.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    with pytest.raises(InputError, match=message) as caught:
-        read_timeline(path)
-    assert "t.json" in str(caught.value)
-
-
-def test_places_that_cannot_be_written(tmp_path: Path) -> None:
-    for write in (write_timeline, write_chrome_trace):
-        with pytest.raises(InputError, match="cannot be written"):
-            write(tmp_path / "none" / "t.json", [])
+    entries = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "a"}}]
+    entries.append({"name": "F", "ph": "X", "pid": 0, "args": content})
+    path.write_text(content if isinstance(content, str) else json.dumps({"traceEvents": entries}))
+    with pytest.raises(InputError, match=rf"t\.json: .*{message}"):
+        read_timelines(path)
+    with pytest.raises(InputError, match="cannot be written"):
+        write_timelines(tmp_path / "none" / "t.json", {})
     with pytest.raises(InputError, match="cannot be read"):
-        read_timeline(tmp_path / "t.json")
-
-
-@pytest.mark.parametrize("content", [b"{", b"[" * 200_000, b"\xff"], ids=["cut", "deep", "bytes"])
-def test_files_that_hold_no_json_are_told_alike(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "file.json"
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=r"file\.json: is not a JSON file"):
-        read_timeline(path)
-    with pytest.raises(InputError, match=r"nothing\.json: cannot be read: No such file"):
-        read_timeline(tmp_path / "nothing.json")
+        read_timelines(tmp_path / "none.json")

@@ -15,7 +15,7 @@ from conftest import REPOSITORY, seed_all
 from forked import run_python
 from headless_browser import browse, evaluate
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.planning.pipeline.timeline import TimelineEvent, write_timeline
+from megatron_dta.core.planning.pipeline.timeline import TimelineEvent, write_timelines
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.report import page as report_page
@@ -125,8 +125,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "sessions" / "batch_0000001.jsonl").write_text(json.dumps(session) + "\n")
     (folder / "timeline").mkdir()
     events = [TimelineEvent(i % 3, "FB"[i % 2], i, 0, float(i), i + 0.5) for i in range(20)]
-    write_timeline(folder / "timeline" / "step_2.json", events)
-    write_timeline(folder / "timeline" / "step_2_planned.json", events[:7])
+    write_timelines(folder / "timeline" / "step_2.json", {"planned": events[:7], "measured": events})
     path = folder / "report.html"
     path.write_text(report_html(read_run(folder), most_prompts=4), encoding="utf-8")
     return path

@@ -1,16 +1,15 @@
 """Timelines of pipeline stages, in one format for simulated and measured steps.
 
-A timeline is a list of events, each an interval of one stage. It is stored as JSON with one event per line, and can be
-written as a Chrome trace for chrome://tracing and Perfetto. ``extras/report/plots/timeline.py`` draws several timelines
-above each other to compare a plan with its execution.
+A timeline is a list of events, each an interval of one stage. A file holds named timelines in the Trace Event Format,
+which chrome://tracing and Perfetto open; ``extras/report/plots/timeline.py`` draws them above each other.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_dta.core.common.errors import InputError
@@ -73,67 +72,52 @@ def busy_seconds(events: Sequence[TimelineEvent], num_stages: int) -> list[float
     return busy
 
 
-def write_timeline(path: str | Path, events: Sequence[TimelineEvent]) -> None:
-    """Write a JSON array of objects with the attributes of ``TimelineEvent``, one a line.
+def beside_plan(
+    measured: Sequence[TimelineEvent], planned: Sequence[TimelineEvent]
+) -> dict[str, Sequence[TimelineEvent]]:
+    """Name both timelines, with planned times scaled to the measured work: the cost model's unit may not be seconds."""
+    if not planned:  # There is one stage.
+        return {"measured": measured}
+    work, measured_work = (
+        sum(event.end - event.start for event in events if event.kind in WORK_KINDS) for events in (planned, measured)
+    )
+    factor = measured_work / work if work else 1.0
+    scaled = [replace(event, start=event.start * factor, end=event.end * factor) for event in planned]
+    return {"planned": scaled, "measured": measured}
+
+
+def write_timelines(path: str | Path, timelines: Mapping[str, Sequence[TimelineEvent]]) -> None:
+    """Write a trace with a process for each timeline and a thread for each stage, in microseconds.
 
     Raises InputError where the file cannot be written.
     """
-    _write(path, ",\n".join(json.dumps(asdict(event)) for event in events).join(("[\n", "\n]\n")))
-
-
-def read_timeline(path: str | Path) -> list[TimelineEvent]:
-    """Read a file of ``write_timeline``.
-
-    Raises InputError naming the file and the invalid event.
-    """
-    values = read_json(path)
-    if not isinstance(values, list):
-        raise InputError(f"{path}: must hold one JSON array of events")
-    return [_event(value, f"{path}: event {index}") for index, value in enumerate(values)]
-
-
-def _event(value: object, place: str) -> TimelineEvent:
-    names = [field.name for field in fields(TimelineEvent)]
-    if not isinstance(value, dict) or sorted(value) != sorted(names):
-        raise InputError(f"{place}: must be an object with {', '.join(names)}")
-    for name in ("stage", "segment", "chunk"):
-        if isinstance(value[name], bool) or not isinstance(value[name], int):
-            raise InputError(f"{place}: {name} must be a whole number, not {value[name]!r}")
-    for name in ("start", "end"):
-        number = value[name]
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
-            raise InputError(f"{place}: {name} must be a number, not {number!r}")
-    if not isinstance(value["kind"], str):
-        raise InputError(f"{place}: kind must be a string, not {value['kind']!r}")
-    if value["stage"] < 0 or value["end"] < value["start"]:
-        raise InputError(f"{place}: has a negative stage, or ends before it starts")
-    return TimelineEvent(**value)
-
-
-def write_chrome_trace(path: str | Path, events: Sequence[TimelineEvent], name: str = "pipeline") -> None:
-    """Write the Trace Event Format of chrome://tracing (complete events, microseconds), a thread for each stage.
-
-    Raises InputError where the file cannot be written.
-    """
-    entries: list[dict[str, object]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": name}}]
-    for stage in sorted({event.stage for event in events}):
-        entries.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}})
-    for event in events:
-        entries.append(
-            {
-                "name": event.kind if event.segment < 0 else f"{event.kind} {event.segment}",
-                "cat": event.kind,
-                "ph": "X",
-                "pid": 0,
-                "tid": event.stage,
-                "ts": event.start * 1e6,
-                "dur": (event.end - event.start) * 1e6,
-                "args": {"segment": event.segment, "chunk": event.chunk},
-            }
-        )
-    _write(path, json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}))
-
-
-def _write(path: str | Path, text: str) -> None:
+    entries: list[dict[str, object]] = []
+    for process, (name, events) in enumerate(timelines.items()):
+        entries.append({"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}})
+        for stage in sorted({event.stage for event in events}):
+            names = {"name": f"stage {stage}"}
+            entries.append({"name": "thread_name", "ph": "M", "pid": process, "tid": stage, "args": names})
+        for event in events:
+            times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6, "args": asdict(event)}
+            label = event.kind if event.segment < 0 else f"{event.kind} {event.segment}"
+            entries.append({"name": label, "ph": "X", "pid": process, "tid": event.stage, **times})
     with replacing(Path(path)) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(json.dumps({"traceEvents": entries}), encoding="utf-8")
+
+
+def read_timelines(path: str | Path) -> dict[str, list[TimelineEvent]]:
+    """Read a file of ``write_timelines``; raises InputError where it is none."""
+    trace = read_json(path)
+    try:
+        timelines: dict[int, tuple[str, list[TimelineEvent]]] = {}
+        for entry in trace["traceEvents"]:
+            if entry["name"] == "process_name":
+                timelines[entry["pid"]] = (str(entry["args"]["name"]), [])
+            elif entry["ph"] == "X":
+                event = TimelineEvent(**entry["args"])
+                if event.stage < 0 or not 0 <= event.end - event.start < math.inf:
+                    raise ValueError(f"{event} has a negative stage, or ends before it starts")
+                timelines[entry["pid"]][1].append(event)
+        return dict(timelines.values())
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: is not a timeline of a step ({type(error).__name__}: {error})") from None
