@@ -20,9 +20,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("run", metavar="RUN", help="the --save folder of a run")
     parser.add_argument("--output", metavar="FILE", help="the page (default: report.html in RUN)")
-    parser.add_argument(
-        "--timeline-dir", metavar="DIR", help="folder of the timelines, if the run's settings do not name it"
-    )
     parser.add_argument("--steps", type=int, metavar="N", default=3, help="number of saved steps to show (%(default)s)")
     parser.add_argument(
         "--prompts",
@@ -43,7 +40,7 @@ def main() -> None:
     from megatron_dta.core.common.files import replacing
     from megatron_dta.extras.report import read_run, report_html
 
-    run = read_run(arguments.run, arguments.timeline_dir, arguments.steps)
+    run = read_run(arguments.run, arguments.steps)
     path = Path(arguments.output) if arguments.output else Path(arguments.run) / "report.html"
     text = report_html(run, arguments.prompts, arguments.prompt)
     with replacing(path) as temporary:

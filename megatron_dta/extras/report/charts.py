@@ -199,10 +199,10 @@ def rank_chart(records: Records) -> list[Chart]:
 
 def timeline_charts(run: RunFiles) -> list[Chart]:
     charts = []
-    for saved in run.timelines:
-        stages = 1 + max((event.stage for events in saved.timelines.values() for event in events), default=0)
-        named = [(timeline_caption(name, events, stages), events) for name, events in saved.timelines.items()]
-        charts.append(Chart.of(f"step {saved.iteration}", [], timeline_figure(named, stages), wide=True))
+    for iteration, timelines in run.timelines.items():
+        stages = 1 + max((event.stage for events in timelines.values() for event in events), default=0)
+        named = [(timeline_caption(name, events, stages), events) for name, events in timelines.items()]
+        charts.append(Chart.of(f"step {iteration}", [], timeline_figure(named, stages), wide=True))
     return charts
 
 

@@ -51,10 +51,7 @@ def report_html(run: RunFiles, most_prompts: int = 3, prompt: str | None = None)
     records = run.records
     speed = charts.phase_chart(records) + metric_charts(records, charts.SPEED_CHARTS)
     balance = charts.rank_chart(records) + metric_charts(records, charts.BALANCE_CHARTS)
-    mismatch, unknown = (
-        metric_charts(records, charts.MISMATCH_CHARTS),
-        "the sampler's logprobs are unknown or not compared",
-    )
+    mismatch = metric_charts(records, charts.MISMATCH_CHARTS)
     drafts = charts.draft_charts(records)
     sections = [
         Section("Reward", "this run trains without rewards", charts.reward_charts(run)),
@@ -65,7 +62,7 @@ def report_html(run: RunFiles, most_prompts: int = 3, prompt: str | None = None)
         Section("Time", "no times were recorded", speed),
         Section("Pipeline", "no timelines; train with --timeline-dir DIR", charts.timeline_charts(run)),
         Section("Balance of data-parallel ranks", "one data-parallel rank has nothing to balance", balance),
-        Section("Sampler and trainer", unknown, mismatch, _alarms(run)),
+        Section("Sampler and trainer", "the sampler's logprobs were not compared", mismatch, _alarms(run)),
         Section("Failures", "none were counted", metric_charts(records, charts.FAILURE_CHARTS)),
         Section("Drafts", "nothing was drafted; train with --rollout-speculation das", drafts),
     ]

@@ -46,36 +46,22 @@ class SavedStep:
 
 
 @dataclass(frozen=True)
-class SavedTimeline:
-    """Timelines of one step by name: measured, and planned if there are several stages."""
-
-    iteration: int
-    timelines: dict[str, list[TimelineEvent]]
-
-
-@dataclass(frozen=True)
 class RunFiles:
-    """Everything a report shows."""
+    """Everything a report shows; ``timelines`` by step and name."""
 
     folder: Path
     records: list[dict[str, Any]]
     settings: dict[str, Any]
     best: dict[str, Any]
     steps: list[SavedStep]
-    timelines: list[SavedTimeline]
+    timelines: dict[int, dict[str, list[TimelineEvent]]]
     sessions: list[SavedSession]
 
 
-def read_run(
-    folder: str | Path,
-    timeline_dir: str | Path | None = None,
-    most_steps: int = 3,
-) -> RunFiles:
-    """Read a run; raises InputError where there are no metrics, or a file is damaged.
+def read_run(folder: str | Path, most_steps: int = 3) -> RunFiles:
+    """Read a run, with at most ``most_steps`` steps with rollouts, evenly spread from the first to the last.
 
-    Args:
-        timeline_dir: folder of the timelines; default: that of the run's settings, or RUN/timeline.
-        most_steps: maximum number of steps with rollouts to read, evenly spread from the first to the last.
+    Raises InputError where there are no metrics, or a file is damaged.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -85,21 +71,19 @@ def read_run(
     records = read_metrics(metrics)
     if not records:
         raise InputError(f"{metrics}: contains no metrics; give the --save folder of a run")
-    steps = _spread(_numbered(folder / FOLDER, r"step_(\d+)\.jsonl"), most_steps)
-    default = settings.get("--timeline-dir") or folder / "timeline"
-    timelines = _numbered(Path(timeline_dir or default), r"step_(\d+)\.json")
-    if timeline_dir and not timelines:
-        raise InputError(f"--timeline-dir {timeline_dir}: contains no timelines (step_*.json)")
+    steps = _numbered(folder / FOLDER, r"step_(\d+)\.jsonl")
+    sessions = _numbered(folder / "sessions", r"batch_(\d+)\.jsonl")
+    timelines = _numbered(Path(settings.get("--timeline-dir") or folder / "timeline"), r"step_(\d+)\.json")
     return RunFiles(
         folder,
         records,
         settings,
         _json_object(folder / BEST),
-        [_saved_step(iteration, path) for iteration, path in steps],
-        [SavedTimeline(iteration, read_timelines(path)) for iteration, path in _spread(timelines, MOST_TIMELINES)],
+        [_saved_step(iteration, path) for iteration, path in _spread(steps, most_steps)],
+        {iteration: read_timelines(path) for iteration, path in _spread(timelines, MOST_TIMELINES)},
         [
             session_from(batch, f"{path}: row {row}", value)
-            for batch, path in _spread(_numbered(folder / "sessions", r"batch_(\d+)\.jsonl"), most_steps)
+            for batch, path in _spread(sessions, most_steps)
             for row, value in read_rows(path)
         ],
     )
@@ -107,9 +91,8 @@ def read_run(
 
 def _saved_step(iteration: int, path: Path) -> SavedStep:
     named = _json_object(path.with_name(path.stem + TOKENS_SUFFIX))
-    for token, text in named.items():
-        if not re.fullmatch(r"\d{1,18}", token, re.ASCII) or not isinstance(text, str):
-            raise InputError(f"{path.stem + TOKENS_SUFFIX}: {token[:40]!r} must be a token id with its text")
+    if not all(len(token) < 19 and token.isdecimal() and isinstance(text, str) for token, text in named.items()):
+        raise InputError(f"{path.stem + TOKENS_SUFFIX}: must contain token ids with their texts")
     rollouts = load_rollouts(path)
     texts = {int(token): text for token, text in named.items()} or None
     return SavedStep(iteration, rollouts, texts, _text_runs(path.with_name(path.stem + TEXTS_SUFFIX), rollouts))
