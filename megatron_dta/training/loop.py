@@ -169,7 +169,7 @@ class Trainer:
         except RolloutError as error:
             iteration, kept = self.progress.iteration, ""
             if self.config.checkpoint.save is not None and iteration:
-                self._save(wait=False)
+                self._save()
                 self.checkpoints.finish()
                 kept = "; the progress is saved, and the same command continues the run"
             raise InputError(f"after step {iteration}: {error}{kept}") from error
@@ -343,13 +343,13 @@ class Trainer:
         self.metrics.write(record)
         self.output.report(record)
 
-    def _save(self, wait: bool = True) -> None:
-        """Save the state. With ``wait``, rollouts that are being sampled ahead of training are completed first."""
+    def _save(self) -> None:
+        """Save the state, once a step."""
         folder, iteration = self.config.checkpoint.save, self.progress.iteration
         if folder is None or self.saved_iteration == iteration:
             return
         self.watchdog.enter(f"saving step {iteration}")
-        source = self.source.state_dict(wait and self.stopped_by is None)
+        source = self.source.state_dict()
         state = self.progress.state_dict() | {"planning": self.tuner.state_dict()}
         state |= {"source": source} if source else {}
         state |= {"end_id": self.end_id} if self.end_id is not None else {}

@@ -94,7 +94,7 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
         connect_timeout_s=min(10.0, sampling.rollout_timeout_seconds),
         attempts=sampling.rollout_attempts,
         max_requests=sampling.inference_max_requests,
-        continues=sampling.partial_rollout,
+        continues=sampling.rollout_max_staleness > 0,
     )
     return HttpEngine(
         protocol,

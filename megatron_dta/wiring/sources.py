@@ -6,7 +6,7 @@ of agents (``agents.source``)
 -> counts of degenerate responses -> drafts in the checkpoint              in this process, on all ranks
 -> corpora for servers that draft -> rank 0's thread, broadcast to all     servers and recorded rollouts
 
-With ``--partial-rollout`` there is one source instead, ``sources.stream_source``.
+With ``--rollout-max-staleness`` there is one source instead, ``servers.stream``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build_sampled_data(
     engine = None
     if first:
         engine = _replay(config) if is_replay else server_engine(config, report)
-    if config.sampling.partial_rollout:
+    if config.sampling.rollout_max_staleness:
         return _stream(config, model, task, progress, engine)
     agents = _agents(engine, task, config) if first else None
     inner = build_sampling_source(engine, task, config, agents) if first else None
@@ -82,15 +82,8 @@ def build_sampled_data(
             das = config.speculation
             corpus = RolloutCorpus(weights_folder(config), task.tokenizer, das.das_window, das.das_max_tokens)
         inner = DraftingServersSource(inner, engine, corpus)
-    source = Rank0Source(
-        inner,
-        engine,
-        None if is_replay else rollout_weights(config, model),
-        lambda: progress.iteration,
-        steps_per_rollout_batch(config),
-        config.sampling.rollout_max_staleness,
-        _num_rollout_batches(config, progress),
-    )
+    writer = None if is_replay else rollout_weights(config, model)
+    source = Rank0Source(inner, engine, writer, lambda: progress.iteration)
     if not evaluated:
         return source, []
     evaluation = build_sampling_evaluation(engine, task, config, agents) if first else None
@@ -100,14 +93,13 @@ def build_sampled_data(
 def _stream(
     config: TrainConfig, model: Model, task: SamplingTask, progress: Progress, engine: HttpEngine | None
 ) -> tuple[RolloutSource, list[Evaluation]]:
-    """The source of ``--partial-rollout``, and the evaluation; ``engine`` is None on all ranks but the first."""
+    """The source of ``--rollout-max-staleness``, and the evaluation; ``engine`` is None on all ranks but the first."""
     sampling = config.sampling
     limits = StreamLimits(
         sampling.rollout_batch_size,
         steps_per_rollout_batch(config),
         sampling.rollout_max_staleness,
         _num_rollout_batches(config, progress),
-        sampling.partial_rollout_stale == "wait",
     )
     seed = config.optimization.seed
     sampler = None if engine is None else GroupSampler(engine, task, sampling, seed)

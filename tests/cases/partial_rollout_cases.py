@@ -1,4 +1,4 @@
-"""Runs with ``--partial-rollout``: what they train, with servers that are killed and restarted."""
+"""Runs with ``--rollout-max-staleness``: what they train, with servers that are killed and restarted."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def train_with_faults(runs: Runs, fleet: Fleet, steps: int, killed_after: int, f
     runs.servers.clear()
     more = (
         f"--train-iters {steps} --save {runs.folder / 'run'} --save-interval {killed_after} --lr 1e-3 "
-        f"--rollout-max-staleness 2 --partial-rollout {fleet.flags} {flags}"
+        f"--rollout-max-staleness 2 {fleet.flags} {flags}"
     )
     command = f"{runs.command(more, fleet.kind)} --rollout-attempts 20"
     saved: list[dict[str, Any]] = []
@@ -154,7 +154,7 @@ def train_with_faults(runs: Runs, fleet: Fleet, steps: int, killed_after: int, f
             if record["iteration"] == killed_at:
                 raise KeyboardInterrupt
 
-        found._report, found.source.state_dict = act, lambda wait=True: saved.append(state_dict(wait)) or saved[-1]
+        found._report, found.source.state_dict = act, lambda: saved.append(state_dict()) or saved[-1]
         return found
 
     first = trainer(killed_after + 1)

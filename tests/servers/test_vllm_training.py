@@ -81,8 +81,7 @@ def runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runs]:
 
 def test_no_group_is_lost_or_trained_twice(runs: Runs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Since 0.33 replies tell the version of each token.
-    ways = (2, "--partial-rollout") if vllm_process.version() >= (0, 33) else (1, "")
-    bound, partial = ways
+    bound = 2 if vllm_process.version() >= (0, 33) else 0
     monkeypatch.setattr(build, "HttpSettings", QUICK)
     monkeypatch.setattr(build, "group_opener", lambda backend, by_unique_id: IdGroup)
     with ExitStack() as stack:
@@ -90,7 +89,7 @@ def test_no_group_is_lost_or_trained_twice(runs: Runs, monkeypatch: pytest.Monke
         urls = " ".join(f"--rollout-server-url {server.url}" for server in fleet.servers)
         command = runs.command(
             f"--train-iters {STEPS} --save {tmp_path / 'run'} --save-interval {STEPS} --lr 1e-3 "
-            f"--rollout-max-staleness {bound} {partial} {urls} --rollout-weight-transfer nccl",
+            f"{f'--rollout-max-staleness {bound}' if bound else ''} {urls} --rollout-weight-transfer nccl",
             "vllm",
         ).replace(str(tmp_path / "hf"), str(tmp_path / "qwen"))
         trainer, output = _trainer(
@@ -105,7 +104,7 @@ def test_no_group_is_lost_or_trained_twice(runs: Runs, monkeypatch: pytest.Monke
             fleet.act(row["iteration"], lambda: trainer.source._engine.statistics()["servers"])
 
         trainer._report = act
-        trainer.source.state_dict = lambda wait=True: kept.append(state_dict(wait)) or kept[-1]
+        trainer.source.state_dict = lambda: kept.append(state_dict()) or kept[-1]
         trainer.run()
         trainer.metrics.close()
         version = trainer.source._engine._weights.version
@@ -119,8 +118,8 @@ def test_no_group_is_lost_or_trained_twice(runs: Runs, monkeypatch: pytest.Monke
     lines = output.getvalue()
     assert f"{fleet.servers[0].url} is left out" in lines
     assert f"{fleet.servers[0].url} has the newest weights and gets requests" in lines
-    mixed = sum(len(np.unique(r.token_versions[r.loss_mask])) > 1 for _, b in batches for r in b) if partial else 0
-    assert bool(mixed) == bool(partial)
+    mixed = sum(len(np.unique(r.token_versions[r.loss_mask])) > 1 for _, b in batches for r in b) if bound else 0
+    assert bool(mixed) == bool(bound)
 
 
 def _trainer(command: str) -> tuple[Trainer, io.StringIO]:

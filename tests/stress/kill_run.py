@@ -156,11 +156,9 @@ def server_command(folder: Path) -> str:
         raise SystemExit("the rollout server does not start")
     # Nothing but what the command is made of: the rest is the server's, in its process.
     made = SimpleNamespace(folder=folder, servers=[SimpleNamespace(url=url, kind="vllm")])
-    # With one step a collection and a bound of one step every collection has the weights of the step before it.
     return Runs.command(
         made,
-        f"{SAVES} --rollout-max-staleness 1 --eval-interval 10 --eval-iters 3 "
-        f"--eval-prompt-data {folder / 'prompts.jsonl'}",
+        f"{SAVES} --eval-interval 10 --eval-iters 3 --eval-prompt-data {folder / 'prompts.jsonl'}",
     )
 
 

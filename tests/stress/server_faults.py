@@ -1,4 +1,4 @@
-"""Trains on rollouts of servers that are killed and restarted, with ``--partial-rollout``.
+"""Trains on rollouts of servers that are killed and restarted, with ``--rollout-max-staleness``.
 
     python tests/stress/server_faults.py [--steps 200] [--kind vllm] [--transfer folder] [--seed 0]
 

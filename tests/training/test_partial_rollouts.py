@@ -33,7 +33,7 @@ def test_tokens_keep_the_version_that_sampled_them(runs: Runs, kind: str, way: s
     # Groups of the quick one are trained while the slow one is in the middle of its responses.
     servers[0].token_delay_s, servers[1].token_delay_s = 0.01, 0.1
     trainer, _ = runs.trainer(
-        f"--train-iters 8 --save {runs.folder / 'run'} --rollout-max-staleness 2 --partial-rollout --lr 1e-3 "
+        f"--train-iters 8 --save {runs.folder / 'run'} --rollout-max-staleness 2 --lr 1e-3 "
         f"--rollout-weight-transfer {way} --save-rollouts-interval 1"
     )
     batches = record(trainer)
@@ -86,12 +86,8 @@ def test_the_preset_of_areal_runs(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        ("--partial-rollout", "needs --rollout-max-staleness 1 or more"),
-        ("--rollout-max-staleness 1 --partial-rollout --dynamic-sampling", "conflicts with --dynamic-sampling"),
-        (
-            "--rollout-max-staleness 1 --partial-rollout --rollout-method treepo",
-            "conflicts with --rollout-method treepo",
-        ),
+        ("--rollout-max-staleness 1 --dynamic-sampling", "conflicts with --dynamic-sampling"),
+        ("--rollout-max-staleness 1 --rollout-method treepo", "conflicts with --rollout-method treepo"),
     ],
 )
 def test_what_has_no_single_groups_is_refused(runs: Runs, flags: str, match: str) -> None:

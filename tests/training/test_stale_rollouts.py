@@ -1,4 +1,4 @@
-"""Training on rollouts that servers sampled ahead: staleness bounds, and decoupled PPO."""
+"""Decoupled PPO on rollouts that servers sampled ahead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.training.loop import Trainer
 from rollout_runs import Runs
 
 
@@ -19,45 +18,6 @@ from rollout_runs import Runs
 def runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runs]:
     with ExitStack() as stack:
         yield Runs(stack, tmp_path, seed_all(len(request.node.name)))
-
-
-def versions_used(trainer: Trainer) -> list[tuple[int, int]]:
-    """For each rollout batch the steps done when it was taken and the version that sampled it, filled as it runs."""
-    found: list[tuple[int, int]] = []
-    collect = trainer.source.next_batch
-
-    def record(number):
-        rollouts = collect(number)
-        (version,) = {rollout.policy_version for rollout in rollouts}
-        found.append((trainer.progress.iteration, version))
-        return rollouts
-
-    trainer.source.next_batch = record
-    return found
-
-
-@pytest.mark.parametrize(("bound", "steps"), [(1, 1), (2, 1), (3, 3)])
-def test_rollouts_are_never_older_than_the_bound(runs: Runs, bound: int, steps: int) -> None:
-    runs.add_servers("sglang", 2, delay_s=0.02)
-    trainer, _ = runs.trainer(
-        f"--train-iters {4 * steps} --rollout-weights-dir {runs.folder / 'w'} --rollout-max-staleness {bound} "
-        f"--num-steps-per-rollout {steps} --metrics-file {runs.folder / 'metrics.jsonl'}"
-    )
-    found = versions_used(trainer)
-    trainer.run()
-    trainer.metrics.close()
-    ages = [step - version for step, version in found]
-    assert [step for step, _ in found] == list(range(0, 4 * steps, steps))
-    assert ages[0] == 0
-    assert all(0 <= age <= bound for age in ages)
-    # Sampled ahead, as the bound allows; on a busy machine a rollout batch may begin late, and with newer weights.
-    assert max(ages[1:]) >= steps
-    assert len(runs.servers[0].bodies) + len(runs.servers[1].bodies) == 4 * 12
-    assert not any(server.violations for server in runs.servers)
-    rows = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
-    # At every step, also those that train a rollout batch further.
-    expected = [age + step for age in ages for step in range(steps)]
-    assert [row["rollout_staleness"] for row in rows] == expected
 
 
 def test_stale_rollouts_train_by_decoupled_ppo(runs: Runs) -> None:

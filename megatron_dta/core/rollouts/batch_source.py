@@ -29,12 +29,8 @@ class RolloutSource(ABC):
             RolloutError: there is no batch; raised on all ranks, before any part of the step has been trained.
         """
 
-    def state_dict(self, wait: bool = True) -> dict[str, Any]:
-        """State for a checkpoint between two steps, made of numbers, strings, lists and tensors.
-
-        Args:
-            wait: finish the batch that is being sampled, so that it is saved; otherwise it will be sampled again.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint between two steps, made of numbers, strings, lists and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -78,8 +74,8 @@ class WrappedSource(RolloutSource):
     def next_batch(self, step: int) -> list[Rollout]:
         return self._inner.next_batch(step)
 
-    def state_dict(self, wait: bool = True) -> dict[str, Any]:
-        return self._inner.state_dict(wait)
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._inner.load_state_dict(state)

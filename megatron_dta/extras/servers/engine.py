@@ -307,7 +307,7 @@ class HttpEngine(RolloutEngine):
         labels = piece.weight_versions
         if not labels and len(piece.token_ids):
             raise ServerError(
-                "replies do not contain the version of the weights; --partial-rollout needs vLLM 0.33 or SGLang"
+                "replies do not contain the version of the weights; --rollout-max-staleness needs vLLM 0.33 or SGLang"
             )
         unknown = sorted(label for label in labels if self._weights.version_of(label) is None)
         if unknown:

@@ -125,8 +125,8 @@ class DraftingServersSource(WrappedSource):
             self._corpus.add(rollouts)
         return rollouts
 
-    def state_dict(self, wait: bool = True) -> dict[str, Any]:
-        state = self._inner.state_dict(wait)
+    def state_dict(self) -> dict[str, Any]:
+        state = self._inner.state_dict()
         return state if self._corpus is None else state | {"corpus": self._corpus.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -155,23 +155,10 @@ class SamplingConfig:
     )
     rollout_max_staleness: int = server_option(
         0,
-        "Sample ahead while training: maximum number of optimizer steps between the weights that sampled a rollout "
-        "and the first step that trains its batch; with 0 sampling and training alternate.",
+        "Sample ahead while training, without a break between rollout batches: maximum number of optimizer steps from "
+        "the weights that sampled a token to the first step that trains it. Servers get new weights while they sample, "
+        "unfinished rollouts continue on these, and tokens keep their version. With 0 sampling and training alternate.",
         minimum=0,
-    )
-    partial_rollout: bool = server_option(
-        False,
-        "With --rollout-max-staleness, sample without a break between rollout batches: servers get new weights while "
-        "they sample, unfinished rollouts continue on these, and each token keeps the version that sampled it. "
-        "The groups that were begun first are trained first, or with --partial-rollout-stale drop those that were "
-        "finished first.",
-    )
-    partial_rollout_stale: str = option(
-        "wait",
-        "What happens to a group that would exceed --rollout-max-staleness in the next rollout batch: training waits "
-        "for it (wait), or its rollouts that are too old are left out and counted (drop).",
-        choices=("wait", "drop"),
-        needs="partial_rollout",
     )
     rollout_replay: list[str] | None = option(
         None,

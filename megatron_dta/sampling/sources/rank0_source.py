@@ -6,17 +6,12 @@ waiting ranks a message every second, so a long rollout batch is not mistaken fo
 **Weights.** Before a rollout batch is sampled and before an evaluation, all ranks write the weights of the step to a
 folder or to the host memory of rank 0. The servers get them from there, unless they already have the weights of that
 step.
-
-**Checkpoints.** A checkpoint stores the rollout batches sampled ahead. Batches that the staleness bound allows are
-finished first, so a resumed run trains on the same rollouts as an uninterrupted one, bit for bit if the servers
-reproduce their samples. After a SIGTERM they are abandoned, and the resumed run samples them again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -24,16 +19,16 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from megatron_dta.common.futures import in_daemon_thread
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model.parallel.mesh import current_mesh
+from megatron_dta.core.model.parallel.mesh import alone, current_mesh
 from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.host_weights import HostWeights
 from megatron_dta.sampling.interface import RolloutEngine
 from megatron_dta.sampling.replay import ReplayEngine
-from megatron_dta.sampling.sources.prefetcher import RolloutPrefetcher
 
-_WAIT_S = 1.0
+_WAIT_S, _STOP_S = 1.0, 10.0
 
 Answer = TypeVar("Answer")
 
@@ -58,7 +53,6 @@ class Rank0Source(RolloutSource):
         inner, engine: the source and the engine it samples with; None on the other ranks.
         writer: writes the engine's weights, None if the engine needs none; given on all ranks or on none.
         current_step: optimizer steps done so far.
-        steps_per_rollout_batch, max_staleness, num_rollout_batches: see ``RolloutPrefetcher``.
     """
 
     def __init__(
@@ -67,44 +61,26 @@ class Rank0Source(RolloutSource):
         engine: RolloutEngine | None,
         writer: WeightsWriter | None,
         current_step: Callable[[], int],
-        steps_per_rollout_batch: int = 1,
-        max_staleness: int = 0,
-        num_rollout_batches: int = 2**62,
     ) -> None:
         self._mesh = current_mesh()
-        self._inner = inner
-        self._engine, self._writer, self._current_step = engine, writer, current_step
-        self._prefetcher: RolloutPrefetcher | None = None
-        if self._mesh.rank == 0:
-            self._prefetcher = RolloutPrefetcher(
-                self._collect, self._update, steps_per_rollout_batch, max_staleness, num_rollout_batches
-            )
+        self._inner, self._engine, self._writer, self._current_step = inner, engine, writer, current_step
         self._written: int | None = None
+        self._updated: int | None = None
+        self._offered: tuple[int, Path | HostWeights | None] | None = None
+        self._working: Future[Any] | None = None
         self._statistics: dict[str, float] = {}
-        # Statistics of the rollout batches that are sampled but not yet returned, by number.
-        self._waiting_statistics: dict[int, dict[str, float]] = {}
 
     def next_batch(self, step: int) -> list[Rollout]:
         current = self._current_step()
         self._offer_weights(current)
-        rollouts, found = self._from_first(lambda: self._take(step, current))
+        rollouts, found = self._from_first(self._taking(step, current))
         self._statistics = dict(found)
         if self._writer is not None:
             self._statistics["rollout_staleness"] = float(current - min(r.policy_version or 0 for r in rollouts))
         return rollouts
 
-    def _collect(self, number: int) -> list[Rollout]:
-        """Runs in the prefetcher's thread: the next batch may be sampled before this one is returned."""
-        rollouts = self._inner.next_batch(number)
-        self._waiting_statistics[number] = self._inner.statistics()
-        return rollouts
-
-    def _take(self, number: int, current: int) -> tuple[list[Rollout], dict[str, float]] | None:
-        rollouts = self._prefetcher.take(number, current, _WAIT_S)
-        return None if rollouts is None else (rollouts, self._waiting_statistics.pop(number, {}))
-
     def statistics(self) -> dict[str, float]:
-        """Statistics of ``inner`` for the last batch, and ``rollout_staleness``: optimizer steps since its weights."""
+        """Statistics of the last batch, and ``rollout_staleness``: optimizer steps since its weights."""
         return self._statistics
 
     def timing(self) -> dict[str, float]:
@@ -121,70 +97,81 @@ class Rank0Source(RolloutSource):
         found = self._engine.statistics()
         return own | {f"rollout_{name}": found[name] for name in names if name in found}
 
-    def state_dict(self, wait: bool = True) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """See ``RolloutSource``; the same on every rank."""
-        if wait:
-            # Training has what it needs for now; the error is raised when it asks for more.
-            with suppress(RolloutError):
-                self._from_first(lambda: self._prefetcher.finish_begun(_WAIT_S) or None)
         state: dict[str, Any] = {}
-        if self._prefetcher is not None:
-            ready = self._prefetcher.ready()
-            state["numbers"] = sorted(ready)
-            state["rollout_batches"] = [[pack_rollout(r) for r in ready[number]] for number in sorted(ready)]
-            state["statistics"] = [self._waiting_statistics.get(number, {}) for number in sorted(ready)]
+        if self._inner is not None:
             if isinstance(self._engine, ReplayEngine):
                 state["replay"] = self._engine.state_dict()
-            inner = self._inner.state_dict(wait)
+            inner = self._inner.state_dict()
             if inner:
                 state["inner"] = inner
         return self._mesh.from_first(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._prefetcher is not None and state:
-            batches = [[unpack_rollout(rollout) for rollout in batch] for batch in state["rollout_batches"]]
-            self._prefetcher.restore(dict(zip(state["numbers"], batches, strict=True)))
-            self._waiting_statistics = dict(zip(state["numbers"], state["statistics"], strict=True))
+        if self._inner is not None and state:
             if isinstance(self._engine, ReplayEngine) and "replay" in state:
                 self._engine.load_state_dict(state["replay"])
             self._inner.load_state_dict(state.get("inner", {}))
 
     def close(self) -> None:
-        if self._prefetcher is not None:
-            self._engine.interrupt()
-            self._prefetcher.close()
-            if self._inner is not None:
-                self._inner.close()
-            self._engine.close()
-            if self._writer is not None:
-                self._writer.close()
+        if self._engine is None:
+            return
+        self._engine.interrupt()
+        self._stop()
+        if self._inner is not None:
+            self._inner.close()
+        self._engine.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def call(self, job: Callable[[], Answer] | None, step: int) -> Answer:
         """Call ``job`` on rank 0 with the weights of ``step``, between two batches; its result on all ranks."""
         self._offer_weights(step)
-        done: Future[Answer] | None = None if self._prefetcher is None else self._prefetcher.run(job)
+        return self._from_first(_waiting(None if job is None else self._run(job)))
 
-        def ask() -> Answer | None:
-            try:
-                return done.result(_WAIT_S)
-            except TimeoutError:
-                if done.done():
-                    raise
-                return None
+    def _taking(self, number: int, current: int) -> Callable[[], tuple[list[Rollout], dict[str, float]] | None]:
+        """What asks rank 0 for a batch and its statistics, which is trained after ``current`` optimizer steps."""
+        del current
+        if self._inner is None:
+            return _waiting(None)
+        return _waiting(self._run(lambda: (self._inner.next_batch(number), self._inner.statistics())))
 
-        return self._from_first(ask)
+    def _run(self, job: Callable[[], Answer]) -> Future[Answer]:
+        """Call ``job`` in a thread, with the newest weights."""
+        version, weights = self._offered
+
+        def work() -> Answer:
+            with alone():
+                self._update(version, weights)
+                return job()
+
+        self._working = in_daemon_thread(work, "rollouts")
+        return self._working
+
+    def _stop(self) -> None:
+        """Wait for the thread, a limited time."""
+        if self._working is not None:
+            wait([self._working], _STOP_S)
+
+    def _offer(self, version: int, weights: Path | HostWeights | None) -> None:
+        """Give the sampler these weights from its next work on; on rank 0."""
+        self._offered = version, weights
 
     def _offer_weights(self, step: int) -> None:
-        """Give the sampler the weights of ``step`` from its next rollout batch on."""
+        """Give the sampler the weights of ``step`` from its next work on."""
         if self._written == step:
             return
         weights = self._writer.write(step) if self._writer is not None else None
         self._written = step
-        if self._prefetcher is not None:
-            self._prefetcher.offer(step, weights)
+        if self._mesh.rank == 0:
+            self._offer(step, weights)
 
     def _update(self, version: int, weights: Path | HostWeights | None) -> None:
+        if self._updated == version:
+            return
         self._engine.update_weights(version, weights)
+        self._updated = version
         if self._writer is not None:
             self._writer.delete_before(version)
 
@@ -208,6 +195,20 @@ class Rank0Source(RolloutSource):
                 raise RolloutError(value) from error
             if kind == "failed":
                 raise error or RuntimeError(value)
+
+
+def _waiting(done: Future[Answer] | None) -> Callable[[], Answer | None]:
+    """What waits a short time for the result of ``done``, which is None on the other ranks."""
+
+    def ask() -> Answer | None:
+        try:
+            return done.result(_WAIT_S)
+        except TimeoutError:
+            if done.done():
+                raise
+            return None
+
+    return ask
 
 
 class Rank0Evaluation(Evaluation):

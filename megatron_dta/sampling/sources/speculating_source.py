@@ -35,7 +35,7 @@ class SpeculatingSource(WrappedSource):
         self._drafting.share()
         return rollouts
 
-    def state_dict(self, wait: bool = True) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """See ``RolloutSource``; the same on every rank."""
         arrays = self._drafting.speculator.state_dict()
         state = {
@@ -43,7 +43,7 @@ class SpeculatingSource(WrappedSource):
             for name, value in arrays.items()
         }
         # The replicas' states differ in acceptance estimates and insertion order, so all ranks keep the first one's.
-        return self._inner.state_dict(wait) | {_STATE: current_mesh().from_first(state)}
+        return self._inner.state_dict() | {_STATE: current_mesh().from_first(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own = state.get(_STATE)

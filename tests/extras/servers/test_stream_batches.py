@@ -1,4 +1,4 @@
-"""Which groups a stream takes for a batch: with ``waits`` none becomes too old, however long they take."""
+"""Which groups a stream takes for a batch: none becomes too old, however long they take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_dta.extras.servers.stream.rollout_stream import StreamLimits, choo
 def test_no_group_becomes_too_old_and_training_never_waits_forever(seed: int) -> None:
     rng = seed_all(seed)
     groups, steps = int(rng.integers(1, 5)), int(rng.integers(1, 4))
-    limits = StreamLimits(groups, steps, steps + int(rng.integers(0, 4)), 1000, waits=True)
+    limits = StreamLimits(groups, steps, steps + int(rng.integers(0, 4)), 1000)
     step, version, number = 0, 0, 0
     begun: dict[int, int] = {}
     finished: dict[int, int] = {}
@@ -37,12 +37,9 @@ def test_no_group_becomes_too_old_and_training_never_waits_forever(seed: int) ->
 
 
 def test_training_waits_for_more_old_groups_than_one_batch_can_take() -> None:
-    limits = StreamLimits(2, 1, 2, 1000, waits=True)
+    limits = StreamLimits(2, 1, 2, 1000)
     # At step 3, groups of version 2 can wait for one batch: 2 of them find a place there, 3 do not.
     finished = {10: 3, 11: 3}
     assert choose_groups(finished, [2, 2], 3, limits) == [10, 11]
     assert choose_groups(finished, [2, 2, 2], 3, limits) is None
     assert choose_groups(finished | {12: 2}, [2, 2], 3, limits) == [12, 10]
-    # Those that were finished first, where rollouts are dropped.
-    drops = StreamLimits(2, 1, 2, 1000, waits=False)
-    assert choose_groups(finished | {12: 2}, [2, 2, 1], 3, drops) == [10, 11]

@@ -95,7 +95,7 @@ def test_a_clock_that_is_set_back_changes_nothing(tmp_path: Path, monkeypatch: p
             if name == "jumping":
                 monkeypatch.setattr(time, "time", lambda: wall() + rng.choice((-1e7, -3600.0, 0.0, 5.0, 1e7)))
             folder = tmp_path / name
-            flags = f"--train-iters 4 --rollout-max-staleness 1 --save {folder} --save-interval 1 --async-save"
+            flags = f"--train-iters 4 --save {folder} --save-interval 1 --async-save"
             trainer, _ = runs.run(f"{flags} --tensorboard-dir {folder}/events")
             rows[name], weights[name] = metrics_of(folder), weights_of(trainer)
     timing = [row.pop("timing") for name in rows for row in rows[name]]

@@ -12,9 +12,8 @@ weights. This bounds both the age of rollouts and the number of open requests.
 that of its oldest token.
 
 **Batches** are made of the groups that are finished. A long group may therefore miss the batch of its place and become
-too old. With ``waits`` the oldest groups are taken first, and training waits if taking a batch now would
-leave a group without a place before it is too old, so none is lost. Otherwise the groups that were finished first are
-taken, rollouts that are too old are dropped and counted, and other groups are admitted.
+too old. So the oldest groups are taken first, and training waits if taking a batch now would leave a group without a
+place before it is too old: none is lost. Only a run that continues with a lower bound drops rollouts; it counts them.
 
 **Checkpoints** hold the finished groups and, of the others, the finished requests and the tokens so far, with which a
 resumed run continues. So every group is taken once, or dropped and counted.
@@ -35,32 +34,32 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dta.core.model.parallel.mesh import alone
 from megatron_dta.core.rollouts.batch_source import RolloutError
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.servers.stream.begun_group import BegunGroup
 from megatron_dta.extras.servers.stream.group_sampler import GroupSampler
 from megatron_dta.sampling.host_weights import HostWeights
 from megatron_dta.sampling.interface import GenerationResult
-from megatron_dta.sampling.sources.sampling_thread import SamplingThread
 
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """How groups form batches; see ``RolloutPrefetcher`` for ``max_staleness`` and ``num_rollout_batches``.
+    """How groups form batches.
 
     Attributes:
         groups: groups of a rollout batch.
         steps: optimizer steps that train one batch.
-        waits: wait for groups instead of dropping their rollouts.
+        max_staleness: maximum number of optimizer steps between a token's weights and the first step that trains it.
+        num_rollout_batches: number of batches that the run needs; no further one is begun ahead.
     """
 
     groups: int
     steps: int
     max_staleness: int
     num_rollout_batches: int
-    waits: bool
 
 
 def choose_groups(
@@ -74,8 +73,6 @@ def choose_groups(
     """
     if len(finished) < limits.groups:
         return None
-    if not limits.waits:
-        return list(finished)[: limits.groups]
     # The sort is stable: among equals the group that was finished first.
     chosen = sorted(finished, key=finished.__getitem__)[: limits.groups]
 
@@ -96,7 +93,7 @@ class _Group(BegunGroup):
     scored: Future[list[Rollout]] | None = None
 
 
-class RolloutStream(SamplingThread):
+class RolloutStream:
     """See the module's docstring; used by one thread besides its own.
 
     Args:
@@ -110,7 +107,14 @@ class RolloutStream(SamplingThread):
         update: Callable[[int, Path | HostWeights | None], None],
         limits: StreamLimits,
     ) -> None:
-        super().__init__("rollout stream", update)
+        self._update = update
+        self._changed = threading.Condition()
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._offered: tuple[int, Path | HostWeights | None] | None = None
+        self._loaded: int | None = None
+        self._error: BaseException | None = None
+        self._stops = False
+        self._thread = threading.Thread(target=self._run, name="rollout stream", daemon=True)
         self._sampler, self._limits = sampler, limits
         self._open: dict[int, _Group] = {}
         # In the order in which they were finished.
@@ -127,6 +131,32 @@ class RolloutStream(SamplingThread):
         self._to_score: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Unlike those of a pool, daemon threads do not keep a process from ending when a reward function hangs.
         self._scoring = threading.Thread(target=self._score, name="rollout rewards", daemon=True)
+
+    def offer(self, version: int, weights: Path | HostWeights | None) -> None:
+        """Offer the weights of ``version``; the sampler gets the newest ones."""
+        with self._changed:
+            self._offered = version, weights
+            self._changed.notify_all()
+
+    def run(self, job: Callable[[], Any]) -> Future[Any]:
+        """Call ``job`` in the thread, with the newest weights, while nothing is sampled."""
+        done: Future[Any] = Future()
+        with self._changed:
+            if self._error is not None:
+                done.set_exception(self._error)
+                return done
+            self._jobs.append((job, done))
+            self._start()
+            self._changed.notify_all()
+        return done
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """End the thread, waiting up to ``timeout_s`` for its current work. May be called twice."""
+        with self._changed:
+            self._stops = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
 
     def take(self, number: int, step: int, timeout_s: float) -> tuple[list[Rollout], dict[str, float]] | None:
         """Wait for batch ``number``, whose training starts after ``step`` optimizer steps.
@@ -221,18 +251,42 @@ class RolloutStream(SamplingThread):
             return False
         return self._step + ahead * self._limits.steps - self._offered[0] <= self._limits.max_staleness
 
-    def _start(self) -> bool:
+    def _start(self) -> None:
+        """Start the threads if they may run and do not yet."""
         self._is_begun = True
-        starts = super()._start()
-        if starts:
+        if not self._thread.is_alive() and self._error is None and not self._stops:
+            self._thread.start()
             self._scoring.start()
-        return starts
 
-    def _begin(self) -> None:
-        self._sampler.begin()
+    def _load_offered(self, offered: tuple[int, Path | HostWeights | None] | None) -> None:
+        """Give the sampler these weights unless it has them."""
+        if offered is not None and offered[0] != self._loaded:
+            self._update(*offered)
+            self._loaded = offered[0]
+
+    def _run_job(self) -> None:
+        """Run the job that waits longest."""
+        with self._changed:
+            job, done = self._jobs.popleft()
+        try:
+            done.set_result(job())
+        except BaseException as error:
+            done.set_exception(error)
+            raise
 
     def _run(self) -> None:
-        super()._run()
+        with alone():
+            try:
+                self._sampler.begin()
+                while self._work():
+                    pass
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    for _, done in self._jobs:
+                        done.set_exception(error)
+                    self._jobs.clear()
+                    self._changed.notify_all()
         self._to_score.put(None)
 
     def _score(self) -> None:

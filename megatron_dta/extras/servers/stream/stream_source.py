@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from megatron_dta.core.rollouts.record import Rollout
@@ -10,6 +12,7 @@ from megatron_dta.extras.servers.engine import HttpEngine
 from megatron_dta.extras.servers.stream.begun_group import unpacked
 from megatron_dta.extras.servers.stream.group_sampler import GroupSampler
 from megatron_dta.extras.servers.stream.rollout_stream import RolloutStream, StreamLimits
+from megatron_dta.sampling.host_weights import HostWeights
 from megatron_dta.sampling.sources.rank0_source import Rank0Source, WeightsWriter, pack_rollout, unpack_rollout
 
 _WAIT_S = 1.0
@@ -33,11 +36,9 @@ class StreamSource(Rank0Source):
     ) -> None:
         super().__init__(None, engine, writer, current_step)
         self._stream = None if sampler is None else RolloutStream(sampler, self._update, limits)
-        self._prefetcher = self._stream
 
-    def state_dict(self, wait: bool = True) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """See ``RolloutSource``; nothing is waited for, since unfinished groups go on with their tokens."""
-        del wait
         state: dict[str, Any] = {}
         if self._stream is not None:
             state = self._stream.state_dict()
@@ -58,5 +59,14 @@ class StreamSource(Rank0Source):
             begun = {each["group"]: unpacked(each) for each in found["begun"]}
             self._stream.load_state_dict(found | {"finished": groups, "begun": begun})
 
-    def _take(self, number: int, current: int) -> tuple[list[Rollout], dict[str, float]] | None:
-        return self._stream.take(number, current, _WAIT_S)
+    def _taking(self, number: int, current: int) -> Callable[[], tuple[list[Rollout], dict[str, float]] | None]:
+        return lambda: self._stream.take(number, current, _WAIT_S)
+
+    def _run(self, job: Callable[[], Any]) -> Future[Any]:
+        return self._stream.run(job)
+
+    def _stop(self) -> None:
+        self._stream.close()
+
+    def _offer(self, version: int, weights: Path | HostWeights | None) -> None:
+        self._stream.offer(version, weights)

@@ -73,8 +73,6 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
     yield from _check_draft_length(config.speculation)
     if sampling.rollout_max_staleness:
         yield from _check_staleness(config)
-    if sampling.partial_rollout:
-        yield from _check_partial(config)
     if config.speculation.rollout_stop_degenerate:
         if config.treepo.rollout_method == "treepo":
             yield (
@@ -132,22 +130,18 @@ def _check_staleness(config: TrainConfig) -> Iterator[str]:
             f"--rollout-max-staleness {bound} is below --num-steps-per-rollout {sampling.num_steps_per_rollout}, so no "
             f"rollout batch could be sampled ahead; raise it to {sampling.num_steps_per_rollout} or leave it out"
         )
-
-
-def _check_partial(config: TrainConfig) -> Iterator[str]:
-    """Yield a line for every setting with which groups cannot be sampled one by one."""
-    sampling, filtering = config.sampling, config.filtering
-    if sampling.rollout_engine in SERVERS and not sampling.rollout_max_staleness:
-        yield "--partial-rollout needs --rollout-max-staleness 1 or more: with 0 weights change between batches only"
     for flag, is_set in (
         ("--rollout-method treepo", config.treepo.rollout_method == "treepo"),
         ("--environment", config.environment.environment is not None),
         ("--agent-command and --agent-callable", config.agent.is_used),
-        ("--dynamic-sampling", filtering.dynamic_sampling),
+        ("--dynamic-sampling", config.filtering.dynamic_sampling),
         ("--over-sampling-batch-size", sampling.over_sampling_batch_size is not None),
-        ("--overlong-buffer-len", filtering.overlong_buffer_len is not None),
+        ("--overlong-buffer-len", config.filtering.overlong_buffer_len is not None),
         ("--rollout-speculation das", config.speculation.rollout_speculation == "das"),
         ("--moe-routing-replay", config.model.moe_routing_replay),
     ):
         if is_set:
-            yield f"--partial-rollout samples independent rollouts and conflicts with {flag}; leave one of them out"
+            yield (
+                f"--rollout-max-staleness {bound} samples independent rollouts and conflicts with {flag}; leave one of "
+                "them out"
+            )

@@ -1,9 +1,6 @@
-"""The engine that replays recorded rollouts, and the thread that samples ahead: its bound and its errors."""
+"""The engine that replays recorded rollouts."""
 
 from __future__ import annotations
-
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -15,7 +12,6 @@ from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.interface import FinishReason, GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.replay import ReplayEngine
-from megatron_dta.sampling.sources.prefetcher import RolloutPrefetcher
 from megatron_dta.sampling.sources.rank0_source import pack_rollout, unpack_rollout
 
 VOCABULARY = 37
@@ -79,89 +75,3 @@ def test_packed_rollouts_come_back_whole() -> None:
                 assert getattr(found, name).dtype == value.dtype
             else:
                 assert getattr(found, name) == value
-
-
-def one(version: int) -> list[Rollout]:
-    return [Rollout([1, 2], [False, True], policy_version=version)]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_producer_keeps_its_bound_whatever_the_speeds(seed: int) -> None:
-    rng = seed_all(seed)
-    steps = int(rng.integers(1, 4))
-    bound = int(rng.integers(0, 7))
-    total = 12
-    state = {"version": -1}
-    collected: list[int] = []
-    busy = threading.Lock()
-
-    def collect(number: int) -> list[Rollout]:
-        assert busy.acquire(blocking=False)
-        version = state["version"]
-        time.sleep(rng.random() * 0.01)
-        assert state["version"] == version  # weights change between collections only
-        collected.append(number)
-        busy.release()
-        return one(version)
-
-    prefetcher = RolloutPrefetcher(collect, lambda version, folder: state.update(version=version), steps, bound, total)
-    step, newest = 0, []
-    for number in range(total):
-        prefetcher.offer(step, None)
-        found = None
-        while found is None:
-            found = prefetcher.take(number, step, 0.02)
-        age = step - found[0].policy_version
-        assert 0 <= age <= bound
-        newest.append(age)
-        if number == 5:
-            while not prefetcher.finish_begun(0.02):
-                pass
-            ahead = prefetcher.ready()
-            assert len(ahead) == min(bound // steps, total - 6)
-        time.sleep(rng.random() * 0.01)
-        step += steps
-    prefetcher.close()
-    assert collected == list(range(total))
-    if bound < steps:
-        assert newest == [0] * total
-
-
-def test_an_error_of_the_producer_reaches_who_takes_next() -> None:
-    def collect(number: int) -> list[Rollout]:
-        if number == 2:
-            raise RolloutError("no more")
-        return one(0)
-
-    prefetcher = RolloutPrefetcher(collect, lambda version, folder: None, 1, 4, 100)
-    prefetcher.offer(0, None)
-    assert prefetcher.run(lambda: 3).result(5) == 3
-    assert prefetcher.take(0, 0, 5) is not None
-    assert prefetcher.take(1, 1, 5) is not None  # sampled before the error
-    with pytest.raises(RolloutError, match="no more"):
-        prefetcher.take(2, 2, 5)
-    with pytest.raises(RolloutError, match="no more"):
-        prefetcher.take(2, 2, 5)
-    late = prefetcher.run(lambda: 4)
-    with pytest.raises(RolloutError, match="no more"):
-        late.result(5)
-    prefetcher.close()
-
-
-@pytest.mark.parametrize("bound", [0, 3])
-def test_a_run_that_needs_more_collections_than_planned_gets_them(bound: int) -> None:
-    """Where rewards have failed, or no pairs are found, a collection has fewer steps than planned, or none."""
-    collected: list[int] = []
-
-    def collect(number: int) -> list[Rollout]:
-        collected.append(number)
-        return one(0)
-
-    prefetcher = RolloutPrefetcher(collect, lambda version, folder: None, 1, bound, 2)
-    prefetcher.offer(0, None)
-    for number in range(4):
-        assert prefetcher.take(number, 0, 5) is not None, number
-        assert prefetcher.finish_begun(5)
-    time.sleep(0.05)
-    assert collected == [0, 1, 2, 3]  # none that nobody has asked for
-    prefetcher.close()
