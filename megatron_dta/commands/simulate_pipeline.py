@@ -220,10 +220,9 @@ def main() -> None:
     events = timeline_events(step.training.schedule, timeline)
     if arguments.plot:
         from megatron_dta.extras.report.plots.figures import write_figure  # matplotlib takes a second to import.
-        from megatron_dta.extras.report.plots.timeline import timeline_caption, timeline_figure
+        from megatron_dta.extras.report.plots.timeline import timeline_figure
 
-        caption = timeline_caption("simulated", events, shape.num_stages)
-        write_figure(timeline_figure([(caption, events)], shape.num_stages, title), arguments.plot)
+        write_figure(timeline_figure({"simulated": events}, shape.num_stages, title), arguments.plot)
         print(f"picture: {arguments.plot}")
     if arguments.trace:
         write_timelines(arguments.trace, {title: events})

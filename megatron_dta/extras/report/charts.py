@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
 from megatron_dta.extras.report.plots.curves import Curve, curve_figure, is_logarithmic, sparkline, stacked_figure
 from megatron_dta.extras.report.plots.figures import COLORS, svg_text
-from megatron_dta.extras.report.plots.timeline import timeline_caption, timeline_figure
+from megatron_dta.extras.report.plots.timeline import timeline_figure
 from megatron_dta.extras.report.run_files import RunFiles
 from megatron_dta.extras.report.text import number
 
@@ -164,18 +164,12 @@ def phase_chart(records: Records) -> list[Chart]:
     if not totals:
         return []
     steps = np.array([record["iteration"] for record in records])
-    parts = {
-        name: Curve("seconds", steps, np.array([r.get(f"timing/{name}_seconds", 0.0) for r in records])).thinned(
-            MOST_BARS
-        )
-        for name in totals
-    }
-    colors = {name: COLORS[PHASES[name]] for name in totals}
-    whole = sum(totals.values())
-    keys = [(colors[name], f"{name} {number(s)} s ({s / whole:.0%})") for name, s in totals.items()]
-    first = next(iter(parts.values()))
-    figure = stacked_figure(int(steps[0]), first.steps, {n: (colors[n], part.values) for n, part in parts.items()})
-    return [Chart.of(first.name, keys, figure, wide=True)]
+    parts, keys = [], []
+    for name, seconds in totals.items():
+        values = np.array([record.get(f"timing/{name}_seconds", 0.0) for record in records])
+        parts.append(Curve("seconds", steps, values, COLORS[PHASES[name]]).thinned(MOST_BARS))
+        keys.append((parts[-1].color, f"{name} {number(seconds)} s ({seconds / sum(totals.values()):.0%})"))
+    return [Chart.of(parts[0].name, keys, stacked_figure(int(steps[0]), parts), wide=True)]
 
 
 def rank_chart(records: Records) -> list[Chart]:
@@ -194,15 +188,14 @@ def rank_chart(records: Records) -> list[Chart]:
     count = len(rows[0][1])
     share = sum(sum(seconds) for _, seconds in rows) / count / (begin or 1.0)
     title = f"data-parallel ranks, steps {rows[0][0]} to {rows[-1][0]}: busy {share:.1%} of the time of their slowest"
-    return [Chart.of(title, [], timeline_figure([("", events)], count, row="rank"), wide=True)]
+    return [Chart.of(title, [], timeline_figure({"": events}, count, row="rank"), wide=True)]
 
 
 def timeline_charts(run: RunFiles) -> list[Chart]:
     charts = []
     for iteration, timelines in run.timelines.items():
         stages = 1 + max((event.stage for events in timelines.values() for event in events), default=0)
-        named = [(timeline_caption(name, events, stages), events) for name, events in timelines.items()]
-        charts.append(Chart.of(f"step {iteration}", [], timeline_figure(named, stages), wide=True))
+        charts.append(Chart.of(f"step {iteration}", [], timeline_figure(timelines, stages), wide=True))
     return charts
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -89,14 +89,14 @@ def curve_figure(curves: Sequence[Curve], marked_step: int | None = None, across
 
 
 @rc_context(STYLE)
-def stacked_figure(first: int, last: np.ndarray, parts: Mapping[str, tuple[str, np.ndarray]]) -> Figure:
-    """Draw parts (colour, values) on top of each other, each value for the steps up to and including ``last``."""
+def stacked_figure(first: int, parts: Sequence[Curve]) -> Figure:
+    """Draw parts on top of each other, from step ``first``; each value is for the steps up to and including its own."""
     figure = Figure(figsize=WIDE)
     axes = figure.add_axes((0.055, 0.17, 0.94, 0.8))
-    edges, base = np.concatenate([[first - 0.5], last + 0.5]), np.zeros(len(last))
-    for color, values in parts.values():
-        axes.stairs(base + values, edges, baseline=base, fill=True, color=color, linewidth=0)
-        base = base + values
+    edges, base = np.concatenate([[first - 0.5], parts[0].steps + 0.5]), np.zeros(len(parts[0].steps))
+    for part in parts:
+        axes.stairs(base + part.values, edges, baseline=base, fill=True, color=part.color, linewidth=0)
+        base = base + part.values
     axes.set_ylim(0, None)
     _finish(axes, "step")
     return figure

@@ -6,7 +6,7 @@ chunk. Idle time is white.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib import rc_context
@@ -26,31 +26,27 @@ MOST_LABELLED = 40  # ops of a row
 CHARACTER = 0.006  # width of a digit as a share of the longest timeline
 
 
-def timeline_caption(name: str, events: Sequence[TimelineEvent], num_stages: int) -> str:
-    start, end = timeline_span(events)
-    return f"{name}: {end - start:,.4g} seconds, {timeline_utilisation(events, num_stages):.1%} of all stages' time"
-
-
 @rc_context(STYLE)
 def timeline_figure(
-    timelines: Sequence[tuple[str, Sequence[TimelineEvent]]], num_rows: int, title: str = "", row: str = "stage"
+    timelines: Mapping[str, Sequence[TimelineEvent]], num_rows: int, title: str = "", row: str = "stage"
 ) -> Figure:
-    """Draw timelines (caption, events) below each other; ``row`` says what a row is."""
+    """Draw named timelines below each other; ``row`` says what a row is."""
     height = 0.6 + len(timelines) * (0.5 + 0.3 * num_rows) + 0.3 * bool(title)
     figure = Figure(figsize=(1130 / 72, height), layout="constrained")
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
-    spans = [timeline_span(events) for _, events in timelines]
+    spans = [timeline_span(events) for events in timelines.values()]
     longest = max(end - start for start, end in spans) or 1.0
-    for axes, (caption, events), (start, _) in zip(panels, timelines, spans, strict=True):
+    for axes, (name, events), (start, end) in zip(panels, timelines.items(), spans, strict=True):
         _draw(axes, [event for event in events if event.kind != WAITING], start, CHARACTER * longest)
-        axes.set_title(caption)
+        share = timeline_utilisation(events, num_rows)
+        axes.set_title(f"{name}: {end - start:,.4g} seconds, {share:.1%} of all stages' time" if name else "")
         axes.set_ylim(num_rows - 0.5, -0.5)
         axes.set_yticks(range(num_rows), [f"{row} {index}" for index in range(num_rows)])
         axes.tick_params(axis="y", length=0)
     panels[-1].set_xlim(0, longest)
     panels[-1].set_xlabel("seconds")
     figure.suptitle(title)
-    kinds = {event.kind for _, events in timelines for event in events} - {WAITING}
+    kinds = {event.kind for events in timelines.values() for event in events} - {WAITING}
     known = [Patch(color=color, label=name) for kind, (name, color) in KINDS.items() if kind in kinds]
     others = [Patch(color=OTHER_COLOR, label=kind) for kind in sorted(kinds - KINDS.keys())]
     if len(kinds) > 1:
