@@ -11,10 +11,8 @@ never trained), the reward of the turn, and whether the episode is over. A turn 
 
 A tree continues one episode in several ways, so every step runs on a copy, made by ``fork()`` if the class has it and
 else by ``copy.deepcopy``. Several steps run at once, each in its own thread. A step that raises, takes longer than
-``--environment-timeout`` or returns an invalid value ends its path (``EndReason.ENVIRONMENT_FAILED``) and is counted.
-The first failure is logged.
-``--environment-failure`` decides whether the rollout is trained with the reward so far, is left out of training, or the
-run stops.
+``--environment-timeout`` or returns an invalid value fails. By ``--rollout-failure`` the run then stops, or the path
+ends (``EndReason.ENVIRONMENT_FAILED``), is counted and left out of training, and the first failure is logged.
 """
 
 from __future__ import annotations
@@ -76,6 +74,7 @@ class EnvironmentRunner:
         factory: makes an environment.
         mesh: returns the mesh; the first rank of each replica runs the environments and sends the results to the
             others. None: there is one process.
+        drops_failures: whether a failed step ends its path, which is left out; otherwise the run stops.
 
     Attributes:
         counts: steps, failures and timeouts (which are also failures), and observations whose beginning a token of the
@@ -89,7 +88,9 @@ class EnvironmentRunner:
         tokenizer: Tokenizer,
         settings: EnvironmentConfig | None = None,
         mesh: Callable[[], Mesh] | None = None,
+        drops_failures: bool = False,
     ) -> None:
+        self._drops_failures = drops_failures
         self._factory, self._tokenizer, self._mesh = factory, tokenizer, mesh
         self._settings = settings or EnvironmentConfig()
         names = ("environment_steps", "environment_failures", "environment_timeouts", "observation_border_crossings")
@@ -152,12 +153,11 @@ class EnvironmentRunner:
             if outcome.failure is not None:
                 self.counts["environment_failures"] += 1
                 self.counts["environment_timeouts"] += outcome.failure.startswith(_TIMEOUT)
-                if self._settings.environment_failure == "stop":
+                if not self._drops_failures:
                     raise InputError(f"--environment: a step failed: {outcome.failure}")
                 # The first one only: some steps may fail in every batch, and the metrics count them.
                 if self.counts["environment_failures"] == 1 and self._is_first():
-                    way = self._settings.environment_failure
-                    logger.warning("--environment: a step failed (--environment-failure %s): %s", way, outcome.failure)
+                    logger.warning("--environment: a step failed (--rollout-failure drop): %s", outcome.failure)
 
     def _run(self, calls: Sequence[tuple[Callable, tuple]]) -> list[Any]:
         """The values of the calls, or an error line for each failed call."""

@@ -29,6 +29,7 @@ class SamplingTask:
 
     Attributes:
         notes: messages to the user about the data, one line each.
+        drops_failures: whether a rollout is left out whose reward cannot be determined; otherwise the run stops.
     """
 
     prompts: list[Prompt]
@@ -37,6 +38,7 @@ class SamplingTask:
     reward_function: RewardFunction
     reward: RewardConfig = field(default_factory=RewardConfig)
     notes: tuple[str, ...] = ()
+    drops_failures: bool = False
 
     @property
     def has_reward_function(self) -> bool:
@@ -48,8 +50,8 @@ class SamplingTask:
         """Calls the reward function according to the settings."""
         reward = self.reward
         # Servers have their own timeouts, and programs their own limits.
-        seconds = None if isinstance(self.reward_function, RemoteReward) else reward.reward_timeout_seconds
-        return Scorer(self.reward_function, reward.reward_failure == "drop", reward.reward_workers, seconds)
+        seconds = None if isinstance(self.reward_function, RemoteReward) else reward.reward_timeout
+        return Scorer(self.reward_function, self.drops_failures, reward.reward_workers, seconds)
 
     def response(self, prompt: Prompt, token_ids: np.ndarray) -> Response:
         """A sampled response, to be scored."""
@@ -93,9 +95,10 @@ def build_task(
         sampling.filter_overlong_prompts,
     )
     notes: list[str] = []
+    drops = sampling.rollout_failure == "drop"
     prompts = _read(sampling.prompt_data, reader, max_prompt_tokens, notes)
     eval_prompts = _read(sampling.eval_prompt_data or [], reader, max_prompt_tokens, notes)
-    return SamplingTask(prompts, eval_prompts, tokenizer, reward_function, reward, tuple(notes))
+    return SamplingTask(prompts, eval_prompts, tokenizer, reward_function, reward, tuple(notes), drops)
 
 
 def chat_template(sampling: SamplingConfig) -> ChatTemplate | None:

@@ -90,8 +90,8 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
     open_group = None if way == "folder" else group_opener(way, kind.meets_by_unique_id)
     protocol = kind(_routing_shape(config), open_group)
     settings = HttpSettings(
-        timeout_s=sampling.rollout_timeout_seconds,
-        connect_timeout_s=min(10.0, sampling.rollout_timeout_seconds),
+        timeout_s=sampling.rollout_timeout,
+        connect_timeout_s=min(10.0, sampling.rollout_timeout),
         attempts=sampling.rollout_attempts,
         max_requests=sampling.inference_max_requests,
         continues=sampling.rollout_max_staleness > 0,

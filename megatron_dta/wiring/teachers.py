@@ -31,7 +31,7 @@ def build_teachers(
     found: dict[str, ScoringTeacher] = {}
     for name, folder in teacher_folders(settings.teacher_load_hf or []).items():
         if is_address(folder):
-            limits = Limits(config.sampling.rollout_timeout_seconds, attempts=config.sampling.rollout_attempts)
+            limits = Limits(config.sampling.rollout_timeout, attempts=config.sampling.rollout_attempts)
             found[name] = RemoteTeacher(folder, policy, settings.teacher_kl == "full-vocabulary", limits)
             continue
         shape = teacher_shape(config, folder)

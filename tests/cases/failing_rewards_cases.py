@@ -9,7 +9,7 @@ import pytest
 from megatron_dta.sampling.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards.code_reward import CodeTests
 
-QUICK = RewardConfig(code_time_seconds=1.0, code_memory_mb=256, code_processes=4)
+QUICK = RewardConfig(code_timeout=1.0, code_memory_mb=256, code_processes=4)
 ADD = {"fn_name": "add", "inputs": [[2, 3], [-1, 1]], "outputs": [5, 0]}
 
 

@@ -185,7 +185,7 @@ def test_waits_are_bounded() -> None:
     for first, piece in heads.values():
         began = time.monotonic()
         with RawServer(lambda request, own=(first, piece): slowly(*own)) as server:
-            with pytest.raises(InputError, match=r"no reply within 0.2 s \(--rollout-timeout-seconds\)"):
+            with pytest.raises(InputError, match=r"no reply within 0.2 s \(--rollout-timeout\)"):
                 client(server, timeout_s=0.2, attempts=3)
             # On a busy machine none is read in time.
             assert len(server.requests) <= 1

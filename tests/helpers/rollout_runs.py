@@ -53,7 +53,7 @@ class Runs:
             f"--rollout-max-response-len 8 --rollout-engine {engine} {urls if engine in SERVERS else ''} {more}"
         )
         if engine in SERVERS:
-            command += " --rollout-attempts 3 --rollout-timeout-seconds 20"
+            command += " --rollout-attempts 3 --rollout-timeout 20"
         return command
 
     def trainer(self, more: str, engine: str | None = None) -> tuple[Trainer, io.StringIO]:

@@ -170,7 +170,7 @@ def test_without_bubblewrap_programs_run_only_where_that_is_accepted(monkeypatch
     monkeypatch.setattr(code_reward.shutil, "which", lambda name: None)
     with pytest.raises(InputError, match=r"programs do not run here, .* bwrap is not installed; .*--code-unconfined"):
         CodeTests(QUICK)
-    function = CodeTests(RewardConfig(code_time_seconds=1.0, code_memory_mb=256, code_unconfined=True))
+    function = CodeTests(RewardConfig(code_timeout=1.0, code_memory_mb=256, code_unconfined=True))
     assert "with resource limits only, because bubblewrap does not work here (bwrap is not installed)" in function.reach
     for code, reward in ((GOOD, 1), ("add = max", 0), ("while True: pass", 0), ("x = bytearray(1 << 30)", 0)):
         assert function({"tests": ADD}, fenced(code), []) == reward
@@ -287,7 +287,7 @@ def test_programs_run_on_a_sandbox_server(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(server_reward, "FIRST_PAUSE_S", 0.02)
     echo = "import sys\nsys.stdout.write(sys.stdin.read())"
     with RewardServer(("status", 503), _fusion) as server:
-        function = CodeTests(RewardConfig(code_sandbox_url=[server.url], code_time_seconds=1.0))
+        function = CodeTests(RewardConfig(code_sandbox_url=[server.url], code_timeout=1.0))
         assert function({"tests": ADD}, fenced(f"print('noise')\n{GOOD}"), []) == 1
         assert function({"tests": ADD}, fenced("add = max"), []) == 0
         assert function({"tests": ECHO}, fenced(echo), []) == 1

@@ -135,30 +135,26 @@ def test_the_first_failure_is_logged(caplog: pytest.LogCaptureFixture):
         def step(self, action):
             raise KeyError("the user's bug")
 
-    runner = EnvironmentRunner(Broken, CharacterTokenizer(), EnvironmentConfig(environment_failure="drop"))
+    runner = EnvironmentRunner(Broken, CharacterTokenizer(), drops_failures=True)
     for _ in range(2):
         states, _ = runner.reset([{}, {}], [PROMPT] * 2)
         runner.step(states, [np.array([1]), np.array([1])])
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message == """--environment: a step failed (--environment-failure drop): KeyError: "the user's bug\""""
+    assert message == """--environment: a step failed (--rollout-failure drop): KeyError: "the user's bug\""""
     assert runner.counts["environment_failures"] == 4
 
 
 def test_failures_and_timeouts_end_their_paths_and_are_counted():
-    runner = EnvironmentRunner(Unreliable, NullTokenizer(VOCAB, EOS), EnvironmentConfig(environment_timeout=0.3))
+    settings = EnvironmentConfig(environment_timeout=0.3)
+    runner = EnvironmentRunner(Unreliable, NullTokenizer(VOCAB, EOS), settings, drops_failures=True)
     _, trees, _, runner = grow(0, runner=runner, width=4, segment_tokens=6)
     failed = [node for tree in trees for node in tree.nodes if node.end is EndReason.ENVIRONMENT_FAILED]
     counts = runner.counts
     assert counts["environment_failures"] == len(failed) > counts["environment_timeouts"] > 0
     assert all(len(tree.leaves) == 4 for tree in trees)
     for tree in trees:
-        for leaf, rollout in zip(tree.leaves, tree_rollouts(tree, "g"), strict=True):
-            above = [tree.nodes[i].reward for i in tree.lineage(leaf)[:-1]]
-            if tree.nodes[leaf].end is EndReason.ENVIRONMENT_FAILED:
-                assert rollout.reward == sum(above)
-    strict = EnvironmentRunner(
-        Unreliable, NullTokenizer(VOCAB, EOS), EnvironmentConfig(environment_timeout=0.3, environment_failure="stop")
-    )
+        assert len(tree_rollouts(tree, "g")) == 4 - sum(tree.nodes[leaf] in failed for leaf in tree.leaves)
+    strict = EnvironmentRunner(Unreliable, NullTokenizer(VOCAB, EOS), settings)
     with pytest.raises(InputError, match=r"--environment: a step failed: "):
         grow(0, runner=strict)
 
@@ -178,7 +174,7 @@ def test_nonsense_is_a_failure(answer, failure: str):
         def step(self, action):
             return answer
 
-    runner = EnvironmentRunner(Fixed, CharacterTokenizer())
+    runner = EnvironmentRunner(Fixed, CharacterTokenizer(), drops_failures=True)
     states, _ = runner.reset([{}], [PROMPT])
     _, (outcome,) = runner.step(states, [np.array([1])])
     assert failure in outcome.failure
@@ -321,37 +317,35 @@ def test_rollouts_whose_environment_failed_can_be_left_out(tmp_path):
     # Long enough for every response to end with an end of sequence: one that is cut has no turn.
     flags += "--rollout-batch-size 3 --n-samples-per-prompt 8 --rollout-max-response-len 240 --eval-interval 1 "
     flags += "--eval-iters 8 "
-    found = {}
     for name in ("Broken", "Gone"):
-        for failure in ("end", "drop"):
-            own = f"{flags} --environment {tmp_path}/broken.py:{name} --environment-failure {failure}"
-            config = parse_arguments(own.split())
-            task = build_task(config.sampling, 250)
-            model = build_model(replace(config.model, vocab_size=task.tokenizer.vocab_size), initialize_parallel(3))
-            source = build_sampling_source(build_engine(config.sampling, model), task, config)
-            evaluation = build_sampling_evaluation(build_engine(config.sampling, model), task, config)
-            if (name, failure) == ("Gone", "drop"):
-                with pytest.raises(RolloutError, match="all rollouts of a batch have failed"):
-                    source.next_batch(0)
-                metrics = evaluation.evaluate(0)
-                assert math.isnan(metrics["reward"])
-                assert metrics["environment_failures"] == metrics["environment_steps"] > 0
-                continue
-            found[name, failure] = source.next_batch(0), source.statistics(), evaluation.evaluate(0)
-    (every, counts, all_held_out), (kept, same, held_out) = found["Broken", "end"], found["Broken", "drop"]
-    failed = [rollout for rollout in every if rollout.reward == 0]
-    assert counts["environment_failures"] == same["environment_failures"] > 0
-    assert counts["environment_timeouts"] == 0
-    assert len(failed) == counts["environment_failures"] < counts["environment_steps"] == len(every)
-    assert [r.token_ids.tolist() for r in kept] == [r.token_ids.tolist() for r in every if r.reward]
-    for group in {r.group_id for r in kept}:
-        assert sum(r.leaf_weight for r in kept if r.group_id == group) == pytest.approx(1)
-    assert counts["ended"] == pytest.approx(1 - counts["environment_failures"] / len(every))
-    assert held_out["environment_failures"] == all_held_out["environment_failures"] > 0
-    assert held_out["reward"] > all_held_out["reward"]
-    assert all(r.reward == 0 for r in found["Gone", "end"][0])
-    with pytest.raises(InputError, match="--environment-failure drop would remove leaves"):
-        parse_arguments(f"{own} --rollout-method treepo --treepo-segment-length 2".split())
+        own = f"{flags} --environment {tmp_path}/broken.py:{name}"
+        config = parse_arguments(f"{own} --rollout-failure drop".split())
+        task = build_task(config.sampling, 250)
+        model = build_model(replace(config.model, vocab_size=task.tokenizer.vocab_size), initialize_parallel(3))
+        source = build_sampling_source(build_engine(config.sampling, model), task, config)
+        evaluation = build_sampling_evaluation(build_engine(config.sampling, model), task, config)
+        held_out = evaluation.evaluate(0)
+        assert held_out["environment_failures"] > 0
+        if name == "Gone":
+            with pytest.raises(RolloutError, match="all rollouts of a batch have failed"):
+                source.next_batch(0)
+            assert math.isnan(held_out["reward"])
+            assert held_out["environment_failures"] == held_out["environment_steps"]
+            continue
+        kept, counts = source.next_batch(0), source.statistics()
+        assert 0 < counts["environment_failures"] < counts["environment_steps"] == 24
+        assert counts["environment_timeouts"] == 0
+        assert len(kept) == 24 - counts["environment_failures"]
+        assert all(rollout.reward >= 1 for rollout in kept)
+        for group in {r.group_id for r in kept}:
+            assert sum(r.leaf_weight for r in kept if r.group_id == group) == pytest.approx(1)
+        assert counts["ended"] == pytest.approx(1 - counts["environment_failures"] / 24)
+        assert held_out["reward"] >= 1
+    with pytest.raises(InputError, match="--rollout-failure drop would remove leaves"):
+        parse_arguments(f"{own} --rollout-failure drop --rollout-method treepo --treepo-segment-length 2".split())
+    config = parse_arguments(own.split())
+    with pytest.raises(InputError, match="--environment: a step failed: "):
+        build_sampling_source(build_engine(config.sampling, model), task, config).next_batch(0)
 
 
 def test_calls_that_hang_share_one_time_out():
@@ -362,7 +356,7 @@ def test_calls_that_hang_share_one_time_out():
             time.sleep(20)
 
     settings = EnvironmentConfig(environment_timeout=1.0, environment_workers=6)
-    runner = EnvironmentRunner(Hanging, NullTokenizer(VOCAB, EOS), settings)
+    runner = EnvironmentRunner(Hanging, NullTokenizer(VOCAB, EOS), settings, drops_failures=True)
     states, _ = runner.reset([{}] * 6, [PROMPT] * 6)
     began = time.monotonic()
     _, outcomes = runner.step(states, [np.array([1])] * 6)

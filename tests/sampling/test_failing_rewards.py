@@ -148,14 +148,14 @@ def test_a_run_drops_what_failed_and_counts_it(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"reward function, prompt .* is refused with 404"):
             run(f"{flags} --save {tmp_path}/stopped")
         server.bodies.clear()
-        run(f"{flags} --save {tmp_path}/run --reward-failure drop")
+        run(f"{flags} --save {tmp_path}/run --rollout-failure drop")
         failed = sum(isinstance(judge(body), tuple) for body in server.bodies)
         rows = rows_of(tmp_path / "run" / "metrics.jsonl")
         assert sum(row["reward_failures"] for row in rows) == failed > 0
         assert [row["rollouts"] + row["reward_failures"] for row in rows] == [12.0] * 3
         assert all(row["reward_retries"] == 0 for row in rows)
     with RewardServer(("status", 404)) as server:
-        flags = f"{prompts(tmp_path)} --reward-function remote --reward-server-url {server.url} --reward-failure drop"
+        flags = f"{prompts(tmp_path)} --reward-function remote --reward-server-url {server.url} --rollout-failure drop"
         trainer, _ = make_trainer(flags)
         with pytest.raises(RolloutError, match=r"every reward of a rollout batch has failed; the last one: .* 404"):
             trainer.source.next_batch(0)
@@ -167,8 +167,8 @@ def test_a_run_drops_what_failed_and_counts_it(tmp_path: Path) -> None:
         ("--reward-function remote", "needs --reward-server-url"),
         ("--reward-function code_tests --code-processes 0", "--code-processes 0: must be at least 1"),
         (
-            "--reward-function code_tests --reward-failure drop --rollout-method treepo --treepo-segment-length 1",
-            "--reward-failure drop would",
+            "--reward-function code_tests --rollout-failure drop --rollout-method treepo --treepo-segment-length 1",
+            "--rollout-failure drop would",
         ),
     ],
 )
@@ -197,7 +197,7 @@ def test_groups_that_fail_as_a_whole_leave_a_step_out(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("\n".join(rows))
     run(
         f"--prompt-data {tmp_path}/p.jsonl --tokenizer-type CharacterTokenizer --rollout-batch-size 4 "
-        f"--reward-function {tmp_path}/gone.py:reward --reward-failure drop --n-samples-per-prompt 3 "
+        f"--reward-function {tmp_path}/gone.py:reward --rollout-failure drop --n-samples-per-prompt 3 "
         f"--num-steps-per-rollout 4 --rollout-max-response-len 4 --train-iters 7 --metrics-file {tmp_path}/m.jsonl"
     )
     rows = rows_of(tmp_path / "m.jsonl")
@@ -242,7 +242,7 @@ def test_functions_that_take_long_are_reported(
     scorer = Scorer(judge, workers=2)
     assert scorer.score([Response("p", {}, text, []) for text in ("quick", "slow", "quick")]) == [1, 1, 1]
     line = r"reward function, prompt 'p', response 'slow': \S*judge has been running for (\d+) s; "
-    found = [re.fullmatch(f"{line}--reward-timeout-seconds limits its time", text) for text in caplog.messages]
+    found = [re.fullmatch(f"{line}--reward-timeout limits its time", text) for text in caplog.messages]
     assert len(found) == 2
     assert all(found)
     assert not slow_calls._running

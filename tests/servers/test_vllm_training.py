@@ -93,7 +93,7 @@ def test_no_group_is_lost_or_trained_twice(runs: Runs, monkeypatch: pytest.Monke
             "vllm",
         ).replace(str(tmp_path / "hf"), str(tmp_path / "qwen"))
         trainer, output = _trainer(
-            f"{command} --rollout-max-response-len 48 --rollout-attempts 20 --rollout-timeout-seconds 120"
+            f"{command} --rollout-max-response-len 48 --rollout-attempts 20 --rollout-timeout 120"
         )
         weights, batches, kept = {0: weights_of(trainer)}, record(trainer), []
         report, state_dict = trainer._report, trainer.source.state_dict

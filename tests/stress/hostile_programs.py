@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from megatron_dta.sampling.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards.code_reward import CodeTests
 
-SETTINGS = RewardConfig(code_time_seconds=1.0, code_memory_mb=256, code_processes=8)
+SETTINGS = RewardConfig(code_timeout=1.0, code_memory_mb=256, code_processes=8)
 MARK = "97531"
 # fmt: off
 RECORDS: list[dict[str, Any]] = [

@@ -38,10 +38,10 @@ FILTERS = "--num-steps-per-rollout 2 --task arithmetic --arithmetic-max-operand 
     [
         (FILTERS + "--dynamic-sampling --overlong-buffer-len 3", "sampling_rounds uniform_groups overlong_penalty"),
         (FILTERS + "--over-sampling-batch-size 6", "useful_groups rejected_groups left_out_decoded_tokens"),
-        (FILTERS + "--environment {0}/echo.py:Echo --environment-failure drop", "environment_failures"),
+        (FILTERS + "--environment {0}/echo.py:Echo --rollout-failure drop", "environment_failures"),
         (
             "--prompt-data {0}/prompts.jsonl --tokenizer-type CharacterTokenizer --reward-function {0}/odd.py:reward "
-            "--reward-failure drop --ppo-epochs 2 --kl-loss-coef 0.1 --use-tis --old-logprobs recompute",
+            "--rollout-failure drop --ppo-epochs 2 --kl-loss-coef 0.1 --use-tis --old-logprobs recompute",
             "reward_failures",
         ),
         (

@@ -86,8 +86,8 @@ class AgentSource(PromptSource):
             groups = self._config.logging.save_rollouts_groups
             write_records(folder / f"batch_{rollout_batch + 1:07d}.jsonl", results, groups)
         failed = next((result.failure for result in results if result.failure is not None), None)
-        if failed is not None and self._config.agent.agent_failure == "stop":
-            raise RolloutError(f"an agent failed (--agent-failure stop): {failed}")
+        if failed is not None and self._sampling.rollout_failure == "stop":
+            raise RolloutError(f"an agent failed (--rollout-failure stop): {failed}")
         rollouts = [rollout for result in results for rollout in result.rollouts]
         if not rollouts:
             raise RolloutError(f"all agents of a batch have failed; the first one: {failed}")

@@ -137,7 +137,7 @@ class RemoteTeacher:
                 return read(await http.send(method, self._url, path, body, most_bytes))
             except TimedOutError as error:
                 # Not sent again: it would wait as long.
-                raise InputError(f"{error} (--rollout-timeout-seconds)") from error
+                raise InputError(f"{error} (--rollout-timeout)") from error
             except ValueError as error:
                 raise TransientFailureError(f"{method} {path}: {error}") from error
 

@@ -123,7 +123,7 @@ class SamplingConfig:
         "Servers of --rollout-engine vllm or sglang, such as http://HOST:PORT; requests are distributed over them.",
         needs="rollout_engine=vllm,sglang",
     )
-    rollout_timeout_seconds: float = option(
+    rollout_timeout: float = option(
         600.0,
         "Timeout in seconds for one request to a rollout server or a served teacher, or one weight update.",
         above=0,
@@ -134,6 +134,14 @@ class SamplingConfig:
         "Attempts per request, over all rollout servers together or to a served teacher, before the step fails.",
         minimum=1,
         needs="rollout_engine=vllm,sglang or teacher_load_hf",
+    )
+    rollout_failure: str | None = option(
+        None,
+        "What happens when a reward function or its server, a step of an environment, or an agent fails or exceeds its "
+        "timeout: the run stops (stop), or the rollout is counted and left out of training and of its group (drop) "
+        "(default: drop for agents, else stop). A failure is never taken as a reward of 0.",
+        choices=("stop", "drop"),
+        needs="reward_function or environment or agent_command or agent_callable",
     )
     rollout_weights_dir: str | None = server_option(
         None,
@@ -240,15 +248,8 @@ class FilterConfig:
 
 @dataclass
 class RewardConfig:
-    """Settings of ``megatron_dta.sampling.rewards.scoring`` and of the reward functions code_tests and remote."""
+    """Settings of rewards, and of the reward functions code_tests and remote."""
 
-    reward_failure: str = option(
-        "stop",
-        "Stop the run or drop the rollout when its reward cannot be determined (the function raises, the server does "
-        "not answer). Failures are counted and never taken as a reward of 0.",
-        choices=("stop", "drop"),
-        needs="reward_function",
-    )
     reward_workers: int = option(
         8,
         "Number of rewards of math_verify, code_tests and remote that are computed at once.",
@@ -260,20 +261,14 @@ class RewardConfig:
         "Servers of --reward-function remote, such as http://HOST:PORT/PATH; requests alternate between them.",
         needs="reward_function=remote",
     )
-    reward_timeout_seconds: float | None = option(
+    reward_timeout: float | None = option(
         None,
         "Timeout in seconds for one request to a reward server (default: 60), or for your own function on one "
         "response (default: no limit; with a limit it runs in a thread).",
         above=0,
         needs=("reward_function", "reward_function!=exact_match,math_verify,code_tests"),
     )
-    reward_attempts: int = option(
-        4,
-        "Attempts per request to reward servers before it counts as failed.",
-        minimum=1,
-        needs="reward_function=remote or code_sandbox_url",
-    )
-    code_time_seconds: float = code_option(
+    code_timeout: float = code_option(
         5.0,
         "CPU time in seconds for each test of a program of --reward-function code_tests; a program that waits for "
         "about twice this time is stopped too.",
@@ -314,9 +309,3 @@ class EnvironmentConfig:
         60.0, "Timeout in seconds for one step of the environment.", above=0
     )
     environment_workers: int = environment_option(16, "Number of environment steps that run at once.", minimum=1)
-    environment_failure: str = environment_option(
-        "end",
-        "What happens after a step that raises or times out: its rollout ends and is trained with the reward so far "
-        "(end), it is left out of training and of its group (drop), or the run stops (stop). Failures are counted.",
-        choices=("end", "drop", "stop"),
-    )

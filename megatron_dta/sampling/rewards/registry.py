@@ -114,8 +114,8 @@ def _with_settings(name: str, settings: RewardConfig) -> RewardFunction:
         return MathVerify()
     if name == "code_tests":
         return CodeTests(settings)
-    seconds = settings.reward_timeout_seconds or REMOTE_SECONDS
-    return RemoteReward(settings.reward_server_url or [], seconds, settings.reward_attempts)
+    seconds = settings.reward_timeout or REMOTE_SECONDS
+    return RemoteReward(settings.reward_server_url or [], seconds)
 
 
 def compute_score(function: RewardFunction, response: Response) -> Score:

@@ -2,7 +2,7 @@
 
 A reward that cannot be determined is a failure of the reward function and says nothing about the response: a user
 function raised or did not return a finite number, a server did not answer, a program could not be started.
-``--reward-failure`` decides whether a failure stops the run with one line or drops the rollout from training. A
+``--rollout-failure`` decides whether a failure stops the run with one line or drops the rollout from training. A
 response that is wrong, or whose program does not terminate, has the reward 0.
 
 A function may have two attributes: ``is_concurrent``, whether it may be called from several threads, and ``counts``, a
@@ -126,7 +126,7 @@ class Scorer:
 
         if self._seconds is None:
             name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
-            with slow_calls.reported(f"{where}: {name}", "--reward-timeout-seconds"):
+            with slow_calls.reported(f"{where}: {name}", "--reward-timeout"):
                 return attempt()
         found = in_daemon_thread(attempt, "reward")
         wait([found], self._seconds)

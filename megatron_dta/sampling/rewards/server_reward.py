@@ -30,7 +30,7 @@ from megatron_dta.common.http.session import HttpSession, Limits, http_parts
 from megatron_dta.core.common.errors import InputError
 
 MOST_REPLY_BYTES = 1 << 20
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
+ATTEMPTS, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.2, 10.0
 
 
 class RemoteReward:
@@ -42,7 +42,7 @@ class RemoteReward:
 
     is_concurrent = True
 
-    def __init__(self, urls: Sequence[str], timeout_s: float = 60.0, attempts: int = 4) -> None:
+    def __init__(self, urls: Sequence[str], timeout_s: float = 60.0, attempts: int = ATTEMPTS) -> None:
         self._servers = JsonServers("--reward-server-url", urls, timeout_s, attempts)
         self.counts = self._servers.counts
 
@@ -61,7 +61,12 @@ class JsonServers:
     """
 
     def __init__(
-        self, flag: str, urls: Sequence[str], timeout_s: float, attempts: int, most_bytes: int = MOST_REPLY_BYTES
+        self,
+        flag: str,
+        urls: Sequence[str],
+        timeout_s: float,
+        attempts: int = ATTEMPTS,
+        most_bytes: int = MOST_REPLY_BYTES,
     ) -> None:
         if not urls:
             raise InputError(f"{flag} http://HOST:PORT/PATH is missing")

@@ -19,18 +19,16 @@ def tree_rollouts(
     group_id: str,
     rewards: Mapping[int, float] | None = None,
     fallback_weight: FallbackWeight = FallbackWeight.ZERO,
-    drop_failed: bool = False,
 ) -> list[Rollout]:
     """The rollouts of a complete tree, in the order of its leaves.
 
+    Leaves at which the environment failed are left out; the weights of the others are rescaled to sum 1.
+
     Args:
         rewards: reward of each leaf by its index; None: use the rewards that the environment gave along the path.
-        drop_failed: leave out leaves at which the environment failed; the weights of the others are rescaled to sum 1.
     """
     weights = tree.leaf_weights(fallback_weight)
-    leaves = tree.leaves
-    if drop_failed:
-        leaves = [leaf for leaf in leaves if tree.nodes[leaf].end is not EndReason.ENVIRONMENT_FAILED]
+    leaves = [leaf for leaf in tree.leaves if tree.nodes[leaf].end is not EndReason.ENVIRONMENT_FAILED]
     total = sum(weights[leaf] for leaf in leaves) if len(leaves) < len(tree.leaves) else 1.0
     return [
         _rollout(tree, leaf, group_id, None if rewards is None else rewards[leaf], weights[leaf] / (total or 1.0))

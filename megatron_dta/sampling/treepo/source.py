@@ -44,7 +44,6 @@ class TreeSource(PromptSource):
         self._config = config
         self._stops = stop_rules(task, config)
         self._environments = environment_runner(task, config)
-        self._drops_failures = config.environment.environment_failure == "drop"
 
     def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
         """See ``SampledSource``; one group per query, in order."""
@@ -71,12 +70,10 @@ class TreeSource(PromptSource):
         rollouts = [
             replace(rollout, teacher=prompt.teacher)
             for index, (prompt, (tree, rewards)) in enumerate(zip(prompts, groups, strict=True))
-            for rollout in tree_rollouts(
-                tree, f"{first + index}:{prompt.prompt_id}", rewards, weight, self._drops_failures
-            )
+            for rollout in tree_rollouts(tree, f"{first + index}:{prompt.prompt_id}", rewards, weight)
         ]
         if not rollouts:
-            raise RolloutError("the environments of all rollouts of a batch have failed (--environment-failure)")
+            raise RolloutError("the environments of all rollouts of a batch have failed (--rollout-failure drop)")
         return rollouts
 
 
@@ -92,15 +89,14 @@ class TreeEvaluation(HeldOutEvaluation):
         """``reward`` and ``response_tokens`` (sampled ones), means over all rollouts, ``ended``, and what the
         environments count.
 
-        Rollouts whose environment has failed are left out where training leaves them out; NaN if all are.
+        Rollouts whose environment has failed are left out; NaN if all are.
         """
         before = dict(self._environments.counts) if self._environments else {}
         settings = TreeSettings.independent(self._samples, self._config.sampling.rollout_max_response_len)
         turns = self._config.environment.environment_max_turns
         sampler = TreeSampler(self._engine, settings, StopRules(), self._environments, turns)
         groups = sample_scored_trees(sampler, self._task, self._prompts, 0, self._params, 0, self._environments is None)
-        drop = self._config.environment.environment_failure == "drop"
-        of_prompts = [tree_rollouts(tree, "held out", rewards, drop_failed=drop) for tree, rewards in groups]
+        of_prompts = [tree_rollouts(tree, "held out", rewards) for tree, rewards in groups]
         rollouts = [rollout for own in of_prompts for rollout in own]
         tokens = [np.count_nonzero(rollout.loss_mask) for rollout in rollouts]
         after = self._environments.counts if self._environments else {}
@@ -139,7 +135,13 @@ def environment_runner(task: SamplingTask, config: TrainConfig) -> EnvironmentRu
     environment = config.environment
     if environment.environment is None:
         return None
-    return EnvironmentRunner(load_environment(environment.environment), task.tokenizer, environment, current_mesh)
+    return EnvironmentRunner(
+        load_environment(environment.environment),
+        task.tokenizer,
+        environment,
+        current_mesh,
+        config.sampling.rollout_failure == "drop",
+    )
 
 
 def sample_scored_trees(

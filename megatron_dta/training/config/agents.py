@@ -29,13 +29,10 @@ class AgentConfig:
     )
     agent_concurrency: int = agent_option(32, "Agents that run at once, for each data-parallel replica.", minimum=1)
     agent_timeout: float = agent_option(
-        600.0, "Time limit in seconds for one run of an agent; after it the agent is stopped and has failed.", above=0
-    )
-    agent_failure: str = agent_option(
-        "drop",
-        "What happens to the session of an agent that fails (a status other than 0, an exception, the time limit, no "
-        "reward): it is counted and left out of training (drop), or the run stops (stop).",
-        choices=("drop", "stop"),
+        600.0,
+        "Timeout in seconds for one run of an agent, which is then stopped and has failed, and for one call of the "
+        "gateway.",
+        above=0,
     )
     gateway_host: str = agent_option(
         "127.0.0.1", "Address that the gateway listens on; others than this machine's own reach it if it is another."
@@ -48,7 +45,6 @@ class AgentConfig:
     gateway_max_session_tokens: int = agent_option(
         4_000_000, "Most tokens of a session's tree, shared ones counted once.", minimum=1
     )
-    gateway_call_timeout: float = agent_option(600.0, "Time limit in seconds for one call of the gateway.", above=0)
     gateway_piece_tokens: int = agent_option(
         32,
         "Tokens of an answer that are sampled at once: the latency of streams, and of calls that come meanwhile. It "

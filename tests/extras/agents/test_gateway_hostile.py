@@ -30,7 +30,7 @@ from scripted_engine import ScriptedEngine
 MOST_CALLS = 6
 LIMITS = {
     "gateway_max_body_mib": 20_000 / 2**20, "gateway_max_calls": MOST_CALLS, "gateway_max_session_tokens": 4000,
-    "gateway_call_timeout": 20.0, "max_concurrent": 3,
+    "agent_timeout": 20.0, "max_concurrent": 3,
 }  # fmt: skip
 ASK = {"messages": [{"role": "user", "content": "a"}]}
 
@@ -357,10 +357,10 @@ def test_limits_of_a_session(served) -> None:
 def test_a_call_that_takes_too_long(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path / "model")
     engine = ScriptedEngine(lambda prompt, key: [65] * 60 + [tokenizer.eos_id], tokenizer.vocab_size, 0.3)
-    with open_gateway(engine, tokenizer, tmp_path / "model", gateway_call_timeout=0.5) as gateway:
+    with open_gateway(engine, tokenizer, tmp_path / "model", agent_timeout=0.5) as gateway:
         session, key = gateway.open()
         status, error = post(gateway, key, "/v1/chat/completions", ASK)
-        assert (status, "--gateway-call-timeout" in error["error"]["message"]) == (504, True)
+        assert (status, "--agent-timeout" in error["error"]["message"]) == (504, True)
         settled(gateway, engine, session)
         assert session.counts.abandoned_calls == 1
 

@@ -123,7 +123,7 @@ def test_failing_and_printing_agents(what: str, chat: Path, tmp_path: Path) -> N
         mine = [pid for pid in left.split() if f"{tmp_path}" in Path(f"/proc/{pid}/environ").read_text(errors="ignore")]
         assert not mine
     if what == "fail":
-        stopped = run_python(command(chat, tmp_path / "stop", what, *sizes, "--agent-failure", "stop"))
+        stopped = run_python(command(chat, tmp_path / "stop", what, *sizes, "--rollout-failure", "stop"))
         assert stopped.returncode == 2
         assert "ended with status 3: a reason" in stopped.stderr
 

@@ -59,7 +59,7 @@ def test_a_tool_names_what_it_does_not_read_of_an_argument_file(tool: str, tmp_p
         "--lr 1e-5",
         "--objective ppo",
         "--das-budget class",
-        "--rollout-timeout-seconds 3",
+        "--rollout-timeout 3",
         "--save x",
         "--tree-mode dense",
     ],

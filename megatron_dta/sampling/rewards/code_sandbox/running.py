@@ -82,7 +82,7 @@ class Sandbox:
             return _verdict(written, errors)
 
     def _judge(self, stack: ExitStack, tests: ProgramTests, stream: BinaryIO, errors: BinaryIO) -> tuple[Any, BinaryIO]:
-        seconds, is_json = self._settings.code_time_seconds, tests.function is not None
+        seconds, is_json = self._settings.code_timeout, tests.function is not None
         job = {"accepted": tests.accepted, "is_json": is_json, "cpu_s": seconds}
         expected, written = (stack.enter_context(_file(data)) for data in (json.dumps(job).encode(), b""))
         limits = {"memory": JUDGE_BYTES, "processes": 0}
@@ -94,7 +94,7 @@ class Sandbox:
     ) -> subprocess.Popen[bytes]:
         """A process that runs this script; it and its descendants end with ``stack``."""
         limits = limits | {
-            "cpu_s": math.ceil(self._settings.code_time_seconds),
+            "cpu_s": math.ceil(self._settings.code_timeout),
             "file_bytes": MOST_OUTPUT_BYTES,
             "packages": site.getsitepackages(),
             "is_confined": self._is_confined,
@@ -123,7 +123,7 @@ class Sandbox:
 
     def _watch(self, runner: int, judge: subprocess.Popen[bytes], tests: int) -> bool:
         """Wait for the verdict; whether the program was stopped for waiting, or for CPU time or memory in total."""
-        limit, memory = self._settings.code_time_seconds, (self._settings.code_memory_mb << 20) + START_BYTES
+        limit, memory = self._settings.code_timeout, (self._settings.code_memory_mb << 20) + START_BYTES
         waited, last, ticks = 0.0, time.monotonic(), {}
         end = last + self.START_SECONDS + self.MOST_WALL * limit * (tests + 1)
         ended = os.pidfd_open(judge.pid)

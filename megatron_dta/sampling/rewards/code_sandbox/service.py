@@ -35,10 +35,8 @@ class SandboxService:
         self._settings, self._sandbox = settings, sandbox
         urls = [url if url.rstrip("/").endswith("/run_code") else f"{url.rstrip('/')}/run_code"
                 for url in settings.code_sandbox_url or []]  # fmt: skip
-        timeout_s = 2 * settings.code_time_seconds + WAITING_SECONDS
-        self._servers = JsonServers(
-            "--code-sandbox-url", urls, timeout_s, settings.reward_attempts, most_bytes=8 * MOST_OUTPUT_BYTES
-        )
+        timeout_s = 2 * settings.code_timeout + WAITING_SECONDS
+        self._servers = JsonServers("--code-sandbox-url", urls, timeout_s, most_bytes=8 * MOST_OUTPUT_BYTES)
 
     def score(self, program: str, tests: ProgramTests) -> dict[str, bool]:
         """Run ``program``: whether it ``passed``, and whether it was ``stopped``."""
@@ -56,8 +54,8 @@ class SandboxService:
             "code": program,
             "language": "python",
             "stdin": stdin,
-            "compile_timeout": settings.code_time_seconds,
-            "run_timeout": settings.code_time_seconds,
+            "compile_timeout": settings.code_timeout,
+            "run_timeout": settings.code_timeout,
             "memory_limit_MB": settings.code_memory_mb,
             "files": {},
             "fetch_files": [],

@@ -52,15 +52,10 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
         ):
             if is_set:
                 yield f"--moe-routing-replay conflicts with {flag}, which do not collect experts; leave one of them out"
-    if config.reward.reward_failure == "drop" and config.treepo.rollout_method == "treepo":
+    if sampling.rollout_failure == "drop" and config.treepo.rollout_method == "treepo":
         yield (
-            "--reward-failure drop would remove leaves from sampled trees, whose leaves are compared; leave it out "
+            "--rollout-failure drop would remove leaves from sampled trees, whose leaves are compared; leave it out "
             "with --rollout-method treepo"
-        )
-    if config.environment.environment_failure == "drop" and config.treepo.rollout_method == "treepo":
-        yield (
-            "--environment-failure drop would remove leaves from sampled trees, whose leaves are compared; give end "
-            "or stop with --rollout-method treepo"
         )
     if engine == "sglang" and config.speculation.rollout_speculation == "das":
         if config.sampling.tokenizer_type == "NullTokenizer":

@@ -78,7 +78,7 @@ class Application:
         # Tokenization of a body takes time on the event loop, and memory; one at a time.
         self._prompts = asyncio.Lock()
         flags = gateway.settings.flags
-        self._most_bytes, self._call_seconds = int(flags.gateway_max_body_mib * 2**20), flags.gateway_call_timeout
+        self._most_bytes, self._call_seconds = int(flags.gateway_max_body_mib * 2**20), flags.agent_timeout
         self._bodies = BodyBudget(_BODIES_AT_ONCE * self._most_bytes, self._most_bytes)
 
     def asgi(self) -> Starlette:
@@ -110,7 +110,7 @@ class Application:
             except RequestError as error:
                 return _error(error, request.url.path)
             except TimeoutError:
-                return _error(RequestError(504, "the call took longer than --gateway-call-timeout"), request.url.path)
+                return _error(RequestError(504, "the call took longer than --agent-timeout"), request.url.path)
             except ClientDisconnect:
                 return Response(status_code=499)
             except RecursionError:
@@ -208,7 +208,7 @@ class Application:
                     async for piece in write(checked()):
                         yield piece
             except (RequestError, TimeoutError) as error:
-                message = getattr(error, "message", "the call took longer than --gateway-call-timeout")
+                message = getattr(error, "message", "the call took longer than --agent-timeout")
                 yield b"data: " + json.dumps({"error": {"message": message}}).encode() + b"\n\n"
             finally:
                 await items.aclose()
