@@ -74,8 +74,8 @@ def read_checksums(path: Path) -> Checksums:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
         if content["algorithm"] != _ALGORITHM:
             raise InputError(f"{file}: has {str(content['algorithm'])[:20]!r} checksums; read it with {SKIP_FLAG}")
-        found = {name: (size, checksum) for name, (size, checksum) in content["files"].items()}
-        if not all(_is_entry(name, *entry) for name, entry in found.items()):
+        entries = {name: (size, checksum) for name, (size, checksum) in content["files"].items()}
+        if not all(_is_entry(name, *entry) for name, entry in entries.items()):
             raise ValueError
     except FileNotFoundError:
         return {}
@@ -83,7 +83,7 @@ def read_checksums(path: Path) -> Checksums:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{file}: is damaged; {_EARLIER}, or give {SKIP_FLAG}") from error
-    return found
+    return entries
 
 
 def _is_entry(name: str, size: Any, checksum: Any) -> bool:
@@ -98,21 +98,21 @@ def verify_checksums(path: Path, share: tuple[int, int] = (0, 1)) -> None:
     """
     expected = read_checksums(path)
     # Assign the largest files first, each to the smallest share, so that all shares take about the same time.
-    loads, own = [0] * share[1], []
+    loads, names = [0] * share[1], []
     for name in sorted(expected, key=lambda name: (-expected[name][0], name)):
         part = loads.index(min(loads))
         loads[part] += expected[name][0]
         if part == share[0]:
-            own.append(name)
+            names.append(name)
     try:
-        found = checksums_of(path, own)
+        actual = checksums_of(path, names)
     except (OSError, ValueError) as error:
         where = getattr(error, "filename", None) or path
         raise InputError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    for name in own:
-        if found[name] != expected[name]:
+    for name in names:
+        if actual[name] != expected[name]:
             raise InputError(
-                f"{path / name}: is damaged: {_described(found[name])} here and {_described(expected[name])} when it "
+                f"{path / name}: is damaged: {_described(actual[name])} here and {_described(expected[name])} when it "
                 f"was saved; {_EARLIER}, or give {SKIP_FLAG} to take it as it is"
             )
 

@@ -131,9 +131,9 @@ class CheckpointReader:
             rectangle, first = _rectangle(shard), _first_row(shard)
             index = MetadataIndex(shard.key, rectangle.offsets)
             self._targets[index] = whole[first : first + shard.data.shape[0]].reshape(rectangle.sizes)
-            found = create_read_items_for_chunk_list(shard.key, self._stored(shard), [rectangle])
-            covered += sum(item.lengths.numel() for item in found)
-            items += found
+            reads = create_read_items_for_chunk_list(shard.key, self._stored(shard), [rectangle])
+            covered += sum(item.lengths.numel() for item in reads)
+            items += reads
         if covered != whole.numel():
             raise InputError(f"{self._path}: {name} is not whole in the checkpoint")
         try:
@@ -349,7 +349,10 @@ def model_of_checkpoint(path: Path, template: Path) -> ModelConfig:
     settings = settings_from_hf(template, {} if length is None else {"max_position_embeddings": length})
     adapters = {setting.name: flag_of(setting) for setting in fields(ModelConfig) if setting.name.startswith("lora_")}
     lora = {name: saved[flag] for name, flag in adapters.items() if flag in saved}
-    model = ModelConfig(**settings, **lora)
+    try:
+        model = ModelConfig(**settings, **lora)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path}: its settings name LoRA adapters that cannot be ({error})") from error
     for setting in fields(ModelConfig):
         flag, here = flag_of(setting), getattr(model, setting.name)
         there = saved.get(flag, here)

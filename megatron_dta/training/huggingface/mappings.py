@@ -290,8 +290,11 @@ def parameters_of(architecture: str, shape: ModelShape, prefix: str = PREFIX) ->
     if prefix == PREFIX:
         return parameters
     return [
-        replace(each, blocks=tuple(block._replace(tensor=_prefixed(block.tensor, prefix)) for block in each.blocks))
-        for each in parameters
+        replace(
+            parameter,
+            blocks=tuple(block._replace(tensor=_prefixed(block.tensor, prefix)) for block in parameter.blocks),
+        )
+        for parameter in parameters
     ]
 
 

@@ -109,8 +109,8 @@ class Parameter:
             starts = [sum(sections[:index]) + rank * (section // size) for index, section in enumerate(sections)]
             ends = [start + section // size for start, section in zip(starts, sections, strict=True)]
             return Part(tuple(zip(starts, ends, strict=True)), columns)
-        own = (padded_vocab_size if self.sharding is Sharding.VOCABULARY else rows) // size
-        return Part(((rank * own, (rank + 1) * own),), columns)
+        count = (padded_vocab_size if self.sharding is Sharding.VOCABULARY else rows) // size
+        return Part(((rank * count, (rank + 1) * count),), columns)
 
     def copies(self, part: Part) -> Iterator[Block]:
         """Yield the blocks of ``part``, with rows of the part, in order, without padding."""
@@ -157,13 +157,13 @@ def head_group_blocks(
 ) -> tuple[Block, ...]:
     """The blocks of a fused QKV parameter: for each head group its query rows, then its key and value rows."""
     query, key, value = tensors
-    own = queries_per_group * head_size
+    query_rows = queries_per_group * head_size
     blocks = []
     for group in range(groups):
-        row = group * (own + 2 * head_size)
-        blocks.append(Block(row, query, group * own, own))
-        blocks.append(Block(row + own, key, group * head_size, head_size))
-        blocks.append(Block(row + own + head_size, value, group * head_size, head_size))
+        row = group * (query_rows + 2 * head_size)
+        blocks.append(Block(row, query, group * query_rows, query_rows))
+        blocks.append(Block(row + query_rows, key, group * head_size, head_size))
+        blocks.append(Block(row + query_rows + head_size, value, group * head_size, head_size))
     return tuple(blocks)
 
 
@@ -205,8 +205,8 @@ def interleaved_blocks(
     blocks, row = [], 0
     for tensor, parts in zip(tensors, sections, strict=True):
         of_head = [part // heads for part in parts]
-        for index, own in enumerate(of_head):
+        for index, rows in enumerate(of_head):
             for head in range(heads):
-                blocks.append(Block(row, tensor, head * sum(of_head) + sum(of_head[:index]), own))
-                row += own
+                blocks.append(Block(row, tensor, head * sum(of_head) + sum(of_head[:index]), rows))
+                row += rows
     return tuple(blocks)

@@ -106,7 +106,9 @@ class HfWeights:
     ) -> None:
         self._architecture, self._shape, self._host_group = architecture, shape, host_group
         self.parameters = parameters_of(architecture, shape, prefix)
-        self._exported = [each for each in self.parameters if not (without_head and each.name == _OUTPUT)]
+        self._exported = [
+            parameter for parameter in self.parameters if not (without_head and parameter.name == _OUTPUT)
+        ]
         by_name = {parameter.name: parameter for parameter in self.parameters}
         self.held = [
             self._held(name, values, adapter, by_name)
@@ -148,16 +150,16 @@ class HfWeights:
         owners = self._owners()
         dtypes = {name: dtype for (name, _), (_, dtype) in owners.items()}
         rank = torch.distributed.get_rank()
-        own = {
+        sent = {
             held.parameter.name: held
             for held in self.held
             if not held.is_copy and owners[held.parameter.name, held.rank][0] == rank
         }
         for parameter in self._exported:
-            held = own.get(parameter.name)
-            own_shards = list(_shards_of(held)) if held is not None else []
-            shards = {shard.name: shard for shard in own_shards}
-            if len(shards) < len(own_shards):
+            held = sent.get(parameter.name)
+            shards_held = list(_shards_of(held)) if held is not None else []
+            shards = {shard.name: shard for shard in shards_held}
+            if len(shards) < len(shards_held):
                 raise InputError(
                     f"{parameter.name}: a tensor-parallel rank holds several parts of one Hugging Face tensor, which "
                     "this weight update cannot send; use --tensor-model-parallel-size 1"
@@ -184,7 +186,7 @@ class HfWeights:
             names: tensors to yield; by default all.
         """
         owners = self._owners()
-        own = {(held.parameter.name, held.rank): held for held in self.held if not held.is_copy}
+        of_rank = {(held.parameter.name, held.rank): held for held in self.held if not held.is_copy}
         sizes: dict[str, int] = {}
         for name, rank in owners:
             sizes[name] = max(sizes.get(name, 0), rank + 1)
@@ -196,7 +198,7 @@ class HfWeights:
             for rank in range(sizes[parameter.name]):
                 source, dtype = owners[parameter.name, rank]
                 part = self._part(parameter, rank, sizes[parameter.name])
-                held = own.get((parameter.name, rank))
+                held = of_rank.get((parameter.name, rank))
                 sends = held is not None and source == torch.distributed.get_rank()
                 values = _transfer(held.exported() if sends else None, part, source, dtype, device, to_all)
                 if values is not None:
@@ -244,9 +246,9 @@ def _shards_of(held: HeldPart) -> Iterator[HfShard]:
     for copy in held.parameter.copies(held.part):
         rows = exported[copy.row : copy.row + copy.rows]
         pieces.setdefault(copy.tensor, []).append((copy.tensor_row, rows))
-    for name, found in pieces.items():
+    for name, rows_of_tensor in pieces.items():
         # A rank's heads are consecutive, so its rows of a tensor are, too, except those of a tensor with sections.
-        for row, values in _joined(found):
+        for row, values in _joined(rows_of_tensor):
             values = values.unsqueeze(1) if held.parameter.is_filter else values
             yield HfShard(name, shapes[name], (row, *column), values)
 
@@ -266,14 +268,15 @@ def _global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor, Adapter
     """Parameters of a model chunk, named by layer and expert numbers in the whole model, and their adapters."""
     modules = dict(chunk.named_modules())
     layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
-    experts = [int(found[1]) for found in (_EXPERT.search(name) for name, _ in chunk.named_parameters()) if found]
+    matches = (_EXPERT.search(name) for name, _ in chunk.named_parameters())
+    experts = [int(match[1]) for match in matches if match]
     first_expert = parallel_state.get_expert_model_parallel_rank() * (max(experts, default=-1) + 1)
     for name, values in chunk.named_parameters():
         if _ADAPTER in name:
             continue
         adapter = modules.get(name.removesuffix(".weight") + "_adapter") if name.endswith(".weight") else None
-        name = _LAYER.sub(lambda found: f"decoder.layers.{layers[int(found[1])]}.", name)
-        name = _EXPERT.sub(lambda found: f"local_experts.{first_expert + int(found[1])}.", name)
+        name = _LAYER.sub(lambda match: f"decoder.layers.{layers[int(match[1])]}.", name)
+        name = _EXPERT.sub(lambda match: f"local_experts.{first_expert + int(match[1])}.", name)
         yield name, values, adapter
 
 
@@ -289,13 +292,13 @@ def _place_among_ranks(parameter: Parameter) -> tuple[int, int]:
 
 
 def _transfer(
-    own: Tensor | None, part: Part, source: int, dtype: torch.dtype, device: torch.device, to_all: bool
+    sent: Tensor | None, part: Part, source: int, dtype: torch.dtype, device: torch.device, to_all: bool
 ) -> Tensor | None:
     """Send a part to all ranks or only to rank 0; returns None on ranks that do not receive it."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     receives = to_all or rank == 0
     if source == rank:
-        values = own.contiguous()
+        values = sent.contiguous()
     else:
         values = torch.empty(part.shape, dtype=dtype, device=device) if receives else None
     if world > 1 and to_all:
