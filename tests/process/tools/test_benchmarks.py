@@ -1,0 +1,90 @@
+"""Each benchmark runs once at its smallest size and writes its rows, or says what it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import REPOSITORY, seed_all
+from forked import run_python, run_ranks
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
+
+SMALL_PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tL"
+RUNS = {
+    "rollout": "decode --batch 3 --requests 7 --samples-per-prompt 2 --prompt-tokens 37 --response-tokens 10 "
+    "--max-tokens 16 --runs 1 --memory-bandwidth-gbs 10",
+    "rollout das": "das --rollouts ROLLOUTS --past 2 --batch 4 --runs 1 --waves 2 --memory-bandwidth-gbs 1000",
+    "rollout das-noise": "das-noise --batch 4 --response-tokens 12 --prompt-tokens 9 --memory-bandwidth-gbs 10",
+    "rollout tree-tokens": "tree-tokens --queries 9 --max-length 300 --mean-length 50 --segment-length 64",
+    "train": "ROLLOUTS --model tiny --steps 1 --tree-mode packed dta dense --timeline-dir FOLDER",
+    "server_requests": "--servers 2 --requests-per-server 3 --response-tokens 40 --seconds 0.01 --responses 20",
+    "weight_transfer": "--ways folder --folder FOLDER --repeats 1",
+}
+ON_TWO_RANKS = {"rollout": SMALL_PIPELINE, "train": "--pipeline-model-parallel-size 2"}
+PAPERS = {
+    "areal_dta": (),
+    "das": ("--tasks", "long tail"),
+    "tree_training": ("--seeds", "1"),
+    "treepo": ("--jobs", "2"),
+}
+
+
+def write_repetitive(path: Path) -> Path:
+    """Four samples of each of three prompts, the same but for two tokens."""
+    generator, rollouts = seed_all(1), []
+    for problem in range(3):
+        prompt, base = generator.integers(0, 4096, 9), generator.integers(0, 4096, 40)
+        for _ in range(4):
+            generated = base[: generator.integers(12, 40)].copy()
+            generated[generator.integers(0, len(generated), 2)] = generator.integers(0, 4096, 2)
+            ids = np.concatenate([prompt, generated]).astype(np.int32)
+            rollouts.append(Rollout(ids, np.arange(len(ids)) >= 9, reward=0.0, group_id=str(problem)))
+    write_rollouts(path, rollouts)
+    return path
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_benchmark_writes_its_rows(name: str, tmp_path: Path) -> None:
+    rollouts, output = write_repetitive(tmp_path / "rollouts.jsonl"), tmp_path / "results.json"
+    flags = RUNS[name].replace("ROLLOUTS", str(rollouts)).replace("FOLDER", str(tmp_path / "folder"))
+    command = [f"benchmarks/{name.split()[0]}.py", *flags.split(), "--output", str(output)]
+    if name in ON_TWO_RANKS:
+        done = run_ranks([*command, *ON_TWO_RANKS[name].split()], 2)
+    else:
+        done = [run_python(command)]
+    assert not any(rank.returncode for rank in done), [rank.stderr for rank in done]
+    assert json.loads(output.read_text())["rows"]
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_experiment_of_a_paper_writes_rows_and_tables(name: str, tmp_path: Path) -> None:
+    command = [f"benchmarks/papers/{name}.py", "--smallest", "--output-dir", str(tmp_path / "results"), *PAPERS[name]]
+    folders = os.pathsep.join(str(REPOSITORY / folder) for folder in ("", "kernels", "benchmarks"))
+    done = run_python(command, env=os.environ | {"PYTHONPATH": folders, "DTA_ROLLOUTS": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "results" / f"{name}.json").read_text())["rows"]
+    assert "### " in (tmp_path / "results" / f"{name}.md").read_text()
+    assert list((tmp_path / "results").glob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("attention.py any.npz", "measures a CUDA GPU, and there is none here"),
+        ("weight_transfer.py --ways ipc", "--ways ipc needs a GPU"),
+        ("vllm_decode.py", "vLLM "),
+        ("rollout.py decode --batch 0", "--batch must be at least 1"),
+        ("train.py any.npz --step 2", "--step: unknown flag; did you mean --steps"),
+        ("papers/das.py --smallest --output-dir /dev/null/x", "/dev/null/x"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(command: str, message: str) -> None:
+    done = run_python(f"benchmarks/{command}".split())
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
