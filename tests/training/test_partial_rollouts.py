@@ -99,7 +99,7 @@ def test_what_has_no_single_groups_is_refused(runs: Runs, flags: str, match: str
 def test_no_group_is_lost_or_trained_twice_while_servers_come_and_go(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The short version of ``tests/stress/server_faults.py``: servers die and return, and the run is killed once."""
+    """Servers die and return, and the run is killed once."""
     monkeypatch.setattr(build, "HttpSettings", QUICK)
     fleet = Fleet(runs, "vllm", np.random.default_rng(3))
     found = train_with_faults(runs, fleet, steps=12, killed_after=7)

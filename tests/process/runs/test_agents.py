@@ -17,7 +17,6 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-import gateway_sessions
 from chat_folder import make_chat_folder
 from conftest import REPOSITORY
 from forked import Program, run_python, run_ranks
@@ -37,26 +36,14 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def text(chat: Path) -> list[str]:
+    return f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {chat}/model --apply-chat-template".split()
+
+
 def command(chat: Path, save: Path, what: str, *more: str) -> list[str]:
-    text = [
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-        "--tokenizer-model",
-        str(chat / "model"),
-        "--apply-chat-template",
-    ]
     own = ["--prompt-data", str(chat / "prompts.jsonl"), "--agent-command", f"{sys.executable} {AGENT} {what}"]
-    sizes = [
-        "--rollout-batch-size",
-        "2",
-        "--n-samples-per-prompt",
-        "2",
-        "--rollout-max-response-len",
-        "6",
-        "--lr",
-        "1e-2",
-    ]
-    return ["-m", "megatron_dta.train", *MODEL, *text, *own, *sizes, "--save", str(save), *more]
+    sizes = f"--rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 6 --lr 1e-2 --save {save}"
+    return ["-m", "megatron_dta.train", *MODEL, *text(chat), *own, *sizes.split(), *more]
 
 
 def rows(save: Path) -> list[dict]:
@@ -133,16 +120,19 @@ def test_the_gateway_as_a_command(chat: Path, tmp_path: Path) -> None:
     trained = run_python(command(chat, tmp_path / "run", "print", "--train-iters", "1"))
     assert trained.returncode == 0, trained.stderr
     output = tmp_path / "sessions.jsonl"
-    text = [
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-        "--tokenizer-model",
-        str(chat / "model"),
-        "--apply-chat-template",
+    own = [
+        "-m",
+        "megatron_dta",
+        "gateway",
+        "--output",
+        str(output),
+        "--load",
+        str(tmp_path / "run"),
+        *MODEL,
+        *text(chat),
     ]
-    own = ["-m", "megatron_dta", "gateway", "--output", str(output), "--load", str(tmp_path / "run"), *MODEL, *text]
     for round_number in (1, 2):
-        process = Program([*own, "--rollout-max-response-len", "6"])
+        process = Program([*own, *text(chat), "--rollout-max-response-len", "6"])
         process.wait_until(lambda process=process: "sessions to" in process.stdout())
         line = next(line for line in process.stdout().splitlines() if line.startswith("gateway: http://127.0.0.1:"))
         url, key = line.split()[1], output.with_suffix(".key").read_text().strip()
@@ -178,9 +168,3 @@ def _drive(url: str, key: str) -> None:
             continue
         post("/v1/session/reward", session, {"reward": 0.5})
         post("/v1/session/close", session, {"failed": end == "fail"})
-
-
-def test_scripted_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short version of ``gateway_sessions.py``."""
-    monkeypatch.setattr(sys, "argv", ["gateway_sessions.py", "--sessions", "4", "--calls", "60"])
-    assert gateway_sessions.main() == 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
+import resource
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,37 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-import hostile_replies
-from conftest import seed_all
-from forked import run_python
-from hostile_edits import MEMBER
-from hostile_replies import Faults, RawReply
 from http_engine_cases import KINDS, PARAMS, QUICK, VOCABULARY, Setup, write_checkpoint
 from megatron_dta.extras.servers.http_client import ServerError
 from megatron_dta.sampling.interface import GenerationRequest, generate
-from rollout_runs import Runs
 from rollout_server_base import RolloutServer
+
+MEMBER = gzip.compress(bytes(100 << 20))
+
+
+class RawReply(web.StreamResponse):
+    """Bytes that are sent as they are; then the connection is closed."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        super().__init__()
+        self._parts, self.body = parts, b""
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        self._transport = request.transport
+        with suppress(ConnectionError):
+            for part in self._parts:
+                if request.transport.is_closing():
+                    break  # the client has had enough
+                request.transport.write(part)
+                await request._protocol._drain_helper()
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        self._transport.close()
+
+
+def resident_bytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def answer_with(server: RolloutServer, change: Callable[[bytes], web.StreamResponse | bytes]) -> None:
@@ -54,41 +77,22 @@ DEEP = "[" * 3000 + "]" * 3000
 FORMS = [
     # kind of server, path in the reply, literal to put there, part of the error
     ("vllm", (*TOKENS, 0), "23", "choices.0.token_ids have 23, outside of the vocabulary of 23"),
-    ("vllm", (*TOKENS, 0), "-1", "choices.0.token_ids have -1, outside"),
     ("vllm", (*TOKENS, 0), "true", "choices.0.token_ids.0 must be a whole number, got true"),
-    ("vllm", (*TOKENS, 0), "9" * 400, "choices.0.token_ids have 999"),
     ("vllm", (*TOKENS, 0), "9" * 5000, "is not JSON"),
-    ("vllm", TOKENS, "null", "choices.0.token_ids must be a list, got null"),
     ("vllm", TOKENS, '"\\u001b[2J"', "choices.0.token_ids must be a list, got "),
-    ("vllm", ("choices", 0, "prompt_token_ids"), "[1, 2, 4]", "another prompt: its choices.0.prompt_token_ids"),
-    ("vllm", ("choices", 0, "prompt_token_ids"), "3", "prompt_token_ids must be a list, got 3"),
     ("vllm", ("usage", "prompt_tokens"), "4", "another prompt: its usage.prompt_tokens are 4, but 3 were sent"),
-    ("vllm", (*LOGPROBS, 0), "-1" + "0" * 400, "token_logprobs have -1000"),
-    ("vllm", (*LOGPROBS, 0), "-1e38", "token_logprobs have -1e+38"),
     ("vllm", (*LOGPROBS, 0), "-1e999", "not a logprob"),
     ("vllm", (*LOGPROBS, 0), "NaN", "the reply has NaN, which is not a number in JSON"),
     ("vllm", (*LOGPROBS, 0), '"-1"', 'token_logprobs.0 must be a number, got "-1"'),
     ("vllm", ("choices", 0, "weight_versions"), "7", "choices.0.weight_versions must be a list, got 7"),
-    ("vllm", ("choices", 0, "weight_versions"), "[7]", "choices.0.weight_versions.0 must be an object, got 7"),
-    ("vllm", ("choices", 0, "weight_versions"), '[{"version": []}]', "weight_versions.0 must be a string or a whole"),
     ("vllm", ("choices", 0, "finish_reason"), "{}", "choices.0.finish_reason must be a string, got {}"),
-    ("vllm", ("choices",), "[]", "the reply has no choices.0"),
     ("vllm", ("choices",), "{}", "choices must be a list, got {}"),
-    ("vllm", ("usage",), "7", "usage must be an object, got 7"),
-    ("vllm", ("usage", "prompt_tokens_details"), "[]", "usage.prompt_tokens_details must be an object"),
     ("vllm", ("usage", "more"), DEEP, "the reply is nested too deeply"),
     ("vllm", ("usage", "more"), '"' + "a" * (2 << 20) + '"', "the reply is longer than"),
     ("sglang", ("output_ids", 0), "23", "output_ids are not those of its"),
-    ("sglang", ("output_ids", 0), "[]", "output_ids.0 must be a whole number"),
     ("sglang", ("meta_info", "prompt_tokens"), "1", "meta_info.prompt_tokens are 1, but 3 were sent"),
     ("sglang", ("meta_info", "output_token_logprobs"), "[[-1.0]]", "output_token_logprobs.0 must be a logprob and a"),
-    ("sglang", ("meta_info", "output_token_logprobs"), "[7]", "output_token_logprobs.0 must be a list, got 7"),
-    ("sglang", ("meta_info", "output_token_logprobs", 0, 0), "1e3", "its logprobs have 1000.0, which is not a logprob"),
-    ("sglang", ("meta_info", "weight_versions"), "7", "meta_info.weight_versions must be a list, got 7"),
     ("sglang", ("meta_info", "weight_version"), "{}", "weight_versions.0 must be a string or a whole number"),
-    ("sglang", ("meta_info", "finish_reason"), "null", "meta_info.finish_reason must be an object, got null"),
-    ("sglang", ("meta_info", "cached_tokens"), '"a"', "meta_info.cached_tokens must be a whole number"),
-    ("sglang", ("meta_info",), "[" * 200_000, "the reply is nested too deeply"),
 ]
 
 
@@ -124,14 +128,14 @@ def test_compressed_and_endless_replies_take_no_memory(setup: Setup) -> None:
     setup.add_servers(1)
     head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % (15 * len(MEMBER))
     replies = [RawReply([head, MEMBER * 15]), RawReply([b"HTTP/1.1 200 OK\r\n\r\n", *[b"[" * (1 << 20)] * 1500])]
-    before = hostile_replies.resident_bytes()
+    before = resident_bytes()
     for reply, told in zip(replies, ("compressed, which was not asked for", "is longer than"), strict=True):
         setup.servers[0].answer = answer_once(setup.servers[0], reply)
         engine = setup.engine(replace(QUICK, attempts=1))
         engine.start(PARAMS, 0)
         with pytest.raises(ServerError, match=told):
             generate(engine, setup.requests(1))
-    assert hostile_replies.resident_bytes() - before < 64 << 20
+    assert resident_bytes() - before < 64 << 20
 
 
 def answer_once(server: RolloutServer, reply: RawReply) -> Callable[..., Any]:
@@ -220,36 +224,3 @@ def test_a_server_that_stops_at_strings_of_its_own_is_asked_to_go_on(setup: Setu
     for request, result in zip(requests, generate(engine, requests), strict=True):
         assert len(result.token_ids) == request.max_tokens or result.token_ids[-1] == PARAMS.eos_id
     assert len(setup.servers[0].bodies) > 60
-
-
-@pytest.mark.parametrize("kind", hostile_replies.KINDS)
-def test_seeded_mutations_are_used_or_told(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    seed = int(seed_all(20261122).integers(1 << 30))
-    rng, faults = random.Random(seed), Faults()
-    edits = ["values", "bytes", "http"]
-    before = hostile_replies.resident_bytes()
-    if kind == "reward":
-        sent, outcomes = hostile_replies.attack_rewards(150, rng, faults, edits)
-    else:
-        sent, outcomes = hostile_replies.attack(kind, 150, rng, faults, edits)
-    assert sent >= 150
-    assert outcomes["used"] > 0
-    assert outcomes["refused"] > 0
-    assert faults.count == 0
-    assert hostile_replies.resident_bytes() - before < hostile_replies.MOST_GROWTH
-    assert "never retrieved" not in caplog.text
-
-
-def test_a_run_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        runs = Runs(stack, tmp_path, seed_all(5))
-        (server,) = runs.add_servers("vllm", 1)
-        answer_with(server, lambda reply: put(reply, ("choices", 0, "weight_versions"), "7"))
-        command = ["-m", "megatron_dta.train"]
-        flags = runs.command(f"--train-iters 2 --rollout-weights-dir {tmp_path / 'w'} --rollout-attempts 2").split()
-        done = run_python([*command, *flags])
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "choices.0.weight_versions must be a list, got 7" in line
-    assert server.url in line

@@ -19,7 +19,7 @@ KEPT = [
 
 
 def kill(folder: Path, *options: str) -> str:
-    worker = REPOSITORY / "tests" / "stress" / "kill_run.py"
+    worker = REPOSITORY / "tests" / "helpers" / "kill_run.py"
     seed = str(int(seed_all(20261120).integers(1 << 30)))
     done = run_python([worker, "--seed", seed, "--folder", folder, *options])
     print(done.stdout, done.stderr[-2000:])

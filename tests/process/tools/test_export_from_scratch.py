@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import filecmp
 import json
-import random
 from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from chat_folder import make_chat_folder
 from conftest import seed_all
-from fuzz_inputs import Prompts
 from lora_training_cases import hf_rollouts
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
@@ -60,9 +59,7 @@ def test_a_run_from_random_weights_exports(name: str, tmp_path: Path, monkeypatc
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "tokenizer").mkdir()
-    Prompts(tmp_path / "tokenizer", random.Random(1))
-    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    make_chat_folder(tmp_path / "tokenizer")
     arguments = (
         f"{SHAPE.replace('--vocab-size 37 ', '')} {prompts_and_reward(tmp_path, seed_all(3))} "
         f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/tokenizer/tokenizer.json "
@@ -72,7 +69,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path, monkeypatch) -> None:
     build_trainer(parse_arguments(arguments.split()), Console(file=StringIO(), width=400)).run()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert filecmp.cmp(tmp_path / "tokenizer" / name, tmp_path / "hf" / name, shallow=False)
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 257
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 259
 
 
 BASE = dict(num_layers=2, hidden_size=24, num_attention_heads=4, vocab_size=37, max_position_embeddings=64)

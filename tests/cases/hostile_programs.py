@@ -1,18 +1,9 @@
-"""Programs that try to get a reward, to hang, to end the run or to leave something behind; none solves anything.
-
-    python tests/stress/hostile_programs.py --count 500 [--seed 0] [--workers 4]
-
-runs them through ``code_tests`` in bubblewrap and prints what went wrong: a reward above 0, an exception, a program
-that was judged for longer than its limits allow, a process that survived, or a file outside the program's folder.
-"""
+"""Programs that try to get a reward, to hang, to end the run or to leave something behind; none solves anything."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -122,23 +113,3 @@ def attack(function: CodeTests, count: int, seed: int, folder: Path, workers: in
 
 def _listing(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.rglob("*"))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--outside", type=Path, help="A folder to make a checkpoint in (default: the working folder).")
-    arguments = parser.parse_args()
-    function = CodeTests(SETTINGS)
-    with tempfile.TemporaryDirectory(dir=arguments.outside or Path.cwd()) as folder:
-        began = time.monotonic()
-        wrong = attack(function, arguments.count, arguments.seed, Path(folder), arguments.workers)
-    print(*wrong, sep="\n")
-    print(f"{arguments.count} programs, {len(wrong)} wrong, {time.monotonic() - began:.0f} s, {function.counts}")
-    return int(bool(wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,6 @@
 """Kills training runs again and again, at random moments, and compares what they end with to unbroken runs.
 
-    python tests/stress/kill_run.py [--runs plain ...] [--kills 20] [--processes 1 2] [--seed 0] [--folder DIR]
-                             [training flags]
+    kill_run.py [--runs plain ...] [--kills 20] [--processes 1 2] [--seed 0] [--folder DIR] [training flags]
 
 Every kind of run (``RUNS``; all of them unless some are named) is killed ``--kills`` times on every number of
 processes. A run saves after every step. A third of the kills (SIGKILL) come while a checkpoint is being written, a
@@ -30,7 +29,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
-import shared  # noqa: F401 (before the helpers)
 import numpy as np
 
 from megatron_dta import train
