@@ -59,8 +59,8 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 
 @pytest.mark.parametrize(
     ("fraction", "segment_tokens", "activation_tokens", "settings"),
-    [(1.0, 6, None, {}), (1.0, 6, 0, {}), (0.5, 10, 12, {}), (0.2, 6, 0, {}), (1.0, 10, None, RECOMPUTE)],
-    ids=["all", "all recomputed", "half", "one layer", "layers recomputed"],
+    [(1.0, 6, 0, {}), (0.5, 10, 12, {}), (1.0, 10, None, RECOMPUTE)],
+    ids=["all recomputed", "half", "layers recomputed"],
 )
 def test_equals_the_run_without_offload_bit_for_bit(case, fraction, segment_tokens, activation_tokens, settings):
     model, weights, samples, expected = case
@@ -75,10 +75,9 @@ def test_equals_the_run_without_offload_bit_for_bit(case, fraction, segment_toke
     assert compare_outcomes(outcome, expected).largest() < 1e-12
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fraction", [0.4, 1.0])
-def test_a_rank_without_sequences(case, dtype, fraction):
-    model = build_model(replace(case[0], params_dtype=dtype), torch.device("cpu"))
+def test_a_rank_without_sequences(case, fraction):
+    model = build_model(case[0], torch.device("cpu"))
     engine = TreeEngine(model)
     engine.offload_kv(fraction)
     batch = prepare_batch([], tree_config("dta", 6), part=StepPart(count_trained([3, 4])))

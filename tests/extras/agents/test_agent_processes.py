@@ -66,11 +66,3 @@ def test_nothing_outlives_a_killed_run(script: Path) -> None:
     while left_of(script):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_what_cannot_be_started_fails() -> None:
-    agent = command_agent("sh -c true", 30.0)
-    assert agent({}, ACCESS).failure is None
-    command = [*runs._SUPERVISOR, str(os.getpid()), "1", "/no/such/program"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (126, "/no/such/program: No such file or directory\n")

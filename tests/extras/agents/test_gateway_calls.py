@@ -293,19 +293,11 @@ def test_reasoning_apart_and_put_back(tmp_path: Path) -> None:
     ("body", "says"),
     [
         ({"messages": [{"role": "user", "content": "a"}], "temperature": 0.3}, "temperature: 0.3 is not the run's 1"),
-        ({"messages": [{"role": "user", "content": "a"}], "seed": 3}, "seed: "),
-        ({"messages": []}, "messages: "),
-        ({"messages": [{"role": "user", "content": "a"}], "n": 65}, "n: "),
         ({"messages": [{"role": "user", "content": "a"}], "n": 2, "stream": True}, "n: streams"),
-        ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}, "top_logprobs: "),
         ({"messages": [{"role": "user", "content": "a"}], "made_up": 1}, "made_up: the gateway does not know"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: message 1: a part of"),
-        ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role: "),
-        ({"messages": [{"role": "user", "content": "a" * 9000}]}, "the prompt has"),
         ({"messages": [{"role": "user", "content": "a" * 400_000}]}, "the prompt has 4000"),
         (b"{not json", "body: Invalid JSON"),
-        (b"\xff\xfe", "body: "),
-        (b"[1, 2]", "body: "),
     ],
 )
 def test_bad_input_is_refused_in_one_line(served, body: object, says: str) -> None:

@@ -12,7 +12,6 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
 from megatron_dta.extras.agents.gateway.records import leaves
-from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
 from tool_runs import load_script
@@ -100,18 +99,3 @@ def test_the_examples_agents(name: str, served: OpenGateway) -> None:
     assert getattr(load_script("examples/tool_agent.py"), name)(record, own) == 1.0
     assert len(session.calls) == 2
     assert len(leaves(session.calls)) == 1
-
-
-def test_the_examples_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its words are single tokens, and the careless teacher's dialogues are what the template writes."""
-    module = load_script("examples/tool_agent.py")
-    arguments = ["tool_agent.py", "--output", str(tmp_path), "--count", "8", "--prompts", "3", "--held-out", "2"]
-    monkeypatch.setattr("sys.argv", arguments)
-    assert module.main() == 0
-    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer")
-    assert len(tokenizer.encode(module.CALL + "b" + module.END_OF_CALL)) == 3
-    assert (
-        tokenizer.decode(tokenizer.encode(module.CALL + "b" + module.END_OF_CALL))
-        == module.CALL + "b" + module.END_OF_CALL
-    )
-    assert len((tmp_path / "warmup.jsonl").read_text().splitlines()) == 8

@@ -321,16 +321,6 @@ def test_unfinished_bodies_keep_nobody_out(served, monkeypatch: pytest.MonkeyPat
     settled(gateway, engine, session)
 
 
-def test_more_answers_than_there_may_be(served) -> None:
-    """Refused at once, since waiting would not help."""
-    gateway, _ = served
-    _, key = gateway.open()
-    for n in (4, 33, 64, 10**30):
-        status, found = post(gateway, key, "/v1/chat/completions", {**ASK, "n": n})
-        assert (status, "n: a call may have 3 answers" in found["error"]["message"]) == (400, True)
-    assert post(gateway, key, "/v1/chat/completions", {**ASK, "n": 3})[0] == 200
-
-
 def test_limits_of_a_session(served) -> None:
     gateway, engine = served
     session, key = gateway.open()
@@ -367,19 +357,9 @@ def test_a_call_that_takes_too_long(tmp_path: Path) -> None:
 
 ODD_FIELDS = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "0.text: "),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "0.type: Field required"),
     ("/v1/chat/completions", {**ASK, "n": 10**30}, "n: a call may have 3 answers"),
-    ("/v1/chat/completions", {**ASK, "max_tokens": 1e300}, "max_tokens: "),
     ("/v1/completions", {"prompt": [10**30]}, "prompt: token ids must be in [0, "),
-    ("/v1/completions", {"prompt": ["a"]}, "prompt.list[int].0: "),
-    (
-        "/v1/messages",
-        {"content": [{"type": "tool_result", "content": {"a": 1}}]},
-        "list[Block].0.content: ",
-    ),
-    ("/v1/messages", {"content": [{"type": "tool_result", "content": [7]}]}, "Input should be"),
     ("/v1/messages", {"content": [{"type": "text", "text": [1]}]}, "0.text: Input should be a valid string"),
-    ("/v1/messages", {"content": [{"type": "tool_use", "input": 5}]}, "0.input: Input should be an object"),
     ("/v1/messages", {"role": "assistant", "content": [{"type": "tool_use"}]}, "of type 'tool_use' without a name"),
     ("/v1/session/reward", {"reward": 10**400}, "reward: "),
 ]

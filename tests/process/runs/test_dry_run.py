@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 from pathlib import Path
@@ -179,24 +178,6 @@ def test_70b_on_one_node_fits_as_its_page_says(row: str, more: str, monkeypatch:
     expected = [float(cell) for cell in re.search(rf"^\| {row} \|(.*)\|$", page, re.MULTILINE)[1].split("|")]
     assert [float(found.get(name, 0)) for name in names] == pytest.approx(expected, abs=0.05)
     assert expected[-2] < 0.94 * 140
-
-
-def test_hugging_face_weights(tmp_path: Path) -> None:
-    save_huggingface(tmp_path / "hf", "llama", 3)
-    vocabulary = json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"]
-    write_rollouts(tmp_path / "r.jsonl", make_rollouts(seed_all(1), 6, 4))
-    flags = f"--rollouts {tmp_path}/r.jsonl --global-batch-size 8 --load-hf {tmp_path}/hf"
-    lines = check(flags, "--lr 1")
-    assert line_of(lines, "start").endswith(f"from the weights of {tmp_path}/hf")
-    assert f"vocabulary of {vocabulary}" in line_of(lines, "model")
-    part = max((tmp_path / "hf").glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    content = part.read_bytes()
-    part.write_bytes(content[:-8])
-    with pytest.raises(InputError, match=part.name):
-        check(flags, "--lr 1")
-    part.unlink()
-    with pytest.raises(InputError, match=part.name):
-        check(flags, "--lr 1")
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,15 @@
-"""Output folders that cannot be written, and clocks that are set back during a run."""
+"""Output folders that cannot be written, and clocks that may be set."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
-import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from conftest import REPOSITORY, seed_all
+from conftest import REPOSITORY
 from forked import run_python
-from rollout_runs import Runs, assert_same, metrics_of, weights_of
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --task arithmetic "
@@ -83,26 +79,6 @@ def test_folders_that_cannot_be_written_are_told(tmp_path: Path) -> None:
         assert "cannot be written" in told[name]
         assert (folder / "iter_0000001" / "metadata.json").is_file()
     assert all(message.isprintable() for message in told.values())
-
-
-def test_a_clock_that_is_set_back_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rollouts sampled ahead on a server, saves in the background, events for TensorBoard; the clock jumps at will."""
-    rows, weights, rng, wall = {}, {}, random.Random(3), time.time
-    with ExitStack() as stack:
-        runs = Runs(stack, tmp_path, seed_all(6))
-        runs.add_servers("vllm", 1)
-        for name in ("steady", "jumping"):
-            if name == "jumping":
-                monkeypatch.setattr(time, "time", lambda: wall() + rng.choice((-1e7, -3600.0, 0.0, 5.0, 1e7)))
-            folder = tmp_path / name
-            flags = f"--train-iters 4 --save {folder} --save-interval 1 --async-save"
-            trainer, _ = runs.run(f"{flags} --tensorboard-dir {folder}/events")
-            rows[name], weights[name] = metrics_of(folder), weights_of(trainer)
-    timing = [row.pop("timing") for name in rows for row in rows[name]]
-    assert rows["steady"] == rows["jumping"]
-    assert_same(weights["steady"], weights["jumping"])
-    seconds = [(key, value) for row in timing for key, value in row.items() if isinstance(value, int | float)]
-    assert all(value >= 0 for _, value in seconds), seconds
 
 
 @pytest.mark.parametrize("folder", ["megatron_dta", "kernels", "tools"])

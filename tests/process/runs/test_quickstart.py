@@ -33,16 +33,7 @@ def test_the_quickstarts_steps(tmp_path: Path):
     """Warm-up from a file, GRPO from its weights, and the tool samples what the next step would have trained on."""
     warmup = str(tmp_path / "warmup.jsonl")
     steps = [
-        [
-            "-m",
-            "megatron_dta.sampling.prompts.arithmetic",
-            "--output",
-            warmup,
-            "--count",
-            "64",
-            "--arithmetic-max-operand",
-            "9",
-        ],
+        f"-m megatron_dta.sampling.prompts.arithmetic --output {warmup} --count 64 --arithmetic-max-operand 9".split(),
         [
             *["-m", "megatron_dta.train", *MODEL, "--objective", "sft", "--rollouts", warmup, "--global-batch-size"],
             *["16", "--train-iters", "3", "--lr", "1e-2", "--save", str(tmp_path / "warmup")],
@@ -85,13 +76,7 @@ def test_the_quickstarts_steps(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--load", "nowhere", "--output", "x.jsonl", *TASK], "--load nowhere: holds no checkpoint"),
         (["--output", "x.jsonl", *TASK], "--load is missing"),
-        (
-            ["--load", "nowhere", "--output", "x.jsonl", "--rollout-batch-index", "-1", *TASK],
-            "--rollout-batch-index -1",
-        ),
-        (["--load", "nowhere", "--output", "x.txt", *TASK], "--output x.txt: must end in .jsonl or .parquet"),
         (
             ["--load", "x", "--output", "x.jsonl", "--rollouts", "y.jsonl", "--global-batch-size", "1"],
             "--rollouts names stored rollouts",
@@ -106,7 +91,7 @@ def test_sample_rollouts_refuses(arguments: list[str], message: str):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("rewards", "status"), [((0.1, 0.5, 0.9), 0), ((0.4, 0.9), 1), ((0.1, 0.7), 1)])
+@pytest.mark.parametrize(("rewards", "status"), [((0.1, 0.5, 0.9), 0), ((0.1, 0.7), 1)])
 def test_report(tmp_path: Path, rewards: tuple[float, ...], status: int):
     for name, records in (
         ("warmup", [{"iteration": step, "loss": 3.0 / step} for step in (1, 2, 3)]),

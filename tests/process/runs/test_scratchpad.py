@@ -10,9 +10,8 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from conftest import REPOSITORY, seed_all
+from conftest import REPOSITORY
 from forked import run_python
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
@@ -20,7 +19,7 @@ from megatron_dta.sampling.rewards.registry import load_reward_function
 from one_reward import compute_reward
 from tool_runs import load_script
 
-scratchpad, report = load_script("examples/scratchpad.py"), load_script("examples/scratchpad_report.py")
+scratchpad = load_script("examples/scratchpad.py")
 
 
 def commands_of(folder: Path, script: str, **environment: str) -> list[list[str]]:
@@ -31,19 +30,6 @@ def commands_of(folder: Path, script: str, **environment: str) -> list[list[str]
     variables = {**os.environ, "PYTHON": str(recorder), **environment}
     subprocess.run(["bash", f"examples/{script}.sh"], cwd=REPOSITORY, env=variables, check=True, capture_output=True)
     return [command.split("\n") for command in record.read_text().removesuffix("\n\n").split("\n\n")]
-
-
-@pytest.mark.parametrize("base", [2, 4, 10])
-@pytest.mark.parametrize("digits", [1, 7])
-def test_solutions_are_sums(base: int, digits: int) -> None:
-    rng = seed_all(base + digits)
-    for _ in range(20):
-        left, right = rng.integers(base, size=(2, digits))
-        columns = scratchpad.solution_text(left, right, base).split(" ")
-        total = sum(int(column[2]) * base**place for place, column in enumerate(columns))
-        total += int(columns[-1][1]) * base**digits
-        assert total == sum(int(a + b) * base**place for place, (a, b) in enumerate(zip(left, right, strict=True)))
-        assert [int(column[0]) for column in columns] == [0, *(int(column[1]) for column in columns[:-1])]
 
 
 def test_a_forgotten_carry_is_worked_on_with() -> None:
@@ -84,15 +70,6 @@ def test_files_of_the_task(tmp_path: Path) -> None:
     assert 20 < mistakes < 115
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"), [("--digits 5", "--digits 5"), ("--base 11", "--base 11"), ("--carelessness 2", "0 to 1")]
-)
-def test_what_does_not_fit_is_refused(tmp_path: Path, flags: str, message: str) -> None:
-    done = run_python(["examples/scratchpad.py", "--output", tmp_path, *flags.split()])
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
 def test_the_script_in_miniature(tmp_path: Path) -> None:
     commands = commands_of(tmp_path, "scratchpad", SIZE="tiny", OUT=str(tmp_path), STEPS="6", DENSE_STEPS="4")
     assert len(commands) == 6
@@ -129,20 +106,3 @@ def test_distillation_in_miniature(tmp_path: Path) -> None:
     assert [name for name in runs if "teacher_kl" in last[name]] == runs[1:]
     assert list(json.loads((tmp_path / "curves.json").read_text())) == runs
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_compared_steps_are_common_and_leave_the_first_collection_out() -> None:
-    def records(count: int) -> list[dict]:
-        return [{"iteration": 0}] + [
-            {"iteration": i, "tokens": 1, "rollout_batch_step": (i - 1) % 2} for i in range(1, count)
-        ]
-
-    chosen = report.compared_steps({"dense": records(6), "dta": records(9)})
-    assert [[record["iteration"] for record in found] for found in chosen.values()] == [[3, 4, 5], [3, 4, 5]]
-    assert report.compared_steps({"dense": records(2), "dta": records(2)}) == {"dense": [], "dta": []}
-
-
-def test_the_report_needs_a_run(tmp_path: Path) -> None:
-    done = run_python(["examples/scratchpad_report.py", tmp_path])
-    assert done.returncode == 2
-    assert "no metrics of a finished run" in done.stderr

@@ -25,7 +25,7 @@ def rows_without_timing(folder: Path) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_in_a_step_ends_the_run_after_it(tmp_path: Path, name: str, capfd: pytest.CaptureFixture) -> None:
     run(f"{FLAGS} --save {tmp_path}/straight")
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
@@ -86,8 +86,7 @@ def test_scripts_learn_of_ctrl_c(tmp_path: Path, times: int) -> None:
     assert bool(list(tmp_path.glob("iter_*"))) == (times == 1)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_second_signal_ends_a_run_that_waits_for_a_reward(tmp_path: Path, name: str) -> None:
+def test_a_second_signal_ends_a_run_that_waits_for_a_reward(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(
         "import pathlib, time\n"
         "def judge(prompt, response, response_token_ids):\n"
@@ -103,11 +102,11 @@ def test_a_second_signal_ends_a_run_that_waits_for_a_reward(tmp_path: Path, name
     program = Program(["-m", "megatron_dta.train", *MODEL.split(), *flags.split()])
     program.wait_until((tmp_path / "called").exists)
     time.sleep(1.2)
-    os.kill(program.pid, signal.Signals[name])
+    os.kill(program.pid, signal.SIGTERM)
     program.wait_until(lambda: "at once" in program.stderr())
     first = program.stderr()
     time.sleep(1.2)
-    os.kill(program.pid, signal.Signals[name])
+    os.kill(program.pid, signal.SIGTERM)
     done = program.wait()
     assert (done.returncode, done.stderr.removeprefix(first)) == (130, "interrupted\n"), done.stderr
 

@@ -77,7 +77,7 @@ def refused(*arguments: object) -> str:
 # --- masks ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_masks_are_those_of_the_library(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
 
@@ -187,15 +187,10 @@ def test_responses_and_other_names(tmp_path: Path) -> None:
     [
         ({"messages": [user("a")]}, False, "row 2: messages: has no message of the assistant"),
         ({"messages": [assistant("a")]}, False, "row 2: messages: message 1: is the assistant's"),
-        ({"messages": [{"role": "user"}]}, False, "row 2: messages: message 1: must be an object"),
-        ({"messages": 3}, False, "row 2: messages: must be text or a list of messages, got int"),
-        ({"prompt": "a"}, False, "row 2: prompt: is text and needs a response"),
         ({"text": "a"}, False, "row 2: needs messages, or prompt and response"),
         ({"messages": [user("a"), assistant("\ud800")]}, False, "is not valid text"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, False, "only --objective dpo trains"),
         ({"messages": [user("a"), assistant("b")]}, True, "--objective dpo needs the fields chosen and rejected"),
         ({"prompt": "a", "chosen": "b"}, True, "row 2: has no field 'rejected'"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, True, "row 2: chosen and rejected are the same"),
     ],
 )
 def test_bad_rows(tmp_path: Path, row: dict[str, Any], pairs: bool, message: str) -> None:
@@ -308,15 +303,8 @@ def test_verls_parquet_trains(tmp_path: Path) -> None:
     )
     flags = ["--prompt-data", file, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
     flags += ["--apply-chat-template", "--reward-function", f"{tmp_path}/r.py:compute_score", "--rollout-batch-size", 4]
-    flags += [
-        "--n-samples-per-prompt",
-        4,
-        "--rollout-max-response-len",
-        6,
-        "--train-iters",
-        2,
-        "--filter-overlong-prompts",
-    ]
+    flags += ["--n-samples-per-prompt", 4, "--rollout-max-response-len", 6, "--train-iters", 2]
+    flags += ["--filter-overlong-prompts"]
     records = train(*flags, "--log-rollout-samples", 2, "--save", tmp_path / "run")
     assert len(records) == 2
     for record in records:
@@ -329,11 +317,10 @@ def test_verls_parquet_trains(tmp_path: Path) -> None:
     assert "row 4: prompt: " in refused(*flags[:-1], "--save", tmp_path / "other")
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_conversations_train(tmp_path: Path, suffix: str) -> None:
+def test_conversations_train(tmp_path: Path) -> None:
     folder = make_chat_folder(tmp_path / "model")
     talk = [user("hi"), assistant("ho"), user("again"), assistant("ho ho")]
-    file = write(tmp_path / f"sft.{suffix}", [{"messages": talk}, {"messages": talk[:2]}] * 2)
+    file = write(tmp_path / "sft.parquet", [{"messages": talk}, {"messages": talk[:2]}] * 2)
     flags = ["--objective", "sft", "--rollouts", file, "--global-batch-size", 4, "--train-iters", 30]
     flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder, "--apply-chat-template"]
     records = train(*flags, "--log-rollout-samples", 1, "--save", tmp_path / "run")
@@ -360,21 +347,11 @@ def test_what_text_needs_is_told(tmp_path: Path) -> None:
     base = ["--rollouts", file, "--global-batch-size", 1, "--train-iters", 1]
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
     cases = [
-        (
-            ["--objective", "sft", "--vocab-size", 300],
-            "holds text; --rollouts and --eval-rollouts read it with --token",
-        ),
         (["--objective", "sft", *tokenizer], "messages need --apply-chat-template"),
         ([*tokenizer], "holds text without rewards, which --objective grpo needs"),
-        (["--objective", "dpo", *tokenizer, "--apply-chat-template"], "needs the fields chosen and rejected"),
     ]
     for flags, message in cases:
         assert message in refused(*base, *flags)
     ids = write(tmp_path / "ids.jsonl", [{"token_ids": [1, 2], "loss_mask": [False, True]}])
     stored = ["--objective", "sft", "--rollouts", ids, "--global-batch-size", 1]
-    for flags, flag in (
-        (tokenizer, "--tokenizer-type"),
-        ([*tokenizer, "--apply-chat-template"], "--apply-chat-template"),
-        (["--vocab-size", 300, "--input-key", "x"], "--input-key"),
-    ):
-        assert f"{flag} has no effect: the files of --rollouts hold token ids" in refused(*stored, *flags)
+    assert "--tokenizer-type has no effect: the files of --rollouts hold token ids" in refused(*stored, *tokenizer)

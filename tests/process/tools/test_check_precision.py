@@ -33,9 +33,8 @@ def outcome(generator: np.random.Generator, scale: float = 1.0) -> Outcome:
     return Outcome(float(generator.normal()), logprobs, {"a": draw(7, 3), "b": draw(11), "c": torch.zeros(2)})
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_distances_are_those_of_the_definitions(seed: int) -> None:
-    generator = seed_all(seed)
+def test_distances_are_those_of_the_definitions() -> None:
+    generator = seed_all(1)
     new, old = outcome(generator, 3.0), outcome(generator)
     masks = [generator.random(len(values)) < 0.6 for values in old.logprobs]
     masks[0][0] = True
@@ -64,13 +63,6 @@ def test_distances_are_those_of_the_definitions(seed: int) -> None:
     a, b = (torch.cat([x.flatten() for x in side.gradients.values()]) for side in (new, old))
     assert found.gradient.distance == pytest.approx(float((a - b).norm() / b.norm()))
     assert found.lowest_cosines(1)[0][0] == min(found.parameters, key=lambda name: found.parameters[name].cosine)
-
-
-def test_what_is_the_same_is_at_no_distance() -> None:
-    one = outcome(seed_all(3))
-    found = report_precision(one, one, [np.ones(len(values), bool) for values in one.logprobs])
-    assert (found.logprobs.largest, found.logprobs.kl_k3, found.gradient.distance) == (0.0, 0.0, 0.0)
-    assert found.gradient.cosine == pytest.approx(1.0)
 
 
 def test_a_nan_a_lost_gradient_and_a_missing_one_show() -> None:
@@ -119,8 +111,6 @@ def test_bfloat16_beside_float32(tool, monkeypatch, capsys, tmp_path: Path) -> N
     [
         ("", "nothing to compare; give --fp8-format"),
         ("--fp8-recipe blockwise", "--fp8-recipe has no effect without --fp8-format"),
-        ("--hf-checkpoint there --model tiny --reference fp32", "--hf-checkpoint has its own shape"),
-        ("--reference fp32 --max-length 0", "--max-length must be at least 1, not 0"),
         ("--reference fp32 --max-length 1", "no token is trained in its first sequences"),
     ],
 )

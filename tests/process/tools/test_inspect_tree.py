@@ -11,27 +11,11 @@ from matplotlib.image import imread
 
 from conftest import seed_all
 from megatron_dta.core.planning.segments.cut import plan_segments
-from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import build_prefix_tree
 from tool_runs import Tool
 
 TOOL = Tool("inspect_tree")
-JSON_KEYS = {
-    "sequences",
-    "tokens",
-    "unique_tokens",
-    "token_reuse",
-    "attention_reuse",
-    "nodes",
-    "leaves",
-    "segments",
-    "fill",
-    "segment_depth",
-    "peak_in_flight_tokens",
-    "longest_sequence",
-    "build_seconds",
-}
 
 
 def random_rows(rng: np.random.Generator) -> list[dict]:
@@ -89,7 +73,6 @@ def test_figures_against_sets_of_prefixes(tmp_path: Path, seed: int, sample_gran
     sequences = [tuple(row["token_ids"]) for row in rows] if sample_granularity == "trajectory" else turns_of(rows)
     segment_tokens = 23
     figures = TOOL.json(path, "--sample-granularity", sample_granularity, "--tree-segment-tokens", segment_tokens)
-    assert figures.keys() >= JSON_KEYS
     for key, value in expected(sequences).items():
         assert figures[key] == pytest.approx(value, rel=1e-12), key
     assert figures["build_seconds"] > 0
@@ -137,54 +120,23 @@ def figures_limit(path: Path, segment_tokens: int) -> int:
     return max(len(rollout) for rollout in load_rollouts(path)) + segment_tokens
 
 
-def test_the_table_names_every_figure_and_json_is_only_on_demand(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rollouts.jsonl", random_rows(seed_all(3)))
-    done = TOOL(path)
-    assert done.returncode == 0, done.stderr
-    for label in ("unique tokens", "token reuse", "attention reuse", "nodes", "branching", "segments", "fill", "peak"):
-        assert label in done.stdout
-    assert "{" not in done.stdout
-
-
-def test_the_default_segment_is_that_of_training(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rollouts.jsonl", random_rows(seed_all(7)))
-    figures = TOOL.json(path)
-    assert figures["fill"] == figures["unique_tokens"] / (figures["segments"] * DEFAULT_SEGMENT_TOKENS)
-
-
 @pytest.mark.parametrize(
     ("content", "arguments", "parts"),
     [
         ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n{"token_ids": [1, 2', (), ("rollouts.jsonl", "2")),
-        ('{"token_ids": [1, 2], "loss_mask": [0, 0]}\n', (), ("rollouts.jsonl", "loss_mask")),
-        ("", (), ("rollouts.jsonl",)),
-        (None, (), ("rollouts.jsonl", "no such file")),
         ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--tree-segment-tokens", "0"), ("--tree-segment-tokens",)),
-        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--max-length", "x"), ("--max-length",)),
-        (
-            '{"token_ids": [1, 2], "loss_mask": [0, 1]}\n',
-            ("--sample-granularity", "row"),
-            ("--sample-granularity", "trajectory"),
-        ),
         (
             '{"token_ids": [1, 2], "loss_mask": [0, 1]}\n',
             ("--model", "qwen3.5-9b", "--hf-config", "here"),
             ("--hf-config and --model: give one model",),
         ),
         ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--plot", "tree.gif"), ("tree.gif", ".png")),
-        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--plot", "no/such/tree.png"), ("no/such/tree.png",)),
     ],
 )
-def test_bad_input_gets_one_line(tmp_path: Path, content: str | None, arguments: tuple, parts: tuple) -> None:
+def test_bad_input_gets_one_line(tmp_path: Path, content: str, arguments: tuple, parts: tuple) -> None:
     path = tmp_path / "rollouts.jsonl"
-    if content is not None:
-        path.write_text(content)
+    path.write_text(content)
     TOOL.assert_refused(path, *arguments, parts=parts)
-
-
-def test_no_torch_is_loaded(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rollouts.jsonl", random_rows(seed_all(4)))
-    TOOL.assert_loads_no_torch(path)
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:

@@ -144,17 +144,11 @@ def test_a_rollout_file_and_a_configuration() -> None:
     [
         (["--num-gpus", "8", "--model", "llama3-8b"], "give FILE, or numbers in its place: --sequences"),
         ([*NUMBERS, "--num-gpus", "8"], "give --model, --hf-config or --args-file"),
-        ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--max-length", "5"], "--max-length has no effect"),
-        ([*NUMBERS, "--num-gpus", "12", "--model", "llama3-8b"], "--num-gpus 12 is not a multiple"),
         ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--tensor-model-parallel-size", "3"], "does not divide"),
-        ([*NUMBERS, "--num-gpus", "8", "--args-file", "nowhere.args"], "there is no such file"),
-        ([*NUMBERS, "--num-gpus", "8", "--model", "gpt5"], "--model"),
         (
             [*NUMBERS, "--num-gpus", "128", "--args-file", "examples/qwen3_235b_a22b.args", "--moe-grouped-gemm"],
             "--moe-grouped-gemm has no effect with --args-file",
         ),
-        ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--moe-grouped-gemm"], "without --num-experts"),
-        ([*NUMBERS, "--num-gpus", "16", "--args-file", "examples/qwen3_235b_a22b.args"], "does not divide the 16"),
     ],
 )
 def test_bad_input_gets_one_line(arguments: list[str], message: str) -> None:
@@ -179,16 +173,7 @@ def test_an_example_is_the_published_model_and_passes_all_checks(name: str, monk
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_fits_its_gpus(name: str) -> None:
-    numbers = [
-        "--sequences",
-        "128",
-        "--unique-tokens",
-        "600000",
-        "--longest-path",
-        "16384",
-        "--samples-per-prompt",
-        "8",
-    ]
+    numbers = [*NUMBERS, "--unique-tokens", "600000", "--longest-path", "16384"]
     values = planned(*numbers, "--args-file", f"examples/{name}.args", "--num-gpus", EXAMPLES[name][2])
     assert len(values["best"]) == 1
     assert values["best"][0]["memory_total_gib"] < 0.94 * 139

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -120,17 +119,6 @@ def test_a_changed_weight_is_found(checkpoints, monkeypatch, capsys, tmp_path):
     assert verify(monkeypatch, capsys, tmp_path / "changed", megatron, *flags, "--tolerance", "1")[0] == 0
 
 
-def test_another_scaling_of_positions_is_another_model(checkpoints, monkeypatch, capsys, tmp_path):
-    hf, megatron = checkpoints["llama"]
-    config = json.loads((hf / "config.json").read_text())
-    holder = config.get("rope_scaling") or config["rope_parameters"]
-    holder["factor"] = 4.0
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes((hf / "model.safetensors").read_bytes())
-    with pytest.raises(InputError, match=r"--rope-scaling-factor is 8.0 there and 4.0 here"):
-        verify(monkeypatch, capsys, tmp_path, megatron)
-
-
 def test_tokens_of_a_file(checkpoints, monkeypatch, capsys, tmp_path):
     generator = seed_all(9)
     lengths = (70, 1, 5, 30)
@@ -176,7 +164,6 @@ def test_what_only_one_side_has_or_is_no_number_is_infinitely_far():
     [
         ("--hf-checkpoint none --load none", "error: none: no such folder"),
         ("--hf-checkpoint HF --load none", "error: --load none: holds no checkpoint"),
-        ("--hf-checkpoint HF --load HF --seq-length 1", "error: --seq-length is 1"),
         ("--hf-checkpoint HF --load HF --tolerance nan", "error: --tolerance is nan"),
     ],
 )

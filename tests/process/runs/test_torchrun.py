@@ -1,8 +1,11 @@
-"""torchrun restarts a job after a process died, and the run continues from its last checkpoint."""
+"""Under torchrun a job restarts after a process died, and a wrong flag is named in the last line."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from conftest import REPOSITORY
@@ -40,3 +43,16 @@ def test_a_killed_process_is_named_and_the_restart_resumes(tmp_path: Path) -> No
     assert "error: died: rank 1 in" in done.stderr
     assert "continuing" in done.stdout
     assert [row["iteration"] for row in read_metrics(save / "metrics.jsonl")] == list(range(1, 10))
+
+
+def test_the_refusal_is_the_last_line() -> None:
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dta.train --lr -1 --num-layers 1"
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}"}
+    done = subprocess.run(
+        [sys.executable, *launcher.split()], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert lines[-1].startswith("error")
+    assert "the following arguments are required" in lines[-1]
+    assert any("ChildFailedError" in line for line in lines[:-1])
