@@ -10,14 +10,11 @@ from megatron_dta.core.planning.costs.memory_budget import StageBytes
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.core.planning.costs.state_bytes import StateBytes, StepStates
 from megatron_dta.core.planning.segments.runs import SegmentRuns
-from megatron_dta.core.planning.segments.schedule import depth_first_schedule
 from megatron_dta.core.planning.step.flops import StepCounts
-from megatron_dta.core.planning.step.passes import states_of_ops
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import Cluster
 from megatron_dta.extras.capacity.meshes import Choice
-from megatron_dta.extras.capacity.report import useful_share
 from megatron_dta.extras.capacity.search import Planner
 from megatron_dta.extras.capacity.sequences import made_up_sequences
 from megatron_dta.extras.capacity.step_time import mesh_costs, stage_time
@@ -61,45 +58,3 @@ def test_a_model_with_gated_delta_net_counts_its_operations_and_states() -> None
     added = planned.memory.total - without.simulate(Choice(one, 256)).memory.total
     assert states.in_flight <= added <= states.in_flight + states.kept.sum() + states.work.max()
     assert planner.simulate(Choice(two, 256)).memory.total < planned.memory.total
-
-
-def test_experts_beside_gated_delta_net() -> None:
-    """Replicas that run one tree for their experts: each stage and node counts as on the rank with most states."""
-    shape = replace(
-        SMALL,
-        linear_attention_layers=(True, True, True, False) * 3,
-        num_experts=8,
-        moe_ffn_hidden_size=256,
-        moe_shared_expert_intermediate_size=128,
-        moe_grouped_gemm=True,
-        moe_layers=(),
-    )
-    cluster, one = Cluster(num_gpus=2, gpus_per_node=2), RunMesh(1, 1, 2, (12,), experts=2)
-    sequences, masks = made_up_sequences(40, 6000, 600, 8)
-    planner = Planner(shape, cluster, StepWork(sequences, masks, mesh_costs(shape, one, cluster)))
-    ranks = RankTensors(2, expert_ranks=2)
-    dense = replace(shape, num_experts=None, moe_layers=(), moe_grouped_gemm=False)
-    of_dense = SegmentBytes.of_shape(dense, ranks)
-    found = planner._bytes(Choice(one, 256))
-    assert found.kept_per_token_and_layer == SegmentBytes.of_shape(shape, ranks).kept_per_token_and_layer
-    # Both differ by what the feed-forward layers keep, as in a model of attention alone.
-    plain, plain_dense = (
-        SegmentBytes.of_shape(replace(each, linear_attention_layers=()), ranks).kept_per_token_and_layer
-        for each in (shape, dense)
-    )
-    added = found.kept_per_token_and_layer - of_dense.kept_per_token_and_layer
-    assert added == pytest.approx(plain - plain_dense)
-    planned = planner.simulate(Choice(one, 256))
-    tree, plans = planned.work.planned[0], planned.work.merged
-    each = StateBytes.of_shape(shape, 2)
-    runs = [SegmentRuns.of(plan) for plan in plans]
-    forks = [own.counts.at(nodes) for own, nodes in zip(runs, tree.segment_of, strict=True)]
-    states = states_of_ops(tree, depth_first_schedule(tree), each, forks)
-    alone = [StepStates.of([own.counts], each, int(own.forks_in_flight.max())) for own in runs]
-    assert states.in_flight >= max(own.in_flight for own in alone) > 0
-    for kind in ("kept", "work"):
-        for own, nodes in zip(alone, tree.segment_of, strict=True):
-            assert (getattr(states, kind)[nodes >= 0] >= getattr(own, kind)[nodes[nodes >= 0]]).all()
-        together = max(getattr(own, kind).max() for own in alone)
-        assert getattr(states, kind).max() == together
-    assert 0 < useful_share(planner, planned) < 1

@@ -9,25 +9,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from conftest import rollout_file, seed_all
+from conftest import seed_all
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.planning.costs.model import CostModel
-from megatron_dta.core.planning.partition.divide import partition_costs, partition_sequences, trained_parts
-from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
+from megatron_dta.core.planning.partition.divide import partition_sequences, trained_parts
 from megatron_dta.core.planning.plan_step import plan_step
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
 from megatron_dta.core.planning.segments.schedule import OpKind
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.extras.expert_parallel.planning.group_step import GroupPlan, GroupStep
 from megatron_dta.extras.expert_parallel.planning.merged_op_list import cheaper_op_list
 from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import SegmentForest
 from megatron_dta.extras.expert_parallel.planning.synchronized_plan import RankPlan, synchronized_plan
 from megatron_dta.training.data.division import partition_samples
 from partition_cases import turns_forest
-from segment_planner_cases import ROLLOUTS
 from tree_engine_cases import branching_sequences
 
 TOKENS_ONLY = CostModel(3.0, 0.0, 0.0, 0.0, 16)
@@ -144,31 +140,3 @@ def test_the_ranks_predict_a_share_each_and_agree() -> None:
     )
     for each in found:
         assert each.rank_of_sequence.tolist() == alone.rank_of_sequence.tolist()
-
-
-# Sets of which 60 sequences gain at least 5% of the predicted seconds.
-GAINS = (
-    "aime24_skyt1_long",
-    "gsm8k_openai_4x400",
-    "mint_math_8x100",
-    "tau1_airline_gpt4o_4x50",
-    "tau1_airline_llama8b_3x50",
-    "tau1_airline_qwen25_3x50",
-    "tau2_retail_3x40",
-)
-
-
-@pytest.mark.parametrize("name", ROLLOUTS)
-def test_real_rollouts(name: str) -> None:
-    """Groups of ranks are never slower than with even ranks, and on half of the sets faster."""
-    rollouts = load_rollouts(rollout_file(f"{name}.npz"), max_sequences=60)
-    sequences, masks = trained_parts(rollouts)
-    costs = SequenceCosts.of(build_prefix_tree(sequences), CostModel(), masks)
-    step = GroupStep(sequences, masks, 4, StepBudget(1024), PipelineShape(cost_model=CostModel(floor_seconds=0.0)))
-    even = partition_costs(costs, 4)
-    found = partition_costs(costs, 4, lambda divisions: [step.slowest(each) for each in divisions])
-    ratio = step.slowest(found.rank_of_sequence) / step.slowest(even.rank_of_sequence)
-    print(f"{name}: {ratio:.3f}")
-    assert ratio <= (0.95 if name in GAINS else 1)
-    assert found.unique_tokens == even.unique_tokens
-    assert found.tokens_per_rank.sum() == found.unique_tokens + found.duplicated_tokens

@@ -74,7 +74,7 @@ def test_random_flags(tmp_path: Path) -> None:
     actions = [action for action in build_parser()._actions if action.dest != "help"]
     for _ in range(150):
         line = f"{MODEL} {rng.choice((sampled, stored))}".split()
-        for _ in range(rng.randrange(1, 5)):
+        for _ in range(rng.randrange(1, 3)):
             if rng.random() < 0.15:
                 line.pop(rng.randrange(len(line)))
                 continue

@@ -30,37 +30,12 @@ EXAMPLES = {
 TOOL = Tool("plan_run")
 # Settings of the run that override config.json.
 OWN = ("max_position_embeddings", "init_method_std", "bf16", "params_dtype", "moe_grouped_gemm")
-SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-HF_CONFIGS = {
-    "qwen3-0.6b": ("qwen3-1.7b", (28, 1024, 3072, 16)),
-    "qwen3-1.7b": ("qwen3-1.7b", ()),
-    "qwen3-8b": ("qwen3-1.7b", (36, 4096, 12288, 32)),
-    "qwen3-14b": ("qwen3-1.7b", (40, 5120, 17408, 40)),
-    "qwen3-32b": ("qwen3-1.7b", (64, 5120, 25600, 64)),
-    "qwen3-30b-a3b": ("qwen3-30b-a3b", ()),
-    "qwen3-235b-a22b": ("qwen3-235b-a22b", ()),
-    "qwen2.5-7b": ("qwen2.5-7b", ()),
-    "qwen2.5-32b": ("qwen2.5-72b", (64, 5120, 27648, 40)),
-    "qwen2.5-72b": ("qwen2.5-72b", ()),
-    "llama3-8b": ("llama-3.1-70b", (32, 4096, 14336, 32)),
-    "llama3-70b": ("llama-3.1-70b", ()),
-}
 
 
 def planned(*arguments: object, status: int = 0) -> dict:
     done = TOOL(*arguments, "--json")
     assert done.returncode == status, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def hf_config(name: str) -> dict:
-    """The config.json of a named model: a published one, or that of another size of its family with its own sizes."""
-    of, sizes = HF_CONFIGS[name]
-    values = json.loads((REPOSITORY / "tests" / "helpers" / "hf_configs" / f"{of}.json").read_text())
-    changed = dict(zip(SIZE_KEYS, sizes, strict=True)) if sizes else {}
-    if name.startswith("qwen3-") and sizes:
-        changed["tie_word_embeddings"] = name == "qwen3-0.6b"
-    return values | changed
 
 
 def test_the_command_for_a_named_model_loads_the_published_one() -> None:
@@ -94,7 +69,9 @@ def test_the_best_mesh_is_a_command_that_training_takes(monkeypatch: pytest.Monk
     assert words[words.index("--load-hf") + 1] == "Qwen3-8B"
     folder = tmp_path / "Qwen3-8B"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(hf_config("qwen3-8b")))
+    values_of_1_7b = json.loads((REPOSITORY / "tests" / "helpers" / "hf_configs" / "qwen3-1.7b.json").read_text())
+    sizes = dict(num_hidden_layers=36, hidden_size=4096, intermediate_size=12288, num_attention_heads=32)
+    (folder / "config.json").write_text(json.dumps(values_of_1_7b | sizes | {"tie_word_embeddings": False}))
     words[words.index("--load-hf") + 1] = str(folder)
     config = parse_arguments(words)
     assert DecoderShape.of(config.model) == SHAPES["qwen3-8b"]
@@ -173,7 +150,7 @@ def test_an_example_is_the_published_model_and_passes_all_checks(name: str, monk
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_fits_its_gpus(name: str) -> None:
-    numbers = [*NUMBERS, "--unique-tokens", "600000", "--longest-path", "16384"]
+    numbers = [*NUMBERS, "--sequences", "128", "--unique-tokens", "600000", "--longest-path", "16384"]
     values = planned(*numbers, "--args-file", f"examples/{name}.args", "--num-gpus", EXAMPLES[name][2])
     assert len(values["best"]) == 1
     assert values["best"][0]["memory_total_gib"] < 0.94 * 139
