@@ -13,7 +13,7 @@ class RewardServer:
     """Answers each request with the next plan; the last one stays.
 
     Plans: a dictionary or number (JSON), bytes (as they are), ("status", code), "hang", "cut", "drop", "gzip", and what
-    comes a bit at a time: "drip" (the body), "drip-head", "continue" (interim replies without end).
+    comes a bit at a time: "drip" (the body), "continue" (interim replies without end).
 
     Attributes:
         url: where it is.
@@ -40,9 +40,8 @@ class RewardServer:
                     return
                 if plan == "hang":
                     time.sleep(hang_s)
-                if plan in ("drip-head", "continue"):
-                    part = b"HTTP/1.1 100 Continue\r\n\r\n" if plan == "continue" else b"X"
-                    self._drip(b"" if plan == "continue" else b"HTTP/1.1 200 OK\r\n", part)
+                if plan == "continue":
+                    self._drip(b"HTTP/1.1 100 Continue\r\n\r\n")
                     return
                 status = plan[1] if isinstance(plan, tuple) else 200
                 content = (
@@ -57,10 +56,9 @@ class RewardServer:
                 self.end_headers()
                 self.wfile.write(content)
                 if plan == "drip":
-                    self._drip(b"", b" ")
+                    self._drip(b" ")
 
-            def _drip(self, first: bytes, part: bytes) -> None:
-                self.wfile.write(first)
+            def _drip(self, part: bytes) -> None:
                 for _ in range(40):
                     self.wfile.write(part)
                     self.wfile.flush()

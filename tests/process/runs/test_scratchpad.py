@@ -32,13 +32,6 @@ def commands_of(folder: Path, script: str, **environment: str) -> list[list[str]
     return [command.split("\n") for command in record.read_text().removesuffix("\n\n").split("\n\n")]
 
 
-def test_a_forgotten_carry_is_worked_on_with() -> None:
-    left, right = np.array([7, 4, 9]), np.array([5, 5, 9])
-    assert scratchpad.problem_text(left, right) == "7+5 4+5 9+9="
-    assert scratchpad.solution_text(left, right, 10) == "012 110 119"
-    assert scratchpad.solution_text(left, right, 10, np.array([False, True, False])) == "012 009 018"
-
-
 def test_files_of_the_task(tmp_path: Path) -> None:
     flags = "--base 3 --digits 6 --examples 2 --carelessness 0.5 --count 40 --prompts 50 --held-out 20 --seed 4"
     done = run_python(["examples/scratchpad.py", "--output", tmp_path, *flags.split()])

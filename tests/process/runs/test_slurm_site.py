@@ -31,14 +31,6 @@ module() {
 false
 true
 """
-CONDA = """
-conda() {
-    export CONDA_PREFIX=__FOLDER__ PS1="($2) $PS1"
-    echo "$ADDR2LINE" | grep -q nothing
-    true
-}
-true
-"""
 
 
 def read_site(folder: Path, text: str) -> subprocess.CompletedProcess:
@@ -103,21 +95,6 @@ def test_the_example_for_modules(tmp_path):
     done = read_site(tmp_path, text.replace("module load python/3.11", "module load missing"))
     assert done.returncode == 2
     assert "'module load missing cuda/12.8' failed with status 1" in done.stderr
-
-
-def test_the_example_for_conda(tmp_path):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    (tmp_path / "conda.sh").write_text(CONDA.replace("__FOLDER__", str(tmp_path)))
-    text = (SLURM / "environment.conda.sh").read_text()
-    done = read_site(tmp_path, text.replace("/shared/miniforge3/etc/profile.d/conda.sh", f"{tmp_path}/conda.sh"))
-    assert done.stdout == f"python={tmp_path}/bin/python value=\n", done.stderr
-
-
-def test_the_example_for_pyxis(tmp_path):
-    text = (SLURM / "environment.pyxis.sh").read_text()
-    done = read_site(tmp_path, text + 'VALUE="${container[*]}"\n')
-    assert done.stdout == "python=python3 value=\n", done.stderr
 
 
 def test_every_setting_of_the_scripts_is_in_the_example():

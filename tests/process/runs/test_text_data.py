@@ -277,17 +277,6 @@ def test_prompts_of_verl_and_other_names(tmp_path: Path) -> None:
             PromptReader(CharacterTokenizer(), None, None, *keys).read(tmp_path / "n.jsonl")
 
 
-def test_overlong_prompts_are_counted(tmp_path: Path) -> None:
-    file = write(tmp_path / "p.jsonl", [{"question": "1" * n} for n in (3, 9, 4, 8)])
-    with pytest.raises(InputError, match=r"row 2: .*--filter-overlong-prompts"):
-        PromptReader(CharacterTokenizer(), 5).read(file)
-    found = PromptReader(CharacterTokenizer(), 5, filter_overlong=True)
-    assert [len(prompt.token_ids) for prompt in found.read(file)] == [3, 4]
-    assert found.overlong == 2
-    with pytest.raises(InputError, match="all 4 prompts have more than 2 tokens"):
-        PromptReader(CharacterTokenizer(), 2, filter_overlong=True).read(file)
-
-
 # --- from the command line -----------------------------------------------------------------------------------------
 
 
