@@ -165,9 +165,7 @@ def test_the_form_of_tool_calls_is_the_templates(tmp_path: Path) -> None:
 # --- what is trained -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "mark", [{"weight": 0}, {"trainable": False}, {"loss_mask": 0.0}, {"train": False, "loss": True}]
-)
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False, "loss": True}])
 def test_marked_turns_are_context(tmp_path: Path, mark: dict[str, Any]) -> None:
     folder = make_chat_folder(tmp_path / "model")
     tokenizer = HuggingFaceTokenizer(folder)

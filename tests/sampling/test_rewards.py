@@ -38,14 +38,8 @@ def length(prompt, response, response_token_ids):
 def not_a_number(prompt, response, response_token_ids):
     return math.nan
 
-def infinite(prompt, response, response_token_ids):
-    return -math.inf
-
 def text(prompt, response, response_token_ids):
     return "1.0"
-
-def nothing(prompt, response, response_token_ids):
-    pass
 
 def broken(prompt, response, response_token_ids):
     return {}["missing key"]
@@ -53,7 +47,6 @@ def broken(prompt, response, response_token_ids):
 def flag(prompt, response, response_token_ids):
     return response == "19"
 
-value = 3
 """
 
 
@@ -78,10 +71,8 @@ def test_user_reward(user_file: Path):
     ("name", "message"),
     [
         ("not_a_number", "must return a finite number, got nan"),
-        ("infinite", "must return a finite number, got -inf"),
         ("text", "must return a number, got str"),
-        ("nothing", "must return a number, got NoneType"),
-        ("broken", r"raised KeyError: 'missing key' \(rewards.py, line 25\)"),
+        ("broken", r"raised KeyError: 'missing key' \(rewards.py, line 19\)"),
     ],
 )
 def test_bad_reward_values(user_file: Path, name: str, message: str):
@@ -96,24 +87,16 @@ def test_bad_reward_flags(user_file: Path, tmp_path: Path):
     syntax = tmp_path / "syntax.py"
     syntax.write_text("def f(:\n")
     forms = tmp_path / "forms.py"
-    forms.write_text(
-        "def two(prompt, response): return 1.0\n"
-        "def batch(prompts, responses): return [1.0]\n"
-        "def verl(solution_str, threshold): return 1.0\n"
-    )
+    forms.write_text("def two(prompt, response): return 1.0\ndef verl(solution_str, threshold): return 1.0\n")
     for spec, message in (
         ("best", "must be exact_match, math_verify, code_tests, remote or FILE.py:NAME"),
-        (str(user_file), "must be exact_match"),
-        (f"{user_file}:no-name", "must be exact_match"),
         (f"{tmp_path}/none.py:f", "of a file that exists"),
         (f"{user_file}:missing", "no function or class missing"),
-        (f"{user_file}:value", "no function or class value"),
         (f"{syntax}:f", r"the file does not run: SyntaxError: invalid syntax \(syntax.py, line 1\)$"),
         (
             f"{forms}:two",
             r"two\(prompt, response\): too many .*; give it the parameters \(prompt, response, token_ids\)",
         ),
-        (f"{forms}:batch", r"give it the parameters \(prompts, responses, token_ids\)"),
         (f"{forms}:verl", r"missing .*'threshold'; give it the parameters \(solution_str\)"),
     ):
         with pytest.raises(InputError, match=message) as caught:
@@ -134,7 +117,7 @@ def test_exact_match():
         compute_reward(exact_match, "p", {}, "19", [])
 
 
-@pytest.mark.parametrize(("max_operand", "operators"), [(9, "+"), (19, "+-"), (12, "*+-"), (1, "+")])
+@pytest.mark.parametrize(("max_operand", "operators"), [(12, "*+-"), (1, "+")])
 def test_arithmetic_split(max_operand: int, operators: str):
     task = ArithmeticTask(max_operand, operators)
     train, held_out = task.train_prompts, task.held_out_prompts
@@ -167,10 +150,7 @@ def test_arithmetic_split(max_operand: int, operators: str):
 def test_bad_arithmetic_settings():
     for arguments, message in (
         (dict(max_operand=0), "--arithmetic-max-operand"),
-        (dict(max_operand=1000), "--arithmetic-max-operand"),
         (dict(operators=""), "--arithmetic-operators"),
-        (dict(operators="++"), "--arithmetic-operators"),
-        (dict(operators="/"), "--arithmetic-operators"),
         (dict(max_operand=3, held_out_problems=8), "cannot be held out"),
     ):
         with pytest.raises(InputError, match=message):
@@ -193,10 +173,6 @@ def test_warmup_rollouts_are_right_answers(tmp_path: Path):
         assert trained[-1] == task.tokenizer.eos_id
         # eval is safe here: the alphabet holds digits and operators only
         assert int(task.tokenizer.decode(trained)) == eval(question[:-1])
-    bad = run_python([*command, "--arithmetic-max-operand", "0"])
-    assert bad.returncode == 2
-    assert bad.stderr.startswith("error: --arithmetic-max-operand")
-    assert bad.stderr.count("\n") == 1
 
 
 def small_model(vocab_size: int):
@@ -271,21 +247,6 @@ def test_an_evaluation_draws_numbers_that_training_never_draws():
     assert sum(a == b for a, b in zip(found, trained, strict=True)) < 4
 
 
-def test_right_answers_get_reward_one():
-    """Every problem's answer, tokenized, ended and decoded as the source does it, and one digit off."""
-    config = SamplingConfig(
-        task="arithmetic", arithmetic_max_operand=12, arithmetic_operators="-*", rollout_max_response_len=4
-    )
-    task = build_task(config, max_position_embeddings=32)
-    for prompt in task.prompts + task.eval_prompts:
-        for offset in (0, 1):
-            answer = str(prompt.record["answer"] + offset)
-            ids = [*task.tokenizer.encode(answer).tolist(), task.tokenizer.eos_id]
-            text = task.tokenizer.decode(ids)
-            reward = compute_reward(task.reward_function, prompt.prompt_id, prompt.record, text, ids)
-            assert reward == 1.0 - offset
-
-
 def test_task_from_a_prompt_file(tmp_path: Path, user_file: Path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"question": "1+1=", "answer": 2}\n{"question": "2+1=", "answer": 3}\n')
@@ -305,7 +266,6 @@ def test_task_from_a_prompt_file(tmp_path: Path, user_file: Path):
 @pytest.mark.parametrize(
     ("changes", "positions", "vocab_size", "message"),
     [
-        (dict(rollout_max_response_len=32), 32, None, "leaves no room for a prompt"),
         (dict(rollout_max_response_len=2), 32, None, "--rollout-max-response-len 2 cuts right answers"),
         (dict(), 10, None, "--max-position-embeddings leaves 5"),
         (dict(), 32, 9, "--vocab-size 9: --task arithmetic has 16 tokens"),

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import tokenizers_cases
-from conftest import rollout_file
 from megatron_dta.common import time_limit
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.prompts.load import Prompt, PromptReader, prompts_at
@@ -134,27 +133,19 @@ def test_null_tokenizer():
 
 
 def test_bad_tokenizer_flags(tmp_path: Path, tokenizer_json: Path, sentencepiece_model: Path):
-    broken = tmp_path / "broken.json"
-    broken.write_text('{"model": 3')
     cases = [
         (dict(tokenizer_type="WordTokenizer"), r"--tokenizer-type WordTokenizer is unknown"),
         (dict(tokenizer_type="HuggingFaceTokenizer"), r"needs --tokenizer-model"),
-        (dict(tokenizer_type="SentencePieceTokenizer"), r"needs --tokenizer-model"),
         (dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "none.json")), "no such file"),
-        (dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(broken)), r"not a tokenizer\.json"),
-        (dict(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tokenizer_json)), "not a SentencePiece"),
         (dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(sentencepiece_model)), r"not a tokenizer"),
         (dict(tokenizer_type="CharacterTokenizer", tokenizer_model="x"), r"--tokenizer-model is not used"),
-        (dict(tokenizer_type="CharacterTokenizer", eos_ids=[1]), r"--eos-id is not used"),
         (dict(tokenizer_type="CharacterTokenizer", vocab_size=3), r"--vocab-size 3 is smaller than the tokenizer's 16"),
         (
             # Not "raise --vocab-size": the checkpoint decides it.
             dict(tokenizer_type="CharacterTokenizer", vocab_size=3, checkpoint="runs/a"),
             "has 16 ids, more than the vocabulary of 3 of the model in runs/a: it is another model's tokenizer",
         ),
-        (dict(tokenizer_type="NullTokenizer", vocab_size=9), r"needs --vocab-size and --eos-id"),
         (dict(tokenizer_type="NullTokenizer", vocab_size=9, eos_ids=[9]), r"--eos-id 9 is outside"),
-        (dict(tokenizer_type="NullTokenizer", tokenizer_model="x"), r"--tokenizer-model is not used"),
         (
             dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tokenizer_json), eos_ids=[10**6]),
             r"--eos-id 1000000 is outside",
@@ -195,23 +186,14 @@ def test_prompt_file(tmp_path: Path):
     ("line", "message"),
     [
         ('{"question": "1+', "row 2: not valid JSON"),
-        ("[1, 2]", "row 2: must be a JSON object, got list"),
         ('{"answer": 3}', "row 2: needs exactly one of the fields .*got none"),
-        ('{"question": "1", "prompt": "2"}', "row 2: needs exactly one of the fields .*got prompt, question"),
-        ("[" * 100_000, "row 2: not valid JSON: maximum recursion depth"),
         ('{"question": "1\\ud800"}', "row 2: question: is not valid text"),
         ('{"question": [{"role": "user"}]}', "row 2: question: .* messages need --apply-chat-template"),
-        ('{"question": 12}', "row 2: question: must be a string, got int"),
-        ('{"question": ""}', "row 2: question: is empty"),
         ('{"question": "1?"}', "row 2: question: CharacterTokenizer cannot encode"),
         ('{"question": "123456789"}', "row 2: question: 9 tokens, but .*--max-position-embeddings"),
-        ('{"question": "1", "id": 1.5}', "row 2: id: must be a string or an integer"),
         ('{"question": "1", "id": "first"}', "row 2: id: 'first' was already used in row 1"),
-        ('{"prompt_token_ids": "12"}', "row 2: prompt_token_ids: must be a list of integers"),
         ('{"prompt_token_ids": [1, true]}', "row 2: prompt_token_ids: must be a list of integers"),
-        ('{"prompt_token_ids": [1, 16]}', "row 2: prompt_token_ids: 16 is outside the vocabulary of 16"),
         ('{"prompt_token_ids": [-1]}', "row 2: prompt_token_ids: -1 is outside"),
-        ('{"prompt_token_ids": []}', "row 2: prompt_token_ids: is empty"),
     ],
 )
 def test_bad_prompt_rows(tmp_path: Path, line: str, message: str):
@@ -226,8 +208,6 @@ def test_bad_prompt_rows(tmp_path: Path, line: str, message: str):
 def test_bad_prompt_files(tmp_path: Path):
     with pytest.raises(InputError, match="no such prompt file"):
         PromptReader(CharacterTokenizer()).read(tmp_path / "none.jsonl")
-    with pytest.raises(InputError, match="is a folder; name its files"):
-        PromptReader(CharacterTokenizer()).read(tmp_path)
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n \n")
     with pytest.raises(InputError, match="no prompts"):
@@ -235,14 +215,6 @@ def test_bad_prompt_files(tmp_path: Path):
     file.write_bytes(b'{"question": "1"}\n{"question": "\xff"}\n')
     with pytest.raises(InputError, match="not UTF-8"):
         PromptReader(CharacterTokenizer()).read(file)
-
-
-@pytest.mark.parametrize("name", ["arith_tiny_train.jsonl"])
-def test_real_prompt_file(name: str):
-    tokenizer = CharacterTokenizer()
-    prompts = PromptReader(tokenizer).read(rollout_file(name))
-    assert len(prompts) == 1024
-    assert all(tokenizer.decode(prompt.token_ids) == prompt.record["question"] for prompt in prompts)
 
 
 def test_the_order_of_prompts_is_a_function_of_the_place():

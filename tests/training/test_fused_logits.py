@@ -73,8 +73,7 @@ def truth(case, which: str):
 
 
 @pytest.mark.parametrize("which", ["both", "logprobs", "entropy"])
-@pytest.mark.parametrize("block", [16, 4096])
-@pytest.mark.parametrize("chunk_rows", [1, 5, 100])
+@pytest.mark.parametrize(("block", "chunk_rows"), [(16, 1), (16, 5), (4096, 100)])
 def test_float32_equals_log_softmax(which, block, chunk_rows, monkeypatch):
     monkeypatch.setattr(fused_logits, "_BLOCK", block)
     case = random_case(chunk_rows + block, torch.float32)

@@ -28,19 +28,12 @@ def test_layer_patterns(text: str, layers: str) -> None:
 
 BAD = [
     (f"{SAMPLED} --swiglu --num-experts 8", "--num-experts needs --disable-bias-linear"),
-    (f"{SAMPLED} --num-experts 32769", "--num-experts 32769: must be at most 32768"),
-    (f"{MOE} --moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8"),
     (f"{MOE} --moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-pre-softmax"),
-    (f"{MOE} --moe-router-num-groups 4", "--moe-router-group-topk need each other"),
     (f"{MOE} --moe-router-num-groups 3 --moe-router-group-topk 2", "is not divisible by --moe-router-num-groups 3"),
-    (f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk 4", "cannot be spread evenly"),
     (f"{MOE} --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias needs --moe-router-score-function"),
     (f"{MOE} --moe-layer-freq [0]*2", "no layer has experts"),
-    (f"{MOE} --moe-layer-freq [1]*3", "has 3 entries for --num-layers 2"),
-    (f"{MOE} --moe-layer-freq 0", "--moe-layer-freq 0: must be at least 1"),
     (f"{MOE} --moe-layer-freq __import__('os')", "--moe-layer-freq __import__"),
     (f"{MOE} --moe-layer-freq [1]*999999999999", "--moe-layer-freq [1]*999999999999: give a number"),
-    (f"{MOE} --expert-model-parallel-size 3", "--expert-model-parallel-size 3"),
     (f"{MOE} --num-query-groups 4 --tensor-model-parallel-size 2", "needs --sequence-parallel"),
 ]
 
