@@ -120,19 +120,9 @@ def test_the_gateway_as_a_command(chat: Path, tmp_path: Path) -> None:
     trained = run_python(command(chat, tmp_path / "run", "print", "--train-iters", "1"))
     assert trained.returncode == 0, trained.stderr
     output = tmp_path / "sessions.jsonl"
-    own = [
-        "-m",
-        "megatron_dta",
-        "gateway",
-        "--output",
-        str(output),
-        "--load",
-        str(tmp_path / "run"),
-        *MODEL,
-        *text(chat),
-    ]
+    own = ["-m", "megatron_dta", "gateway", "--output", str(output), "--load", str(tmp_path / "run")]
     for round_number in (1, 2):
-        process = Program([*own, *text(chat), "--rollout-max-response-len", "6"])
+        process = Program([*own, *MODEL, *text(chat), "--rollout-max-response-len", "6", "--gateway-max-calls", "9"])
         process.wait_until(lambda process=process: "sessions to" in process.stdout())
         line = next(line for line in process.stdout().splitlines() if line.startswith("gateway: http://127.0.0.1:"))
         url, key = line.split()[1], output.with_suffix(".key").read_text().strip()

@@ -58,8 +58,8 @@ def check_engine(config: TrainConfig) -> None:
             *_check_schedule(config),
             *_check_parallel(config),
             *caught(check_states, config.model, config.optimization, config.parallel),
-            # These trainers give the whole schedule.
-            *unread_settings(config, ("lr_", "min_lr")),
+            # These trainers give the whole schedule. The gateway samples for calls that it gets, without prompts.
+            *unread_settings(config, ("optimization.lr_", "optimization.min_lr", "sampling.", "agent.")),
         ]
     )
 

@@ -20,12 +20,12 @@ def unread_settings(config: TrainConfig, left_out: tuple[str, ...] = ()) -> Iter
     """Yield a line for each setting that differs from its default and is not read.
 
     Args:
-        left_out: beginnings of the names of settings that need nothing.
+        left_out: beginnings of the ``topic.name`` of settings that need nothing.
     """
     values = {setting.name: value for _, setting, value in settings_of(config)}
     flags = {setting.name: flag_of(setting) for _, setting, _ in settings_of(config)}
-    for _, setting, value in settings_of(config):
-        if value == setting.default or setting.name.startswith(left_out):
+    for topic, setting, value in settings_of(config):
+        if value == setting.default or f"{topic}.{setting.name}".startswith(left_out):
             continue
         unmet = [need for need in setting.metadata["needs"] if not _holds(need, values)]
         if unmet:
