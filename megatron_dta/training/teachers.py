@@ -26,7 +26,7 @@ from megatron_dta.common.http.session import http_parts
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, TreeConfig
 from megatron_dta.core.engine import TreeBatch, TreeEngine, prepare_batch
-from megatron_dta.core.engine.teacher_pass import TeacherTarget
+from megatron_dta.core.engine.batch import TeacherTarget
 from megatron_dta.core.model.kernel_types import Head
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.record import Rollout

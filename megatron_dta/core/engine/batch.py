@@ -20,8 +20,31 @@ from megatron_dta.core.planning.step.routing_replay import stream_routing
 from megatron_dta.core.planning.step.sample import FIELDS, TrainingSample
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_dta.core.config import TreeConfig
-    from megatron_dta.core.engine.teacher_pass import TeacherTarget
+    from megatron_dta.core.model.kernel_types import Head
+
+
+@dataclass(frozen=True)
+class TeacherTarget:
+    """A teacher at rows of a plan.
+
+    Attributes:
+        rows: int64 [U], ascending.
+        weights: float64 [U], derivative of the step's loss by the divergence of each row.
+        counts: int64 [U], pairs that count at each row, for the mean.
+        rows_there: int64 [U], the teacher's own row of each.
+        states: [U, D], hidden states of the teacher there, on the host; None on ranks without the last stage.
+        head: its output weight there.
+    """
+
+    rows: np.ndarray
+    weights: np.ndarray
+    counts: np.ndarray
+    rows_there: np.ndarray
+    states: Tensor | None = None
+    head: Head | None = None
 
 
 @dataclass(frozen=True)

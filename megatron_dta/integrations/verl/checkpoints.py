@@ -13,7 +13,7 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.training.checkpoint.files import find_checkpoint
@@ -28,9 +28,6 @@ from megatron_dta.training.checkpoint.writer import on_rank0
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.huggingface.save import write_hf
 
-if TYPE_CHECKING:
-    from megatron_dta.integrations.verl.engine import MegatronDtaEngine
-
 logger = logging.getLogger(__name__)
 _WEIGHTS, _HUGGINGFACE = "weights", "huggingface"
 _CONTENTS = {"model", "optimizer", "extra", "hf_model"}
@@ -43,7 +40,7 @@ class VerlCheckpoints:
         InputError: verl's settings ask for a form of checkpoint that does not exist here.
     """
 
-    def __init__(self, engine: MegatronDtaEngine) -> None:
+    def __init__(self, engine: Any) -> None:  # a MegatronDtaEngine
         self._engine, self._saved = engine, []
         config = engine.checkpoint_config
         for contents in (config.save_contents, config.load_contents):

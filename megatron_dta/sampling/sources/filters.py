@@ -26,7 +26,7 @@ import numpy as np
 from megatron_dta.core.rollouts.batch_source import SampledSource, WrappedSource
 from megatron_dta.core.rollouts.paths import decoded_tokens
 from megatron_dta.core.rollouts.record import Rollout
-from megatron_dta.training.config import TrainConfig
+from megatron_dta.sampling.config.run import SampledRun
 
 
 class FilteringSource(WrappedSource):
@@ -34,7 +34,7 @@ class FilteringSource(WrappedSource):
 
     _inner: SampledSource
 
-    def __init__(self, inner: SampledSource, config: TrainConfig) -> None:
+    def __init__(self, inner: SampledSource, config: SampledRun) -> None:
         super().__init__(inner)
         self._settings = config.filtering
         self._rounds = self._settings.dynamic_sampling_max_rounds if self._settings.dynamic_sampling else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megatron_dta.sampling.config.run import SampledRun
 from megatron_dta.sampling.evaluation import Answers, evaluate_answers
 from megatron_dta.sampling.interface import RolloutEngine
 from megatron_dta.sampling.sources.independent import evaluation_params
@@ -12,11 +13,10 @@ from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.sampler import TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.source import sample_scored_trees, stop_rules
-from megatron_dta.training.config import TrainConfig
 
 
 def compare_at_equal_tokens(
-    engine: RolloutEngine, task: SamplingTask, config: TrainConfig, ks: Sequence[int], answer_of: Callable[[str], str]
+    engine: RolloutEngine, task: SamplingTask, config: SampledRun, ks: Sequence[int], answer_of: Callable[[str], str]
 ) -> dict[str, dict[str, float]]:
     """Metrics (``evaluate_answers``) of ``tree``, ``independent`` (equal leaves) and ``independent, equal tokens``.
 
@@ -38,7 +38,7 @@ def compare_at_equal_tokens(
 
 
 def sample_answers(
-    sampler: TreeSampler, task: SamplingTask, config: TrainConfig, answer_of: Callable[[str], str]
+    sampler: TreeSampler, task: SamplingTask, config: SampledRun, answer_of: Callable[[str], str]
 ) -> list[Answers]:
     """Sample and score the answers to each held-out prompt."""
     params = evaluation_params(task, config.sampling, config.optimization.seed)

@@ -17,6 +17,7 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.rollouts.batch_source import RolloutError
 from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.sampling.config.run import SampledRun
 from megatron_dta.sampling.environment import EnvironmentRunner, load_environment
 from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.interface import RolloutEngine
@@ -30,7 +31,6 @@ from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.stops import StopRules, answer_rule
 from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, SampledTree
-from megatron_dta.training.config import TrainConfig
 
 
 class TreeSource(PromptSource):
@@ -39,7 +39,7 @@ class TreeSource(PromptSource):
     Metrics: ``ended``, and the environments' steps, failures and timeouts.
     """
 
-    def __init__(self, engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> None:
+    def __init__(self, engine: RolloutEngine, task: SamplingTask, config: SampledRun) -> None:
         super().__init__(engine, task, config.sampling, config.optimization.seed)
         self._config = config
         self._stops = stop_rules(task, config)
@@ -80,7 +80,7 @@ class TreeSource(PromptSource):
 class TreeEvaluation(HeldOutEvaluation):
     """Mean reward on held-out prompts with an environment, from independent rollouts."""
 
-    def __init__(self, engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> None:
+    def __init__(self, engine: RolloutEngine, task: SamplingTask, config: SampledRun) -> None:
         super().__init__(task, config.sampling, config.optimization.seed, config.logging.eval_iters)
         self._engine, self._config = engine, config
         self._environments = environment_runner(task, config)
@@ -115,7 +115,7 @@ def ended_leaves(trees: Sequence[SampledTree]) -> float:
     return float(np.mean([end in (EndReason.EOS, EndReason.ANSWER, EndReason.ENVIRONMENT) for end in ends]))
 
 
-def stop_rules(task: SamplingTask, config: TrainConfig) -> StopRules:
+def stop_rules(task: SamplingTask, config: SampledRun) -> StopRules:
     """The stop rules of the flags; independent rollouts stop only at the end of sequence and the maximum length."""
     treepo = config.treepo
     if treepo.rollout_method == "independent":
@@ -130,7 +130,7 @@ def stop_rules(task: SamplingTask, config: TrainConfig) -> StopRules:
     )
 
 
-def environment_runner(task: SamplingTask, config: TrainConfig) -> EnvironmentRunner | None:
+def environment_runner(task: SamplingTask, config: SampledRun) -> EnvironmentRunner | None:
     """The runner of the environments of ``--environment``; None without that flag."""
     environment = config.environment
     if environment.environment is None:
