@@ -16,7 +16,6 @@ from megatron_dta.core.objectives.weights import TrainedCounts, loss_weights
 from megatron_dta.core.planning.plan_step import plan_step
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.planning.step.plan import StepPlan
-from megatron_dta.core.planning.step.routing_replay import stream_routing
 from megatron_dta.core.planning.step.sample import FIELDS, TrainingSample
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def prepare_batch(
         arrays = _of_all(samples, name)
         fields[name] = None if arrays is None else _trained(arrays, masks)
     routing = _of_all(samples, "routed_experts")
-    routed_experts = None if routing is None else stream_routing(plan.segments.tree, routing)
+    routed_experts = None if routing is None else _stream_routing(plan, routing)
     part = part or StepPart()
     counts, preference_pairs = part.counts, part.preference_pairs
     num_sequences = len(samples) if counts is None else counts.sequences
@@ -171,6 +170,12 @@ def prepare_batch(
     return TreeBatch(
         plan, masks, loss_weights_P, fields, num_sequences, owned, numbers, preference_pairs, routed_experts
     )
+
+
+def _stream_routing(plan: StepPlan, routing: list[np.ndarray]) -> np.ndarray:
+    from megatron_dta.core.planning.step.routing_replay import stream_routing
+
+    return stream_routing(plan.segments.tree, routing)
 
 
 def _of_all(samples: Sequence[TrainingSample], name: str) -> list[np.ndarray] | None:

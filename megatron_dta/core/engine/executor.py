@@ -12,16 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from megatron_dta.core.engine.batch import TreeBatch
 from megatron_dta.core.engine.cost_inputs import costs_of_gpu, counted_bytes, why_not_predicted
-from megatron_dta.core.engine.expert_pass import with_auxiliary_losses
 from megatron_dta.core.engine.loss_pass import Objective
-from megatron_dta.core.engine.op_clock import OpClock
-from megatron_dta.core.engine.preference_pairs import with_pair_terms
 from megatron_dta.core.engine.rank_model import RankModel
 from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.engine.step_result import StepResult, TokenOutputs
@@ -32,11 +30,13 @@ from megatron_dta.core.planning.costs.correction import CostCorrection
 from megatron_dta.core.planning.costs.memory_budget import MemoryBudget, StageBytes
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
-from megatron_dta.core.planning.costs.state_bytes import StateBytes
 from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS, SIZES
 from megatron_dta.core.planning.step.flops import StepCounts
 from megatron_dta.core.planning.step.passes import PipelineShape, RankGroup
 from megatron_dta.core.planning.step.plan import StepPlan
+
+if TYPE_CHECKING:
+    from megatron_dta.core.engine.op_clock import OpClock
 
 
 class TreeEngine(RankModel):
@@ -85,6 +85,8 @@ class TreeEngine(RankModel):
 
     def stage_bytes(self) -> tuple[StageBytes, ...]:
         """Bytes of each virtual stage."""
+        from megatron_dta.core.planning.costs.state_bytes import StateBytes
+
         ends = np.cumsum(self.tree_models[0].stage_layers).tolist()
         ranges = [range(begin, end) for begin, end in pairwise([0, *ends])]
         divisor = self.config.tensor_model_parallel_size * self.mesh.context_size
@@ -183,12 +185,18 @@ class TreeEngine(RankModel):
         pair_metrics: dict[str, float] = {}
         pair_function = getattr(objective, "pair_function", None)
         if pair_function is not None:
+            from megatron_dta.core.engine.preference_pairs import with_pair_terms
+
             batch, pair_metrics = with_pair_terms(batch, pair_function, self.compute_logprobs(batch), self.mesh)
         self._check_agreement(batch, training=True)
-        run = StageRun(self, batch, objective, OpClock(self.mesh, self.device) if record_timeline else None)
+        run = StageRun(self, batch, objective, self._clock() if record_timeline else None)
         with _synchronization_is_an_error() if forbid_synchronization else nullcontext(), self._constant_weights():
             run.walk()
-        result = with_auxiliary_losses(_result(run, batch, self.mesh), run.experts, self.mesh)
+        result = _result(run, batch, self.mesh)
+        if run.experts:
+            from megatron_dta.core.engine.expert_pass import with_auxiliary_losses
+
+            result = with_auxiliary_losses(result, run.experts, self.mesh)
         if pair_metrics:
             found = {name: result.loss.new_tensor(value) for name, value in pair_metrics.items()}
             result = replace(result, metrics=result.metrics | found)
@@ -200,6 +208,11 @@ class TreeEngine(RankModel):
         stages = self.mesh.gather_over_replica(run.clock.events() if is_first else [])
         timeline = [event for events in stages for event in events]
         return replace(result, timeline=timeline, plan=batch.plan)
+
+    def _clock(self) -> OpClock:
+        from megatron_dta.core.engine.op_clock import OpClock
+
+        return OpClock(self.mesh, self.device)
 
     def _constant_weights(self) -> AbstractContextManager:
         """Share tensors that are derived from the weights among the passes of a step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +13,11 @@ from megatron_dta.core.extensions import KVOnHost
 from megatron_dta.core.model.attention.segment_attention import choose_attention
 from megatron_dta.core.model.parallel.context_group import context_group, context_sizes
 from megatron_dta.core.model.parallel.mesh import training_mesh
-from megatron_dta.core.model.parallel.staged_model import Model, StagedModel
 from megatron_dta.core.model.tree_model import TreeGPTModel
 from megatron_dta.core.shapes.decoder import context_refusal
+
+if TYPE_CHECKING:
+    from megatron_dta.core.model.parallel.staged_model import Model
 
 # Default number of logits alive at once: enough rows to fill a GPU. On a CPU, more rows gain nothing.
 LOGIT_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
@@ -44,7 +47,7 @@ class RankModel:
         routing_replay: bool,
     ) -> None:
         self.replays_routing = routing_replay
-        self.chunks = list(model.model_chunks if isinstance(model, (TreeGPTModel, StagedModel)) else model)
+        self.chunks = list(getattr(model, "model_chunks", model))
         self.tree_models: list[TreeGPTModel] = [
             chunk if isinstance(chunk, TreeGPTModel) else chunk.module for chunk in self.chunks
         ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,23 +24,23 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_dta.core.engine.batch import TreeBatch
 from megatron_dta.core.engine.device_plan import DevicePlan
-from megatron_dta.core.engine.expert_pass import ExpertPass
 from megatron_dta.core.engine.loss_pass import LossPass, Objective
-from megatron_dta.core.engine.op_clock import OpClock
 from megatron_dta.core.engine.rank_model import RankModel
-from megatron_dta.core.engine.stage_transport import StageTransport
-from megatron_dta.core.engine.teacher_pass import TeacherPass
 from megatron_dta.core.model.attention.kv_pool import KVPool, SlotRuns
 from megatron_dta.core.model.attention.segment_attention import SegmentAttentionPlans
 from megatron_dta.core.model.attention.segment_context import SegmentContext
-from megatron_dta.core.model.hybrid.segment_states import StepStates
-from megatron_dta.core.model.hybrid.state_pool import StatePool
 from megatron_dta.core.model.kernel_types import AttentionShape, accumulation_dtype
-from megatron_dta.core.model.parallel.stage_channels import stage_channels
 from megatron_dta.core.planning.pipeline.schedule import PipelineOp
 from megatron_dta.core.planning.segments.schedule import OpKind
 from megatron_dta.core.planning.step.passes import stage_program, state_slots
 from megatron_dta.core.planning.step.plan import StepPlan
+
+if TYPE_CHECKING:
+    from megatron_dta.core.engine.expert_pass import ExpertPass
+    from megatron_dta.core.engine.op_clock import OpClock
+    from megatron_dta.core.engine.stage_transport import StageTransport
+    from megatron_dta.core.engine.teacher_pass import TeacherPass
+    from megatron_dta.core.model.hybrid.segment_states import StepStates
 
 
 @dataclass
@@ -74,8 +75,7 @@ class StageRun:
         )
         dtype = accumulation_dtype(model.dtype)
         self.loss = LossPass(batch, self.plan, objective, dtype, model.device, model.context_group)
-        teachers = batch.teachers if self.training else ()
-        self.teachers = TeacherPass(teachers, self.plan, dtype, model.device, model.context_group)
+        self.teachers = self._teacher_pass(batch, dtype) if self.training and batch.teachers else None
         # Hidden states of all rows, on the host: the only result of a pass that keeps them.
         self.row_states: Tensor | None = None
         self.experts = self._expert_passes(batch)
@@ -90,24 +90,36 @@ class StageRun:
         self.paths = step.paths
         self.lengths = step.segments.lengths.tolist()
         self.last_backward = {op.chunk: op.segment for op in self.program.ops if op.kind is OpKind.BACKWARD}
-        self.transport = None
-        if mesh.pipeline_size > 1:
-            self.transport = StageTransport(
-                partial(model.tree_models[0].stage_shape, context_size=mesh.context_size),
-                stage_channels(),
-                mesh.pipeline_rank,
-                self.program.messages,
-                self.lengths,
-                model.dtype,
-                model.device,
-            )
+        self.transport = self._transport() if mesh.pipeline_size > 1 else None
         self.in_flight: dict[tuple[int, int], _InFlight] = {}
         self.tokens = self.peak_tokens = self.recomputed_tokens = 0
+
+    def _teacher_pass(self, batch: TreeBatch, dtype: torch.dtype) -> TeacherPass:
+        from megatron_dta.core.engine.teacher_pass import TeacherPass
+
+        return TeacherPass(batch.teachers, self.plan, dtype, self.model.device, self.model.context_group)
+
+    def _transport(self) -> StageTransport:
+        from megatron_dta.core.engine.stage_transport import StageTransport
+        from megatron_dta.core.model.parallel.stage_channels import stage_channels
+
+        model, mesh = self.model, self.model.mesh
+        return StageTransport(
+            partial(model.tree_models[0].stage_shape, context_size=mesh.context_size),
+            stage_channels(),
+            mesh.pipeline_rank,
+            self.program.messages,
+            self.lengths,
+            model.dtype,
+            model.device,
+        )
 
     def _expert_passes(self, batch: TreeBatch) -> list[ExpertPass]:
         """One ``ExpertPass`` for each model chunk of a model with experts."""
         if self.model.config.num_moe_experts is None:
             return []
+        from megatron_dta.core.engine.expert_pass import ExpertPass
+
         replays = self.model.replays_routing
         return [ExpertPass(part, batch, self.plan, self.training, replays) for part in self.model.tree_models]
 
@@ -134,6 +146,9 @@ class StageRun:
         ]
         if not any(layers):
             return []
+        from megatron_dta.core.model.hybrid.segment_states import StepStates
+        from megatron_dta.core.model.hybrid.state_pool import StatePool
+
         slots = state_slots(step.runs, self.pass_plan, self.model.mesh.pipeline_rank)
         found = []
         for of_chunk, (slot_start, num_slots) in zip(layers, slots, strict=True):
@@ -213,7 +228,8 @@ class StageRun:
                     self.loss.store(segment, *graph[1:3])
                 if self.training:
                     self.loss.complete(segment)
-                    self.teachers.add(segment, graph[3:], self.loss)
+                    if self.teachers is not None:
+                        self.teachers.add(segment, graph[3:], self.loss)
         if not self._is_last(chunk):
             self.transport.send(OpKind.FORWARD, segment, stage, graph[0])
             if keep:
@@ -262,7 +278,9 @@ class StageRun:
         if grad_entropy is not None:
             outputs.append(entropy)
             gradients.append(grad_entropy)
-        return [*outputs, *divergences], [*gradients, *self.teachers.gradients(segment)]
+        if self.teachers is not None:
+            outputs, gradients = [*outputs, *divergences], [*gradients, *self.teachers.gradients(segment)]
+        return outputs, gradients
 
     def _run_model(self, op: PipelineOp, context: SegmentContext, stage_input: Tensor | None) -> list[Tensor]:
         """Hidden states of the model chunk; on the last stage also logprobs of the edges, entropies of the rows, and
@@ -282,6 +300,8 @@ class StageRun:
             return [hidden]
         temperature = self.model.temperature
         outputs = part.edge_logprobs(rows, edges.edge_row, edges.target, edges.logit_chunks, temperature)
+        if self.teachers is None:
+            return [hidden, *outputs]
         chunk_tokens = self.model.logprob_chunk_tokens
         return [hidden, *outputs, *self.teachers.divergences(part, op.segment, rows, chunk_tokens, temperature)]
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
 from megatron_dta.core.planning.step.plan import StepPlan
+
+if TYPE_CHECKING:
+    from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
 
 
 @dataclass(frozen=True)

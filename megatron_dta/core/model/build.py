@@ -1,12 +1,14 @@
 """Builds the model: our settings -> Megatron's ``TransformerConfig`` and layer spec -> ``TreeGPTModel``.
 
 This file holds everything that depends on how Megatron-Core constructs a model, and on its versions (0.16.1 to 0.19).
-Support for another of Megatron's model classes needs changes here only.
+Support for another of Megatron's model classes needs changes here only. Experts, gated delta net, adapters, critics and
+Transformer Engine are imported where a model has them, so that a dense model loads none of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
@@ -18,51 +20,24 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_dta.core.config import ModelConfig, ParallelConfig
-from megatron_dta.core.config.checks.experts import check_experts
-from megatron_dta.core.config.checks.hybrid import check_hybrid
-from megatron_dta.core.config.checks.lora import check_lora
 from megatron_dta.core.config.checks.mesh import check_context_parallel, check_tensor_parallel
 from megatron_dta.core.config.checks.model import check_rotary
-from megatron_dta.core.config.checks.transformer_engine import (
-    DEFAULT_FP8_RECIPE,
-    check_fp8,
-    check_fp8_support,
-    check_transformer_impl,
-)
-from megatron_dta.core.config.derived.pipeline_layout import stage_layers
 from megatron_dta.core.extensions import TRANSFORMER_ENGINE
 from megatron_dta.core.model.attention.core_attention import TreeAttention
-from megatron_dta.core.model.experts.router import TreeRouter, keep_balance_in_float32
-from megatron_dta.core.model.experts.spec import expert_layer_spec, expert_settings
-from megatron_dta.core.model.hybrid.gated_attention import GatedSelfAttention, ZeroCenteredRMSNorm
-from megatron_dta.core.model.hybrid.gated_delta_net import (
-    GatedDeltaNet,
-    gated_delta_net_spec,
-    hybrid_settings,
-    use_gated_delta_rule,
-)
 from megatron_dta.core.model.kernels import choose_fused_layers, choose_gated_delta_rule
-from megatron_dta.core.model.layers.lora import add_adapters
-from megatron_dta.core.model.layers.sequence_parallel import SequenceParallelNorm
 from megatron_dta.core.model.main_grad import use_main_grad, with_main_grad_layers
 from megatron_dta.core.model.parallel.mesh import initial_seed
-from megatron_dta.core.model.parallel.staged_model import Model, StagedModel
 from megatron_dta.core.model.rotary import set_attention_factor, set_frequencies
 from megatron_dta.core.model.tree_model import TreeGPTModel
-from megatron_dta.core.model.value_model import TreeValueModel
+
+if TYPE_CHECKING:
+    from megatron_dta.core.model.parallel.staged_model import Model
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = None) -> TransformerConfig:
     """Megatron's configuration of ``model``: no dropout, no fusion that changes a result."""
     parallel = parallel or ParallelConfig()
-    check_rotary(model)
-    check_transformer_impl(model)
-    check_tensor_parallel(model, parallel)
-    check_context_parallel(model, parallel)
-    check_experts(model, parallel)
-    check_hybrid(model, parallel)
-    check_lora(model, parallel)
-    check_fp8(model, parallel)
+    _check(model, parallel)
     has_cuda = torch.cuda.is_available()
     settings = dict(
         num_layers=model.num_layers,
@@ -87,7 +62,6 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         # Without this, the stock attention of the parity reference would not stay in float64.
         attention_softmax_in_fp32=model.params_dtype != torch.float64,
         fp8=model.fp8_format,
-        **({} if model.fp8_format is None else {"fp8_recipe": model.fp8_recipe or DEFAULT_FP8_RECIPE}),
         recompute_granularity=model.recompute_granularity,
         recompute_method=model.recompute_method,
         recompute_num_layers=model.recompute_num_layers,
@@ -96,8 +70,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         **_pipeline_settings(model, parallel),
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
-        **expert_settings(model),
-        **hybrid_settings(model),
+        attention_output_gate=model.attention_output_gate,
+        layernorm_zero_centered_gamma=model.apply_layernorm_1p,
+        **_settings_of_parts(model),
         # Gradients of replicas are summed, not averaged: the loss weights include the step's one denominator.
         calculate_per_token_loss=True,
         use_cpu_initialization=not has_cuda,
@@ -117,11 +92,62 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     return config
 
 
+def _check(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse a model that cannot be built."""
+    check_rotary(model)
+    check_tensor_parallel(model, parallel)
+    check_context_parallel(model, parallel)
+    if model.transformer_impl != "local" or model.fp8_format is not None:
+        from megatron_dta.core.config.checks.transformer_engine import check_fp8, check_transformer_impl
+
+        check_transformer_impl(model)
+        check_fp8(model, parallel)
+    if model.num_experts is not None:
+        from megatron_dta.core.config.checks.experts import check_experts
+
+        check_experts(model, parallel)
+    if model.apply_layernorm_1p or model.attention_output_gate or model.experimental_attention_variant is not None:
+        from megatron_dta.core.config.checks.hybrid import check_hybrid
+
+        check_hybrid(model, parallel)
+    if model.lora_rank is not None:
+        from megatron_dta.core.config.checks.lora import check_lora
+
+        check_lora(model, parallel)
+
+
+def _settings_of_parts(model: ModelConfig) -> dict[str, object]:
+    """The settings of Megatron's ``TransformerConfig`` for FP8, experts and gated delta net."""
+    found: dict[str, object] = {}
+    if model.fp8_format is not None:
+        from megatron_dta.core.config.checks.transformer_engine import DEFAULT_FP8_RECIPE
+
+        found["fp8_recipe"] = model.fp8_recipe or DEFAULT_FP8_RECIPE
+    if model.num_experts is not None:
+        from megatron_dta.core.model.experts.spec import expert_settings
+
+        found |= expert_settings(model)
+    if model.experimental_attention_variant is not None:
+        from megatron_dta.core.model.hybrid.gated_delta_net import hybrid_settings
+
+        found |= hybrid_settings(model)
+    return found
+
+
+def _stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
+    """Number of layers of each virtual stage."""
+    if parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank == 1:
+        return [model.num_layers]
+    from megatron_dta.core.config.derived.pipeline_layout import stage_layers
+
+    return stage_layers(model, parallel)
+
+
 def _pipeline_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str, object]:
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     if size == 1:
         return {}
-    layout: list[list[str]] = [["decoder"] * layers for layers in stage_layers(model, parallel)]
+    layout: list[list[str]] = [["decoder"] * layers for layers in _stage_layers(model, parallel)]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
     return dict(
@@ -136,29 +162,48 @@ def _pipeline_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str
 
 
 def layer_spec(
-    model: ModelConfig,
-    layer: int = 0,
-    tree_attention: bool = True,
-    router: type | None = TreeRouter,
-    recurrent: type = GatedDeltaNet,
+    model: ModelConfig, layer: int = 0, stock_parts: tuple[type | None, type | None] | None = None
 ) -> ModuleSpec:
-    """Megatron's spec of layer ``layer`` (from 0); with ``tree_attention`` its core attention is ours, otherwise the
-    stock one. ``router`` is the router class of experts, None for the stock one, and ``recurrent`` the class of gated
-    delta net.
+    """Megatron's spec of layer ``layer`` (from 0), with our core attention, router and gated delta net.
+
+    Args:
+        stock_parts: (router, gated delta net) beside the stock attention instead: None for the stock router and for
+            our gated delta net.
     """
+    router, recurrent = stock_parts or (None, None)
     if model.moe_layers[layer]:
-        spec = expert_layer_spec(model, router)
+        from megatron_dta.core.model.experts.router import TreeRouter
+        from megatron_dta.core.model.experts.spec import expert_layer_spec
+
+        spec = expert_layer_spec(model, TreeRouter if stock_parts is None else router)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
-    if tree_attention:
+    if stock_parts is None:
         spec.submodules.self_attention.submodules.core_attention = TreeAttention
     if model.attention_output_gate:
+        from megatron_dta.core.model.hybrid.gated_attention import GatedSelfAttention
+
         spec.submodules.self_attention.module = GatedSelfAttention
     if model.apply_layernorm_1p:
-        set_norms(spec, ZeroCenteredRMSNorm, model.qk_layernorm)
+        set_norms(spec, _norm(model, ParallelConfig()), model.qk_layernorm)
     if model.linear_attention_layers[layer]:
-        spec.submodules.self_attention = gated_delta_net_spec(recurrent)
+        from megatron_dta.core.model.hybrid.gated_delta_net import GatedDeltaNet, gated_delta_net_spec
+
+        spec.submodules.self_attention = gated_delta_net_spec(recurrent or GatedDeltaNet)
     return spec
+
+
+def _norm(model: ModelConfig, parallel: ParallelConfig) -> type:
+    """The class of the norms."""
+    if model.apply_layernorm_1p:
+        from megatron_dta.core.model.hybrid.gated_attention import ZeroCenteredRMSNorm
+
+        return ZeroCenteredRMSNorm
+    if parallel.sequence_parallel:
+        from megatron_dta.core.model.layers.sequence_parallel import SequenceParallelNorm
+
+        return SequenceParallelNorm
+    return WrappedTorchNorm
 
 
 def block_spec(
@@ -168,19 +213,20 @@ def block_spec(
 
     With ``fused`` the layers are those of ``fused_layer``.
     """
-    norm = SequenceParallelNorm if parallel.sequence_parallel else WrappedTorchNorm
-    norm = ZeroCenteredRMSNorm if model.apply_layernorm_1p else norm
+    norm = _norm(model, parallel)
     specs = [layer_spec(model, layer) for layer in layers]
-    if norm is SequenceParallelNorm:
+    if parallel.sequence_parallel and not model.apply_layernorm_1p:
         for layer in specs:
             set_norms(layer, norm, model.qk_layernorm)
     # From a layer spec alone, Megatron would use Transformer Engine's final norm if that package is installed.
     spec = TransformerBlockSubmodules(specs, layer_norm=norm)
     if model.transformer_impl == "transformer_engine":
+        from megatron_dta.core.config.checks.transformer_engine import check_fp8_support
+
         check_fp8_support(model)
         TRANSFORMER_ENGINE.part.use_layers(spec, not parallel.no_gradient_accumulation_fusion, rereads_input=fused)
     if fused:
-        # Imported here because the reference does not need Triton.
+        # The reference does not need Triton.
         from megatron_dta.core.model.layers.fused_layer import fuse_layers
 
         fuse_layers(spec, model)
@@ -223,13 +269,15 @@ def build_model(
     """
     parallel = parallel or ParallelConfig()
     num_stages, num_model_chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
-    layers = stage_layers(model, parallel)
+    layers = _stage_layers(model, parallel)
     config = transformer_config(model, parallel)
     fused = choose_fused_layers(model.fused_layer_impl, model.params_dtype, device)
     is_hybrid = any(model.linear_attention_layers)
     rule = choose_gated_delta_rule(model.gated_delta_rule_impl, model.params_dtype, device) if is_hybrid else None
     chunk_class, arguments = TreeGPTModel, model_arguments(model, parallel.tensor_model_parallel_size)
     if value_head:
+        from megatron_dta.core.model.value_model import TreeValueModel
+
         chunk_class, arguments = TreeValueModel, arguments | {"share_embeddings_and_output_weights": False}
     model_chunks = []
     for number in range(num_model_chunks):
@@ -250,15 +298,32 @@ def build_model(
         model_chunks.append(chunk.to(device=device, dtype=model.params_dtype))
         if not parallel.no_gradient_accumulation_fusion:
             use_main_grad(chunk)
-        keep_balance_in_float32(chunk)
-        use_gated_delta_rule(chunk, rule, fused)
+        _finish_parts(chunk, model, rule)
         if model.lora_rank is not None:
+            from megatron_dta.core.model.layers.lora import add_adapters
+
             add_adapters(chunk, model, initial_seed())
-    return StagedModel(model_chunks) if num_stages > 1 else model_chunks[0]
+    if num_stages == 1:
+        return model_chunks[0]
+    from megatron_dta.core.model.parallel.staged_model import StagedModel
+
+    return StagedModel(model_chunks)
+
+
+def _finish_parts(chunk: TreeGPTModel, model: ModelConfig, rule: object) -> None:
+    """What experts and gated delta net need once a chunk is on its device, in its dtype."""
+    if model.num_experts is not None:
+        from megatron_dta.core.model.experts.router import keep_balance_in_float32
+
+        keep_balance_in_float32(chunk)
+    if rule is not None:
+        from megatron_dta.core.model.hybrid.gated_delta_net import use_gated_delta_rule
+
+        use_gated_delta_rule(chunk, rule, chunk.has_fused_layers)
 
 
 def build_stock_model(
-    model: ModelConfig, device: torch.device, router: type | None = None, recurrent: type = GatedDeltaNet
+    model: ModelConfig, device: torch.device, router: type | None = None, recurrent: type | None = None
 ) -> GPTModel:
     """Megatron's own ``GPTModel`` with its own attention: the reference that tree training must agree with.
 
@@ -268,11 +333,8 @@ def build_stock_model(
         router: replaces Megatron's router, which computes in float32 for every model dtype.
         recurrent: gated delta net for whole sequences; Megatron's own needs a GPU.
     """
-    specs = [
-        layer_spec(model, layer, tree_attention=False, router=router, recurrent=recurrent)
-        for layer in range(model.num_layers)
-    ]
-    spec = TransformerBlockSubmodules(specs, ZeroCenteredRMSNorm if model.apply_layernorm_1p else WrappedTorchNorm)
+    specs = [layer_spec(model, layer, (router, recurrent)) for layer in range(model.num_layers)]
+    spec = TransformerBlockSubmodules(specs, _norm(model, ParallelConfig()))
     stock = GPTModel(transformer_config(model), spec, **model_arguments(model))
     set_frequencies(stock, model)
     return stock.to(device=device, dtype=model.params_dtype)

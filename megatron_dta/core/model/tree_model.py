@@ -14,6 +14,8 @@ tokens is padded, too, because Megatron's layers need one token.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
@@ -23,14 +25,14 @@ from torch import Tensor
 from dta_kernels.logprobs.linear import RowChunk, VocabularyShard, linear_logprobs
 from dta_kernels.logprobs.logit_chunks import Head
 from dta_kernels.logprobs.reverse_kl import ReverseKLSettings, TeacherRows, linear_reverse_kl
-from megatron_dta.core.config.checks.transformer_engine import FP8_UNITS
 from megatron_dta.core.model.attention.context import AttentionContext, check_context
-from megatron_dta.core.model.decode.paged_context import PagedContext
-from megatron_dta.core.model.hybrid.gated_delta_net import GatedDeltaNet
-from megatron_dta.core.model.hybrid.path_states import RecurrentShape
 from megatron_dta.core.model.main_grad import main_grad_of, output_rows
 from megatron_dta.core.model.parallel.tensor_sum import tensor_sum
 from megatron_dta.core.model.rotary import rotary_tables
+
+if TYPE_CHECKING:
+    from megatron_dta.core.model.decode.paged_context import PagedContext
+    from megatron_dta.core.model.hybrid.path_states import RecurrentShape
 
 
 class TreeGPTModel(GPTModel):
@@ -67,7 +69,7 @@ class TreeGPTModel(GPTModel):
     def recurrent_layers(self) -> dict[int, RecurrentShape]:
         """Shape of what each layer with a recurrence keeps at a fork, by its number."""
         attentions = {layer.layer_number: layer.self_attention for layer in self.decoder.layers}
-        return {number: each.shape for number, each in attentions.items() if isinstance(each, GatedDeltaNet)}
+        return {n: layer.recurrent_shape for n, layer in attentions.items() if hasattr(layer, "recurrent_shape")}
 
     @property
     def attention_layers(self) -> list[int]:
@@ -99,7 +101,11 @@ class TreeGPTModel(GPTModel):
     @property
     def _row_unit(self) -> int:
         """A pass is padded to a multiple of this: an equal share for each rank, and the unit of FP8 products."""
-        return self._row_ranks * (FP8_UNITS[self.config.fp8_recipe] if self.config.fp8 else 1)
+        if not self.config.fp8:
+            return self._row_ranks
+        from megatron_dta.core.config.checks.transformer_engine import FP8_UNITS
+
+        return self._row_ranks * FP8_UNITS[self.config.fp8_recipe]
 
     @property
     def decodes_directly(self) -> bool:
@@ -127,7 +133,7 @@ class TreeGPTModel(GPTModel):
             input_ids: int64 [1, n], token ids of the pass.
             context: positions and attention of the pass.
         """
-        if isinstance(context, PagedContext):
+        if context.reads_pages:
             is_direct = self.decodes_directly and not torch.is_grad_enabled()
             context.direct_until, context.carried = self.layer_numbers[-1] if is_direct else None, None
             if is_direct:
@@ -148,7 +154,7 @@ class TreeGPTModel(GPTModel):
         if torch.is_grad_enabled() and outputs[0] is not None and not outputs[0].requires_grad:
             # For frozen weights: recomputation computes gradients only if its input requires a gradient.
             outputs[0].requires_grad_()
-        is_direct = isinstance(context, PagedContext) and context.direct_until is not None
+        is_direct = context.reads_pages and context.direct_until is not None
         positions = context.position_ids if is_direct else self._own_share(context.position_ids, context)
         outputs[1] = outputs[1].index_select(0, positions)
         if self.has_fused_layers:

@@ -28,8 +28,6 @@ import numpy as np
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config.objective import ADVANTAGE_ESTIMATORS, ObjectiveConfig
-from megatron_dta.core.objectives.gae import later_penalties, mean_and_scale
-from megatron_dta.core.objectives.tree_advantages import LevelOptions, tree_advantages
 from megatron_dta.core.objectives.weights import trajectory_names
 from megatron_dta.core.rollouts.record import Rollout
 
@@ -144,10 +142,14 @@ class _Estimate:
         elif name == "reinforce_plus_plus":
             advantages = [_reward_to_come(rollout) for rollout in self.rollouts]
             if self.penalties is not None:
+                from megatron_dta.core.objectives.gae import later_penalties
+
                 later = later_penalties(self.rollouts, self.penalties)
                 to_come = [np.cumsum(p[::-1])[::-1] + rest for p, rest in zip(self.penalties, later, strict=True)]
                 advantages = [own - penalty for own, penalty in zip(advantages, to_come, strict=True)]
         else:
+            from megatron_dta.core.objectives.tree_advantages import LevelOptions, tree_advantages
+
             options = LevelOptions(
                 self.settings.treepo_size_weighted,
                 self.settings.treepo_drop_root,
@@ -189,6 +191,8 @@ class _Estimate:
 
     def _whiten(self, advantages: list[np.ndarray], all_groups: bool) -> list[np.ndarray]:
         """Zero mean and unit variance over the trained tokens of all sequences (of groups with spread)."""
+        from megatron_dta.core.objectives.gae import mean_and_scale
+
         included = [i for i in range(len(advantages)) if all_groups or self.spread[i]]
         if not included:
             return advantages

@@ -12,7 +12,6 @@ import numpy as np
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.jsonl import read_jsonl, write_jsonl
 from megatron_dta.core.rollouts.lines import data_suffix
-from megatron_dta.core.rollouts.npz import read_npz
 from megatron_dta.core.rollouts.paths import NodeCheck
 from megatron_dta.core.rollouts.record import Rollout, check_required, check_vocabulary, row_error
 from megatron_dta.core.rollouts.sample_granularity import SAMPLE_GRANULARITIES, cut_length, cut_turns
@@ -117,6 +116,8 @@ def _records(path: Path) -> Iterator[tuple[int, Rollout, np.ndarray | None]]:
         raise InputError(f"{path}: no such file")
     try:
         if suffix == ".npz":
+            from megatron_dta.core.rollouts.npz import read_npz
+
             yield from read_npz(path)
             return
         if suffix == ".jsonl":

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_dta.core.model.attention.context import AttentionContext, EmptyContext
+from megatron_dta.core.model.attention.context import AttentionContext
+from megatron_dta.core.model.attention.empty_context import EmptyContext
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.staged_model import Model
 

@@ -9,14 +9,17 @@ one model.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_dta.core.model.attention.token_routing import TokenRouting
-from megatron_dta.core.model.hybrid.path_states import NoTokens, PathStates
 from megatron_dta.core.model.parallel.context_group import ContextGroup
+
+if TYPE_CHECKING:
+    from megatron_dta.core.model.attention.token_routing import TokenRouting
+    from megatron_dta.core.model.hybrid.path_states import PathStates
 
 
 @dataclass
@@ -34,9 +37,12 @@ class AttentionContext(PackedSeqParams):
             have as many.
         step: the same object in all passes of a step, between which neither weights nor gradient buffers move, and no
             hook is added; None if the pass is of no step.
+        reads_pages: whether this is a decoding pass over pages.
         context_group: the ranks that divide the pass's tokens; None if each computes all of them. ``position_ids`` and
             ``routing`` are of all tokens, ``rotary_tables`` of the rank's rows.
     """
+
+    reads_pages: ClassVar[bool] = False
 
     position_ids: Tensor | None = None
     rotary_tables: tuple[Tensor, Tensor] | None = None
@@ -64,16 +70,6 @@ class AttentionContext(PackedSeqParams):
         Returns:
             [n, heads, head size].
         """
-
-
-@dataclass
-class EmptyContext(AttentionContext):
-    """A pass over no tokens, which only joins the collective operations of the ranks in every layer."""
-
-    path_states: PathStates | None = field(default_factory=NoTokens)
-
-    def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return query + key.sum() + value.sum()
 
 
 def check_context(context: object) -> AttentionContext:

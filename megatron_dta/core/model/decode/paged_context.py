@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -73,6 +73,8 @@ class PagedContext(AttentionContext):
         carried: the branch that the previous layer has not added to its output, [n, 1, hidden size], or its terms
             [S, n, 1, hidden size] (``dta_kernels.layers.few_rows``).
     """
+
+    reads_pages: ClassVar[bool] = True
 
     addresses: Tensor | None = None
     layer_rows: dict[int, int] = field(default_factory=dict)

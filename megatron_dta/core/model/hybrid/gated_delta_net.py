@@ -49,15 +49,11 @@ DECAY_RATES = (1.0, 16.0)
 
 
 def hybrid_settings(model: ModelConfig) -> dict[str, Any]:
-    """The settings of Megatron's ``TransformerConfig`` for gated attention and gated delta net."""
-    found: dict[str, Any] = dict(
-        attention_output_gate=model.attention_output_gate, layernorm_zero_centered_gamma=model.apply_layernorm_1p
-    )
-    if model.experimental_attention_variant is not None:
-        names = [setting.name for setting in fields(ModelConfig) if setting.name.startswith("linear_")]
-        found |= {name: getattr(model, name) for name in names}
-        found["experimental_attention_variant"] = model.experimental_attention_variant
-        found["linear_attention_freq"] = [int(is_linear) for is_linear in model.linear_attention_layers]
+    """The settings of Megatron's ``TransformerConfig`` for gated delta net."""
+    names = [setting.name for setting in fields(ModelConfig) if setting.name.startswith("linear_")]
+    found: dict[str, Any] = {name: getattr(model, name) for name in names}
+    found["experimental_attention_variant"] = model.experimental_attention_variant
+    found["linear_attention_freq"] = [int(is_linear) for is_linear in model.linear_attention_layers]
     return found
 
 
@@ -82,7 +78,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
     Attributes:
         recurrence: computes the gated delta rule; ``use_gated_delta_rule`` sets it.
         fuses_norm: whether the gated norm runs on its kernels.
-        shape: what is kept at a fork on this tensor rank.
+        recurrent_shape: what is kept at a fork on this tensor rank.
     """
 
     recurrence: Recurrence = staticmethod(gated_delta_rule)
@@ -112,7 +108,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
             tp_comm_buffer_name="fc1",
             **options,
         )
-        channels = self.shape.channels
+        channels = self.recurrent_shape.channels
         self.conv1d = torch.nn.Conv1d(channels, channels, self.conv_kernel_dim, groups=channels, bias=False)
         self.dt_bias = Parameter(torch.ones(self.num_v_heads_local_tp))
         self.A_log = Parameter(torch.zeros(self.num_v_heads_local_tp))
@@ -149,7 +145,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         self.conv_dim = 2 * self.qk_dim + self.v_dim
         self.conv_dim_local_tp = self.conv_dim // self.tp_size
         state = (self.num_v_heads_local_tp, self.key_head_dim, self.value_head_dim)
-        self.shape = RecurrentShape(state, self.conv_dim_local_tp, self.conv_kernel_dim)
+        self.recurrent_shape = RecurrentShape(state, self.conv_dim_local_tp, self.conv_kernel_dim)
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -234,7 +230,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         v = v.unflatten(1, (-1, self.value_head_dim))
         dtype = accumulation_dtype(qkv.dtype)
         g = -decay.to(dtype).exp() * F.softplus(alpha.to(dtype) + bias.to(dtype))
-        state = self.shape.divided(ranks).state
+        state = self.recurrent_shape.divided(ranks).state
         return paths.recur(self.layer_number, self.recurrence, (q, k, v, g, beta.sigmoid()), state)
 
     def _gated(self, out: Tensor, z: Tensor) -> Tensor:

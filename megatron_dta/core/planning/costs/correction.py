@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_dta.core.planning.costs.model import CostModel
-from megatron_dta.core.planning.pipeline.costs import PipelineCosts
-from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
+
+if TYPE_CHECKING:
+    from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
 
 # An op counts for the factor of the work, or of the floor, if that part is at least this many times the other.
 _CLEARLY = 1.5
@@ -74,6 +76,8 @@ class MeasuredPass:
 
 def fit_correction(model: CostModel, measured: MeasuredPass) -> CostCorrection:
     """The factors on ``model`` by which it predicts the measured ops; 1 where too few ops count for one."""
+    from megatron_dta.core.planning.pipeline.costs import PipelineCosts
+
     work = PipelineCosts.of_segments(replace(model, floor_seconds=0.0), *measured.counts, measured.layers)
     share = np.asarray(measured.layers, dtype=np.float64) / max(1, sum(measured.layers))
     factors = []

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_dta.core.planning.costs.segment_bytes import SegmentBytes
-from megatron_dta.core.planning.costs.state_bytes import StateBytes, StepStates
 from megatron_dta.core.planning.segments.schedule import OpKind
+
+if TYPE_CHECKING:
+    from megatron_dta.core.planning.costs.state_bytes import StateBytes, StepStates
 
 GIB = float(1 << 30)
 # Share of a step's bytes that is lost to blocks of the allocator that are slightly larger than their tensors.

@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_dta.core.planning.costs.kv_offload import layers_on_device
-from megatron_dta.core.planning.costs.state_bytes import LayerSizes, mixed_layer_bytes
 from megatron_dta.core.shapes.decoder import DecoderShape
 
 # Bytes that do not depend on a step's segments: cuBLAS workspaces of two threads (32 MiB each), position tables, plan.
@@ -133,6 +132,8 @@ class SegmentBytes:
             rank: how a rank holds its tensors; None for the defaults.
             layers: the layers that it has, from 0; None for all. Coefficients per layer are means over them.
         """
+        from megatron_dta.core.planning.costs.state_bytes import LayerSizes, mixed_layer_bytes
+
         rank, attention_share = rank or RankTensors(), shape.attention_share(layers)
         moe_layers = [shape.moe_layers[layer] for layer in layers] if layers else shape.moe_layers
         element_bytes, tensor_size = rank.element_bytes, rank.tensor_size

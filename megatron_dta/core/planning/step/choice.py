@@ -17,21 +17,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from megatron_dta.core.planning.costs.segment_counts import segment_counts
-from megatron_dta.core.planning.costs.state_bytes import StepStates
-from megatron_dta.core.planning.pipeline.segments import plan_pipeline_segments, rounded, tokens_of_floor
 from megatron_dta.core.planning.segments.cut import default_memory_tokens
 from megatron_dta.core.planning.segments.plan import SegmentPlan
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
-from megatron_dta.core.planning.segments.runs import SegmentRuns
 from megatron_dta.core.planning.step.evaluate import StepChoice, evaluate_plan, out_of_memory_error, with_peak
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget, plan_passes, stage_peak_bytes
 from megatron_dta.core.planning.step.search import StepSearch
 from megatron_dta.core.tree import PrefixTree
+
+if TYPE_CHECKING:
+    from megatron_dta.core.planning.segments.runs import SegmentRuns
 
 # Segment sizes to try if none is given, and the size to use if costs were not measured.
 SIZES = (8192, 6656, 5376, 4352, 3584, 2816, 2048, 1536, 1024, 768, 512, 256)
@@ -89,6 +89,8 @@ def _for_pipeline(
     tree: PrefixTree, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape, limits: StepBudget
 ) -> StepChoice:
     """``choose_step`` for several stages."""
+    from megatron_dta.core.planning.pipeline.segments import plan_pipeline_segments, rounded, tokens_of_floor
+
     stages, longest = shape.num_stages, int(tree.sequence_lengths.max(initial=0))
     at_floor = tokens_of_floor(shape.cost_model)
 
@@ -172,6 +174,8 @@ def _attempts(
     segments: SegmentPlan, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape, memory_tokens: int
 ) -> Iterator[StepChoice]:
     """Pipeline plans that keep fewer and fewer activations; the last one holds only one path in flight."""
+    from megatron_dta.core.planning.segments.runs import SegmentRuns
+
     path, edges = segments.peak_in_flight_tokens, segment_counts(segments, loss_masks)[2]
     runs = SegmentRuns.of(segments) if shape.memory.has_states else None
     forks = None if runs is None else [runs.counts]
@@ -202,6 +206,8 @@ def _least_bytes(
     segments: SegmentPlan, runs: SegmentRuns | None, kept: np.ndarray, shape: PipelineShape, stage: int
 ) -> float:
     """Lower bound on a stage's bytes for any schedule: the heaviest root path, in the backward of its last segment."""
+    from megatron_dta.core.planning.costs.state_bytes import StepStates
+
     lengths, parents = segments.lengths.tolist(), segments.segment_parent.tolist()
     fixed = pools = peak = 0.0
     for virtual_stage in range(stage, len(shape.layers), shape.num_stages):

@@ -5,23 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.memory_budget import GIB, MemoryBudget, StageBytes
 from megatron_dta.core.planning.costs.segment_counts import segment_counts
-from megatron_dta.core.planning.costs.state_bytes import StepStates
 from megatron_dta.core.planning.segments.plan import SegmentPlan, SegmentTree
 from megatron_dta.core.planning.segments.recompute import (
     choose_kept_by_memory,
     choose_kept_segments,
     least_activation_tokens,
 )
-from megatron_dta.core.planning.segments.runs import SegmentRuns
 from megatron_dta.core.planning.step.passes import PassPlan, PipelineShape, plan_passes, stage_peak_bytes
 from megatron_dta.core.tree import PrefixTree
+
+if TYPE_CHECKING:
+    from megatron_dta.core.planning.costs.state_bytes import StepStates
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ def evaluate_plan(
     else:
         stage, states = budget.stages[0], None
         if stage.states is not None:
+            from megatron_dta.core.planning.costs.state_bytes import StepStates
+            from megatron_dta.core.planning.segments.runs import SegmentRuns
+
             runs = SegmentRuns.of(segments)
             states = StepStates.of([runs.counts], stage.states, int(runs.forks_in_flight.max(initial=0)))
         tensors = StageTensors(stage, shape.layers[0], segments.peak_in_flight_tokens, states)

@@ -12,18 +12,18 @@ The engine does not know the mode, so a comparison of modes compares only their 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.planning.pipeline.segments import plan_pipeline_segments, tokens_of_floor
 from megatron_dta.core.planning.segments.cut import plan_segments
 from megatron_dta.core.planning.segments.plan import SegmentPlan
-from megatron_dta.core.planning.step.packs import pack_sequences
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree
-from megatron_dta.core.tree.concatenate import concatenate_forests
-from megatron_dta.core.tree.known_paths import KnownPath, build_from_known_paths
+
+if TYPE_CHECKING:
+    from megatron_dta.core.tree.known_paths import KnownPath
 
 
 def plan_forest(
@@ -46,6 +46,8 @@ def plan_forest(
     Raises:
         InputError: a sequence is longer than a pack, or no plan fits the budget.
     """
+    from megatron_dta.core.planning.pipeline.segments import plan_pipeline_segments, tokens_of_floor
+
     if tree_mode == "packed":
         return plan_packs(sequences, budget.segment_tokens)
     tree = build_forest(sequences, tree_mode, paths)
@@ -66,7 +68,11 @@ def build_forest(
 ) -> PrefixTree:
     """Build the forest of "dta" or "dense"; arguments as in ``plan_forest``."""
     if tree_mode == "dta":
-        return build_prefix_tree(sequences) if paths is None else build_from_known_paths(sequences, paths)
+        if paths is None:
+            return build_prefix_tree(sequences)
+        from megatron_dta.core.tree.known_paths import build_from_known_paths
+
+        return build_from_known_paths(sequences, paths)
     if tree_mode == "dense":
         return build_forest_without_sharing(sequences)
     raise ValueError(f"unknown tree_mode {tree_mode!r}")
@@ -74,6 +80,9 @@ def build_forest(
 
 def plan_packs(sequences: Sequence[np.ndarray], capacity: int) -> SegmentPlan:
     """Divide the sequences into trees of at most ``capacity`` tokens, each one segment, with few tokens in total."""
+    from megatron_dta.core.planning.step.packs import pack_sequences
+    from megatron_dta.core.tree.concatenate import concatenate_forests
+
     if not len(sequences):
         return plan_segments(build_prefix_tree(sequences), capacity)
     longest = max(len(sequence) for sequence in sequences)

@@ -2,34 +2,34 @@
 
 A pass is a schedule of ops and one order of messages that all stages follow. A stage's part is its ops, the slots in
 which each of its model chunks keeps keys and values, and its messages. A single process is a pipeline of one stage: its
-ops run depth first, and nothing is sent.
+ops run depth first, nothing is sent, and nothing of ``pipeline`` but the schedule's form is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_dta.core.planning.costs.memory_budget import ChunkTensors, MemoryBudget, peak_bytes
 from megatron_dta.core.planning.costs.model import CostModel
-from megatron_dta.core.planning.costs.state_bytes import StateBytes, StepStates
-from megatron_dta.core.planning.pipeline.costs import PipelineCosts
-from megatron_dta.core.planning.pipeline.planner import plan_pipeline
 from megatron_dta.core.planning.pipeline.schedule import (
     PipelineOp,
     PipelineSchedule,
     forward_only_pipeline,
     next_op_is_backward,
 )
-from megatron_dta.core.planning.pipeline.simulation import Message, Timeline, message_order, simulate
-from megatron_dta.core.planning.pipeline.timeline import TimelineEvent, timeline_events
 from megatron_dta.core.planning.segments.plan import SegmentPlan, SegmentTree
 from megatron_dta.core.planning.segments.recompute import kept_on_stages
-from megatron_dta.core.planning.segments.runs import ForkCounts, SegmentRuns
 from megatron_dta.core.planning.segments.schedule import Op, allocate_slots, depth_first_schedule
+
+if TYPE_CHECKING:
+    from megatron_dta.core.planning.costs.state_bytes import StateBytes, StepStates
+    from megatron_dta.core.planning.pipeline.simulation import Message, Timeline
+    from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
+    from megatron_dta.core.planning.segments.runs import ForkCounts, SegmentRuns
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ class PassPlan:
 
     def planned_events(self) -> list[TimelineEvent]:
         """The events of the timeline; none for a single stage."""
+        from megatron_dta.core.planning.pipeline.timeline import timeline_events
+
         return [] if self.timeline is None else timeline_events(self.schedule, self.timeline)
 
 
@@ -149,6 +151,9 @@ def plan_passes(
     forward_only = forward_only_pipeline(segments.num_segments, shape.num_stages, shape.num_model_chunks)
     if shape.num_stages == 1:
         return training, PassPlan(forward_only, [])
+    from megatron_dta.core.planning.pipeline.costs import PipelineCosts
+    from megatron_dta.core.planning.pipeline.simulation import message_order, simulate
+
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers)
     timeline = simulate(forward_only, segments.segment_parent, costs)
     return training, PassPlan(forward_only, message_order(forward_only, timeline), timeline)
@@ -167,6 +172,10 @@ def plan_training_pass(
     if shape.num_stages == 1:
         ops = [PipelineOp(kind, segment) for kind, segment in depth_first_schedule(tree)]
         return PassPlan(PipelineSchedule(1, 1, [ops]), [], None, np.array(kept, dtype=bool, ndmin=2))
+    from megatron_dta.core.planning.pipeline.costs import PipelineCosts
+    from megatron_dta.core.planning.pipeline.planner import plan_pipeline
+    from megatron_dta.core.planning.pipeline.simulation import message_order, simulate
+
     parents, expected = tree.segment_parent, kept_on_stages(kept, tree.segment_parent, len(shape.layers))
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~expected)
     schedule = plan_pipeline(
@@ -233,6 +242,8 @@ def stage_chunks(
         shape: the pipeline; it must have a memory budget, whose byte counts are used.
         forks: of each rank that runs ``tree``, if that is a merged segment tree.
     """
+    from megatron_dta.core.planning.segments.runs import SegmentRuns
+
     if forks is None and shape.memory.has_states:
         forks = [SegmentRuns.of(tree).counts]
     program, chunks = stage_program(tree, plan, stage), []
@@ -253,6 +264,8 @@ def states_of_ops(
     Args:
         forks: of each rank that runs ``tree``.
     """
+    from megatron_dta.core.planning.costs.state_bytes import StepStates
+
     if each is None:
         return None
     return StepStates.of(forks, each, max(allocate_slots(tree, ops, of_rank.open_forks)[1] for of_rank in forks))

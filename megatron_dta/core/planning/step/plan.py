@@ -22,17 +22,20 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_dta.core.planning.segments.ancestors import RootPaths, root_paths
 from megatron_dta.core.planning.segments.plan import SegmentPlan
-from megatron_dta.core.planning.segments.runs import SegmentRuns
 from megatron_dta.core.planning.step.evaluate import StepChoice
 from megatron_dta.core.planning.step.loss_batches import LossBatch, make_loss_batches
 from megatron_dta.core.planning.step.passes import PassPlan, PipelineShape, plan_passes
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.tree import PrefixTree
+
+if TYPE_CHECKING:
+    from megatron_dta.core.planning.segments.runs import SegmentRuns
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class StepPlan:
     @cached_property
     def runs(self) -> SegmentRuns:
         """The runs of the segments, for layers that carry a state along a path."""
+        from megatron_dta.core.planning.segments.runs import SegmentRuns
+
         return SegmentRuns.of(self.segments)
 
     @property

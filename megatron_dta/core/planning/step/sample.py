@@ -7,10 +7,13 @@ reference logprobs filled in. Only trained tokens reach the loss; the values at 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_dta.core.tree.known_paths import KnownPath
+if TYPE_CHECKING:
+    from megatron_dta.core.tree.known_paths import KnownPath
+
 
 FIELDS = (
     "advantages",
