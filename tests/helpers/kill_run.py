@@ -1,13 +1,9 @@
 """Kills training runs again and again, at random moments, and compares what they end with to unbroken runs.
 
-    kill_run.py [--runs plain ...] [--kills 20] [--processes 1 2] [--seed 0] [--folder DIR] [training flags]
-
-Every kind of run (``RUNS``; all of them unless some are named) is killed ``--kills`` times on every number of
-processes. A run saves after every step. A third of the kills (SIGKILL) come while a checkpoint is being written, a
-third in the steps, a third while the run starts and loads. With several processes one of them is killed, and the rest
-as torchrun would. Between kills the folder must hold a complete checkpoint that is never older than before; the metrics
-at the end must be those of the unbroken run, bit for bit. Status 0 if so. A run that ends before its last kill begins
-again. Further training flags are added to the commands.
+A run saves after every step. A third of the kills (SIGKILL) come while a checkpoint is being written, a third in the
+steps, a third while the run starts and loads. With several processes one of them is killed, and the rest as torchrun
+would. Between kills the folder must hold a complete checkpoint that is never older than before; the metrics at the end
+must be those of the unbroken run, bit for bit. Status 0 if so. A run that ends before its last kill begins again.
 
 Training processes are forked off this one, which has imported everything, so a start takes a fraction of a second.
 """
@@ -22,7 +18,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -44,7 +39,6 @@ COMMAND = (
 )
 # What a kind of run adds to the command; asynchronous rollouts have a command of their own.
 RUNS = {
-    "plain": "--entropy-coef 0.05",
     "async-save": "--entropy-coef 0.05 --async-save",
     "treepo-das": "--rollout-method treepo --treepo-segment-length 2 --advantage-estimator treepo "
     "--rollout-speculation das",
@@ -253,28 +247,25 @@ def kill_repeatedly(argv: list[str], train_iters: int, processes: int, kills: in
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="kinds of runs (default: all)")
-    parser.add_argument("--kills", type=int, default=20, help="of each kind on each number of processes")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train-iters", type=int, help="of a run (default: 3 a kill and 10)")
-    parser.add_argument("--folder", type=Path, help="where runs are kept (default: a temporary folder)")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", nargs="+", choices=RUNS)
+    parser.add_argument("--kills", type=int)
+    parser.add_argument("--processes", type=int, nargs="+")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--train-iters", type=int)
+    parser.add_argument("--folder", type=Path)
     options, flags = parser.parse_known_args()
     random.seed(options.seed)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (options.folder or Path(temporary)).resolve()
-        good, begun = 0, 0
-        for name in options.runs:
-            for processes in options.processes:
-                print(f"{name}, {processes} process{'es' if processes > 1 else ''}", flush=True)
-                own = folder / f"{name}-{processes}"
-                own.mkdir(parents=True)
-                more = RUNS[name]
-                command = server_command(own) if more is None else f"{COMMAND} {more}"
-                train_iters = options.train_iters or 3 * options.kills + 10
-                good += kill_repeatedly([*command.split(), *flags], train_iters, processes, options.kills, own)
-                begun += 1
+    good = 0
+    for name in options.runs:
+        for processes in options.processes:
+            print(f"{name}, {processes} process{'es' if processes > 1 else ''}", flush=True)
+            own = options.folder / f"{name}-{processes}"
+            own.mkdir(parents=True)
+            more = RUNS[name]
+            command = server_command(own) if more is None else f"{COMMAND} {more}"
+            good += kill_repeatedly([*command.split(), *flags], options.train_iters, processes, options.kills, own)
+    begun = len(options.runs) * len(options.processes)
     print(f"{begun * options.kills} kills of {begun} runs, {good} of which ended as if unbroken", flush=True)
     return 0 if good == begun else 1
 

@@ -1,4 +1,4 @@
-"""The short version of ``kill_run.py``: a few random kills of one process and of two, and of every kind of run."""
+"""A few random kills of one process and of two, and of every kind of run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ from conftest import REPOSITORY, seed_all
 from forked import run_python
 
 # What is remembered of the steps before, and written beside checkpoints.
-KEPT = [
-    "--keep-best-checkpoint",
-    "eval_reward",
-    "--grad-norm-outlier-factor",
-    "2",
-    "--grad-norm-outlier-action",
-    "skip",
-]
+OUTLIERS = ["--grad-norm-outlier-factor", "2", "--grad-norm-outlier-action", "skip"]
+KEPT = ["--keep-best-checkpoint", "eval_reward", *OUTLIERS]
 
 
 def kill(folder: Path, *options: str) -> str:
