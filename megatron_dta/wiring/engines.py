@@ -10,7 +10,6 @@ from megatron_dta.extras.servers.engine import HttpEngine
 from megatron_dta.extras.servers.http_client import HttpClient, HttpSettings, checked_urls
 from megatron_dta.extras.servers.routing import RoutingShape
 from megatron_dta.extras.servers.sglang import SglangProtocol
-from megatron_dta.extras.servers.speculation import ServerSpeculation
 from megatron_dta.extras.servers.vllm import VllmProtocol
 from megatron_dta.extras.servers.weights.groups import group_opener
 from megatron_dta.sampling.config import SamplingConfig
@@ -103,7 +102,6 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
         exact_logprobs=config.objective.needs_rollout_logprobs,
         vocab_size=config.model.vocab_size,
         report=report,
-        speculation=ServerSpeculation.of(config) if config.speculation.rollout_speculation == "das" else None,
     )
 
 

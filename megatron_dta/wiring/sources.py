@@ -4,7 +4,7 @@ independent rollouts (``sources.independent``), trees and episodes with an envir
 of agents (``agents.source``)
 -> over-sampling -> dynamic sampling and overlong shaping (``sources.filters``)
 -> counts of degenerate responses -> drafts in the checkpoint              in this process, on all ranks
--> corpora for servers that draft -> rank 0's thread, broadcast to all     servers and recorded rollouts
+-> rank 0's thread, broadcast to all                                       servers and recorded rollouts
 
 With ``--rollout-max-staleness`` there is one source instead, ``servers.stream``.
 """
@@ -21,11 +21,10 @@ from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutSource, S
 from megatron_dta.extras.agents.service import AgentService
 from megatron_dta.extras.agents.source import AgentEvaluation, AgentSource
 from megatron_dta.extras.servers.engine import HttpEngine
-from megatron_dta.extras.servers.server_corpus import DraftingServersSource, RolloutCorpus
 from megatron_dta.extras.servers.stream.group_sampler import GroupSampler
 from megatron_dta.extras.servers.stream.rollout_stream import StreamLimits
 from megatron_dta.extras.servers.stream.stream_source import StreamSource
-from megatron_dta.extras.servers.weights.send import rollout_weights, weights_folder
+from megatron_dta.extras.servers.weights.send import rollout_weights
 from megatron_dta.sampling.in_process.pass_costs import measure_passes
 from megatron_dta.sampling.interface import RolloutEngine
 from megatron_dta.sampling.replay import ReplayEngine
@@ -76,12 +75,6 @@ def build_sampled_data(
         return _stream(config, model, task, progress, engine)
     agents = _agents(engine, task, config) if first else None
     inner = build_sampling_source(engine, task, config, agents) if first else None
-    if first and config.speculation.rollout_speculation == "das":
-        corpus = None
-        if config.sampling.rollout_engine == "sglang":
-            das = config.speculation
-            corpus = RolloutCorpus(weights_folder(config), task.tokenizer, das.das_window, das.das_max_tokens)
-        inner = DraftingServersSource(inner, engine, corpus)
     writer = None if is_replay else rollout_weights(config, model)
     source = Rank0Source(inner, engine, writer, lambda: progress.iteration)
     if not evaluated:

@@ -60,10 +60,7 @@ class RolloutServer:
         self.paused, self.running, self.most_running = False, 0, 0
         # Seconds for each token, beside those for each request; how often all running requests were ended.
         self.token_delay_s, self.aborts = 0.0, 0
-        # Settings of speculation as the server tells them, None without; and how much was drafted and accepted.
         self.receiver, self.bucket_bytes = WeightReceiver(processes), 0
-        self.speculation: dict[str, Any] | None = None
-        self.drafted, self.accepted = 0, 0
         # Layers and experts of each token that the server returns, if it was started for that.
         self.routing: tuple[int, int] | None = None
         self._cache: list[tuple[int, ...]] = []
@@ -242,13 +239,6 @@ class RolloutServer:
         self.aborts += 1
         while self.running:
             await asyncio.sleep(0.001)
-
-    def draft(self, tokens: list[int]) -> tuple[int, int]:
-        """Of a response, drafted and accepted tokens as if it had guessed every third one, and as many wrongly."""
-        drafted, accepted = 2 * (len(tokens) // 3), len(tokens) // 3
-        self.drafted += drafted
-        self.accepted += accepted
-        return drafted, accepted
 
     def returned(self, raw: np.ndarray, scaled: np.ndarray, kept: np.ndarray) -> np.ndarray:
         raise NotImplementedError

@@ -107,23 +107,6 @@ def nucleus_logprobs(row: np.ndarray, top_p: float) -> np.ndarray:
     return kept - np.log(np.exp(kept).sum())
 
 
-def vllm_metrics(drafted: int, accepted: int) -> str:
-    """What Prometheus gets, in two label sets as of two engine cores."""
-    lines = ["# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts."]
-    for name, value in (("drafts", 1), ("draft_tokens", drafted), ("accepted_tokens", accepted)):
-        lines += [f"# TYPE vllm:spec_decode_num_{name}_total counter"]
-        parts = (value // 3, value - value // 3)
-        lines += [
-            f'vllm:spec_decode_num_{name}_total{{engine="{i}",model_name="m"}} {float(part)}'
-            for i, part in enumerate(parts)
-        ]
-        lines += [f'vllm:spec_decode_num_{name}_created{{engine="0",model_name="m"}} 1.7616e+09']
-    for position in range(2):
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-        lines += [f'{name}{{engine="0",model_name="m",position="{position}"}} 77.0']
-    return "\n".join(lines) + "\n"
-
-
 def shared(left: list[int], right: tuple[int, ...]) -> int:
     length = 0
     for a, b in zip(left, right, strict=False):

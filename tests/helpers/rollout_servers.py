@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 import pickle
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +30,6 @@ from rollout_server_forms import (
     check,
     check_mode,
     log_softmax,
-    vllm_metrics,
 )
 from weight_receiver import place_in
 
@@ -56,12 +53,6 @@ class VllmServer(RolloutServer):
             return web.json_response({"world_size": self.receiver.processes})
         if self.labels and path == "/weight_info" and request.method == "GET":
             return web.json_response({"weight_version": self.label})
-        if path == "/server_info" and request.method == "GET":
-            as_json = request.query.get("config_format", "text") == "json"
-            config = {"speculative_config": self.speculation} if as_json else "model='m', speculative_config=None"
-            return web.json_response({"vllm_config": config, "vllm_env": {}, "system_env": {}})
-        if path == "/metrics" and request.method == "GET":
-            return web.Response(text=vllm_metrics(self.drafted, self.accepted) if self.speculation else "")
         if request.method != "POST":
             return web.json_response({"detail": "Method Not Allowed"}, status=405)
         if path == self.generate_path:
@@ -147,8 +138,6 @@ class VllmServer(RolloutServer):
             body["prompt"], body.get("max_tokens", 16), body.get("temperature", 1.0), body.get("top_p", 1.0),
             body.get("seed", 0), stops, body.get("allowed_token_ids"),
         )  # fmt: skip
-        if self.speculation:
-            self.draft(tokens)
         names = [f"token_id:{token}" for token in tokens]
         choice = {
             "index": 0,
@@ -194,20 +183,9 @@ class VllmServer(RolloutServer):
 
 
 class SglangServer(RolloutServer):
-    """The forms of SGLang 0.5.23.
-
-    Attributes:
-        corpora: texts of the corpora that it has, by name.
-        corpus_faults: messages with which the next corpora are refused.
-    """
+    """The forms of SGLang 0.5.23."""
 
     kind, generate_path = "sglang", "/generate"
-    draft_names = ("spec_num_proposed_drafts", "spec_num_correct_drafts")
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.corpora: dict[str, list[str]] = {}
-        self.corpus_faults: list[str] = []
 
     def refusal(self, message: str) -> dict[str, Any]:
         return {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400}
@@ -226,7 +204,7 @@ class SglangServer(RolloutServer):
             return web.json_response({"model_path": "m", "is_generation": True, "weight_version": self.label})
         if path == "/server_info" and request.method == "GET":
             sizes = {"tp_size": self.receiver.processes, "pp_size": 1, "dp_size": 1}
-            return web.json_response(sizes | (self.speculation or {"speculative_algorithm": None}))
+            return web.json_response(sizes | {"speculative_algorithm": None})
         if path == "/flush_cache":
             if self.running:
                 return web.Response(text="Flush cache failed.\n", status=400)
@@ -250,10 +228,6 @@ class SglangServer(RolloutServer):
             return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
         if path in SGLANG_TRANSFER:
             success, message = await self._transfer(path, check(body, *SGLANG_TRANSFER[path]))
-            content = {"success": success, "message": message}
-            return web.json_response(content, status=200 if success else 400)
-        if path in ("/add_external_corpus", "/remove_external_corpus"):
-            success, message = self._change_corpora(path, body)
             content = {"success": success, "message": message}
             return web.json_response(content, status=200 if success else 400)
         if path == "/update_weights_from_disk":
@@ -287,28 +261,6 @@ class SglangServer(RolloutServer):
             self.end_transfer()
         return True, "Succeeded."
 
-    def _change_corpora(self, path: str, body: Any) -> tuple[bool, str]:
-        if self.running:
-            self.violations.append("corpora changed under running requests")
-        if not self.speculation:
-            return False, "Ngram speculative decoding is not enabled."
-        if path == "/remove_external_corpus":
-            name = check(body, {"corpus_id": str}, ("corpus_id",))["corpus_id"]
-            return self.corpora.pop(name, None) is not None, f"'{name}'"
-        check(body, {"corpus_id": str, "file_path": str}, ("file_path",))
-        if self.corpus_faults:
-            return False, self.corpus_faults.pop(0)
-        if body["corpus_id"] in self.corpora:
-            return False, f"External corpus '{body['corpus_id']}' already exists."
-        texts = [json.loads(line) for line in Path(body["file_path"]).read_text().splitlines()]
-        most = self.speculation["speculative_ngram_external_corpus_max_tokens"]
-        if not all(isinstance(text, str) for text in texts) or not texts:
-            return False, "expected a JSON string."
-        if sum(len(text) + 1 for each in (*self.corpora.values(), texts) for text in each) > most:
-            return False, f"External ngram corpus exceeds the configured token limit ({most})"
-        self.corpora[body["corpus_id"]] = texts
-        return True, ""
-
     async def _generate(self, body: dict[str, Any]) -> web.Response:
         self.bodies.append(body)
         if not body.get("input_ids"):
@@ -339,8 +291,6 @@ class SglangServer(RolloutServer):
         if body.get("return_routed_experts") and self.routing is not None:
             experts = experts_of(context, tokens, *self.routing).astype("<i4")
             meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
-        if self.speculation:
-            meta |= dict(zip(self.draft_names, self.draft(tokens), strict=True))
         if body.get("return_logprob"):
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [[p, t, None] for p, t in zip(logprobs, tokens, strict=True)]

@@ -5,7 +5,7 @@ again to the same or another server (``http_client``). A reply is used as a whol
 costs time but never mixes tokens. If a request fails for good, ``poll`` raises.
 
 Requests of one prompt, and a request and its ``parent``, go to the same server, which has their prefix in its cache.
-``hold`` and ``release`` have no other effect, since servers evict on their own. Servers that draft: ``drafts.py``.
+``hold`` and ``release`` have no other effect, since servers evict on their own.
 
 With ``HttpSettings.continues`` weights may change while requests run. The servers then end all requests and reply with
 the tokens so far, and each request is sent again with these after its context. Every reply has one version, and so has
@@ -25,12 +25,10 @@ import numpy as np
 
 from megatron_dta.common.http.replies import TransientFailureError, shortened
 from megatron_dta.common.keyed_random import Domain
-from megatron_dta.extras.servers.drafts import ServerDrafts
 from megatron_dta.extras.servers.http_client import HttpClient, HttpSettings, Server, ServerError, WrongWeightsError
 from megatron_dta.extras.servers.protocol import Asked, LogprobsError, Piece, ServerProtocol, request_seed
 from megatron_dta.extras.servers.sampled_tokens import SampledTokens
 from megatron_dta.extras.servers.sender import Sender
-from megatron_dta.extras.servers.speculation import ServerSpeculation
 from megatron_dta.extras.servers.weights.updates import ServerWeights
 from megatron_dta.sampling.host_weights import HostWeights
 from megatron_dta.sampling.interface import (
@@ -55,10 +53,6 @@ class HttpEngine(RolloutEngine):
         exact_logprobs: refuse servers whose logprobs are not the trainer's; False if they are not used.
         vocab_size: ids outside of it are refused; None: not checked.
         report: called with a line when a server is left out.
-        speculation: refuse servers with other draft settings and count accepted drafts; None: neither.
-
-    Attributes:
-        drafts: the servers' drafts for training; None without ``speculation``.
     """
 
     needs_checkpoint = True
@@ -71,7 +65,6 @@ class HttpEngine(RolloutEngine):
         exact_logprobs: bool = True,
         vocab_size: int | None = None,
         report: Callable[[str], None] = lambda line: None,
-        speculation: ServerSpeculation | None = None,
     ) -> None:
         self._continues = settings is not None and settings.continues
         self._protocol, self._exact_logprobs, self._vocab_size = protocol, exact_logprobs, vocab_size
@@ -79,7 +72,6 @@ class HttpEngine(RolloutEngine):
         self._weights = ServerWeights(self._client, protocol, self._forget, self._check_returned)
         self._client.still_current = self._weights.has_newest
         self._sender = Sender(self._client, protocol)
-        self.drafts = None if speculation is None else ServerDrafts(self._client, protocol, speculation, report)
         self._interrupted = False
         self._params: SamplingParams | None = None
         self._iteration = 0
@@ -92,9 +84,7 @@ class HttpEngine(RolloutEngine):
         self._finished: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._counts = dict.fromkeys((*ENGINE_COUNTS, "weight_updates", "rejected_tokens"), 0.0)
         self._update_seconds = 0.0
-        if self.drafts is None:
-            # Drafts are counted on servers that were there when the phase began.
-            self._client.start(self._weights.keep_visiting())
+        self._client.start(self._weights.keep_visiting())
 
     def start(self, params: SamplingParams, iteration: int) -> None:
         """See the interface; checks the logprobs of servers that have not been checked yet."""
@@ -105,29 +95,6 @@ class HttpEngine(RolloutEngine):
         # The logprobs of an evaluation are not used.
         if self._exact_logprobs and params.domain is not Domain.EVALUATION:
             self._client.start(self._check_logprobs(params)).result()
-        if self._counted_drafts is not None:
-            self._client.start(self._counted_drafts.begin()).result()
-
-    @property
-    def _counted_drafts(self) -> ServerDrafts | None:
-        """``drafts``, or None in an evaluation."""
-        return self.drafts if self._params.domain is not Domain.EVALUATION else None
-
-    def join(self) -> None:
-        """See the interface; reads the draft counters of the servers."""
-        if self._counted_drafts is not None:
-            self._client.start(self._counted_drafts.end()).result()
-
-    def load_corpus(self, path: Path) -> None:
-        """Let all servers draft from the texts in ``path`` (JSON strings, one per line) instead of earlier ones.
-
-        Raises:
-            ValueError: the servers do not take corpora.
-        """
-        self._refuse_running()
-        if self.drafts is None or not self._protocol.takes_corpora:
-            raise ValueError(f"{self._protocol.name} takes no corpora here")
-        self._client.start(self.drafts.load_corpus(path.resolve(), f"{self._weights.run}-{path.stem}")).result()
 
     def submit(self, requests: Sequence[GenerationRequest], begun: Mapping[int, SampledTokens] | None = None) -> None:
         """See the interface.
@@ -262,8 +229,6 @@ class HttpEngine(RolloutEngine):
             piece = await self._client.anywhere(affinity, exchange, label)
             self._counts["reused_tokens"] += piece.cached_tokens
             self._counts["prefilled_tokens"] += len(context) - piece.cached_tokens
-            if self._counted_drafts is not None:
-                self._counted_drafts.add(piece)
             version = self._version_of(piece)
             response = response.extended(piece.token_ids, piece.logprobs, version, params.vocab_size)
             end = response.end(params.eos_ids, label)
@@ -338,8 +303,6 @@ class HttpEngine(RolloutEngine):
     def _forget(self, server: Server) -> None:
         """Check a server again when it returns: it may have been restarted with other settings."""
         self._checked.pop(server.url, None)
-        if self.drafts is not None:
-            self.drafts.forget(server)
 
     def _affinity(self, request: GenerationRequest) -> bytes:
         """Identifies the prompt of the request, or of its parent."""

@@ -23,7 +23,6 @@ import numpy as np
 from megatron_dta.common.http.replies import TransientFailureError, field_of, list_of, shown
 from megatron_dta.extras.servers.http_client import Server, ServerError
 from megatron_dta.extras.servers.routing import RoutingShape
-from megatron_dta.extras.servers.speculation import DraftCounts, ServerSpeculation
 from megatron_dta.extras.servers.weights.groups import GroupOpener, Meeting, group_opener
 from megatron_dta.sampling.host_weights import Bucket
 from megatron_dta.sampling.interface import GenerationRequest
@@ -76,7 +75,6 @@ class Piece:
         aborted: whether it may be continued.
         cached_tokens: context tokens from the server's prefix cache, if reported.
         weight_versions: labels of the weights that sampled it, if reported.
-        drafted, accepted: drafted and accepted tokens, if reported.
         routed_experts: int16 [C + R, layers with experts, K], see ``GenerationResult``.
     """
 
@@ -86,8 +84,6 @@ class Piece:
     aborted: bool = False
     cached_tokens: int = 0
     weight_versions: frozenset[str] = frozenset()
-    drafted: int = 0
-    accepted: int = 0
     routed_experts: np.ndarray | None = None
 
 
@@ -102,7 +98,6 @@ class ServerProtocol(ABC):
         name: as users know the server.
         generate_path, health_path: paths for POST of requests and for GET of the health.
         label_path: path for GET of the label of the weights, ``weight_version``.
-        takes_corpora: whether the server drafts from given corpora.
         meets_by_unique_id: whether the server joins groups of NCCL by their unique id instead of through a store.
         receives_many: whether it can be told of several buckets of one dtype at once.
     """
@@ -111,7 +106,6 @@ class ServerProtocol(ABC):
     generate_path: str
     health_path: str
     label_path: str
-    takes_corpora = False
     meets_by_unique_id = receives_many = False
 
     def __init__(self, routing: RoutingShape | None = None, open_group: GroupOpener | None = None) -> None:
@@ -177,19 +171,6 @@ class ServerProtocol(ABC):
             return None
         label = info.get("weight_version") if isinstance(info, dict) else None
         return label if isinstance(label, str) else None
-
-    @abstractmethod
-    async def speculation_differs(self, server: Server, speculation: ServerSpeculation) -> str | None:
-        """How a server's settings differ; None if they agree. ``ServerError`` if it does not report them."""
-
-    async def draft_counts(self, server: Server) -> DraftCounts | None:
-        """Drafts of a server so far, if its replies do not report them."""
-        del server
-        return None
-
-    async def load_corpus(self, server: Server, path: Path, name: str, old: str | None) -> None:
-        """Let a server draft from a corpus instead of the one named ``old``; ``ServerError`` if it cannot."""
-        raise NotImplementedError(f"{self.name} takes no corpora")
 
 
 def request_seed(
@@ -270,10 +251,6 @@ def check_prompt_length(reply: Any, asked: Asked, *path: str | int) -> None:
 
 class LogprobsError(ServerError):
     """A server returns other logprobs than the trainer's, because of its settings."""
-
-
-class SpeculationError(ServerError):
-    """A server's draft settings contradict the flags."""
 
 
 def refuse_logprobs(server: Server, params: SamplingParams, returned: str, fix: str) -> LogprobsError:

@@ -6,9 +6,7 @@ group with the trainer, ``/update_weights_from_distributed``.
     python -m sglang.launch_server --model-path MODEL --port 30000
 
 Other settings are given there as usual; ``megatron-dta rollout-server-command`` prints the command for speculative
-decoding. A reply then reports its drafts, ``/server_info`` the draft settings, and ``/add_external_corpus`` takes a
-corpus: a file of JSON strings, one per line, that the server reads. Seeds of requests have an effect only with
-``--enable-deterministic-inference``.
+decoding. Seeds of requests have an effect only with ``--enable-deterministic-inference``.
 
 **Experts.** For ``--moe-routing-replay`` the server is started with ``--enable-return-routed-experts``. A reply then
 holds 32-bit integers in base64: of every token but the last, by layer, its experts.
@@ -22,8 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +38,12 @@ from megatron_dta.extras.servers.protocol import (
     refuse_logprobs,
 )
 from megatron_dta.extras.servers.routing import integers_of, with_routing
-from megatron_dta.extras.servers.speculation import ServerSpeculation
 from megatron_dta.extras.servers.weights.groups import Meeting
 from megatron_dta.sampling.host_weights import Bucket
 from megatron_dta.sampling.params import SamplingParams
 
 _PROBED_TOKENS = 8
 _SIZES = ("tp_size", "pp_size", "dp_size")
-# Names in newer and in older versions.
-_DRAFTED = ("spec_num_proposed_drafts", "spec_draft_token_num")
-_ACCEPTED = ("spec_num_correct_drafts", "spec_accept_token_num")
 
 
 class SglangProtocol(ServerProtocol):
@@ -62,7 +54,6 @@ class SglangProtocol(ServerProtocol):
     # The scheduler answers it. /health and /health_generate send a request, which waits while the server is paused.
     health_path = "/server_info"
     label_path = "/model_info"
-    takes_corpora = True
 
     def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
         return {
@@ -111,9 +102,7 @@ class SglangProtocol(ServerProtocol):
         if asked.routing is not None:
             text = field_of(reply, "meta_info", "routed_experts", kind=str, optional=True)
             piece = with_routing(piece, integers_of(text, "meta_info.routed_experts"), asked, self.name)
-        meta = reply["meta_info"]
-        drafted, accepted = (_count(meta, names) for names in (_DRAFTED, _ACCEPTED))
-        return replace(piece, drafted=drafted, accepted=min(accepted, drafted, len(piece.token_ids)))
+        return piece
 
     async def check_logprobs(self, server: Server, params: SamplingParams) -> None:
         if params.temperature in (0, 1):
@@ -218,29 +207,9 @@ class SglangProtocol(ServerProtocol):
         """A step of a transfer, which must not be repeated."""
         await _post(server, path, body, attempts=1)
 
-    async def speculation_differs(self, server: Server, speculation: ServerSpeculation) -> str | None:
-        info = await server.ask("GET", "/server_info")
-        if not isinstance(info, dict):
-            raise ServerError(f"{server}: GET /server_info does not report its settings")
-        return speculation.sglang_differs(info)
-
-    async def load_corpus(self, server: Server, path: Path, name: str, old: str | None) -> None:
-        # The limit of tokens applies to all corpora together, so the old one is removed first.
-        if old is not None:
-            with suppress(ServerError):  # a restarted server does not have it
-                await server.ask("POST", "/remove_external_corpus", {"corpus_id": old})
-        body = {"corpus_id": name, "file_path": str(path)}
-        await _post(server, "/add_external_corpus", body)
-
 
 async def _post(server: Server, path: str, body: dict[str, Any], attempts: int | None = None) -> None:
     """POST to an endpoint whose reply says whether it has succeeded."""
     reply = await server.ask("POST", path, body, attempts=attempts)
     if not isinstance(reply, dict) or reply.get("success") is not True:
         raise ServerError(f"{server}: POST {path}: {shown(reply)}")
-
-
-def _count(meta: dict[str, Any], names: tuple[str, ...]) -> int:
-    """A count that has several names."""
-    found = next((meta[name] for name in names if name in meta), 0)
-    return found if isinstance(found, int) and 0 <= found < 2**53 else 0

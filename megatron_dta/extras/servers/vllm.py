@@ -9,9 +9,7 @@ there. The control endpoints exist in the server's development mode:
 ``{"backend": "ipc"}`` also needs VLLM_ALLOW_INSECURE_SERIALIZATION=1, because the handles of memory are pickled.
 
 Other settings, such as parallelism and memory, are given there as usual. ``megatron-dta rollout-server-command`` prints
-the command for speculative decoding. A drafter with weights of its own keeps the weights it was started with. Counts
-of drafts come from ``/metrics``, the settings of drafts from ``/server_info?config_format=json`` of the development
-mode.
+the command for speculative decoding. A drafter with weights of its own keeps the weights it was started with.
 
 **Experts.** For ``--moe-routing-replay`` the server is started with ``--enable-return-routed-experts`` (0.22 or newer).
 A reply then holds a NumPy file in base64: of every token but the last, by layer, its experts.
@@ -26,9 +24,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import math
 import pickle
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,15 +43,11 @@ from megatron_dta.extras.servers.protocol import (
     refuse_logprobs,
 )
 from megatron_dta.extras.servers.routing import array_of, with_routing
-from megatron_dta.extras.servers.speculation import DraftCounts, ServerSpeculation
 from megatron_dta.extras.servers.weights.groups import Meeting
 from megatron_dta.sampling.host_weights import Bucket
 from megatron_dta.sampling.params import SamplingParams
 
 _RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
-_DRAFT_COUNTER = re.compile(
-    r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)(?:_total)?(?:\{[^}\n]*\})?\s+(\S+)", re.MULTILINE
-)
 _DEV_MODE = "start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"
 _TRANSFER = "--weight-transfer-config (rollout-server-command prints it)"
 
@@ -197,26 +189,6 @@ class VllmProtocol(ServerProtocol):
         """A step of weight transfer, which must not be repeated."""
         await self._control(server, path, body, transfers=True)
 
-    async def speculation_differs(self, server: Server, speculation: ServerSpeculation) -> str | None:
-        found = await server.ask(
-            "GET",
-            "/server_info?config_format=json",
-            read=lambda reply: (
-                field_of(reply, "vllm_config", kind=dict),
-                field_of(reply, "vllm_config", "speculative_config", kind=dict, optional=True),
-            ),
-        )
-        return speculation.vllm_differs(found[1])
-
-    async def draft_counts(self, server: Server) -> DraftCounts | None:
-        text = await server.ask("GET", "/metrics", attempts=1)
-        found = {"draft_tokens": 0.0, "accepted_tokens": 0.0}
-        for name, value in _DRAFT_COUNTER.findall(text if isinstance(text, str) else ""):
-            found[name] += _counter(value)
-        if not all(0 <= value < 2**53 for value in found.values()):
-            raise ServerError(f"{server}: GET /metrics counts {found} drafted tokens")
-        return DraftCounts(0, int(found["draft_tokens"]), int(found["accepted_tokens"]))
-
     async def _control(
         self, server: Server, path: str, body: dict[str, Any] | None = None, transfers: bool = False
     ) -> Any:
@@ -227,14 +199,6 @@ class VllmProtocol(ServerProtocol):
                 raise
             fix = f"{_DEV_MODE} and {_TRANSFER}" if transfers else _DEV_MODE
             raise _MissingError(f"{error}; {fix}") from error
-
-
-def _counter(text: str) -> float:
-    """A number in Prometheus' text format; NaN if it is invalid."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 class _MissingError(ServerError):

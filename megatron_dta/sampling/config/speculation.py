@@ -18,8 +18,7 @@ class SpeculationConfig:
     rollout_speculation: str = option(
         "none",
         "Draft several tokens per pass from suffix trees of recent rollouts and verify them: the same samples in "
-        "fewer passes. Servers of vLLM or SGLang draft themselves when megatron-dta rollout-server-command starts them "
-        "so.",
+        "fewer passes. Servers of vLLM or SGLang draft themselves: give it to megatron-dta rollout-server-command.",
         choices=("none", "das"),
         needs="rollout_engine!=replay",
     )

@@ -57,14 +57,11 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
             "--rollout-failure drop would remove leaves from sampled trees, whose leaves are compared; leave it out "
             "with --rollout-method treepo"
         )
-    if engine == "sglang" and config.speculation.rollout_speculation == "das":
-        if config.sampling.tokenizer_type == "NullTokenizer":
-            yield (
-                "--rollout-speculation das sends SGLang the text of past rollouts, which --tokenizer-type "
-                "NullTokenizer cannot produce; give the model's tokenizer, or leave out --rollout-speculation"
-            )
-        if config.speculation.das_draft_tokens < 2:
-            yield "--das-draft-tokens 1: SGLang divides a draft between two sources; give at least 2"
+    if engine in SERVERS and config.speculation.rollout_speculation == "das":
+        yield (
+            f"--rollout-speculation das drafts in this process, but --rollout-engine {engine} samples on servers; "
+            "leave it out here and give it to rollout-server-command: servers draft by themselves"
+        )
     yield from _check_draft_length(config.speculation)
     if sampling.rollout_max_staleness:
         yield from _check_staleness(config)
@@ -81,10 +78,9 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
 def _check_weight_transfer(config: TrainConfig) -> Iterator[str]:
     sampling = config.sampling
     way, engine = sampling.rollout_weight_transfer, sampling.rollout_engine
-    needs_corpora = engine == "sglang" and config.speculation.rollout_speculation == "das"
-    if (way == "folder" or needs_corpora) and sampling.rollout_weights_dir is None and config.checkpoint.save is None:
+    if way == "folder" and sampling.rollout_weights_dir is None and config.checkpoint.save is None:
         yield f"--rollout-engine {engine} needs --rollout-weights-dir (or --save), a folder visible to the servers"
-    if way != "folder" and not needs_corpora and sampling.rollout_weights_dir is not None:
+    if way != "folder" and sampling.rollout_weights_dir is not None:
         yield f"--rollout-weights-dir has no effect on --rollout-weight-transfer {way}; leave it out"
     if way == "gloo" and engine == "vllm":
         yield ("--rollout-weight-transfer gloo: vLLM's weight transfer is over NCCL; give nccl, or folder on CPUs")
@@ -132,7 +128,6 @@ def _check_staleness(config: TrainConfig) -> Iterator[str]:
         ("--dynamic-sampling", config.filtering.dynamic_sampling),
         ("--over-sampling-batch-size", sampling.over_sampling_batch_size is not None),
         ("--overlong-buffer-len", config.filtering.overlong_buffer_len is not None),
-        ("--rollout-speculation das", config.speculation.rollout_speculation == "das"),
         ("--moe-routing-replay", config.model.moe_routing_replay),
     ):
         if is_set:
