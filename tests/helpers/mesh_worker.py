@@ -43,7 +43,6 @@ class MeshCase:
         partition: indices of the samples of each data-parallel rank.
         weights: of the whole model.
         sabotage: name of something to leave out, for tests that must fail.
-        context_size: ranks that divide the segments; None for all of a context group.
     """
 
     model: ModelConfig
@@ -56,7 +55,6 @@ class MeshCase:
     temperature: float = 1.0
     aggregation: str = "token-mean"
     sabotage: str = ""
-    context_size: int | None = None
 
 
 @dataclass
@@ -209,7 +207,6 @@ def run_cases(rank: int, cases: dict[str, MeshCase]) -> dict[str, RankResult]:
             parallel.pipeline_model_parallel_size,
             parallel.num_virtual_stages_per_pipeline_rank,
             parallel.context_parallel_size,
-            parallel.dynamic_context_parallel,
             parallel.expert_model_parallel_size,
             parallel.expert_tensor_size,
         )
@@ -281,7 +278,7 @@ def _run_case(case: MeshCase) -> RankResult:
     from pool_bytes import noting_pools
 
     device = initialize_parallel(5, case.parallel)
-    mesh = training_mesh(case.context_size)
+    mesh = training_mesh()
     expert_tensor_rank = parallel_state.get_expert_tensor_parallel_rank()
     result = RankResult(mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank, expert_tensor_rank)
     model = build_model(case.model, device, case.parallel)
@@ -297,7 +294,6 @@ def _run_case(case: MeshCase) -> RankResult:
         tree_attention_impl=attention,
     )
     engine.offload_kv(case.tree.kv_offload_fraction)
-    engine.divide_tokens(mesh.context_size)
     if case.tree.tree_memory_gib is not None:
         # Plain experts count as grouped ones: a limit need not be right to be kept.
         with mock.patch.object(cost_inputs, "why_not_predicted", return_value=None):

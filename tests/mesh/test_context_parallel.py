@@ -52,10 +52,6 @@ MESHES = {
     "cp2-pp2": (4, _sizes(2, pipeline=2), [0]),
     "cp2-dp2": (4, _sizes(2), [4, 0]),
     "cp2-dp2-idle-overlap": (4, _sizes(2, overlap_grad_reduce=True, ddp_bucket_size=900), [99, 0]),
-    "dynamic-4": (4, _sizes(4, dynamic_context_parallel=True), [0]),
-    "dynamic-2": (4, _sizes(4, dynamic_context_parallel=True), [4, 0]),
-    "dynamic-1": (4, _sizes(4, dynamic_context_parallel=True), [3, 99, 0, 0]),
-    "dynamic-tp2-1": (4, _sizes(2, tensor=2, dynamic_context_parallel=True), [4, 0]),
     "cp2-ep2": (2, _sizes(2, expert_model_parallel_size=2), [0]),
     "cp2-dp2-ep4": (4, _sizes(2, expert_model_parallel_size=4), [5, 0]),
     "cp2-tp2-ep2": (4, _sizes(2, tensor=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1), [0]),
@@ -72,8 +68,6 @@ COMBINATIONS = [
     ("cp2-tp2-ep2", "wide-experts", "dta-mixed"),
     ("cp2-ep2", "wide-experts", "packed"),
 ]
-# Meshes with context groups of several sizes, and the size in use.
-DYNAMIC = {"dynamic-4": 4, "dynamic-2": 2, "dynamic-1": 1, "dynamic-tp2-1": 1}
 # Meshes that run with --kv-offload-fraction, too.
 OFFLOADED = ("cp2", "cp2-pp2")
 MODELS = {
@@ -104,8 +98,6 @@ def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
     for mesh in OFFLOADED:
         tree = replace(tree_config("dta", 6, 12), kv_offload_fraction=1.0)
         more[f"{mesh} offloaded"] = suite.case(mesh, "qwen3", "dta", tree=tree)
-    for mesh, size in DYNAMIC.items():
-        more[f"{mesh} dynamic"] = suite.case(mesh, "wide", "dta-mixed", context_size=size)
     for fault in ("reduction", "logprobs", "attention gradients"):
         more[f"cp2 without {fault}"] = suite.case("cp2", "qwen3", "dta", sabotage=fault)
     return suite.run(COMBINATIONS, tmp_path_factory.mktemp("context"), more)
@@ -114,11 +106,6 @@ def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
 @pytest.mark.parametrize(("mesh", "name", "cut"), COMBINATIONS)
 def test_equals_one_process(suite, results, mesh, name, cut):
     suite.check(results[f"{mesh} {name} {cut}"], mesh, name)
-
-
-@pytest.mark.parametrize("mesh", DYNAMIC)
-def test_groups_below_the_largest_size_change_nothing(suite, results, mesh):
-    suite.check(results[f"{mesh} dynamic"], mesh, "wide")
 
 
 @pytest.mark.parametrize("mesh", OFFLOADED)

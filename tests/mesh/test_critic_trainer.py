@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -53,7 +52,6 @@ def folder(tmp_path_factory) -> Path:
         job("ppo-moved", TP, iters=2),
         job("ppo-moved", PP, iters=4),
         job("ppo-cp", f"{CP} {SHARDED}"),
-        job("ppo-dynamic", f"{CP} --dynamic-context-parallel {SHARDED}"),
         job("moe-cp", f"{CP} {EP}", moe),
         job("dpo-dp", "", DPO),
         job("dpo-pp", PP, DPO),
@@ -63,25 +61,8 @@ def folder(tmp_path_factory) -> Path:
         job("moe-moved", EP, moe, iters=4),
     ]
     for jobs, world_size in ((ones, 1), (twos, 2)):
-        run_on_ranks(_with_groups_in_turn, jobs, world_size, path / f"ranks-{world_size}")
+        run_on_ranks(train_on_rank, jobs, world_size, path / f"ranks-{world_size}")
     return path
-
-
-def _with_groups_in_turn(rank: int, jobs: list[tuple[str, None]]) -> None:
-    """Train; where context groups of two sizes are possible, steps prefer the one and the other in turn."""
-    from unittest import mock
-
-    from megatron_dta.training.data import division
-
-    divided, turns = division._divided, []
-
-    def in_turn(*arguments: Any) -> tuple[float, int, list[int]]:
-        _, size, own = divided(*arguments)
-        turns.extend([size] * (size == 1))
-        return float((len(turns) + size) % 2), size, own
-
-    with mock.patch.object(division, "_divided", in_turn):
-        train_on_rank(rank, jobs)
 
 
 @pytest.mark.parametrize("name", ["ppo-dp", "ppo-cp", "ppo-moved", "dpo-dp", "dpo-pp", "moe-dp", "moe-cp", "moe-moved"])
@@ -97,17 +78,6 @@ def test_a_mesh_trains_as_one_process(folder: Path, name: str) -> None:
         assert {"critic_seq_load_balancing_loss", "critic_z_loss"} <= found[-1].keys()
     if name.startswith("ppo"):
         assert {"value_loss", "explained_variance", "tis_weight", "sampler_probability_ratio"} <= found[-1].keys()
-
-
-def test_the_size_of_context_groups_may_change_from_step_to_step(folder: Path) -> None:
-    expected, found = rows_without_timing(folder / "ppo-1"), rows_without_timing(folder / "ppo-dynamic")
-    assert {row.pop("context_ranks") for row in found[1:]} == {1, 2}
-    assert len(found) == 4
-    for left, right in zip(expected[:4], found, strict=True):
-        assert left.keys() == right.keys()
-        assert "eval_loss" in left
-        for key in left.keys() - OWN:
-            assert right[key] == pytest.approx(left[key], rel=2e-3, abs=2e-5), key
 
 
 @pytest.mark.parametrize("objective", ["ppo", "moe"])

@@ -53,7 +53,6 @@ MESHES = {
         [99, 0],
     ),
     "cp4": (4, ParallelConfig(context_parallel_size=4), [0]),
-    "dynamic-2": (4, ParallelConfig(context_parallel_size=4, dynamic_context_parallel=True), [4, 0]),
     "tp2-ep2": (2, ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=1, **SP), [0]),
 }
 # Planned within MiB: what is kept, recomputed and in flight follows from the counted bytes. Segments of 6 tokens.
@@ -103,7 +102,6 @@ def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
         )
     for name, (mesh, model, mib) in MEMORY.items():
         more[name] = suite.case(mesh, model, "dta", tree=tree_config("dta", 6, tree_memory_gib=mib / 1024))
-    more["dynamic-2 of 4"] = suite.case("dynamic-2", "four-heads", "dta-mixed", context_size=2)
     return suite.run(COMBINATIONS, tmp_path_factory.mktemp("hybrid"), more)
 
 
@@ -121,10 +119,6 @@ def test_steps_within_a_limit_of_memory(suite, results, name):
         print(name, rank.pools, rank.recomputed_tokens)
         assert all(counted == held for counted, held in rank.pools)
         assert (rank.recomputed_tokens > 0) == ("limited" in name)
-
-
-def test_half_of_the_context_ranks_divide_heads_of_gated_delta_net_too(suite, results):
-    suite.check(results["dynamic-2 of 4"], "dynamic-2", "four-heads")
 
 
 def test_a_sibling_changes_no_bit_on_context_ranks(results):

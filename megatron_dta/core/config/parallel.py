@@ -29,11 +29,6 @@ class ParallelConfig:
         "path are divided by it.",
         minimum=1,
     )
-    dynamic_context_parallel: bool = option(
-        False,
-        "Choose for each optimizer step, by predicted time, how many ranks divide its segments: "
-        "--context-parallel-size or a divisor of it.",
-    )
     expert_model_parallel_size: int = option(
         1, "Ranks over which the experts of a layer are distributed.", minimum=1, needs="num_experts"
     )

@@ -24,7 +24,7 @@ from megatron_dta.core.engine.rank_model import RankModel
 from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.engine.step_result import StepResult, TokenOutputs
 from megatron_dta.core.extensions import KV_OFFLOAD, TRANSFORMER_ENGINE
-from megatron_dta.core.model.parallel.mesh import Mesh, training_mesh
+from megatron_dta.core.model.parallel.mesh import Mesh
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.core.planning.costs.correction import CostCorrection
 from megatron_dta.core.planning.costs.memory_budget import MemoryBudget, StageBytes
@@ -73,15 +73,9 @@ class TreeEngine(RankModel):
         Args:
             automatic: the limit is what the GPU has; otherwise it is a user's, which messages name.
         """
-        # Of the largest context groups, so that the limit holds for the smaller ones, too.
-        found = training_mesh().gather_over_replica((self.mesh.pipeline_rank, float(constant_bytes)))
+        found = self.mesh.gather_over_replica((self.mesh.pipeline_rank, float(constant_bytes)))
         constant = [max(each for rank, each in found if rank == stage) for stage in range(self.mesh.pipeline_size)]
         self.memory = MemoryBudget(gib, tuple(constant), self.stage_bytes(), automatic)
-
-    def _take_ranks(self, context_size: int) -> None:
-        super()._take_ranks(context_size)
-        if self.memory is not None:
-            self.memory = replace(self.memory, stages=self.stage_bytes())
 
     def stage_bytes(self) -> tuple[StageBytes, ...]:
         """Bytes of each virtual stage."""
@@ -252,16 +246,12 @@ class TreeEngine(RankModel):
         return TokenOutputs(*(batch.per_sequence(values) for values in pairs))
 
     def _check_agreement(self, batch: TreeBatch, training: bool) -> None:
-        """Take the ranks of the batch's plan, and compare the plans of a replica's ranks, which would wait for each
-        other forever if these were different.
-        """
-        size, possible = batch.plan.context_size, self.possible_context_sizes
-        if size not in possible:
+        """Compare the plans of a replica's ranks, which would wait for each other forever if these were different."""
+        if batch.plan.context_size != self.mesh.context_size:
             raise ValueError(
-                f"the step is planned for context groups of {size}, but there are groups of "
-                f"{' and '.join(map(str, possible))}; give prepare_batch pipeline=engine.pipeline(...)"
+                f"the step is planned for context groups of {batch.plan.context_size}, but there are groups of "
+                f"{self.mesh.context_size}; give prepare_batch pipeline=engine.pipeline(...)"
             )
-        self.divide_tokens(size)
         if batch.plan.num_ranks != len(self.mesh.expert_data_ranks):
             raise ValueError(
                 f"the step is planned for {batch.plan.num_ranks} ranks that share experts, but there are "

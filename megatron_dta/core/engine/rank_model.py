@@ -11,10 +11,9 @@ import torch
 from megatron_dta.core.engine.cost_inputs import decoder_shape
 from megatron_dta.core.extensions import KVOnHost
 from megatron_dta.core.model.attention.segment_attention import choose_attention
-from megatron_dta.core.model.parallel.context_group import context_group, context_sizes
+from megatron_dta.core.model.parallel.context_group import context_group
 from megatron_dta.core.model.parallel.mesh import training_mesh
 from megatron_dta.core.model.tree_model import TreeGPTModel
-from megatron_dta.core.shapes.decoder import context_refusal
 
 if TYPE_CHECKING:
     from megatron_dta.core.model.parallel.staged_model import Model
@@ -34,7 +33,7 @@ class RankModel:
         routing_replay: use the experts that the sampler of the rollouts chose.
 
     Attributes:
-        mesh, context_group: the ranks that run the model; ``divide_tokens`` changes them.
+        mesh, context_group: the ranks that run the model.
         kv_on_host: memory for the K/V slots of layers on the host; None without offloading.
     """
 
@@ -62,22 +61,7 @@ class RankModel:
         self.logprob_chunk_tokens = logprob_chunk_tokens or max(1, most)
         # Whether attention runs on kernels, rather than in plain PyTorch.
         self.uses_kernels = choose_attention(tree_attention_impl, self.config.kv_channels, self.dtype, self.device)
-        self._take_ranks(training_mesh().context_size)
-
-    def divide_tokens(self, context_size: int) -> None:
-        """Let this number of ranks divide the tokens of a segment from now on; one of ``possible_context_sizes``."""
-        if context_size != self.mesh.context_size:
-            self._take_ranks(context_size)
-
-    def _take_ranks(self, context_size: int) -> None:
-        self.mesh, self.context_group = training_mesh(context_size), context_group(context_size)
-
-    @property
-    def possible_context_sizes(self) -> list[int]:
-        """Sizes of context groups over which the heads can be divided, ascending."""
-        sizes, tensor = context_sizes(), self.config.tensor_model_parallel_size
-        heads = (self.config.num_attention_heads, self.config.num_query_groups)
-        return [size for size in sizes if len(sizes) == 1 or context_refusal(tensor, size, *heads) is None]
+        self.mesh, self.context_group = training_mesh(), context_group()
 
     def gradient_sync(self, chunk: int, allowed: bool) -> AbstractContextManager:
         """Keep the backward of a model chunk from starting the reduction of its gradients, unless ``allowed``."""

@@ -244,8 +244,6 @@ def _mesh_flags(planner: Planner, prediction: Prediction) -> list[str]:
     flags = [part for flag, size in sizes.items() if size > 1 for part in (flag, str(size))]
     if planner.shape.num_experts and mesh.expert_tensor != mesh.tensor:
         flags += ["--expert-tensor-parallel-size", str(mesh.expert_tensor)]
-    if mesh.context > 1 and mesh.pipeline == 1 and not planner.shape.num_experts:
-        flags.append("--dynamic-context-parallel")
     if mesh.sequence_parallel:
         flags.append("--sequence-parallel")
     if len(set(mesh.layers)) > 1:

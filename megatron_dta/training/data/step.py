@@ -24,7 +24,7 @@ from megatron_dta.core.planning.step.sample import FIELDS, TrainingSample
 from megatron_dta.core.rollouts.paths import decoded_tokens, tree_paths
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.tree.known_paths import KnownPath
-from megatron_dta.training.data.division import divide_and_plan
+from megatron_dta.training.data.division import partition_samples
 
 # Groups share a few tokens by chance. A batch is regrouped only if that saves at least this fraction of the work.
 LEAST_SAVING = 0.01
@@ -60,28 +60,24 @@ class StepSamples:
             self.statistics[STALENESS] = found[STALENESS] + self.age
 
     def batch(self, tree: TreeConfig, settings: ObjectiveConfig, engine: TreeEngine) -> TreeBatch:
-        """This rank's samples (``own``) and their plan, which is made at the first call and reused afterwards.
-
-        The engine takes the plan's context groups.
-        """
+        """This rank's samples (``own``) and their plan, which is made at the first call and reused afterwards."""
         if self.planned is not None:
-            engine.divide_tokens(self.planned.plan.context_size)
             return self.planned
         start = time.perf_counter()
         weights = [sample.weight for sample in self.samples]
         counts = count_trained([sample.num_counted for sample in self.samples], weights)
 
-        def plan(own: list[int], limited: TreeConfig) -> TreeBatch:
-            return prepare_batch(
-                [self.samples[i] for i in own],
-                limited,
-                settings.loss_aggregation,
-                engine.pipeline(limited.tree_segment_tokens),
-                settings.loss_length,
-                StepPart(counts, own, self.preference_pairs),
-            )
-
-        self.own, self.planned = divide_and_plan(self.samples, engine, tree, plan)
+        self.own = list(range(len(self.samples)))
+        if engine.mesh.data_size > 1:
+            self.own = partition_samples(self.samples, engine, tree).sequences_of(engine.mesh.data_rank).tolist()
+        self.planned = prepare_batch(
+            [self.samples[i] for i in self.own],
+            tree,
+            settings.loss_aggregation,
+            engine.pipeline(tree.tree_segment_tokens),
+            settings.loss_length,
+            StepPart(counts, self.own, self.preference_pairs),
+        )
         self.plan_seconds = time.perf_counter() - start
         return self.planned
 

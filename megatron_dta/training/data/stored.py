@@ -93,13 +93,11 @@ class StoredEvaluation(Evaluation):
         pieces = [samples[first : first + batch_size] for first in range(0, len(samples), batch_size)]
         self._trained_tokens = sum(sample.num_trained for sample in samples)
         mesh, pipeline = engine.mesh, engine.pipeline(tree.tree_segment_tokens)
-        self._context_size = mesh.context_size
         own = pieces[mesh.data_rank :: mesh.data_size]
         self._batches = [prepare_batch(piece, tree, pipeline=pipeline) for piece in own]
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the mean over all trained tokens. The forward pass is the same as in training, including trees."""
-        self._engine.divide_tokens(self._context_size)
         total = sum(
             float(np.sum(logprobs, dtype=np.float64))
             for batch in self._batches

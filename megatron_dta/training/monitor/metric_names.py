@@ -120,7 +120,6 @@ METRICS: dict[str, dict[str, str]] = {
         "tokens": "tokens of all sequences of the step; training without sharing would compute these",
         "unique_tokens": "tokens of the prefix forests; the engine computed these",
         "token_reuse": "tokens / unique_tokens",
-        "context_ranks": "ranks that divided the step's segments, with --dynamic-context-parallel",
         "tree_tflop": "operations of forward and backward over the forests, in 10^12 (planning/step/flops.py)",
         "dense_tflop": "the same for all sequences one by one",
         "separated_tokens": "tokens computed again because --num-steps-per-rollout puts rollouts that share "

@@ -52,7 +52,6 @@ def step_sizes(engine: TreeEngine, batch: TreeBatch) -> dict[str, Any]:
         "segments": segments,
         "tree_tflop": tree / 1e12,
         "dense_tflop": dense / 1e12,
-        **({"context_ranks": plan.context_size} if len(engine.possible_context_sizes) > 1 else {}),
     }
 
 

@@ -1,4 +1,4 @@
-"""What partitions are made of: minima of runs, cuts, even runs, moves and swaps; cost models."""
+"""What partitions are made of: minima of runs, cuts and even runs; cost models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.model import CostModel
-from megatron_dta.core.planning.partition.assignment import Assignment
 from megatron_dta.core.planning.partition.range_minimum import RangeMinimum
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
 from megatron_dta.core.planning.partition.sequence_runs import SequenceRuns
@@ -64,8 +63,6 @@ def test_cuts_and_even_runs_against_all_cuts(seed: int) -> None:
     for limit in (0.0, float(np.median(atoms.cost)), 2.5 * atoms.cost.max(), 10 * atoms.cost.sum()):
         chunks = atoms.joined(atoms.cut(limit))
         assert chunks.cost.sum() == pytest.approx(best_cut(atoms, limit), rel=1e-5)
-    apart = np.arange(len(atoms)) % 3 == 0
-    assert set(np.flatnonzero(apart).tolist()) <= set(atoms.cut(1e9, apart).tolist())
     for most in (1, 2, 3, len(atoms)):
         cuts = itertools.combinations(range(1, len(atoms)), min(most, len(atoms)) - 1)
         least = min(atoms.joined(np.array([0, *cut])).cost.max() for cut in cuts)
@@ -87,28 +84,6 @@ def test_names_of_scattered_sequences_stay_together() -> None:
         mine = [i for i in range(len(names)) if run_of_stop[costs.stop_of_sequence[i]] == atom]
         assert len({names[i] for i in mine}) == 1
         assert atoms.cost[atom] == cost(WHOLE_COSTS, [sequences[i] for i in mine], [masks[i] for i in mine])
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_changes_are_counted_by_borders(seed: int) -> None:
-    """Leaving and joining a rank cost the difference of two unions; changes never make the slowest rank slower."""
-    rng = seed_all(seed)
-    atoms = atoms_of(random_forest(rng, 40, longest=20, one_root=True)[0])
-    ranks = int(rng.integers(2, 30))
-    found = Assignment(atoms, rng.integers(0, ranks, len(atoms)), ranks)
-    members = [np.flatnonzero(found.rank == rank) for rank in range(ranks)]
-    assert found.cost.tolist() == [found.cost_of(mine) for mine in members]
-    for chunk in range(len(atoms)):
-        mine = members[found.rank[chunk]]
-        left = found.cost_of(mine) - found.cost_of(mine[mine != chunk])
-        assert found.leaving(np.array([chunk]))[0] == left
-        for rank in set(range(ranks)) - {int(found.rank[chunk])}:
-            joined = found.cost_of(np.sort(np.append(members[rank], chunk))) - found.cost_of(members[rank])
-            assert found.joining(np.array([chunk]), np.array([rank]))[0] == joined
-    slowest = found.cost.max()
-    assert found.relieve(50, 1.0) > 0
-    assert found.cost.max() < slowest
-    assert found.cost.tolist() == [found.cost_of(np.flatnonzero(found.rank == rank)) for rank in range(ranks)]
 
 
 def test_cost_model_of_a_shape() -> None:

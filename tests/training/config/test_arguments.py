@@ -106,11 +106,6 @@ BAD = [
     (f"{SAMPLED} --tensor-model-parallel-size 3", "does not divide --num-query-groups 4"),
     (f"{SAMPLED} --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 does not divide the 1 processes"),
     (f"{SAMPLED} --pipeline-model-parallel-size 3", "--num-layers 2 is not divisible by the 3 pipeline stages"),
-    (f"{SAMPLED} --dynamic-context-parallel", "--dynamic-context-parallel needs --context-parallel-size above 1"),
-    (
-        f"{SAMPLED} --dynamic-context-parallel --context-parallel-size 2 --pipeline-model-parallel-size 2",
-        "--dynamic-context-parallel does not support --pipeline-model-parallel-size; leave one of them out",
-    ),
     (MODEL, "no rollouts to train on"),
     (f"{STORED} --task arithmetic", "--rollouts conflicts with sampling"),
     (f"{MODEL} --vocab-size 9 --rollouts a.jsonl", "--rollouts needs --global-batch-size"),

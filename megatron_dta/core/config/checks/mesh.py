@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.core.config.parallel import ParallelConfig
@@ -54,18 +52,3 @@ def check_context_parallel(model: ModelConfig, parallel: ParallelConfig) -> None
     refusal = context_refusal(tensor, context, model.num_attention_heads, model.num_query_groups)
     if refusal is not None:
         raise InputError(refusal)
-
-
-def check_dynamic_context(parallel: ParallelConfig, has_experts: bool, has_teachers: bool) -> Iterator[str]:
-    """Yield a line for everything that cannot work with context groups of several sizes."""
-    if not parallel.dynamic_context_parallel:
-        return
-    if parallel.context_parallel_size == 1:
-        yield "--dynamic-context-parallel needs --context-parallel-size above 1, the most ranks of a context group"
-    for flag, is_given in (
-        ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size > 1),
-        ("--num-experts", has_experts),
-        ("--teacher-load-hf", has_teachers),
-    ):
-        if is_given:
-            yield f"--dynamic-context-parallel does not support {flag}; leave one of them out"

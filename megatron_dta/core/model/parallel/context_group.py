@@ -18,7 +18,6 @@ of the context rank), D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -87,51 +86,12 @@ class ContextGroup(NamedTuple):
         return found
 
 
-# Groups of sizes below Megatron's; None for size 1. Made by ``make_context_groups``.
-_smaller: dict[int, ProcessGroup | None] = {}
-
-
-def make_context_groups(is_dynamic: bool, timeout: timedelta) -> None:
-    """Make the groups of all sizes that divide --context-parallel-size, if ``is_dynamic``; every process calls this."""
-    largest = parallel_state.get_context_parallel_world_size()
-    if not is_dynamic:
-        return
-    world, tensor = torch.distributed.get_world_size(), parallel_state.get_tensor_model_parallel_world_size()
-    for size in range(1, largest):
-        if largest % size:
-            continue
-        # Megatron counts tensor ranks first, then context ranks.
-        lists = [
-            list(range(first + offset, first + offset + size * tensor, tensor))
-            for first in range(0, world, size * tensor)
-            for offset in range(tensor)
-        ]
-        _smaller[size] = None
-        if size > 1:
-            _smaller[size], _ = torch.distributed.new_subgroups_by_enumeration(lists, timeout=timeout)
-
-
-def forget_context_groups() -> None:
-    """Forget the groups of sizes below Megatron's."""
-    _smaller.clear()
-
-
-def context_sizes() -> tuple[int, ...]:
-    """Numbers of ranks that may divide the tokens of a segment, ascending; one without --dynamic-context-parallel."""
-    return (*sorted(_smaller), parallel_state.get_context_parallel_world_size())
-
-
-def context_group(size: int | None = None) -> ContextGroup | None:
-    """This rank's context group of one of ``context_sizes``, by default the largest; None for a group of one rank."""
-    largest = parallel_state.get_context_parallel_world_size()
-    size = size or largest
+def context_group() -> ContextGroup | None:
+    """This rank's context group; None if it has only this rank."""
+    size = parallel_state.get_context_parallel_world_size()
     if size == 1:
         return None
-    if size == largest:
-        return ContextGroup(
-            parallel_state.get_context_parallel_group(), parallel_state.get_context_parallel_rank(), size
-        )
-    return ContextGroup(_smaller[size], torch.distributed.get_rank(_smaller[size]), size)
+    return ContextGroup(parallel_state.get_context_parallel_group(), parallel_state.get_context_parallel_rank(), size)
 
 
 class ToHeads(torch.autograd.Function):

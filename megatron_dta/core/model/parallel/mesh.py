@@ -7,8 +7,7 @@ same weights for other tokens; together they are a replica of the model and run 
 hold the same weights and run segments of their own.
 
 Only the engine divides tokens. To all else, which samples, stores or counts, the ranks of a context group are
-data-parallel ranks: ``current_mesh`` has no context groups, ``training_mesh`` does. With
-``--dynamic-context-parallel`` there are groups of several sizes, and the engine takes those of one size for each step.
+data-parallel ranks: ``current_mesh`` has no context groups, ``training_mesh`` does.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from torch.distributed import ProcessGroup
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.config.checks.mesh import check_world_size
 from megatron_dta.core.model.parallel import megatron_patches
-from megatron_dta.core.model.parallel.context_group import context_sizes, forget_context_groups, make_context_groups
 from megatron_dta.core.model.parallel.stage_channels import forget_stage_channels, make_stage_channels
 from megatron_dta.core.model.parallel.tensor_sum import forget_tensor_sum
 
@@ -207,7 +205,6 @@ def destroy_parallel() -> None:
     """Remove the mesh, so that ``initialize_parallel`` can make another one; the process group remains."""
     for groups in (_replica_groups, _data_groups, _expert_groups):
         groups.clear()
-    forget_context_groups()
     forget_stage_channels()
     forget_tensor_sum()
     parallel_state.destroy_model_parallel()
@@ -266,13 +263,9 @@ def current_mesh() -> Mesh:
     return _mesh(1)
 
 
-def training_mesh(context_size: int | None = None) -> Mesh:
-    """``current_mesh`` for the engine, where the ranks of a context group run the same segments.
-
-    Args:
-        context_size: one of ``context_sizes``; by default the largest.
-    """
-    return _mesh(context_size or parallel_state.get_context_parallel_world_size())
+def training_mesh() -> Mesh:
+    """``current_mesh`` for the engine, where the ranks of a context group run the same segments."""
+    return _mesh(parallel_state.get_context_parallel_world_size())
 
 
 def _mesh(context_size: int) -> Mesh:
@@ -310,11 +303,10 @@ def _make_host_groups(parallel: ParallelConfig) -> None:
         )
     if _replica_groups:
         return
-    make_context_groups(parallel.dynamic_context_parallel, timeout)
     rank, same_context = torch.distributed.get_rank(), parallel_state.get_model_parallel_group()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     place = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    for size in sorted({1, *context_sizes()}):
+    for size in sorted({1, parallel_state.get_context_parallel_world_size()}):
         (stride, data_size), (here, first) = _places(size), divmod(place, size)
         counterparts = [rank + (each - here) * stride for each in range(data_size)]
         replica = [

@@ -5,9 +5,8 @@ plan is made once per step from tokens and loss masks alone, and every pass of t
 logprobs, update) uses it. It depends neither on the order of the sequences nor on randomness, so every rank of a job
 makes the same plan.
 
-Ranks that share experts run the same ops, so they wait for each other wherever their trees differ. Their step is
-predicted for this division and for several that give the ranks similar trees (``greedy_divisions``), and the fastest is
-taken.
+Ranks that share experts run the same ops, so they wait for each other wherever their trees differ. For them the
+candidate with the fastest predicted step is taken.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.partition.baselines import first_stops_of_leaves
-from megatron_dta.core.planning.partition.search import assign, greedy_divisions
+from megatron_dta.core.planning.partition.search import candidates
 from megatron_dta.core.planning.partition.sequence_costs import RankCounts, SequenceCosts
 from megatron_dta.core.planning.partition.sequence_runs import SequenceRuns
 from megatron_dta.core.tree import build_prefix_tree
@@ -154,12 +153,12 @@ def partition_costs(costs: SequenceCosts, num_ranks: int, step_seconds: StepSeco
     if not len(runs):
         return Partition.of(costs, np.zeros(0, dtype=np.int64), num_ranks)
     units = np.arange(len(runs)) if costs.labelled else first_stops_of_leaves(costs)
-    found = [assign(runs, num_ranks, units)]
-    if step_seconds is not None:
-        found += greedy_divisions(runs, num_ranks, units)
-    found = [rank[run_of_stop[costs.stop_of_sequence]] for rank in found]
-    best = 0 if len(found) == 1 else int(np.argmin(step_seconds(found)))
-    return Partition.of(costs, found[best], num_ranks)
+    run_of_sequence = run_of_stop[costs.stop_of_sequence]
+    found = [rank[run_of_sequence] for rank in candidates(runs, num_ranks, units)]
+    if step_seconds is not None and len(found) > 1:
+        found = [found[int(np.argmin(step_seconds(found)))]]
+    partitions = [Partition.of(costs, rank, num_ranks) for rank in found]
+    return min(partitions, key=lambda partition: (partition.cost_per_rank.max(), partition.total_cost))
 
 
 def least_slowest(costs: SequenceCosts, num_ranks: int) -> float:

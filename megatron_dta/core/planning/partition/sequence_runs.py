@@ -103,18 +103,14 @@ class SequenceRuns:
         """Larger runs that begin at the runs ``first`` (ascending, from 0)."""
         return SequenceRuns.of_places(self.alone, self.shared, self.least_shared, self.begin[first])
 
-    def cut(self, limit: float, apart: np.ndarray | None = None) -> np.ndarray:
+    def cut(self, limit: float) -> np.ndarray:
         """Join runs into larger ones of at most ``limit`` at the lowest total cost; return the first run of each.
 
         A single run above the limit stays alone.
-
-        Args:
-            limit: largest cost of a joined run.
-            apart: bool [K], True if a joined run must begin there.
         """
         # Every run costs slightly more, so that of equal cuts the one with fewer runs wins.
         per_run = FEWER_CHUNKS * limit
-        return cheapest_cut(self.cost, self._added, limit * (1 + FEWER_CHUNKS), per_run, apart)
+        return cheapest_cut(self.cost, self._added, limit * (1 + FEWER_CHUNKS), per_run)
 
     def runs_within(self, limit: float, most: int) -> np.ndarray | None:
         """Greedily join runs up to ``limit``; return their starts, or None if more than ``most`` are needed."""
@@ -144,9 +140,7 @@ class SequenceRuns:
         return best
 
 
-def cheapest_cut(
-    cost: np.ndarray, added: np.ndarray, limit: float, per_run: float, apart: np.ndarray | None = None
-) -> np.ndarray:
+def cheapest_cut(cost: np.ndarray, added: np.ndarray, limit: float, per_run: float) -> np.ndarray:
     """First item of each run, int64, for runs within ``limit`` of the lowest total cost; a larger item stays alone.
 
     A run j..i costs cost[j] + added[j + 1] + ... + added[i]. The best cut is a shortest path over the starts of runs.
@@ -156,17 +150,13 @@ def cheapest_cut(
     Args:
         limit: largest cost of a run, with ``per_run``.
         per_run: further cost of every run.
-        apart: bool, True at items where a run must begin.
     """
     count, reach = len(cost), np.cumsum(added)
     start, total = (cost - reach + per_run).tolist(), reach.tolist()  # A run j..i costs start[j] + total[i].
-    forced = [False] * count if apart is None else apart.tolist()
     best, previous = [0] * (count + 1), [0] * count
     queue: list[int] = []
     head = 0
     for i in range(count):
-        if forced[i]:
-            head = len(queue)
         while len(queue) > head and best[queue[-1]] + start[queue[-1]] >= best[i] + start[i]:
             queue.pop()
         queue.append(i)

@@ -18,7 +18,6 @@ from megatron_dta.core.config.checks.hybrid import check_hybrid
 from megatron_dta.core.config.checks.lora import check_lora
 from megatron_dta.core.config.checks.mesh import (
     check_context_parallel,
-    check_dynamic_context,
     check_tensor_parallel,
     check_world_size,
 )
@@ -203,7 +202,6 @@ def _check_parallel(config: TrainConfig) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     yield from caught(check_tensor_parallel, model, parallel)
     yield from caught(check_context_parallel, model, parallel)
-    yield from check_dynamic_context(parallel, model.num_experts is not None, config.distillation.is_used)
     if parallel.pipeline_model_parallel_size > 1:
         yield from caught(stage_layers, model, parallel)
     yield from caught(check_experts, model, parallel)
