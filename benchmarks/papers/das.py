@@ -96,12 +96,9 @@ REPLAY_NOTES = {
     "scope": "The paper's problem trees accept 0.2 to 0.4 tokens a round more than a global one, and queries are "
     "faster. Here *both* (our default) uses the better score of the two.",
     "window": "In the paper windows of 16, 32 and all epochs accept alike (6.0 to 6.4), 4 epochs fewer (5.6). It "
-    "ties the window to the size of the optimizer's steps without a formula. Our reading keeps the newest batches "
-    "whose updates (sums of learning rates) add up to a number of mean ones. It exists in replays only: training has "
-    "fixed windows, because the engine does not learn the size of an update. Stored sets come from one policy, so they "
-    "have no updates. Weights by age, for which the paper gives no formula either, are missing.",
-    "budgets": "The paper's length classes and unlimited drafts (up to 15% slower in the paper), its optimal budget "
-    "with k corrected, and our gates.",
+    "ties the window to the size of the optimizer's steps and weighs old epochs less, without a formula for either; "
+    "both are missing.",
+    "budgets": "The paper's length classes, and ours by the probability of ending last.",
 }
 REPLAY_NOTE = (
     " Replays decode the recorded samples again with the default cost model (8 ms a forward, 30 microseconds a token); "
@@ -201,7 +198,7 @@ def histories(tasks: Sequence[LiveTask], stored: Mapping[str, tuple[int, int, in
     found = []
     for task in tasks:
         run = runs[task.name, 1, task.modes[0]]
-        found.append(live_history(task.name, run.batches, task.batches_per_epoch, run.update_sizes))
+        found.append(live_history(task.name, run.batches, task.batches_per_epoch))
     folder = os.environ.get("DTA_ROLLOUTS")
     for name, (problems, samples, epochs) in stored.items():
         path = Path(folder or "") / f"{name}.npz"

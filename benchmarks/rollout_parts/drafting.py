@@ -29,10 +29,10 @@ from megatron_dta.sampling.in_process.drafting import Drafting
 from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.sampling.speculation.budgets import BUDGETS
 from megatron_dta.sampling.speculation.drafter import DrafterParams
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.gate import SpeculationGate
+from megatron_dta.sampling.speculation.lengths import BUDGETS
 from megatron_dta.sampling.speculation.replay import (
     RecordedSample,
     plain_lives,

@@ -5,11 +5,10 @@
 FILE is a rollout file (.jsonl, .parquet or .npz); tokens of its loss mask count as generated. The first samples of each
 problem (group) are history. The others are decoded again, in waves of about --live-batch samples that start together.
 Acceptance is exact: a drafted token is accepted if it equals the sampled one. Seconds follow the cost model
-base + per token x max(0, tokens - knee), plus the time to make drafts. There are four runs:
+base + per token x max(0, tokens - knee), plus the time to make drafts. There are three runs:
 
     warm       with the history, and drafts limited by the budget; makespan_saved is the result of this run
     cold       the same samples without history: drafts come from siblings and the sample itself
-    unlimited  warm, with every draft verified: its tokens_per_forward measures the drafter, independent of batch size
     control    samples of the same shape with tokens drawn independently, like text at temperature 1
 
 With --stop-degenerate, samples end where they enter a loop or noise, in plain decoding too, so that the savings of the
@@ -35,11 +34,11 @@ from megatron_dta.common.command_line import CommandLineParser, check_at_least, 
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.sampling.speculation.budgets import BUDGETS
 from megatron_dta.sampling.speculation.drafter import DrafterParams
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.gate import SpeculationGate
-from megatron_dta.sampling.speculation.native import create_forest
+from megatron_dta.sampling.speculation.lengths import BUDGETS
+from megatron_dta.sampling.speculation.native import load_library
 from megatron_dta.sampling.speculation.replay import (
     RecordedSample,
     plain_makespan,
@@ -92,9 +91,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--c-draft", type=float, default=cost.draft, metavar="S", help="seconds to make a draft (%(default)s)"
     )
-    parser.add_argument(
-        "--cost-points", metavar="JSON", help="measured [[tokens, seconds], ...]: fits base, token and knee"
-    )
     parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
     parser.add_argument("--no-control", action="store_true", help="leave out the control")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -114,8 +110,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def forward_cost(arguments: argparse.Namespace) -> ForwardCost:
-    if arguments.cost_points is not None:
-        return ForwardCost.load(arguments.cost_points, draft=arguments.c_draft)
     return ForwardCost(arguments.c_base, arguments.c_tok, arguments.c_knee, arguments.c_draft)
 
 
@@ -136,7 +130,6 @@ def replay(
     history: Sequence[Sequence[RecordedSample]],
     parts: Sequence[Sequence[RecordedSample]],
     arguments: argparse.Namespace,
-    budget: str,
 ) -> SpeculationReport:
     drafter = DrafterParams(
         depth=arguments.das_depth,
@@ -148,14 +141,14 @@ def replay(
     gate = SpeculationGate(cost, cost, burst=1, prices_whole=True)
     # Use the seconds of the cost model, not the clock of this machine.
     gate.is_measured = False
-    speculator = Speculator(drafter, gate, budget)
+    speculator = Speculator(drafter, gate, arguments.das_budget)
     remember(speculator, history)
     return merged([replay_wave(speculator, part, len(history)) for part in parts])
 
 
 def run_all(jobs: Sequence[tuple]) -> list[SpeculationReport]:
     """Run the replays, in parallel if there are several processors."""
-    create_forest(2)  # Compile the native code, and print its messages, before starting processes.
+    load_library()  # Compile it, and print its messages, before starting processes.
     workers = min(len(jobs), os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count() or 1)
     if workers == 1 or sum(len(sample.generated) for part in jobs[0][1] for sample in part) < SMALL_TOKENS:
         return [replay(*job) for job in jobs]
@@ -181,9 +174,8 @@ def compare(arguments: argparse.Namespace) -> dict[str, object]:
     parts = waves(now, arguments.live_batch)
     plain = sum(plain_makespan(part, cost) for part in parts)
     jobs = {
-        "warm": (history, parts, arguments, arguments.das_budget),
-        "cold": ([[]], parts, arguments, arguments.das_budget),
-        "unlimited": (history, parts, arguments, "always"),
+        "warm": (history, parts, arguments),
+        "cold": ([[]], parts, arguments),
     }
     plains = dict.fromkeys(jobs, plain)
     if not arguments.no_control:
@@ -191,16 +183,16 @@ def compare(arguments: argparse.Namespace) -> dict[str, object]:
         begins = np.cumsum([0, *map(len, history)]).tolist()
         control_history = [shape[a:b] for a, b in pairwise(begins)]
         control = waves(shape[begins[-1] :], arguments.live_batch)
-        jobs["control"] = (control_history, control, arguments, arguments.das_budget)
+        jobs["control"] = (control_history, control, arguments)
         plains["control"] = sum(plain_makespan(part, cost) for part in control)
     reports = dict(zip(jobs, run_all(list(jobs.values())), strict=True))
     results = {name: run_figures(report, plains[name]) for name, report in reports.items()}
     full = split_history(recorded_samples(rollouts), arguments.past)[1]
     unstopped = sum(plain_makespan(part, cost) for part in waves(full, arguments.live_batch))
-    warm, unlimited = results["warm"], results["unlimited"]
+    warm = results["warm"]
     values = {
-        "tokens_per_forward": unlimited["tokens_per_forward"],
-        "tokens_per_forward_by_decile": unlimited["tokens_per_forward_by_decile"],
+        "tokens_per_forward": warm["tokens_per_forward"],
+        "tokens_per_forward_by_decile": warm["tokens_per_forward_by_decile"],
         "makespan_saved": warm["makespan_saved"],
         "makespan_saved_cold": results["cold"]["makespan_saved"],
         "makespan_saved_control": results["control"]["makespan_saved"] if "control" in results else None,
@@ -219,7 +211,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, object]:
 def print_table(values: dict[str, object], title: str) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("figure", no_wrap=True)
-    runs = [name for name in ("warm", "cold", "unlimited", "control") if name in values]
+    runs = [name for name in ("warm", "cold", "control") if name in values]
     for name in runs:
         table.add_column(name, justify="right", no_wrap=True)
     rows = {

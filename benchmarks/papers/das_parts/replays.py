@@ -15,10 +15,10 @@ import numpy as np
 from megatron_dta.commands.replay_das import merged
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.rollouts.record import Rollout
-from megatron_dta.sampling.speculation.drafter import SCOPES, DrafterParams, window_by_updates
+from megatron_dta.sampling.speculation.drafter import SCOPES, DrafterParams
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.gate import SpeculationGate
-from megatron_dta.sampling.speculation.native import create_forest
+from megatron_dta.sampling.speculation.native import load_library
 from megatron_dta.sampling.speculation.replay import (
     RecordedSample,
     plain_lives,
@@ -33,10 +33,7 @@ UNLIMITED = 10**6
 """A window that evicts nothing."""
 BUDGETS = {
     "length classes (paper)": "class",
-    "optimal (paper, corrected)": "optimal",
-    "calibrated gate": "gate",
     "straggler (ours)": "straggler",
-    "unlimited": "always",
 }
 
 
@@ -47,33 +44,30 @@ class History:
     Attributes:
         batches: samples of each rollout batch.
         epoch: rollout batches of an epoch, in which each problem is sampled once.
-        update_sizes: size of the update after each rollout batch; None if all samples come from one policy.
     """
 
     name: str
     batches: Sequence[Sequence[RecordedSample]]
     epoch: int
-    update_sizes: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a history is replayed. ``by_updates``: ``window`` is the number of mean updates, not of batches."""
+    """How a history is replayed."""
 
     label: str
     scope: str = "both"
     window: int = UNLIMITED
     budget: str = "straggler"
-    by_updates: bool = False
 
 
-def live_history(name: str, batches: Sequence[Sequence[Rollout]], epoch: int, sizes: Sequence[float]) -> History:
+def live_history(name: str, batches: Sequence[Sequence[Rollout]], epoch: int) -> History:
     """The history of a training run; the problem of a sample is its prompt, as in the engine."""
     recorded = [
         [replace(s, problem=hashlib.blake2b(s.prompt.tobytes(), digest_size=16).hexdigest()) for s in samples]
         for samples in map(recorded_samples, batches)
     ]
-    return History(name, recorded, epoch, sizes)
+    return History(name, recorded, epoch)
 
 
 def stored_history(path: Path, problems: int, samples: int, epochs: int) -> History:
@@ -89,24 +83,18 @@ def stored_history(path: Path, problems: int, samples: int, epochs: int) -> Hist
 
 
 def scope_settings(history: History) -> Iterator[Setting]:
-    """The scopes, with the default budget and without one, which shows the drafter alone."""
+    """The trees that are searched."""
     for scope in SCOPES:
         yield Setting(scope, scope=scope)
-    for scope in SCOPES:
-        yield Setting(f"{scope}, unlimited budget", scope=scope, budget="always")
 
 
 def window_settings(history: History) -> Iterator[Setting]:
-    """Fixed windows that differ for this history, all samples, and the window by the size of the updates."""
+    """Windows that differ for this history, and all samples."""
     for epochs in (0.5, 1, 2, 4):
         window = round(epochs * history.epoch)
         if window == epochs * history.epoch and 1 <= window < len(history.batches):
             yield Setting(f"{epochs:g} epoch{'s' if epochs > 1 else ''}", window=window)
     yield Setting("all samples")
-    if history.update_sizes is not None:
-        for epochs in (1, 2):
-            label = f"by update size, mean {epochs} epoch{'s' if epochs > 1 else ''}"
-            yield Setting(label, window=epochs * history.epoch, by_updates=True)
 
 
 def budget_settings(history: History) -> Iterator[Setting]:
@@ -125,13 +113,7 @@ def replayed(history: History, setting: Setting) -> list[SpeculationReport]:
     gate.is_measured = False
     params = DrafterParams(window=setting.window, max_tokens=10**9, scope=setting.scope)
     speculator = Speculator(params, gate, setting.budget)
-    reports = []
-    for step, batch in enumerate(history.batches):
-        window = setting.window
-        if setting.by_updates:
-            window = window_by_updates(history.update_sizes[: step + 1], setting.window)
-        reports.append(replay_wave(speculator, batch, step, window=window))
-    return reports
+    return [replay_wave(speculator, batch, step) for step, batch in enumerate(history.batches)]
 
 
 def replay_row(history: History, setting: Setting) -> dict[str, Any]:
@@ -166,7 +148,7 @@ def replay_row(history: History, setting: Setting) -> dict[str, Any]:
 def replay_all(histories: Sequence[History]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(ablation, row) of each history and setting in order, computed on all processors."""
     jobs = [(key, h, setting) for h in histories for key, make in ABLATIONS.items() for setting in make(h)]
-    create_forest(2)  # Compile the native code before starting processes.
+    load_library()  # Compile it before starting processes.
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
         runs = [(key, pool.submit(replay_row, history, setting)) for key, history, setting in jobs]
         for key, run in runs:

@@ -97,15 +97,6 @@ class LiveRun:
         """Seconds to sample each rollout batch."""
         return [record["timing"]["collect_seconds"] for record in self.sampled]
 
-    @property
-    def update_sizes(self) -> list[float]:
-        """Sum of the learning rates of each rollout batch's steps."""
-        sizes: list[float] = []
-        for record in self.records:
-            sizes = sizes if record["rollout_batch_step"] else [*sizes, 0.0]
-            sizes[-1] += record["learning_rate"]
-        return sizes
-
     def lengths(self) -> list[np.ndarray]:
         """Tokens of each response by rollout batch, int64 [rollouts]."""
         return [np.array([rollout.loss_mask.sum() for rollout in batch]) for batch in self.batches]

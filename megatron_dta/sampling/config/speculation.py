@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_dta.core.config.options import option
-from megatron_dta.sampling.speculation.budgets import BUDGETS
+from megatron_dta.sampling.speculation.lengths import BUDGETS
 
 das_option = partial(option, needs="rollout_speculation=das")
 
@@ -34,8 +34,8 @@ class SpeculationConfig:
     das_draft_tokens: int = das_option(24, "Maximum number of tokens in a draft.", minimum=1, maximum=255)
     das_budget: str = option(
         "straggler",
-        "Rule for where drafting pays: by the probability of finishing last (straggler), by the live batch alone "
-        "(gate), by length classes (class), or by the optimal budget (optimal). always drafts everywhere.",
+        "Rule for where drafting pays: by the probability of finishing last (straggler), or by length classes, as in "
+        "the paper (class).",
         choices=BUDGETS,
         needs=("rollout_speculation=das", "rollout_engine=in-process"),
     )

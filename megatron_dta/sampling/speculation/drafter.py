@@ -15,13 +15,11 @@ token). The trees are canonical, so a restored drafter makes the same drafts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_dta.sampling.speculation.native import create_forest
-from megatron_dta.sampling.speculation.suffix_forest import NO_TREE, DraftParams, Drafts
+from megatron_dta.sampling.speculation.suffix_forest import NO_TREE, DraftParams, Drafts, SuffixForest
 
 SCOPES = ("problem", "global", "both")
 """Trees in which drafts are looked up: those of the problem, the tree of all problems, or both."""
@@ -72,7 +70,7 @@ class Drafter:
 
     def __init__(self, params: DrafterParams) -> None:
         self.params = params
-        self._forest = create_forest(params.depth, params.early_depth)
+        self._forest = SuffixForest(params.depth, params.early_depth)
         self._all = self._forest.new_tree()
         self._problems: dict[str, _Problem] = {}
         self._samples: dict[int, _Sample] = {}  # complete samples in the order of completion
@@ -118,17 +116,14 @@ class Drafter:
             self._forest.delete_tree(problem.tree)
             del self._problems[entry.problem]
 
-    def end_step(self, step: int, window: int | None = None) -> int:
-        """Evict samples by age and token budget after policy step ``step``. Returns the number of evicted samples.
-
-        window: replaces that of the parameters in this step.
-        """
-        gone, window = 0, self.params.window if window is None else window
+    def end_step(self, step: int) -> int:
+        """Evict samples by age and token budget after policy step ``step``. Returns the number of evicted samples."""
+        gone = 0
         for text in list(self._samples):  # in the order of their steps, so the first one to keep ends the search
             made = self._samples[text].step
             if made is None:
                 continue
-            if made > step - window and self.stored_tokens <= self.params.max_tokens:
+            if made > step - self.params.window and self.stored_tokens <= self.params.max_tokens:
                 break
             self.discard(text)
             gone += 1
@@ -196,18 +191,3 @@ class Drafter:
         text = self._forest.new_text(trees)
         self._forest.extend(np.array([text], np.uint32), tokens, np.array([0, len(tokens)]))
         return text
-
-
-def window_by_updates(sizes: Sequence[float], window: int) -> int:
-    """The number of recent policy steps to keep so that their updates add up to at most ``window`` mean ones.
-
-    The larger the recent updates are compared with the mean so far, the shorter the window. With updates of one size it
-    is ``window`` steps. It is at least one step.
-
-    Args:
-        sizes: positive size of each update so far, the newest last, such as its learning rate.
-    """
-    newest = np.cumsum(np.asarray(sizes, np.float64)[::-1])
-    # Sums of equal sizes may exceed the bound by rounding.
-    most = window * float(newest[-1]) / len(newest) * (1 + 1e-9)
-    return max(1, int((newest <= most).sum()))

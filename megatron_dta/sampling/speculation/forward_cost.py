@@ -8,10 +8,8 @@ on one H100-class GPU. They are linear from the first token; this is conservativ
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
@@ -67,20 +65,3 @@ class ForwardCost:
         if best is None:
             raise InputError("measured forwards: no positive cost of a forward fits them")
         return cls(*best, draft=draft)
-
-    @classmethod
-    def load(cls, path: str | Path, draft: float = 5e-6) -> ForwardCost:
-        """Fits the model to a JSON file, a list of [tokens, seconds] pairs."""
-        try:
-            pairs = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise InputError(f"{path}: is not JSON: {str(error).splitlines()[0]}") from None
-        is_pair = [isinstance(p, list) and len(p) == 2 and all(type(x) in (int, float) for x in p) for p in pairs or []]
-        if not isinstance(pairs, list) or not is_pair or not all(is_pair):
-            raise InputError(f"{path}: must be a list of [tokens, seconds] pairs")
-        try:
-            return cls.fit(*np.array(pairs, np.float64).T, draft=draft)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None

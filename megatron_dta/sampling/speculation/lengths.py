@@ -21,6 +21,10 @@ from enum import IntEnum
 
 import numpy as np
 
+BUDGETS = ("straggler", "class")
+"""How drafted tokens are valued. "straggler", the default: a sample's forwards are worth more, the likelier the sample
+is the last one to end. "class", the paper's: short samples draft nothing, medium ones a few tokens, and the long
+samples alone share the forwards."""
 _MAX_SAMPLES, _MAX_SAMPLES_OF_PROBLEM = 4096, 64
 """Number of recent lengths that are kept, in all and for each problem."""
 CANDIDATES = 12

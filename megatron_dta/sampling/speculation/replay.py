@@ -125,13 +125,11 @@ def replay_wave(
     samples: Sequence[RecordedSample],
     step: int,
     burst: int = 1,
-    window: int | None = None,
 ) -> SpeculationReport:
     """Decode the samples of one wave with speculation and add them to the trees.
 
     Args:
         burst: passes without drafts that the engine runs back to back; above 1 it needs samples of one turn.
-        window: steps kept in the trees afterwards (default: the drafter's).
     """
     slots = np.array([speculator.open(sample.problem, sample.prompt) for sample in samples], np.int64)
     stream = np.concatenate([sample.generated for sample in samples])
@@ -168,7 +166,7 @@ def replay_wave(
             speculator.append(slots[i], samples[i].answers[turn[i]])
             turn[i] += 1
             turn_end[i] = origin[i] + samples[i].turn_ends[turn[i]]
-    return speculator.end_step(step, window)
+    return speculator.end_step(step)
 
 
 def _report_time(speculator: Speculator, seconds: float, host: float) -> float:

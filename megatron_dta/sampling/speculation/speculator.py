@@ -23,11 +23,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dta.sampling.speculation.budgets import ASSUMED_ACCEPTANCE, BUDGETS, fit_acceptance, optimal_budget
 from megatron_dta.sampling.speculation.calibration import AcceptanceTable
 from megatron_dta.sampling.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.sampling.speculation.gate import SpeculationGate, token_gate
-from megatron_dta.sampling.speculation.lengths import CANDIDATES, LengthClass, LengthHistory, completion_probability
+from megatron_dta.sampling.speculation.lengths import (
+    BUDGETS,
+    CANDIDATES,
+    LengthClass,
+    LengthHistory,
+    completion_probability,
+)
 from megatron_dta.sampling.speculation.report import PlainForwards, SpeculationReport
 from megatron_dta.sampling.speculation.suffix_forest import Drafts
 
@@ -85,7 +90,7 @@ class Speculator:
         self.drafter, self.gate, self.budget = Drafter(drafter), gate, budget
         self.table, self.history = AcceptanceTable(), LengthHistory()
         self.report = SpeculationReport()
-        self._step, self._forwards, self._acceptance = 0, 0, ASSUMED_ACCEPTANCE
+        self._step = self._forwards = 0
         self._next_plan, self._last_round = 0, (0, 0, 0, 0.0)
         self._proposing = self._outside = 0.0  # of the drafter: before a forward; in the last round without drafts
         self._free: list[int] = []
@@ -129,17 +134,17 @@ class Speculator:
 
     def wants(self, live: int) -> bool:
         """Whether to propose drafts for the next forward or burst of ``live`` samples; call it once for each."""
-        return self.budget == "always" or self.gate.wants(live)
+        return self.gate.wants(live)
 
     @property
     def asks_next(self) -> bool:
         """Whether ``wants`` may be true for the next forward or burst."""
-        return self.budget == "always" or self.gate.asks_next
+        return self.gate.asks_next
 
     @property
     def is_hopeful(self) -> bool:
         """Whether a draft is likely to pay in one of the next rounds."""
-        return self.budget == "always" or self.gate.is_hopeful
+        return self.gate.is_hopeful
 
     def propose(self, slots: np.ndarray, most: np.ndarray) -> Proposal:
         """Drafts for the samples of a forward (int64 [n]), of at most ``most`` (int64 [n]) tokens each."""
@@ -276,15 +281,13 @@ class Speculator:
         self.drafter.discard(int(self._samples["text"][slot]))
         self._free.append(slot)
 
-    def end_step(self, step: int, window: int | None = None) -> SpeculationReport:
-        """End policy step ``step``: evict samples older than ``window`` (default: the drafter's), decay the estimates,
-        and return the report of the step."""
+    def end_step(self, step: int) -> SpeculationReport:
+        """End policy step ``step``: evict old samples, decay the estimates, and return the report of the step."""
         report = self.current_report()
         self.report = SpeculationReport(plain_rounds=report.plain_rounds.copy())
-        self._acceptance = self._fitted_acceptance(report, self._samples[:0])
         self.history.end_step()
         self.table.end_step()
-        self.drafter.end_step(step, window)
+        self.drafter.end_step(step)
         self.gate.end_step()
         self._step, self._forwards, self._next_plan = step + 1, 0, 0
         self._plain = PlainForwards()
@@ -300,12 +303,12 @@ class Speculator:
         """The state as plain arrays, without the running samples."""
         parts = {"drafter": self.drafter, "table": self.table, "history": self.history}
         state = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
-        return {**state, "step": np.array(self._step, np.int64), "acceptance": np.array(self._acceptance)}
+        return {**state, "step": np.array(self._step, np.int64)}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         for name, part in (("drafter", self.drafter), ("table", self.table), ("history", self.history)):
             part.load_state_dict({k[len(name) + 1 :]: v for k, v in state.items() if k.startswith(f"{name}.")})
-        self._step, self._acceptance = int(state["step"]), tuple(np.asarray(state["acceptance"]).tolist())
+        self._step = int(state["step"])
         self._samples, self._free, self._problems, self._plain = self._samples[:0], [], [], PlainForwards()
 
     def _grow(self) -> None:
@@ -316,8 +319,6 @@ class Speculator:
 
     def _lengths(self, drafts: Drafts, slots: np.ndarray, live: int) -> np.ndarray:
         """Lengths by the token gate if the whole pass pays; else those of a probe if the gate allows it, or 0."""
-        if self.budget == "always":
-            return drafts.lengths.astype(np.int64)
         sharers, width = self._sharers(slots, live), drafts.tokens.shape[1]
         accept = self.table.probabilities(drafts.matches, drafts.supports, drafts.probabilities)
         lengths = token_gate(accept, drafts.lengths, self.gate.cost(live), live, sharers)
@@ -339,22 +340,16 @@ class Speculator:
 
     def _sharers(self, slots: np.ndarray, live: int) -> np.ndarray:
         """Number of samples that share each sample's forwards, float64 [n]."""
-        sharers = np.full(len(slots), float(live))
         if self.budget == "straggler":
             with np.errstate(divide="ignore"):
-                sharers = np.minimum(1 / self._samples["last"][slots], _MOST_SHARERS * live)
-        elif self.budget == "class":
-            samples = self._samples[slots]
-            classes = self.history.classes(samples["first_class"], _response_lengths(samples))
-            is_long = classes == LengthClass.LONG
-            # Assume the same share of long samples among the rows that were not asked.
-            sharers[is_long] = max(1.0, float(is_long.mean()) * live)
-        return sharers
+                return np.minimum(1 / self._samples["last"][slots], _MOST_SHARERS * live)
+        samples = self._samples[slots]
+        is_long = self.history.classes(samples["first_class"], _response_lengths(samples)) == LengthClass.LONG
+        # Assume the same share of long samples among the rows that were not asked.
+        return np.where(is_long, max(1.0, float(is_long.mean()) * live), float(live))
 
     def _can_pay(self, slots: np.ndarray) -> np.ndarray:
         """Whether a good draft would gain more than it costs to make, bool [n]."""
-        if self.budget == "always":
-            return np.ones(len(slots), bool)
         cost = self.gate.cost(len(slots))
         most = self.drafter.params.draft.width * cost.base / self._sharers(slots, len(slots))
         return _USUAL_GAIN * most >= cost.draft
@@ -368,31 +363,15 @@ class Speculator:
         self._samples["next_pause"][slots] = np.where(useful, 1, np.minimum(pause * 2, longest))
 
     def _plan(self, slots: np.ndarray) -> None:
-        """Update what depends on lengths: the probability of being the last sample, and the caps of some budgets."""
+        """Update what depends on lengths: the probability of being the last one, or the caps of length classes."""
         samples, width = self._samples[slots], self.drafter.params.draft.width
         so_far = _response_lengths(samples)
         if self.budget == "straggler":
             speed = (samples["generated"] + 8.0) / (samples["steps"] + 8.0)
             self._samples["last"][slots] = completion_probability(samples["candidates"], so_far, speed)
-        elif self.budget == "class":
+        else:
             classes = self.history.classes(samples["first_class"], so_far)
             self._samples["cap"][slots] = np.minimum(_CLASS_CAPS[classes], width)
-        elif self.budget == "optimal":
-            expected = samples["candidates"].mean(1)
-            left = np.maximum(expected, 1.25 * so_far + 16) - so_far
-            # Include this step's running samples: in a run's first step there are no others.
-            fitted = self._fitted_acceptance(self.report, samples)
-            k, alpha = (np.full(len(slots), value) for value in fitted)
-            cost = self.gate.cost(len(slots))
-            forwards, tokens = optimal_budget(left, k, alpha, cost.base, cost.per_token)
-            cap = np.clip(np.ceil(tokens / forwards), 0, width)
-            self._samples["cap"][slots] = np.where(expected > 0, cap, width)
-
-    def _fitted_acceptance(self, report: SpeculationReport, running: np.ndarray) -> tuple[float, float]:
-        """(k, alpha) fitted to finished and running samples; the last fit if none had drafts."""
-        finished = np.array([report.lengths, report.drafted, report.accepted], np.float64)
-        own = np.array([running[name] for name in ("generated", "drafted", "accepted")], np.float64)
-        return fit_acceptance(*np.concatenate([finished, own], axis=1), self._acceptance)
 
 
 def _response_lengths(samples: np.ndarray) -> np.ndarray:

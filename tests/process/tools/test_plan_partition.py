@@ -158,7 +158,7 @@ def test_a_real_set(tmp_path: Path) -> None:
     )
     assert values["max_over_mean"] <= 1.03
     for name in METHODS:
-        assert values["total_cost"] <= 1.001 * values[name]["total_cost"]
+        assert values["total_cost"] <= 1.002 * values[name]["total_cost"]
         assert max(values["cost_per_rank"]) <= max(values[name]["cost_per_rank"])
     # The cut by predicted cost, AReaL-DTA's, is the better one of the two.
     by_cost, by_tokens = (max(values[name]["cost_per_rank"]) for name in METHODS[:0:-1])

@@ -46,7 +46,7 @@ def small_rollouts(seed: int, turns: bool = True) -> list[Rollout]:
     return rollouts
 
 
-@pytest.mark.parametrize("budget", ["straggler", "always"])
+@pytest.mark.parametrize("budget", ["straggler", "class"])
 def test_replay_by_loops(budget: str) -> None:
     """Every sample's steps again, one by one from its drafts; live batches, tokens and seconds of each forward."""
     rollouts = small_rollouts(1)
@@ -131,7 +131,7 @@ def test_the_control_has_the_shape_of_the_samples(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_small_file(tmp_path: Path, suffix: str) -> None:
-    """Keys and their meaning; without a compiler the same figures."""
+    """Keys and their meaning."""
     path = tmp_path / f"rollouts.{suffix}"
     write_rollouts(path, small_rollouts(3))
     flags = ("--past", 2, "--live-batch", 5)
@@ -144,11 +144,6 @@ def test_small_file(tmp_path: Path, suffix: str) -> None:
     assert values["makespan_saved"] == pytest.approx(1 - warm["makespan_seconds"] / warm["plain_makespan_seconds"])
     assert warm["wasted_tokens"] == warm["drafted_tokens"] - warm["accepted_tokens"] > 0
     assert values["makespan_saved"] > values["makespan_saved_cold"] > -0.02
-    (tmp_path / "bin").mkdir()
-    slow = TOOL.json(path, *flags, PATH=str(tmp_path / "bin"), CC="", MEGATRON_DTA_CACHE=str(tmp_path))
-    for name in ("tokens_per_forward", "makespan_saved", "makespan_saved_cold", "makespan_saved_control"):
-        assert slow[name] == values[name]
-    assert slow["drafter_bytes_per_token"] > 2 * values["drafter_bytes_per_token"]
 
 
 def test_the_window_is_the_history_that_counts(tmp_path: Path) -> None:
@@ -197,13 +192,10 @@ def test_text_that_cannot_be_drafted_costs_little(tmp_path: Path) -> None:
         (["--c-base", "0"], "base > 0"),
         (["--c-tok", "nan"], "base > 0"),
         (["--das-budget", "most"], "--das-budget"),
-        (["--cost-points", "{tmp}/none.json"], "none.json"),
-        (["--cost-points", "{tmp}/points.json"], "three different"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, flags: list[str], words: str) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl", small_rollouts(5))
-    (tmp_path / "points.json").write_text("[[1, 0.1], [2, 0.1]]")
     TOOL.assert_refused(tmp_path / "rollouts.jsonl", *(flag.format(tmp=tmp_path) for flag in flags), parts=(words,))
 
 

@@ -14,12 +14,10 @@ from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Round
 from megatron_dta.sampling.in_process.scheduler import Request
 from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
 from megatron_dta.sampling.interface import GenerationRequest
-from megatron_dta.sampling.speculation import drafter
 from megatron_dta.sampling.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.gate import SpeculationGate
 from megatron_dta.sampling.speculation.speculator import Speculator
-from megatron_dta.sampling.speculation.suffix_forest import PythonSuffixForest
 from mesh_worker import run_on_ranks
 from speculation_exact_cases import NoProbes, clockless
 
@@ -232,11 +230,8 @@ class AtOnce(SuffixDrafting):
         self._run_deferred()
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_deferred_work_is_done_before_it_is_needed(native: bool, monkeypatch: pytest.MonkeyPatch):
+def test_deferred_work_is_done_before_it_is_needed():
     """Compares with a twin that defers nothing, while samples begin, end, branch, are drafted for and aborted."""
-    if not native:
-        monkeypatch.setattr(drafter, "create_forest", PythonSuffixForest)
     rng = seed_all(11)
     initialize_parallel(11)
     cost = ForwardCost(base=1e-3, per_token=1e-6)
