@@ -39,7 +39,7 @@ def add_tree_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--initial-branches", type=int, default=2)
     parser.add_argument("--initial-branches-max", type=int)
     parser.add_argument("--segment-length", type=int, default=512)
-    parser.add_argument("--fallback", choices=("none", "from-start", "random", "finished", "longest"), default="random")
+    parser.add_argument("--fallback", choices=("none", "random", "finished"), default="random")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--mean-length", type=float, default=1500.0, help="mean of the lognormal lengths")
     parser.add_argument("--length-sigma", type=float, default=0.7, help="standard deviation of their logarithm")

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from megatron_dta.sampling.interface import RolloutEngine
     from megatron_dta.sampling.task import SamplingTask
 
-# Settings of trees that do not shape a single tree: weights of leaves and changes over a run.
-_UNREAD = ("treepo_fallback_weight", "treepo_allocation_temperature_end", "treepo_allocation_temperature_iters")
-_SHAPE = " ".join(setting.name for setting in fields(TreePOConfig) if setting.name not in _UNREAD)
+_SHAPE = " ".join(setting.name for setting in fields(TreePOConfig))
 FLAGS = ToolFlags(
     "megatron-dta evaluate-sampling",
     ("model", "reward"),
@@ -56,7 +54,7 @@ def main() -> None:
     leaves = FLAGS.parse(others, **fixed)[0].sampling.n_samples_per_eval_prompt
     if leaves < 2:
         raise InputError("--n-samples-per-eval-prompt is missing: how many leaves the trees are to have, at least 2")
-    # Checks and presets read the width of a tree.
+    # Checks read the width of a tree.
     config, left_out = FLAGS.parse(others, **fixed, n_samples_per_prompt=leaves)
     check_config(config)
     if config.checkpoint.load is None:

@@ -23,7 +23,6 @@ from megatron_dta.core.config.options import CONFIG_JSON, flag_of
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.config.checks.all import check_config
 from megatron_dta.training.config.checks.other_names import name_here
-from megatron_dta.training.config.derived.treepo_preset import add_treepo_preset
 from megatron_dta.training.huggingface.config.arguments import add_hf_settings
 
 
@@ -57,7 +56,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> TrainConfig:
 
 def settings_from(named: dict[str, Any]) -> TrainConfig:
     """The settings of the flags ``named``, by field, and all settings derived from them."""
-    given = add_treepo_preset(add_hf_settings(named))
+    given = add_hf_settings(named)
     topics = {}
     for topic, dataclass_type in _topics().items():
         names = [setting.name for setting in fields(dataclass_type)]

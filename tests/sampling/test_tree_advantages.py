@@ -22,7 +22,7 @@ from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
-from megatron_dta.sampling.treepo.tree import FallbackWeight, SampledTree
+from megatron_dta.sampling.treepo.tree import SampledTree
 from recording_engine import RecordingEngine
 
 
@@ -297,13 +297,8 @@ def test_bad_tree_fields_are_refused(changes: dict, message: str):
 def test_fallback_weights():
     trees, _, _ = sampled(8)
     tree = next(t for t in trees if any(t.nodes[i].fallback for i in t.leaves))
-    zero, share = (tree.leaf_weights(kind) for kind in (FallbackWeight.ZERO, FallbackWeight.SHARE))
-    for index in tree.leaves:
-        assert (zero[index] == 0) == tree.nodes[index].fallback
-        expected = 1.0
-        for node in tree.lineage(index)[:-1]:
-            expected /= len(tree.nodes[node].children)
-        assert abs(share[index] - expected) < 1e-15
+    for index, weight in tree.leaf_weights().items():
+        assert (weight == 0) == tree.nodes[index].fallback
 
 
 def test_rows_that_disagree_about_a_node_are_refused(tmp_path):

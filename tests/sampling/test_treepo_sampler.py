@@ -14,13 +14,12 @@ from megatron_dta.sampling.treepo.keys import Decision, QueryNumbers, node_key
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.stops import StopRules, answer_rule, boxed_answer, most_repeated
-from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, SampledTree
+from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
 from recording_engine import RecordingEngine
 
 EOS = 0
 ALLOCATIONS = ("even", "low-logprob", "high-logprob")
-FALLBACKS = ("from-start", "random", "finished", "longest")
-POINTS = ("uniform", "min-logprob", "low-logprob", "high-logprob")
+FALLBACKS = ("random", "finished")
 
 
 def random_settings(rng: np.random.Generator, **changes) -> TreeSettings:
@@ -33,12 +32,9 @@ def random_settings(rng: np.random.Generator, **changes) -> TreeSettings:
         branching_factor=int(rng.integers(1, 5)),
         initial_branches=first,
         initial_branches_max=first + int(rng.integers(0, 6)) if rng.random() < 0.4 else None,
-        budget_transfer=bool(rng.random() < 0.7),
         allocation=str(rng.choice(ALLOCATIONS)),
-        score=str(rng.choice(["segment-mean", "path-mean", "path-sum"])),
         temperature=float(rng.choice([0.05, 0.5, 2.0])),
         fallback=str(rng.choice(FALLBACKS)),
-        fallback_point=str(rng.choice(POINTS)),
     )
     return TreeSettings(**(settings | changes))
 
@@ -47,11 +43,9 @@ def random_stops(rng: np.random.Generator) -> StopRules:
     if rng.random() < 0.6:
         return StopRules()
     return StopRules(
-        decode=lambda ids: " ".join(map(str, ids)),
-        answer=answer_rule(r"\b7\b") if rng.random() < 0.5 else None,
+        decode=lambda ids: " ".join(20 * str(token) for token in ids),
+        answer=answer_rule(r"\b7{20}\b") if rng.random() < 0.5 else None,
         repetition_count=2 if rng.random() < 0.5 else None,
-        repetition_length=4,
-        repetition_first=bool(rng.random() < 0.5),
     )
 
 
@@ -60,13 +54,13 @@ def random_queries(rng: np.random.Generator, count: int, vocab: int) -> list[Tre
     return [TreeQuery(int(n), rng.integers(1, vocab, int(rng.integers(1, 6))).astype(np.int32)) for n in numbers]
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_every_leaf_was_conditioned_on_what_is_recorded_in_front_of_it(part: int):
-    """2,500 random queries each of 4 parts, 10,000 in all, fallback and all stops included."""
+    """1,000 random queries in each of 2 parts, fallback and all stops included."""
     rng = np.random.default_rng(part)
     runs = fallbacks = 0
     reasons: Counter[EndReason] = Counter()
-    while runs < 2500:
+    while runs < 1000:
         vocab = int(rng.choice([3, 12, 200]))
         engine = RecordingEngine(
             vocab, float(rng.choice([0.03, 0.2, 0.5])), seed=int(rng.integers(1000)), most_at_once=9
@@ -85,9 +79,8 @@ def test_every_leaf_was_conditioned_on_what_is_recorded_in_front_of_it(part: int
                 check_leaf(tree, leaf, query, requests, engine, settings)
                 fallbacks += tree.nodes[leaf].fallback
                 reasons[tree.nodes[leaf].end] += 1
-            for weighting in FallbackWeight:
-                assert abs(sum(tree.leaf_weights(weighting).values()) - 1) < 1e-12
-    assert fallbacks > 1000
+            assert abs(sum(tree.leaf_weights().values()) - 1) < 1e-12
+    assert fallbacks > 300
     assert {EndReason.EOS, EndReason.ANSWER, EndReason.REPETITION, EndReason.LENGTH, EndReason.DEPTH} == set(reasons)
 
 
@@ -185,7 +178,7 @@ def slow_tree(query: TreeQuery, settings: TreeSettings, engine: RecordingEngine,
         done = members - len(live)
         budget = min(
             max(settings.width - finished - done, 0),
-            settings.branching_factor * (done * settings.budget_transfer + len(live)),
+            settings.branching_factor * members,
         )
         finished += done
         if live:
@@ -263,9 +256,9 @@ def test_budgets(seed: int):
         width = int(rng.integers(1, 40))
         before = int(rng.integers(0, width))
         members = int(rng.integers(1, width - before + 1))
-        factor, transfer = int(rng.integers(1, 6)), bool(rng.random() < 0.5)
+        factor = int(rng.integers(1, 6))
         finished = int(rng.integers(0, members))
-        settings = TreeSettings(width, 100, branching_factor=factor, budget_transfer=transfer)
+        settings = TreeSettings(width, 100, branching_factor=factor)
         budget = branch_budget(settings, before, members, finished)
         alive = members - finished
         assert alive <= budget <= width - before - finished

@@ -11,7 +11,6 @@ import pytest
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
-from megatron_dta.sampling.treepo.tree import FallbackWeight
 from recording_engine import RecordingEngine
 
 EOS, CAP, QUERIES = 0, 9, 800
@@ -73,11 +72,11 @@ EXACT = exact_expectation()
 VARIANTS = {
     "plain": {},
     "more first branches": {"initial_branches_max": 6},
-    "no transfer, N = 3": {"budget_transfer": False, "branching_factor": 3},
+    "N = 3": {"branching_factor": 3},
     "to low logprob": {"allocation": "low-logprob", "temperature": 0.3},
-    "to high logprob, whole path": {"allocation": "high-logprob", "temperature": 0.3, "score": "path-mean"},
+    "to high logprob": {"allocation": "high-logprob", "temperature": 0.3},
     "no fallback": {"fallback": "none"},
-    "fallback on finished paths": {"fallback": "finished", "fallback_point": "min-logprob"},
+    "fallback on finished paths": {"fallback": "finished"},
 }
 
 
@@ -106,16 +105,3 @@ def test_weighted_estimates_are_unbiased_and_plain_means_are_not(variant: str):
     assert plain[1] > 6, f"leaves should be too long on the average: {plain}"
     if variant != "no fallback":
         assert any(tree.nodes[leaf].fallback for tree in trees for leaf in tree.leaves)
-
-
-def test_counting_fallback_leaves_is_biased():
-    """Why they weigh nothing: with one segment in two that ends at once, sharing the weight pulls to the middle."""
-    settings = TreeSettings(8, CAP, segment_tokens=2)
-    trees = []
-    for part in range(QUERIES // 50):
-        queries = [TreeQuery(50 * part + i, np.array([2])) for i in range(50)]
-        engine = ChainEngine(4, seed=part, most_at_once=50)
-        trees += TreeSampler(engine, settings).sample(queries, SamplingParams(CAP, EOS, seed=11), 0)
-    shared = deviations(trees, lambda tree: tree.leaf_weights(FallbackWeight.SHARE))
-    print("standard errors off with shared weights:", shared)
-    assert np.abs(shared).max() > 3

@@ -172,11 +172,6 @@ def _variants(chosen: Scale) -> Mapping[str, list[tuple[str, str]]]:
     half = f"--treepo-segment-length {response // 2}"
     lengths = [chosen.segment * 4, chosen.segment * 2, chosen.segment // 2]
     low, high = (f"--treepo-allocation {name}-logprob" for name in ("low", "high"))
-    # About as many rollout batches as the budget allows; a tree decodes about three quarters of its leaves' tokens.
-    schedule = (
-        "--treepo-allocation-temperature 5 --treepo-allocation-temperature-end 1 "
-        f"--treepo-allocation-temperature-iters {max(1, chosen.ablation_steps * 4 // 3)}"
-    )
     return {
         "depth x segment": [
             (f"{-(-response // length)} x {length}", f"--treepo-segment-length {length}")
@@ -187,7 +182,6 @@ def _variants(chosen: Scale) -> Mapping[str, list[tuple[str, str]]]:
             ("4 first branches", "--treepo-initial-branches 4"),
             ("2 to 8 first branches", f"--treepo-initial-branches 2 --treepo-initial-branches-max {min(8, width)}"),
             ("branching factor 4", "--treepo-branching-factor 4"),
-            ("no budget transfer", "--treepo-no-budget-transfer"),
         ],
         "advantage": [
             ("size-weighted", "--treepo-size-weighted"),
@@ -200,21 +194,13 @@ def _variants(chosen: Scale) -> Mapping[str, list[tuple[str, str]]]:
         f"fallback, 2 x {response // 2}": [
             ("random", half),
             ("none", f"{half} --treepo-fallback none"),
-            ("from the start", f"{half} --treepo-fallback from-start"),
             ("finished paths", f"{half} --treepo-fallback finished"),
-            ("longest paths", f"{half} --treepo-fallback longest"),
-            ("least likely token", f"{half} --treepo-fallback-point min-logprob"),
-            ("segments of low logprob", f"{half} --treepo-fallback-point low-logprob"),
         ],
         "allocation": [
             ("low logprob", low),
             ("high logprob", high),
-            ("low logprob, 5 to 1", f"{low} {schedule}"),
-            ("high logprob, 5 to 1", f"{high} {schedule}"),
             ("low logprob, 0.05", f"{low} --treepo-allocation-temperature 0.05"),
             ("high logprob, 0.05", f"{high} --treepo-allocation-temperature 0.05"),
-            ("low logprob of the path", f"{low} --treepo-allocation-score path-mean"),
-            ("low logprob, sum of the path", f"{low} --treepo-allocation-score path-sum"),
         ],
         "segment rewards": [
             ("per segment", "--advantage-estimator treepo_segment"),

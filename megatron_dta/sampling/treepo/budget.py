@@ -5,7 +5,7 @@ round's paths finished and A = n - f alive, the paper's budget (arXiv 2508.17445
 
     max(A, min(w - F - f, N f + N A))
 
-where N is the branching factor: finished paths transfer their N branches to those alive (without transfer: N A). The
+where N is the branching factor: finished paths transfer their N branches to those alive. The
 budget is at least A, so no living path is cut off, and at most w - F - f, so the tree has at most w leaves; w - F >= n
 holds from round to round. The released code gives the whole remainder of an even division to the last path; here it is
 spread over paths drawn by key, one branch each.
@@ -26,8 +26,7 @@ from megatron_dta.sampling.treepo.settings import TreeSettings
 def branch_budget(settings: TreeSettings, finished_before: int, members: int, finished: int) -> int:
     """Branches after a round of ``members`` paths, of which ``finished`` have finished; see the module's docstring."""
     alive = members - finished
-    share = settings.branching_factor * (members if settings.budget_transfer else alive)
-    return max(alive, min(settings.width - finished_before - finished, share))
+    return max(alive, min(settings.width - finished_before - finished, settings.branching_factor * members))
 
 
 def certain_branches(settings: TreeSettings, finished_before: int, members: int, finished: int) -> int:

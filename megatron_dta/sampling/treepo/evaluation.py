@@ -24,7 +24,7 @@ def compare_at_equal_tokens(
     """
     sampling = config.sampling
     leaves, longest = sampling.n_samples_per_eval_prompt, sampling.rollout_max_response_len
-    tree = TreeSettings.from_config(config.treepo, replace(sampling, n_samples_per_prompt=leaves), 0, 1)
+    tree = TreeSettings.from_config(config.treepo, replace(sampling, n_samples_per_prompt=leaves))
     rules = stop_rules(task, config)
 
     def judged(settings: TreeSettings) -> dict[str, float]:

@@ -138,12 +138,8 @@ class QueryPolicy:
         return divide_by_logprob(budget, scores, settings.temperature, settings.allocation == "low-logprob", order)
 
     def _score(self, node: int) -> float:
-        """The logprob that determines a path's share."""
-        nodes = [self.tree.nodes[index] for index in self.tree.lineage(node)[1:]]
-        if self._settings.score == "segment-mean":
-            nodes = nodes[-1:]
-        total = sum(each.logprob_sum for each in nodes)
-        return total if self._settings.score == "path-sum" else total / sum(each.num_sampled for each in nodes)
+        """The logprob that determines a path's share: the mean over its last segment."""
+        return self.tree.nodes[node].logprob_sum / self.tree.nodes[node].num_sampled
 
     def _fall_back(self, number: int, started: list[int]) -> int:
         """Start a branch at a node of a finished path for each missing leaf; returns their number."""

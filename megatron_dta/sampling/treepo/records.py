@@ -11,14 +11,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from megatron_dta.core.rollouts.record import Rollout
-from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, SampledTree
+from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
 
 
 def tree_rollouts(
     tree: SampledTree,
     group_id: str,
     rewards: Mapping[int, float] | None = None,
-    fallback_weight: FallbackWeight = FallbackWeight.ZERO,
 ) -> list[Rollout]:
     """The rollouts of a complete tree, in the order of its leaves.
 
@@ -27,7 +26,7 @@ def tree_rollouts(
     Args:
         rewards: reward of each leaf by its index; None: use the rewards that the environment gave along the path.
     """
-    weights = tree.leaf_weights(fallback_weight)
+    weights = tree.leaf_weights()
     leaves = [leaf for leaf in tree.leaves if tree.nodes[leaf].end is not EndReason.ENVIRONMENT_FAILED]
     total = sum(weights[leaf] for leaf in leaves) if len(leaves) < len(tree.leaves) else 1.0
     return [

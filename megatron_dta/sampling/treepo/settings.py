@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron_dta.sampling.config import SamplingConfig, TreePOConfig
@@ -19,10 +18,8 @@ class TreeSettings:
         max_depth: maximum number of segments on a path; None: no limit.
         initial_branches, initial_branches_max: branches at the root, drawn uniformly from that range.
         allocation: "even", "low-logprob" or "high-logprob".
-        score: "segment-mean", "path-mean" or "path-sum", for the other two.
         temperature: of the division by logprob.
-        fallback: "none", "from-start", "random", "finished" or "longest".
-        fallback_point: "uniform", "min-logprob", "low-logprob" or "high-logprob".
+        fallback: "none", "random" or "finished".
     """
 
     width: int
@@ -32,12 +29,9 @@ class TreeSettings:
     branching_factor: int = 2
     initial_branches: int = 2
     initial_branches_max: int | None = None
-    budget_transfer: bool = True
     allocation: str = "even"
-    score: str = "segment-mean"
     temperature: float = 2.0
     fallback: str = "random"
-    fallback_point: str = "uniform"
 
     def __post_init__(self) -> None:
         for name in ("width", "max_response_tokens", "branching_factor", "initial_branches"):
@@ -61,15 +55,12 @@ class TreeSettings:
             segment_tokens,
             branching_factor=1,
             initial_branches=width,
-            budget_transfer=False,
             fallback="none",
         )
 
     @classmethod
-    def from_config(
-        cls, treepo: TreePOConfig, sampling: SamplingConfig, rollout_batch: int, num_rollout_batches: int
-    ) -> TreeSettings:
-        """Settings from the flags for rollout batch ``rollout_batch`` of about ``num_rollout_batches`` in the run."""
+    def from_config(cls, treepo: TreePOConfig, sampling: SamplingConfig) -> TreeSettings:
+        """Settings from the flags."""
         if treepo.rollout_method == "independent":
             return cls.independent(sampling.n_samples_per_prompt, sampling.rollout_max_response_len)
         return cls(
@@ -80,20 +71,7 @@ class TreeSettings:
             branching_factor=treepo.treepo_branching_factor,
             initial_branches=treepo.treepo_initial_branches,
             initial_branches_max=treepo.treepo_initial_branches_max,
-            budget_transfer=not treepo.treepo_no_budget_transfer,
             allocation=treepo.treepo_allocation,
-            score=treepo.treepo_allocation_score,
-            temperature=_scheduled_temperature(treepo, rollout_batch, num_rollout_batches),
+            temperature=treepo.treepo_allocation_temperature,
             fallback=treepo.treepo_fallback,
-            fallback_point=treepo.treepo_fallback_point,
         )
-
-
-def _scheduled_temperature(treepo: TreePOConfig, rollout_batch: int, num_rollout_batches: int) -> float:
-    """Anneal from the first to the last temperature along half a cosine over the rollout batches."""
-    first, last = treepo.treepo_allocation_temperature, treepo.treepo_allocation_temperature_end
-    if last is None:
-        return first
-    steps = (treepo.treepo_allocation_temperature_iters or num_rollout_batches) - 1
-    done = min(1.0, rollout_batch / steps) if steps > 0 else 1.0
-    return last + (first - last) * (1 + math.cos(math.pi * done)) / 2

@@ -30,7 +30,7 @@ from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.stops import StopRules, answer_rule
-from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, SampledTree
+from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
 
 
 class TreeSource(PromptSource):
@@ -48,8 +48,7 @@ class TreeSource(PromptSource):
     def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
         """See ``SampledSource``; one group per query, in order."""
         first, prompts = self._begin(rollout_batch, prompt_batch)
-        num_rollout_batches = -(-self._config.optimization.train_iters // self._sampling.num_steps_per_rollout)
-        settings = TreeSettings.from_config(self._config.treepo, self._sampling, rollout_batch, num_rollout_batches)
+        settings = TreeSettings.from_config(self._config.treepo, self._sampling)
         before = dict(self._environments.counts) if self._environments else {}
         rewards_before = self._task.scorer.tally
         sampler = TreeSampler(
@@ -66,11 +65,10 @@ class TreeSource(PromptSource):
             self._statistics |= _total(
                 {name: value - before[name] for name, value in self._environments.counts.items()}
             )
-        weight = FallbackWeight(self._config.treepo.treepo_fallback_weight)
         rollouts = [
             replace(rollout, teacher=prompt.teacher)
             for index, (prompt, (tree, rewards)) in enumerate(zip(prompts, groups, strict=True))
-            for rollout in tree_rollouts(tree, f"{first + index}:{prompt.prompt_id}", rewards, weight)
+            for rollout in tree_rollouts(tree, f"{first + index}:{prompt.prompt_id}", rewards)
         ]
         if not rollouts:
             raise RolloutError("the environments of all rollouts of a batch have failed (--rollout-failure drop)")
@@ -120,14 +118,7 @@ def stop_rules(task: SamplingTask, config: SampledRun) -> StopRules:
     treepo = config.treepo
     if treepo.rollout_method == "independent":
         return StopRules()
-    return StopRules(
-        task.tokenizer.decode,
-        answer_rule(treepo.treepo_answer_pattern),
-        treepo.treepo_repetition_count,
-        treepo.treepo_repetition_length,
-        treepo.treepo_repetition_segments,
-        treepo.treepo_repetition_first,
-    )
+    return StopRules(task.tokenizer.decode, answer_rule(treepo.treepo_answer_pattern), treepo.treepo_repetition_count)
 
 
 def environment_runner(task: SamplingTask, config: SampledRun) -> EnvironmentRunner | None:

@@ -17,6 +17,7 @@ import numpy as np
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
 
+REPETITION_LENGTH, REPETITION_SEGMENTS = 32, 2
 Decode = Callable[[Sequence[int] | np.ndarray], str]
 
 
@@ -27,24 +28,18 @@ class StopRules:
     Attributes:
         decode: converts token ids to text; required by the rules that inspect text.
         answer: whether the text of a response contains an answer; None: not checked.
-        repetition_count: a path ends when the text of its last ``repetition_segments`` segments contains the same
-            ``repetition_length`` characters this many times (occurrences may overlap); None: not checked.
-        repetition_first: check repetition before the end of sequence and the answer.
+        repetition_count: a path ends when the text of its last ``REPETITION_SEGMENTS`` segments contains the same
+            ``REPETITION_LENGTH`` characters this many times (occurrences may overlap); None: not checked.
     """
 
     decode: Decode | None = None
     answer: Callable[[str], bool] | None = None
     repetition_count: int | None = None
-    repetition_length: int = 32
-    repetition_segments: int = 2
-    repetition_first: bool = False
 
     def end_of(
         self, tree: SampledTree, node: int, ended: bool, max_response_tokens: int, max_depth: int | None
     ) -> EndReason | None:
         """Why the path ends at ``node``, None if it continues. ``ended``: its last token is an end of sequence."""
-        if self.repetition_first and self._repeats(tree, node):
-            return EndReason.REPETITION
         if ended:
             return EndReason.EOS
         if self.answer is not None and self.answer(self._text(tree, tree.lineage(node)[1:])):
@@ -53,15 +48,15 @@ class StopRules:
             return EndReason.LENGTH
         if max_depth is not None and tree.nodes[node].depth >= max_depth:
             return EndReason.DEPTH
-        if not self.repetition_first and self._repeats(tree, node):
+        if self._repeats(tree, node):
             return EndReason.REPETITION
         return None
 
     def _repeats(self, tree: SampledTree, node: int) -> bool:
         if self.repetition_count is None:
             return False
-        text = self._text(tree, tree.lineage(node)[1:][-self.repetition_segments :])
-        return most_repeated(text, self.repetition_length) >= self.repetition_count
+        text = self._text(tree, tree.lineage(node)[1:][-REPETITION_SEGMENTS:])
+        return most_repeated(text, REPETITION_LENGTH) >= self.repetition_count
 
     def _text(self, tree: SampledTree, nodes: list[int]) -> str:
         assert self.decode is not None  # checked by __post_init__

@@ -16,7 +16,6 @@ The plain mean is biased, since longer paths branch more often.
 
 Fallback breaks this premise, whichever node it chooses: it adds children to a node because all earlier paths ended
 early. So leaves grown by fallback have weight 0, and the walk considers only the earlier children.
-``FallbackWeight.SHARE`` counts all children equally instead and accepts the bias.
 """
 
 from __future__ import annotations
@@ -38,13 +37,6 @@ class EndReason(Enum):
     ENVIRONMENT = "environment"  # the environment ended the episode
     ENVIRONMENT_FAILED = "environment_failed"  # a step raised, timed out or returned an invalid value
     TURNS = "turns"  # the path has the maximum number of turns
-
-
-class FallbackWeight(Enum):
-    """Weight of leaves grown by fallback; see the top of the module."""
-
-    ZERO = "zero"
-    SHARE = "share"
 
 
 @dataclass
@@ -192,16 +184,14 @@ class SampledTree:
             node.children = [place[child] for child in node.children]
         return tree
 
-    def leaf_weights(self, fallback: FallbackWeight = FallbackWeight.ZERO) -> dict[int, float]:
+    def leaf_weights(self) -> dict[int, float]:
         """Weight of each leaf by its index; the weights sum to 1. See the module's docstring."""
         weight = np.zeros(len(self.nodes))
         weight[0] = 1.0
         waiting = [0]
         while waiting:
             index = waiting.pop()
-            children = self.nodes[index].children
-            if fallback is FallbackWeight.ZERO:
-                children = [child for child in children if not self.nodes[child].fallback]
+            children = [child for child in self.nodes[index].children if not self.nodes[child].fallback]
             for child in children:
                 weight[child] = weight[index] / len(children)
             waiting += children

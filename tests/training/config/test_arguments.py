@@ -20,7 +20,7 @@ from megatron_dta.training.config.train import settings_of
 
 PACKAGE = Path(megatron_dta.__file__).parent
 # What the command line itself is made from.
-PARSED = {"hf_checkpoint", "treepo_preset"}
+PARSED = {"hf_checkpoint"}
 
 
 def test_flags_reach_their_fields() -> None:
