@@ -200,32 +200,11 @@ def test_whitening(name: str, weighted: bool):
         np.testing.assert_array_equal(a, b)
 
 
-def test_equal_rewards_whiten_to_nothing():
-    """Also where the rewards are so large that their mean is not exactly the reward."""
-    _, rollouts, _ = sampled(5)
-    equal = [replace(rollout, reward=1e9 / 7, segment_rewards=None) for rollout in rollouts]
-    white = estimate_advantages(equal, objective("reinforce_plus_plus", advantage_whitening="token"))
-    assert all((each == 0).all() for each in white)
-
-
 def test_rewards_of_turns():
     """REINFORCE++ credits a turn with what comes from it on."""
     rollout = replace(leaf([0, 0, 1], 2.5), segment_rewards=[0.0, 1.0, 0.5, 1.0])
     values = estimate_advantages([rollout], objective("reinforce_plus_plus"))[0]
     assert values[1:].tolist() == [2.5, 1.5, 1.0]
-
-
-def test_equal_weights_change_nothing_and_independent_rollouts_have_equal_weights():
-    _, rollouts, _ = sampled(3, fallback="none", initial_branches=9)
-    assert {rollout.leaf_weight for rollout in rollouts} == {1 / 9}
-    bare = [replace(r, leaf_weight=None, fallback=None, branches=None, segment_ends=None) for r in rollouts]
-    for name in ADVANTAGE_ESTIMATORS:
-        expected = estimate_advantages(rollouts, objective(name))
-        for variant in (rollouts, bare):
-            actual = estimate_advantages(variant, objective(name, leaf_weights="both"))
-            for a, b in zip(actual, expected, strict=True):
-                np.testing.assert_allclose(a, b, rtol=0, atol=2e-6)
-    np.testing.assert_allclose(sequence_weights(bare, "both"), 1)
 
 
 @pytest.mark.parametrize("seed", range(3))

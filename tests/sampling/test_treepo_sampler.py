@@ -105,22 +105,6 @@ def check_leaf(tree: SampledTree, leaf: int, query: TreeQuery, requests, engine:
     assert settings.max_depth is None or tree.nodes[leaf].depth <= settings.max_depth
 
 
-def test_the_recorded_tokens_are_those_of_the_recorded_prefix():
-    """The engine's own function of (prefix, key), asked again for every token of some trees."""
-    rng = np.random.default_rng(7)
-    engine = RecordingEngine(9, 0.2, seed=3)
-    params = SamplingParams(64, EOS, seed=5)
-    for _ in range(20):
-        trees = TreeSampler(engine, random_settings(rng)).sample(random_queries(rng, 3, 9), params, 0)
-        for tree in trees:
-            for leaf in tree.leaves:
-                tokens, begin = tree.tokens(leaf), tree.nodes[0].length
-                for index in tree.lineage(leaf)[1:]:
-                    for at in range(begin, tree.nodes[index].length):
-                        assert engine.token_after(tokens[:at], tree.nodes[index].key) == tokens[at]
-                    begin = tree.nodes[index].length
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_tree_depends_neither_on_the_order_of_results_nor_on_the_other_queries(seed: int):
     rng = np.random.default_rng(seed)
@@ -289,15 +273,3 @@ def test_text_rules():
         slow = max((sum(text[j : j + length] == text[i : i + length] for j in range(len(text) - length + 1))
                     for i in range(len(text) - length + 1)), default=0)  # fmt: skip
         assert most_repeated(text, length) == slow
-
-
-def test_an_engine_that_does_not_do_what_it_is_asked_is_found_out():
-    class Losing(RecordingEngine):
-        def poll(self):
-            self._running.pop(next(iter(self._running)), None)
-            return super().poll()
-
-    with pytest.raises(RuntimeError, match="lost"):
-        TreeSampler(Losing(50, 0.1), TreeSettings(4, 20, segment_tokens=2)).sample(
-            [TreeQuery(0, np.array([1]))], SamplingParams(20, EOS), 0
-        )

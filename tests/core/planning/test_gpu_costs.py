@@ -129,8 +129,3 @@ def test_too_few_ops_correct_nothing_and_no_factor_is_absurd() -> None:
     assert fit_correction(model, replace(measured, events=[])) == CostCorrection()
     slow = replace(measured, events=[replace(e, end=1 + 1e3 * (e.end - 1)) for e in measured.events])
     assert fit_correction(model, slow).forward_work == 4.0
-
-
-def test_ranks_take_the_mean_of_what_they_found() -> None:
-    mean = CostCorrection.mean([CostCorrection(1.0, 2.0, 4.0, 1.0), CostCorrection(4.0, 2.0, 1.0, 1.0)])
-    assert list(asdict(mean).values()) == pytest.approx([2.0, 2.0, 2.0, 1.0])

@@ -20,7 +20,6 @@ from megatron_dta.core.planning.partition.divide import (
     trained_parts,
 )
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
-from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import build_prefix_tree
 from partition_cases import WHOLE_COSTS, assignments, cost, counts, random_forest, turns_forest
@@ -138,20 +137,6 @@ def test_ranks_without_work() -> None:
     assert partition.cost_per_rank.max() == partition_sequences(long, 1).total_cost
 
 
-def test_samples_are_cut_behind_their_last_trained_token() -> None:
-    rng = seed_all(1)
-    sequences, masks = random_forest(rng, 30, longest=20)
-    samples = [TrainingSample(s, m) for s, m in zip(sequences, masks, strict=True) if m.any()]
-    needed = [sample.needed_length() for sample in samples]
-    cut, cut_masks = trained_parts(samples)
-    assert [len(sequence) for sequence in cut] == needed
-    assert [mask.tolist() for mask in cut_masks] == [
-        s.loss_mask[:n].tolist() for s, n in zip(samples, needed, strict=True)
-    ]
-    with pytest.raises(ValueError, match="sample 2 has no trained token"):
-        trained_parts([*samples[:2], TrainingSample(sequences[0], np.zeros(len(sequences[0]), bool))])
-
-
 def test_bad_arguments() -> None:
     sequences = [np.array([1, 2, 3], np.int32), np.array([1, 4], np.int32)]
     masks = [np.array([False, True, True]), np.array([False, True])]
@@ -194,16 +179,6 @@ def test_contiguous_runs_of_leaves(seed: int, by_cost: bool) -> None:
         # Edges that several sequences train are counted a little too high where a run is cut (``sequence_costs``).
         slack = (1e-9, 0.05) if by_cost else (0, 0)
         assert least * (1 - slack[0]) <= largest(rank, ranks) <= (1 + slack[1]) * least
-
-
-def test_first_fit() -> None:
-    lengths = np.array([5, 9, 1, 7, 3, 3])
-    # Capacity 10: 9; 7; 5; then 3 beside 7, 3 beside 5, 1 beside 9.
-    assert first_fit(lengths, 3).tolist() == [2, 0, 0, 1, 1, 2]
-    # Capacity 14: 9 and 5; 7, 3 and 3; 1 beside 7.
-    assert first_fit(lengths, 2).tolist() == [0, 0, 1, 1, 1, 1]
-    # What has no room goes to the rank with fewest tokens.
-    assert first_fit(np.array([4, 4, 4]), 2).tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

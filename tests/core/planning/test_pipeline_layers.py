@@ -36,12 +36,6 @@ def test_no_division_has_a_faster_slowest_rank(seed: int) -> None:
     assert max(rank_costs(found, ranks, *costs)) == pytest.approx(best, rel=1e-12)
 
 
-def test_even_where_it_can_be() -> None:
-    assert layers_per_stage(8, 4) == [2, 2, 2, 2]
-    assert layers_per_stage(28, 8) == [3, 3, 3, 3, 4, 4, 4, 4]
-    assert rank_costs(layers_per_stage(6, 4, num_stages=2), 2, 1.0, 0.0) == [3, 3]
-
-
 def test_the_output_layer_takes_the_place_of_layers() -> None:
     """40 layers with logits worth 2.35 of them, on 4 stages."""
     assert layers_per_stage(40, 4, 1.0, 2.35) == [10, 11, 11, 8]

@@ -133,24 +133,3 @@ def test_the_model_of_execution_sees_a_halt() -> None:
     timeline = simulate(schedule, parents, PipelineCosts.uniform(6, stages))
     good = rank_programs(schedule, timeline)
     assert run_with_rendezvous(schedule, good, parents.tolist()) == [len(program) for program in good]
-
-
-def test_messages_by_hand() -> None:
-    schedule = PipelineSchedule(
-        2,
-        2,
-        [
-            [PipelineOp(OpKind(kind), 0, chunk) for kind, chunk in (("F", 0), ("F", 1), ("B", 1), ("B", 0))]
-            for _ in range(2)
-        ],
-    )
-    timeline = simulate(schedule, [-1], PipelineCosts.uniform(1, 4))
-    forward, backward = OpKind.FORWARD, OpKind.BACKWARD
-    assert message_order(schedule, timeline) == [
-        Message(0, 1, forward, 0, 0),
-        Message(1, 0, forward, 0, 1),
-        Message(0, 1, forward, 0, 2),
-        Message(1, 0, backward, 0, 3),
-        Message(0, 1, backward, 0, 2),
-        Message(1, 0, backward, 0, 1),
-    ]

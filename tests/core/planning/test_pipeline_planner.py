@@ -13,14 +13,10 @@ from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.pipeline.bounds import makespan_bound
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.list_schedule import (
-    Pipeline,
-    Policy,
-    Urgency,
-    list_schedule,
     longest_path_tokens,
 )
 from megatron_dta.core.planning.pipeline.planner import plan_pipeline
-from megatron_dta.core.planning.pipeline.schedule import backward_order, check_schedule, peak_in_flight, tree_1f1b
+from megatron_dta.core.planning.pipeline.schedule import check_schedule, peak_in_flight, tree_1f1b
 from megatron_dta.core.planning.pipeline.simulation import simulate
 from pipeline_cases import SHAPES, all_schedules, random_costs, random_tree, slow_times
 
@@ -48,35 +44,6 @@ def test_any_forest(seed: int) -> None:
         assert timeline.makespan >= bound * (1 - 1e-9)
         assert sum(timeline.busy) == pytest.approx(costs.work.sum(), rel=1e-9)
         assert schedule.digest() == plan_pipeline(parents, lengths, costs, stages, chunks, limit).digest()
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_every_policy_on_many_forests(seed: int) -> None:
-    """One pass of list scheduling, mirrored or not, following a table or not, within the least limit that works."""
-    rng = seed_all(seed)
-    for number in range(150):
-        count, stages, chunks = int(rng.integers(0, 16)), int(rng.integers(1, 6)), int(rng.integers(1, 4))
-        parents, lengths = random_tree(rng, count, SHAPES[number % len(SHAPES)]), rng.integers(1, 50, count)
-        costs = random_costs(rng, stages * chunks, lengths)
-        path = longest_path_tokens(parents.tolist(), lengths.tolist())
-        limit = int(chunks * path * rng.choice([1.0, 1.2, 2.0]))
-        times = costs.forward.tolist(), costs.backward.tolist()
-        order = backward_order(parents)
-        pipeline = Pipeline(stages, chunks, parents.tolist(), order, lengths.tolist(), *times, [limit] * stages)
-        table = Urgency(rng.random((stages * chunks, count)).tolist(), rng.random((stages * chunks, count)).tolist())
-        urgency = table if rng.random() < 0.5 else None
-        policy = Policy(bool(rng.integers(0, 2)), float(rng.choice([0.0, 0.3, 2.0])), urgency)
-        if rng.random() < 0.5:
-            mirror = pipeline.mirrored()
-            assert mirror.mirrored() == pipeline
-            outcome = list_schedule(mirror, policy)
-            schedule = outcome.mirrored_schedule(mirror.backwards)
-        else:
-            outcome = list_schedule(pipeline, policy)
-            schedule = outcome.schedule
-        assert simulate(schedule, parents, costs).makespan <= outcome.makespan * (1 + 1e-9)
-        check_schedule(schedule, parents)
-        assert max(peak_in_flight(schedule, lengths)) <= limit / chunks
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -120,23 +87,6 @@ def test_against_all_schedules(seed: int) -> None:
     assert makespan_bound(parents, lengths, costs, stages, 1, limit) <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_equal_costs_reach_the_closed_form(seed: int) -> None:
-    """(N + P - 1)(f + b), and with C chunks of times f and b on each rank (C N + P - 1)(f + b) for full groups."""
-    rng = seed_all(seed)
-    for _ in range(12):
-        stages, chunks = int(rng.integers(2, 5)), int(rng.integers(1, 4))
-        count = int(rng.integers(1, 25)) if chunks == 1 else stages * int(rng.integers(1, 6))
-        parents = random_tree(rng, count)
-        forward, backward = rng.integers(1, 5, 2).tolist()
-        costs, ones = PipelineCosts.uniform(count, stages * chunks, forward, backward), np.ones(count, dtype=int)
-        limit = None if chunks == 1 else 10**6
-        makespan = simulate(plan_pipeline(parents, ones, costs, stages, chunks, limit), parents, costs).makespan
-        closed_form = (chunks * count + stages - 1) * (forward + backward)
-        assert makespan == closed_form
-        assert makespan_bound(parents, ones, costs, stages, chunks) == pytest.approx(closed_form, rel=1e-12)
-
-
 @pytest.mark.parametrize("shape", ["mixed", "roots", "star", "deep"])
 def test_unequal_costs_beat_the_static_schedule(shape: str) -> None:
     """Lengths of 0.2 to 1: near the ideal within the static schedule's own in-flight tokens and half of P more."""
@@ -153,14 +103,6 @@ def test_unequal_costs_beat_the_static_schedule(shape: str) -> None:
     print(f"{shape}: static {np.mean(static) / ideal:.3f}, planned {np.mean(planned) / ideal:.3f} of the ideal")
     assert min(planned) >= 0.97 * ideal
     assert np.mean(static) < 0.9 * ideal
-
-
-def test_bound_on_memory_is_reached() -> None:
-    """Independent segments, one in flight at a time: each goes down and comes back alone."""
-    parents, lengths = np.full(9, -1), np.full(9, 10)
-    costs = PipelineCosts.uniform(9, 3, 1.0, 2.0)
-    assert makespan_bound(parents, lengths, costs, 3, 1, 10) == pytest.approx(9 * 3 * 3)
-    assert simulate(plan_pipeline(parents, lengths, costs, 3, 1, 10), parents, costs).makespan == 9 * 3 * 3
 
 
 def test_costs_of_segments() -> None:

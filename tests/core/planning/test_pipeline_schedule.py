@@ -23,7 +23,7 @@ from megatron_dta.core.planning.pipeline.schedule import (
 )
 from megatron_dta.core.planning.pipeline.simulation import simulate
 from megatron_dta.core.planning.segments.plan import SegmentPlan
-from megatron_dta.core.planning.segments.schedule import Op, OpKind, allocate_slots, depth_first_schedule
+from megatron_dta.core.planning.segments.schedule import OpKind, depth_first_schedule
 from megatron_dta.core.tree import build_prefix_tree
 from pipeline_cases import SHAPES, random_tree
 
@@ -54,22 +54,6 @@ def test_static_schedule_has_the_closed_form(shape: str, seed: int) -> None:
         assert peak_in_flight(schedule, np.ones(count, dtype=int)) == in_flight
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_one_forward_less_comes_to_a_halt(seed: int) -> None:
-    """The static rule's warm-up is the least that works: on some stage there is no room to take one away."""
-    rng = seed_all(seed)
-    for _ in range(60):
-        parents = random_tree(rng, int(rng.integers(3, 20)), "chain")
-        stages = int(rng.integers(1, 5))
-        ops = [list(own) for own in tree_1f1b(parents, stages).ops]
-        stage = int(rng.integers(0, stages))
-        last_forward = max(place for place, op in enumerate(ops[stage]) if op.kind is F)
-        first_backward = next(place for place, op in enumerate(ops[stage]) if op.kind is B)
-        ops[stage].insert(first_backward + 1, ops[stage].pop(last_forward))
-        with pytest.raises(ValueError, match=rf"B of segment {len(parents) - 1} on stage"):
-            check_schedule(PipelineSchedule(stages, 1, ops), parents)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_one_stage_is_the_depth_first_schedule(seed: int) -> None:
     rng = seed_all(seed)
@@ -98,33 +82,10 @@ def test_forward_only(stages: int, chunks: int) -> None:
             assert timeline.makespan == count * chunks + stages - 1
 
 
-def test_slots_of_a_pipelined_stage() -> None:
-    """Keys and values live from F to B."""
-    rng = seed_all(3)
-    lengths = rng.integers(1, 30, 40)
-    parents = random_tree(rng, 40)
-    plan, costs = plan_of(parents, lengths), PipelineCosts.uniform(40, 6)
-    for ops in plan_pipeline(parents, lengths, costs, 3, 2).ops:
-        for chunk in range(2):
-            own = [Op(op.kind, op.segment) for op in ops if op.chunk == chunk]
-            start, slots = allocate_slots(plan, own)
-            held = np.full(slots, -1)
-            for kind, segment in own:
-                run = held[start[segment] : start[segment] + lengths[segment]]
-                assert (run == (-1 if kind is F else segment)).all()
-                run[:] = segment if kind is F else -1
-
-
 def two_stages(first: str, second: str, num_model_chunks: int = 1) -> PipelineSchedule:
     """A schedule from text: "F0 F1 B1" for each of two stages."""
     ops = [[PipelineOp(OpKind(name[0]), int(name[1:])) for name in text.split()] for text in (first, second)]
     return PipelineSchedule(2, num_model_chunks, ops)
-
-
-def test_tokens_in_flight_by_hand() -> None:
-    """A segment is held until its backward; each chunk counts for its share."""
-    assert peak_in_flight(two_stages("F0 B0 F1 B1", "F0 F1 B0 B1"), [5, 7]) == [7, 12]
-    assert peak_in_flight(two_stages("F0 B0 F1 B1", "F0 F1 B0 B1", 2), [5, 7]) == [3.5, 6]
 
 
 GOOD = "F0 F1 B1 B0"
@@ -147,15 +108,6 @@ def test_schedules_that_cannot_run_are_refused(first: str, second: str, message:
     check_schedule(two_stages(GOOD, GOOD), [-1, 0])
     with pytest.raises(ValueError, match=message):
         check_schedule(two_stages(first, second), [-1, 0])
-
-
-def test_a_deadlock_between_stages_names_both() -> None:
-    """Stage 0 wants a backward before it sends the forward that stage 1 needs for it."""
-    schedule = two_stages("F0 B0 F1 B1", "F0 F1 B0 B1")
-    with pytest.raises(ValueError, match=r"B of segment 0 on stage 0 waits for B of segment 0 on stage 1.*2 stages"):
-        check_schedule(schedule, [-1, -1])
-    with pytest.raises(ValueError, match="never runs"):
-        simulate(schedule, [-1, -1], PipelineCosts.uniform(2, 2))
 
 
 def test_other_refusals() -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.costs.segment_counts import segment_counts
 from megatron_dta.core.planning.pipeline.segments import (
     ideal_utilisation,
     pipeline_segment_tokens,
-    plan_pipeline_segments,
-    tokens_of_floor,
 )
 from megatron_dta.core.planning.plan_step import plan_step
 from megatron_dta.core.planning.segments.cut import plan_segments
@@ -78,22 +73,6 @@ def test_sizes() -> None:
     assert pipeline_segment_tokens(10, 2048, 16384, 8, 700) == 640
     assert pipeline_segment_tokens(10**6, 4096, 16384, 1, 700) == 4096
     assert (ideal_utilisation(9, 4), ideal_utilisation(0, 4)) == (0.75, 1.0)
-
-
-def test_budgets_and_limits() -> None:
-    sequences, _ = forest(5)
-    tree, longest = build_prefix_tree(sequences), max(map(len, sequences))
-    with pytest.raises(InputError, match="--tree-memory-tokens"):
-        plan_pipeline_segments(tree, 512, longest - 1, 4)
-    with pytest.raises(InputError, match=f"--pipeline-in-flight-tokens {longest - 1} is less than the longest"):
-        plan_pipeline_segments(tree, 512, None, 4, longest - 1)
-    for limit in (longest, 2 * longest):
-        tight = plan_pipeline_segments(tree, 2048, None, 4, limit)
-        assert longest <= tight.peak_in_flight_tokens <= max(longest, limit / 1.5)
-
-
-def test_tokens_of_the_floor() -> None:
-    assert tokens_of_floor(replace(MODEL, floor_seconds=1500 * MODEL.seconds_per_token)) == 1500
 
 
 def busiest(step: StepPlan) -> float:

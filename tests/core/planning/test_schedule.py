@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.planning.segments import recompute
-from megatron_dta.core.planning.segments.cut import plan_segments
 from megatron_dta.core.planning.segments.plan import SegmentPlan
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
 from megatron_dta.core.planning.segments.schedule import Op, OpKind, allocate_slots, depth_first_schedule
@@ -136,15 +134,6 @@ def test_schedules_that_cannot_run_are_refused(ops: list[tuple[OpKind, int]], me
         allocate_slots(plan, [Op(*op) for op in ops])
 
 
-def test_empty_plan() -> None:
-    plan = plan_segments(build_prefix_tree([]), 4)
-    assert depth_first_schedule(plan) == []
-    start, num_slots = allocate_slots(plan, [])
-    assert (len(start), num_slots) == (0, 0)
-    for budget in (None, 0, 5):
-        assert choose_kept_segments(plan, budget).shape == (0,)
-
-
 def test_path_of_100000_segments() -> None:
     count = 100_000
     starts = np.arange(count + 1, dtype=np.int64)
@@ -194,19 +183,3 @@ def test_kept_segments_against_all_choices(seed: int, longest: int) -> None:
         assert most_activations(plan, alone) == most_activations(plan, kept)
     assert choose_kept_segments(plan, None).all()
     np.testing.assert_array_equal(choose_kept_segments(plan, 0), leaves)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_kept_segments_when_the_search_is_too_large(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quick choice keeps the budget, is the best one for equal segments and near it for others."""
-    rng = seed_all(seed)
-    for longest in (1, 9):
-        plan = random_plan(rng, 200, longest)
-        for budget in (3, 11, plan.peak_in_flight_tokens // 2):
-            monkeypatch.setattr(recompute, "MAX_STATES", 1 << 21)
-            best = int(plan.lengths[choose_kept_segments(plan, budget, 2)].sum())
-            monkeypatch.setattr(recompute, "MAX_STATES", 0)
-            kept = choose_kept_segments(plan, budget, 2)
-            assert heaviest_path(plan, kept) <= budget
-            assert plan.lengths[kept].sum() <= best
-            assert plan.lengths[kept].sum() >= (best if longest == 1 else 0.8 * best)

@@ -14,7 +14,7 @@ from megatron_dta.core.planning.segments.cut import plan_segments
 from megatron_dta.core.planning.segments.plan import SegmentPlan, segment_parents
 from megatron_dta.core.planning.segments.subset_sum import fewest_wasted, least_wasteful, longest_within
 from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.core.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree
+from megatron_dta.core.tree import PrefixTree, build_prefix_tree
 from segment_planner_cases import ROLLOUTS, random_sequences
 
 
@@ -93,24 +93,6 @@ def test_plans_of_random_forests(seed: int) -> None:
         segment_tokens = int(rng.integers(1, 10))
         for budget in budgets(tree, segment_tokens):
             check_plan(plan_segments(tree, segment_tokens, budget), sequences, segment_tokens, budget)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_plans_of_forests_of_long_branches(seed: int) -> None:
-    """Branches of many segments, where crossing a boundary, early ends and runs come into play; quick checks only."""
-    rng = seed_all(seed)
-    for _ in range(15):
-        sequences = random_sequences(rng, int(rng.integers(1, 60)), 2, int(rng.integers(20, 120)))
-        tree = build_prefix_tree(sequences)
-        segment_tokens = int(rng.integers(5, 80))
-        for budget in budgets(tree, segment_tokens):
-            plan = plan_segments(tree, segment_tokens, budget)
-            assert plan.segment_start[-1] == tree.num_tokens
-            assert plan.lengths.min() > 0
-            assert plan.lengths.max() <= segment_tokens
-            assert plan.peak_in_flight_tokens <= budget
-            for index in rng.integers(0, len(sequences), 3).tolist():
-                np.testing.assert_array_equal(plan.tree.token_ids[plan.tree.stream_indices(index)], sequences[index])
 
 
 def sibling_orders(tree: PrefixTree) -> Iterator[list[int]]:
@@ -201,18 +183,6 @@ def test_goals_on_real_rollouts(name: str, sample_granularity: str) -> None:
     assert least.lengths.max() <= segment_tokens
 
 
-def test_plan_does_not_depend_on_the_order_of_sequences() -> None:
-    rng = seed_all(7)
-    sequences = random_sequences(rng, 40, 3, 30)
-    plan = plan_segments(build_prefix_tree(sequences), 16, 120)
-    for _ in range(3):
-        shuffled = [sequences[i] for i in rng.permutation(len(sequences))]
-        other = plan_segments(build_prefix_tree(shuffled), 16, 120)
-        np.testing.assert_array_equal(other.tree.token_ids, plan.tree.token_ids)
-        np.testing.assert_array_equal(other.segment_start, plan.segment_start)
-        np.testing.assert_array_equal(other.segment_parent, plan.segment_parent)
-
-
 def test_budget_below_the_longest_sequence_is_refused() -> None:
     tree = build_prefix_tree([np.arange(10, dtype=np.int32), np.asarray([0, 5], dtype=np.int32)])
     with pytest.raises(InputError, match=r"--tree-memory-tokens 9 .*the least value that works is 10$"):
@@ -230,29 +200,6 @@ def test_empty_forest() -> None:
     plan = plan_segments(build_prefix_tree([]), 8)
     assert (plan.num_segments, plan.peak_in_flight_tokens, plan.depth, plan.fill) == (0, 0, 0, 1.0)
     assert plan.segment_start.tolist() == [0]
-
-
-def test_single_token_and_duplicates() -> None:
-    for sequences in ([np.asarray([3], dtype=np.int32)], [np.arange(5, dtype=np.int32)] * 7):
-        plan = plan_segments(build_prefix_tree(sequences), 8)
-        assert (plan.num_segments, plan.depth) == (1, 1)
-        check_plan(plan, sequences, 8, 64)
-
-
-def test_one_token_a_segment() -> None:
-    rng = seed_all(3)
-    sequences = random_sequences(rng, 9, 3, 6)
-    tree = build_prefix_tree(sequences)
-    plan = plan_segments(tree, 1, int(tree.sequence_lengths.max()))
-    assert plan.num_segments == tree.num_tokens
-    check_plan(plan, sequences, 1, int(tree.sequence_lengths.max()))
-
-
-def test_forest_without_sharing_bundles_short_sequences() -> None:
-    sequences = [np.arange(length, dtype=np.int32) for length in (5, 3, 6, 2, 4, 4)]
-    plan = plan_segments(build_forest_without_sharing(sequences), 8, 8)
-    assert plan.num_segments == 3
-    assert plan.segment_parent.tolist() == [-1, -1, -1]
 
 
 def comb(teeth: int) -> PrefixTree:

@@ -77,19 +77,3 @@ def test_forks_at_the_root_one_token_runs_and_hundreds_of_siblings():
     comb = [[0] * depth + [1, 1] for depth in range(40)] + [[0] * 40]
     check(plan(comb, 6), 4)
     check(plan([], 6), 4)
-
-
-def test_the_example_of_the_module():
-    segments = plan([[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8]], 5)
-    runs = SegmentRuns.of(segments)
-    assert segments.segment_start.tolist() == [0, 5, 9]
-    assert runs.start.tolist() == [0, 3, 5, 9]
-    assert runs.level.tolist() == [0, 1, 0]
-    assert runs.is_kept.tolist() == [True, False, False]
-    assert runs.num_levels.tolist() == [2, 1]
-
-
-def test_a_single_sequence_keeps_one_state_a_segment():
-    runs = SegmentRuns.of(plan([list(range(20))], 6))
-    assert runs.open_forks.tolist() == [1, 1, 1, 0]
-    assert runs.num_levels.tolist() == [1, 1, 1, 1]

@@ -130,25 +130,6 @@ def test_bytes_of_a_stage_are_those_of_its_own_layers() -> None:
     assert attention.kv_per_token_and_layer == 4 * whole.kv_per_token_and_layer
 
 
-def test_slots_are_those_of_the_forks_in_flight() -> None:
-    step = plan_step(comb(20), "dta", pipeline=shape_of(None))
-    ((_, num_slots),) = state_slots(step.runs, step.training, 0)
-    assert num_slots == step.runs.forks_in_flight.max()
-
-
-def test_bytes_of_published_shapes() -> None:
-    """Qwen3.5-35B-A3B: 30 layers with states of 32 x 128 x 128 numbers."""
-    shape = SHAPES["qwen3.5-35b-a3b"]
-    each = StateBytes.of_shape(shape, 2)
-    assert each.exit == 30 * 32 * 128 * 128 * 4 == 60 * 2**20
-    assert each.open_fork == 2 * each.exit + 30 * 3 * (2 * 16 * 128 + 32 * 128) * 6
-    assert StateBytes.of_shape(shape, 2, ranks=2).exit == each.exit / 2
-    assert StateBytes.of_shape(SHAPES["qwen3-8b"], 2) is None
-    # Only every fourth layer has keys and values.
-    nine = SHAPES["qwen3.5-9b"]
-    assert SegmentBytes.of_shape(nine).kv_per_token_and_layer == 2 * 4 * 256 * 6 / 4
-
-
 def test_operations_and_parameters_of_a_hybrid() -> None:
     shape = DecoderShape(
         *(2, 8, 16, 2, 1, 4, 10),

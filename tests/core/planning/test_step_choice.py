@@ -17,7 +17,6 @@ from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.core.planning.costs.segment_counts import segment_counts
 from megatron_dta.core.planning.plan_step import plan_step
-from megatron_dta.core.planning.segments import recompute
 from megatron_dta.core.planning.segments.cut import plan_segments
 from megatron_dta.core.planning.segments.merge_small import merge_small_segments
 from megatron_dta.core.planning.segments.plan import SegmentPlan, segment_parents
@@ -141,13 +140,6 @@ def test_small_segments_merge_into_neighbours(seed: int) -> None:
         assert other.lengths.max() > 34 or other.peak_in_flight_tokens > budget
 
 
-def test_a_small_segment_is_merged() -> None:
-    tree = build_prefix_tree([np.arange(67, dtype=np.int32)])
-    plan = plan_segments(tree, 33, 67)
-    assert plan.lengths.tolist() == [33, 33, 1]
-    assert merge_small_segments(plan, 67).lengths.tolist() == [33, 34]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_bytes_of_a_walk(seed: int) -> None:
     rng = seed_all(seed)
@@ -189,26 +181,6 @@ def test_kept_by_memory_against_all_choices(seed: int) -> None:
     assert found.all()
     with pytest.raises(ValueError, match="needs"):
         choose_kept_by_memory(plan, int(needed.max()) - 1, needed, seconds)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_kept_by_memory_when_the_search_is_too_large(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = seed_all(seed)
-    plan = random_segments(rng, 60, 900)
-    seconds, needed = rng.uniform(0.1, 5, 60), plan.lengths + rng.integers(0, 90, 60)
-    for budget in np.linspace(int(needed.max()), plan.peak_in_flight_tokens, 5).astype(int).tolist():
-        budget = max(budget, int(needed.max()))
-        monkeypatch.setattr(recompute, "MAX_STATES", 1 << 21)
-        best = seconds[choose_kept_by_memory(plan, budget, needed, seconds)].sum()
-        monkeypatch.setattr(recompute, "MAX_STATES", 0)
-        monkeypatch.setattr(recompute, "COARSE_STATES", 4000)
-        found = choose_kept_by_memory(plan, budget, needed, seconds)
-        above = np.zeros(60, dtype=np.int64)
-        for segment, parent in enumerate(plan.segment_parent.tolist()):
-            if parent >= 0:
-                above[segment] = above[parent] + plan.lengths[parent] * found[parent]
-        assert (above + needed).max() <= budget
-        assert 0.5 * best <= seconds[found].sum() <= best + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -287,20 +259,6 @@ def test_without_a_limit_in_bytes_the_fastest_size_is_taken() -> None:
     assert usual.segments.num_segments == -(-usual.segments.tree.num_tokens // 2048)
 
 
-def test_recomputation_is_chosen_only_where_it_is_needed() -> None:
-    rng = seed_all(5)
-    samples = random_samples(rng, 30, 60)
-    seconds, recomputed = [], []
-    for available in (5000, 6500, 8000, 10_000, 14_000, 60_000):
-        shape = shape_of(float(available))
-        step = plan_step(samples, "dta", pipeline=shape)
-        seconds.append(predicted_seconds(step, shape))
-        recomputed.append(int(step.segments.lengths[~step.training.kept[0]].sum()))
-    assert seconds == sorted(seconds, reverse=True)
-    assert recomputed[-1] == 0 < recomputed[0]
-    assert len(set(seconds)) > 3
-
-
 def test_predicted_seconds_by_hand() -> None:
     shape = shape_of(None)
     sample = TrainingSample(np.arange(10, dtype=np.int32), np.asarray([False] * 5 + [True] * 5))
@@ -348,15 +306,6 @@ def test_no_forward_runs_again_right_after_itself(stages: int, chunks: int, acti
             assert not kept[0].all()
     assert at_once > 10
     assert recomputed > 20
-
-
-def test_packs_are_checked_too() -> None:
-    rng = seed_all(8)
-    samples = random_samples(rng, 20, 30)
-    step = plan_step(samples, "packed", StepBudget(50), pipeline=shape_of(60_000.0))
-    assert step.training.kept.all()
-    with pytest.raises(InputError, match="in segments of 50 needs"):
-        plan_step(samples, "packed", StepBudget(50), pipeline=shape_of(900.0))
 
 
 def test_an_empty_step() -> None:

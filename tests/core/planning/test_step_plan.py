@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
-from conftest import rollout_file, seed_all
-from megatron_dta.core.planning.partition.divide import trained_parts
+from conftest import seed_all
 from megatron_dta.core.planning.plan_step import plan_step
 from megatron_dta.core.planning.segments.ancestors import root_paths
 from megatron_dta.core.planning.step.loss_batches import FREE_ELEMENTS, MAX_ELEMENTS, make_loss_batches
 from megatron_dta.core.planning.step.modes import plan_forest, plan_packs
-from megatron_dta.core.planning.step.packs import contiguous_packs
 from megatron_dta.core.planning.step.passes import StepBudget
-from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.extras.parity.cases import random_training_samples
 
@@ -30,21 +25,6 @@ def strings(plan, number_of_sequences: int) -> list[tuple[int, ...]]:
     return [tuple(plan.tree.token_ids[plan.tree.stream_indices(i)].tolist()) for i in range(number_of_sequences)]
 
 
-@pytest.mark.parametrize("mode", ["dense", "packed", "dta"])
-@pytest.mark.parametrize("seed", range(10))
-def test_every_mode_keeps_the_sequences(seed, mode):
-    generator = seed_all(seed)
-    sequences = random_sequences(generator, int(generator.integers(1, 20)), 12)
-    plan = plan_forest(sequences, mode, StepBudget(12))
-    assert strings(plan, len(sequences)) == [tuple(s.tolist()) for s in sequences]
-    assert plan.lengths.min() >= 1
-    assert plan.lengths.max() <= 12
-    if mode == "dense":
-        assert plan.tree.num_tokens == sum(map(len, sequences))
-    if mode == "dta":
-        assert plan.tree.num_tokens == len({tuple(s[: i + 1]) for s in sequences for i in range(len(s))})
-
-
 def pack_tokens(sequences: list[np.ndarray]) -> int:
     return len({tuple(s[: i + 1]) for s in sequences for i in range(len(s))})
 
@@ -57,26 +37,6 @@ def fewest_tokens(sequences: list[np.ndarray], capacity: int) -> int:
         costs = [
             best[begin] + tokens for begin in range(end) if (tokens := pack_tokens(ordered[begin:end])) <= capacity
         ]
-        best.append(min(costs))
-    return best[-1]
-
-
-def fewest_tokens_of_runs(sequences: list[np.ndarray], capacity: int) -> int:
-    """``fewest_tokens`` from what neighbours share, for sequences of many tokens."""
-    ordered = sorted(sequences, key=lambda s: s.tolist())
-    shared = [0]
-    for a, b in itertools.pairwise(ordered):
-        same = a[: len(b)] == b[: len(a)]
-        shared.append(len(same) if same.all() else int(same.argmin()))
-    best = [0]
-    for end in range(1, len(ordered) + 1):
-        tokens, costs = 0, []
-        for begin in range(end - 1, -1, -1):
-            whole = tokens + len(ordered[begin])  # The run's first sequence shares nothing.
-            if whole > capacity:
-                break
-            costs.append(best[begin] + whole)
-            tokens += len(ordered[begin]) - shared[begin]
         best.append(min(costs))
     return best[-1]
 
@@ -102,19 +62,6 @@ def test_sequences_that_are_no_neighbours_share_a_pack_where_that_fills_it():
     sequences = [sequence.astype(np.int32) for sequence in sequences]
     assert fewest_tokens(sequences, 10) == 22
     assert plan_packs(sequences, 10).lengths.tolist() == [10, 10]
-
-
-def test_of_equal_divisions_the_one_with_the_fewest_packs_is_taken():
-    sequences = [np.full(5, token, np.int32) for token in range(7)]
-    assert plan_packs(sequences, 11).lengths.tolist() == [10, 10, 10, 5]
-    contiguous = contiguous_packs(np.full(7, 5), np.zeros(7, np.int64), 11)
-    assert contiguous.max() == 3
-
-
-def test_packs_of_an_agent_set():
-    """Long trajectories: runs of neighbours leave room in their packs."""
-    sequences, _ = trained_parts(load_rollouts(rollout_file("tau1_airline_gpt4o_4x50.npz")))
-    assert plan_packs(sequences, 16384).tree.num_tokens <= 0.96 * fewest_tokens_of_runs(sequences, 16384)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -78,33 +78,6 @@ def test_a_division_that_does_not_fit_is_never_the_fastest() -> None:
     assert step.slowest(np.arange(12) % 4) == np.inf
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_fastest_group_does_not_depend_on_the_order_of_the_sequences(seed: int) -> None:
-    rng = seed_all(seed)
-    sequences, masks, _ = turns_forest(rng, 9, 4, 5)
-
-    def chosen(order: np.ndarray) -> tuple[list[bytes], float]:
-        step = GroupStep(
-            [sequences[i] for i in order],
-            [masks[i] for i in order],
-            *(2, StepBudget(64), PipelineShape(cost_model=TOKENS_ONLY)),
-        )
-        seen: list[float] = []
-
-        def seconds(found: list[np.ndarray]) -> list[float]:
-            seen[:] = [step.slowest(each) for each in found]
-            return seen
-
-        found = partition_sequences(step.sequences, 4, step.masks, TOKENS_ONLY, step_seconds=seconds)
-        assert step.slowest(found.rank_of_sequence) == min(seen)
-        assert len(seen) > 2
-        held = [b"".join(sorted(sequences[order[i]].tobytes() for i in found.sequences_of(rank))) for rank in range(4)]
-        return held, min(seen)
-
-    results = [chosen(rng.permutation(len(sequences))) for _ in range(3)]
-    assert results[0] == results[1] == results[2]
-
-
 def test_the_ranks_predict_a_share_each_and_agree() -> None:
     """As the processes of a job do: each predicts some divisions, and all take the same one."""
     sequences, masks, _ = turns_forest(seed_all(5), 9, 4, 5)

@@ -109,33 +109,6 @@ def test_ranks_keep_the_same_ops(mib, keeps):
     assert any(backwards)
 
 
-def test_ranks_agree_on_the_size_of_segments():
-    steps = plans(2.0, StepBudget())
-    sizes = {step.segments.segment_tokens for step in steps}
-    assert max(sizes) <= 17 / 16 * min(sizes) + 1
-
-
-def test_ranks_with_short_paths_fill_their_segments_as_well():
-    """One rank has a long path, too, and so room for longer segments, as which the other one's are cut then."""
-    rng, parts = seed_all(5), []
-    for longest in (40, 300):
-        sequences = [rng.integers(0, 8, longest)]
-        for _ in range(12):
-            trunk = rng.integers(0, 8, 8)
-            sequences += [np.append(trunk, rng.integers(0, 8, rng.integers(10, 30))) for _ in range(4)]
-        masks = [np.arange(len(tokens)) > 0 for tokens in sequences]
-        parts.append([TrainingSample(*each) for each in zip(sequences, masks, strict=True)])
-    shape, budget = PipelineShape(8, layers=(1,) * 8, cost_model=CostModel.from_shape(SHAPE)), StepBudget(32)
-    steps = planned_together(parts, budget, shape)
-    assert steps[0].memory_tokens == steps[1].memory_tokens == 450
-    alone = [plan_step(part, "dta", budget, shape) for part in parts]
-    assert alone[0].memory_tokens < 450
-    apart = synchronized_plan(alone[0], [RankPlan.of(each) for each in alone], 0, shape)
-    total, before = (sum(step.training.most_tokens[0]) for step in (steps[0], apart))
-    print(total, before)
-    assert total < 0.8 * before
-
-
 def memory_of(mib: float, stages: PipelineShape, states: StateBytes | None) -> MemoryBudget:
     """The last virtual stage has attention only."""
     of_stages = [StageBytes(BYTES, states)] * len(stages.layers)

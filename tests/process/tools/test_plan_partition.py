@@ -95,16 +95,6 @@ def test_ranks_that_share_experts() -> None:
     assert "slowest group" in TOOL(path, *shared).stdout
 
 
-def test_the_table_names_every_method_and_json_is_only_on_demand(tmp_path: Path) -> None:
-    path, *_ = write_turns(tmp_path / "rollouts.jsonl", 3)
-    done = TOOL(path, "--data-parallel-size", 4)
-    assert done.returncode == 0, done.stderr
-    for label in ("slowest / mean", "first fit", "by tokens", "by cost", "duplicated tokens", "idle ranks", "planning"):
-        assert label in done.stdout
-    assert "Qwen3-32B on an H200" in " ".join(done.stdout.split())
-    assert "{" not in done.stdout
-
-
 @pytest.mark.parametrize(
     ("content", "arguments", "parts"),
     [
@@ -134,17 +124,6 @@ def test_bad_input_gets_one_line(tmp_path: Path, content: str | None, arguments:
     if content is not None:
         path.write_text(content)
     TOOL.assert_refused(path, *arguments, parts=parts)
-
-
-def test_what_is_left_out_is_said_before_the_error(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text(GOOD)
-    done = TOOL(path, "--data-parallel-size", 2, "--max-length", 1)
-    left_out, error = done.stderr.splitlines()
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "left out 1 samples" in left_out
-    assert error.startswith("error: ")
-    assert "--max-length" in error
 
 
 def test_no_torch_is_loaded(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from megatron_dta.sampling.speculation.replay import (
     replay_wave,
     split_history,
     text_like_control,
-    waves,
 )
 from megatron_dta.sampling.speculation.speculator import Speculator
 from megatron_dta.sampling.speculation.suffix_forest import DraftParams
@@ -107,15 +105,6 @@ def test_replay_by_loops(budget: str) -> None:
     assert plain_makespan(now, cost) == pytest.approx(seconds)
 
 
-def test_waves_hold_every_sample_once() -> None:
-    samples = recorded_samples(small_rollouts(2))
-    for live_batch in (None, 1, 4, 1000):
-        parts = waves(samples, live_batch)
-        assert [sample for part in parts for sample in part] == samples
-        if live_batch == 4:
-            assert 2 < np.mean([len(part) for part in parts]) < 8
-
-
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [2], [1, 5, 3]])
 def test_the_control_has_the_shape_of_the_samples(lengths: list[int]) -> None:
     """Also where nothing follows any token."""
@@ -144,17 +133,6 @@ def test_small_file(tmp_path: Path, suffix: str) -> None:
     assert values["makespan_saved"] == pytest.approx(1 - warm["makespan_seconds"] / warm["plain_makespan_seconds"])
     assert warm["wasted_tokens"] == warm["drafted_tokens"] - warm["accepted_tokens"] > 0
     assert values["makespan_saved"] > values["makespan_saved_cold"] > -0.02
-
-
-def test_the_window_is_the_history_that_counts(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    write_rollouts(path, small_rollouts(4, turns=False))
-    all_past = TOOL.json(path, "--past", 4, "--das-window", 9, "--no-control")
-    done = TOOL(path, "--past", 4, "--das-window", 1, "--no-control", "--json")
-    assert done.stderr == "--das-window 1 keeps fewer than the 4 past samples of --past\n"
-    one = json.loads(done.stdout.splitlines()[-1])
-    assert one["warm"]["drafter_tokens"] < all_past["warm"]["drafter_tokens"]
-    assert all_past["makespan_saved_control"] is None
 
 
 def test_recorded_math() -> None:
@@ -197,14 +175,3 @@ def test_text_that_cannot_be_drafted_costs_little(tmp_path: Path) -> None:
 def test_bad_input_is_one_line(tmp_path: Path, flags: list[str], words: str) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl", small_rollouts(5))
     TOOL.assert_refused(tmp_path / "rollouts.jsonl", *(flag.format(tmp=tmp_path) for flag in flags), parts=(words,))
-
-
-def test_trajectories_of_many_turns():
-    """An agent's record, whose turns stand between a user's and tools' answers."""
-    flags = "--past", 2, "--max-sequences", 60, "--stop-degenerate", "--no-control"
-    values = TOOL.json(rollout_file("tau2_retail_3x40.npz"), *flags)
-    assert values["samples"] == 20
-    assert values["waves"] == 1
-    assert values["tokens_per_forward"] > 1.7
-    assert values["makespan_saved"] >= 0.35
-    assert values["warm"]["generated_tokens"] == values["cold"]["generated_tokens"]

@@ -22,30 +22,12 @@ from mesh_worker import run_on_ranks
 from speculation_exact_cases import NoProbes, clockless
 
 DEAR = ForwardCost(base=1e-3, per_token=1.0)
-CHEAP = ForwardCost(1.0, 1e-9, 0.0, 0.0)
 
 
 def told(drafter: Drafter, problem: str, prompt: np.ndarray, tokens: np.ndarray) -> int:
     sample = drafter.open(problem, prompt)
     drafter.extend(np.array([sample], np.uint32), tokens.astype(np.int32), np.array([0, len(tokens)]))
     return sample
-
-
-def test_another_problem_helps_in_the_tree_of_all() -> None:
-    rng = seed_all(3)
-    drafter = Drafter(DrafterParams(depth=12))
-    phrase, own = rng.permutation(1000)[:30], rng.permutation(1000)[:30] + 1000
-    drafter.finish(told(drafter, "one", np.array([5000]), phrase), 0)
-    drafter.finish(told(drafter, "two", np.array([5001]), own), 0)
-    new = told(drafter, "two", np.array([5002]), phrase[:10])
-    drafts = drafter.draft(np.array([new]), np.array([4]))
-    assert drafts.tokens[0, : drafts.lengths[0]].tolist() == phrase[10:14].tolist()
-    assert drafts.trees[0] == 1
-    # Of its own tree first.
-    again = told(drafter, "two", np.array([5003]), own[:10])
-    drafts = drafter.draft(np.array([again]), np.array([4]))
-    assert drafts.tokens[0, :4].tolist() == own[10:14].tolist()
-    assert drafts.trees[0] == 0
 
 
 @pytest.mark.parametrize("max_tokens", [700, 260])
@@ -85,25 +67,6 @@ def test_window_budget_and_state_of_the_drafter(max_tokens: int) -> None:
     state = restored.state_dict()
     with pytest.raises(ValueError, match="damaged"):
         restored.load_state_dict(state | {"lengths": state["lengths"][:-1]})
-
-
-def test_a_restored_speculator_goes_on_with_the_step() -> None:
-    rng = seed_all(4)
-
-    def sample(speculator: Speculator) -> None:
-        slot = speculator.open("one", np.array([1, 2]))
-        speculator.append(slot, rng.integers(0, 9, 20))
-        speculator.finish(slot, 20)
-
-    first, second = (Speculator(DrafterParams(window=2), clockless(CHEAP)) for _ in range(2))
-    for step in range(5):
-        sample(first)
-        first.end_step(step)
-    second.load_state_dict(first.state_dict())
-    sample(second)
-    assert second.drafter.state_dict()["steps"].tolist() == [3, 4, 5]
-    second.end_step(5)
-    assert second.drafter.state_dict()["steps"].tolist() == [4, 5]
 
 
 def test_speculator_restored_and_repeated_proposes_alike() -> None:
@@ -202,26 +165,6 @@ def test_a_burst_is_its_passes(seed: int):
     assert np.allclose(fast._measured, slow._measured, rtol=1e-12, atol=0)
 
 
-def test_a_new_plan_is_not_forgotten_in_a_burst(monkeypatch: pytest.MonkeyPatch):
-    """Plans are made after as many passes, or with the first proposal behind the burst in which they fall."""
-    rng = seed_all(7)
-    drafting = SuffixDrafting(Speculator(DrafterParams(), clockless(DEAR, NoProbes)))
-    rows = running(rng, 3, 400)
-    for row in rows:
-        drafting.submitted(row)
-    plans: list[int] = []
-    passes = 0
-    plan = drafting.speculator._plan
-    monkeypatch.setattr(drafting.speculator, "_plan", lambda slots: (plans.append(passes), plan(slots)))
-    for length in rng.integers(1, 12, 40).tolist():
-        drafting.propose(rows, np.full(3, 50))
-        drafting.verified(Round(rows, None, [np.ones(length, np.int32)] * 3, 1.0, 3))
-        passes += length
-    # Sixteen passes at least, and less than a burst more.
-    assert plans[0] == 0
-    assert all(16 <= gap < 16 + 12 for gap in np.diff(plans).tolist())
-
-
 class AtOnce(SuffixDrafting):
     """Puts nothing off."""
 
@@ -285,34 +228,6 @@ def test_deferred_work_is_done_before_it_is_needed():
     assert states[0].keys() == states[1].keys()
     assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
     assert draftings[0]._measured == draftings[1]._measured
-
-
-def test_a_burst_before_any_draft_does_not_stand_in_the_trees_twice():
-    initialize_parallel(1)
-    drafting = SuffixDrafting(Speculator(DrafterParams(depth=8), clockless(DEAR)))
-    row = Request(GenerationRequest(0, np.arange(5, dtype=np.int32), 9, key=0), 0, 16, None)
-    drafting.submitted(row)
-    tokens = np.array([7, 8, 9], np.int32)
-    row.extend(tokens, np.zeros(3))
-    drafting.verified(Round([row], None, [tokens], 0.1, 1))
-    forest = drafting.speculator.drafter
-    text = int(drafting.speculator._samples["text"][drafting._slots[row]])
-    assert forest._forest.tokens(text).tolist() == [0, 1, 2, 3, 4, 7, 8, 9]
-
-
-def test_what_fails_when_it_is_done_is_not_lost(monkeypatch: pytest.MonkeyPatch):
-    initialize_parallel(1)
-    drafting = SuffixDrafting(Speculator(DrafterParams(), clockless(DEAR)))
-    (row,) = running(seed_all(1), 1, 9)
-    drafting.submitted(row)
-
-    def fail(*_: object) -> None:
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(drafting._speculator.drafter._forest, "extend", fail)
-    drafting.verified(Round([row], None, [np.array([1], np.int32)], 0.1, 1))
-    with pytest.raises(MemoryError, match="no memory"):
-        drafting.propose([row], np.array([3]))
 
 
 @pytest.mark.parametrize("follows_clock", [False, True])

@@ -73,50 +73,12 @@ def test_calibration_learns_the_truth() -> None:
     assert np.array_equal(restored.probabilities(matches, supports, ones), table.probabilities(matches, supports, ones))
 
 
-def test_estimates_follow_the_policy() -> None:
-    """What was nearly always right ten steps ago and is wrong now is soon known to be wrong."""
-    table = AcceptanceTable()
-    matches, supports, ones = np.full(500, 5), np.ones(500, int), np.ones((500, 4))
-    table.update(matches, supports, ones, np.full(500, 4), np.full(500, 4))
-    assert table.probabilities(matches[:1], supports[:1], ones[:1])[0, 0] > 0.95
-    for _ in range(10):
-        table.end_step()
-    table.update(matches[:20], supports[:20], ones[:20], np.full(20, 4), np.zeros(20, int))
-    assert table.probabilities(matches[:1], supports[:1], ones[:1])[0, 0] < 0.2
-
-
 def warm(gate: SpeculationGate, live: int = 40) -> SpeculationGate:
     """Returns the gate after one burst that took the expected time."""
     assert not gate.wants(live)
     gate.record_plain(live, 8, 8 * float(PLAIN.seconds(live)))
     assert gate.wants(live)
     return gate
-
-
-def test_gain_is_that_of_passes_not_run():
-    gate = warm(SpeculationGate(PLAIN, DRAFTED))
-    # One accepted token of all 40 samples is one pass of 40 less.
-    gain = gate.gain(np.ones(40), np.full(40, 40.0), 40)
-    assert gain == pytest.approx(float(PLAIN.seconds(40)))
-    # The last request to end pays a whole forward's base, regardless of the others.
-    assert gate.gain(np.array([3.0]), np.array([1.0]), 40) == pytest.approx(3 * (2e-3 + 1e-5))
-    extra = gate.drafted(100) - gate.plain(40)
-    assert extra == pytest.approx(5e-3 - 2.4e-3)
-    assert gate.pays(1.01 * extra, 40, 100)
-    assert not gate.pays(0.99 * extra, 40, 100)
-
-
-def test_seconds_follow_what_is_measured():
-    gate = SpeculationGate(PLAIN, DRAFTED)
-    gate.record_plain(40, 8, 3 * 8 * float(PLAIN.seconds(40)))
-    assert gate.plain(10) == pytest.approx(3 * float(PLAIN.seconds(10)))
-    assert gate.drafted(50) == pytest.approx(3 * float(DRAFTED.seconds(50)))
-    for _ in range(5):
-        gate.record_drafted(40, 80, 1.0, 1.5 * float(DRAFTED.seconds(80)))
-    assert gate.drafted(50) == pytest.approx(1.5 * float(DRAFTED.seconds(50)))
-    gate.is_measured = False
-    gate.record_plain(40, 8, 100.0)
-    assert gate.plain(10) == pytest.approx(3 * float(PLAIN.seconds(10)))
 
 
 def test_what_the_last_sample_saves_goes_down_once_it_drafts():

@@ -15,20 +15,14 @@ import torch
 from conftest import seed_all
 from megatron_dta.common.console import Console
 from megatron_dta.core.rollouts.record import Rollout
-from megatron_dta.sampling.environment import EnvironmentRunner
-from megatron_dta.sampling.in_process.engine import InProcessEngine
 from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.sampling.prompts.tokenizer import NullTokenizer
-from megatron_dta.sampling.speculation.lengths import class_bounds
-from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
-from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.wiring.setup import build_trainer
-from rollout_forest import NEVER, SETTINGS, Drive, assert_same, poison_pages, run_forest, run_long, started
+from rollout_forest import NEVER, SETTINGS, Drive, assert_same, poison_pages, run_forest, started
 from rollout_runs import Runs
-from sampling_cases import EOS, SHAPES, VOCAB, make_model, random_prompts
+from sampling_cases import EOS, SHAPES, make_model, random_prompts
 from speculation_exact_cases import Adversary, answers_of, suffix_drafting
 from speculation_training_cases import DATA_PARALLEL, TREES
 
@@ -61,18 +55,6 @@ def test_a_forest_of_requests(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
         if kind != "suffix":
             assert statistics["drafted_tokens"] == drafting.drafted > 0
             assert statistics["accepted_drafts"] == drafting.accepted
-
-
-@pytest.mark.parametrize("kind", ["right", "random", "suffix"])
-def test_preempted_requests(kind: str) -> None:
-    model = make_model(14, **GROUPED)
-    reference = run_long(started(model, NEVER))
-    for settings in (dict(block_size=1, pages=65, max_tokens=8), dict(block_size=4, pages=30, max_requests=7)):
-        drafting = suffix_drafting() if kind == "suffix" else Adversary(kind, answers_of(reference))
-        engine = started(model, NEVER, **settings, drafting=drafting)
-        assert_same(run_long(engine), reference, 1e-12)
-        assert engine.statistics()["peak_pages"] <= settings["pages"]
-        assert engine.pages_in_use == 0
 
 
 @pytest.mark.parametrize(
@@ -202,33 +184,6 @@ def test_lengths_are_those_of_responses(method: str, tmp_path: Path) -> None:
         assert not drafting._paths
         (sentence,) = [line for line in printed.splitlines() if line.startswith("DAS: ")]
         assert re.fullmatch(r"DAS: drafts saved \d+ of \d+ forwards; .*( s less| s longer|unknown).*\.", sentence)
-
-
-class Answering:
-    """An environment of three turns."""
-
-    def reset(self, record) -> None:
-        self.turns = 0
-
-    def step(self, action: str) -> tuple[list[int], float, bool]:
-        self.turns += 1
-        return [1, 2, 3], 0.0, self.turns == 3
-
-
-def test_lengths_of_episodes() -> None:
-    """Of all turns, without what the environment said."""
-    drafting = suffix_drafting()
-    engine = InProcessEngine(make_model(3, max_position_embeddings=100), drafting=drafting)
-    runner = EnvironmentRunner(Answering, NullTokenizer(VOCAB, EOS))
-    sampler = TreeSampler(engine, TreeSettings(width=4, max_response_tokens=60, segment_tokens=5), None, runner, 4)
-    queries = [TreeQuery(i, np.array([5, 6 + i], np.int32)) for i in range(3)]
-    trees = sampler.sample(queries, SamplingParams(60, EOS, seed=2), 0)
-    lengths = [tree.sampled_length(leaf) for tree in trees for leaf in tree.leaves]
-    assert any(tree.response_length(leaf) > tree.sampled_length(leaf) for tree in trees for leaf in tree.leaves)
-    assert known_lengths(drafting) == sorted(lengths)
-    assert len(drafting.speculator.drafter.state_dict()["problems"]) == 3
-    engine.update_weights(1)
-    assert drafting.speculator.history._bounds == class_bounds(np.array(lengths))
 
 
 @pytest.mark.parametrize("method", ["", TREES], ids=["independent", "treepo"])

@@ -207,32 +207,6 @@ def test_order_of_texts_does_not_matter(seed: int) -> None:
     assert sum(results[0][2]) > 25
 
 
-def test_no_edge_is_deeper_than_the_depth() -> None:
-    forest = SuffixForest(4)
-    tree = forest.new_tree()
-    text = forest.new_text((tree, 0))
-    forest.extend(np.array([text], np.uint32), np.arange(50, dtype=np.int32), np.array([0, 50]))
-    forest.finish(text)
-    assert forest.count(tree, np.arange(9, 13, dtype=np.int32)) == 1
-    assert forest.count(tree, np.arange(9, 14, dtype=np.int32)) == 0
-
-
-@pytest.mark.parametrize(("mean_length", "vocabulary"), [(400, 30), (60, 5000)])
-def test_memory_of_a_token(mean_length: int, vocabulary: int) -> None:
-    """Worst case, text without repetition, in two trees: a leaf for each of a token's two suffixes."""
-    rng = seed_all(3)
-    forest = SuffixForest(24, 6)
-    trees, total = (forest.new_tree(), forest.new_tree()), 0
-    while total < 100_000:
-        tokens = rng.integers(0, vocabulary, rng.poisson(mean_length) + 1).astype(np.int32)
-        text = forest.new_text(trees)
-        forest.extend(np.array([text], np.uint32), tokens, np.array([0, len(tokens)]))
-        forest.finish(text)
-        total += len(tokens)
-    assert forest.num_bytes / total < 300
-    print(forest.num_bytes / total)
-
-
 def test_without_a_compiler(tmp_path) -> None:
     code = "from megatron_dta.sampling.speculation.suffix_forest import SuffixForest\nSuffixForest(5)"
     environment = {"PATH": str(tmp_path), "MEGATRON_DTA_CACHE": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
@@ -240,9 +214,3 @@ def test_without_a_compiler(tmp_path) -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=REPOSITORY, check=False
     )
     assert "InputError: drafts need a C compiler, and none was found (cc, gcc, clang); install one" in done.stderr
-
-
-@pytest.mark.parametrize("depth", [1, 256])
-def test_depth_out_of_range(depth: int) -> None:
-    with pytest.raises(ValueError, match="depth"):
-        SuffixForest(depth)
