@@ -32,12 +32,11 @@ from megatron_dta.extras.parity import (
     ParityErrors,
     compare_outcomes,
     random_training_samples,
-    run_huggingface,
     run_stock,
     run_tree,
 )
 from megatron_dta.extras.parity.cases import compact_vocabulary
-from megatron_dta.extras.parity.huggingface import to_huggingface
+from megatron_dta.extras.parity.huggingface import run_huggingface, to_huggingface
 from megatron_dta.training.huggingface.config.config import settings_from_hf
 
 MODES = ("dense", "packed", "dta")

@@ -11,15 +11,21 @@ import os
 
 gc.disable()
 
-import rich._emoji_codes  # noqa: F401
-from matplotlib.figure import Figure
-
-import mesh_trainer_cases  # noqa: F401 (with it pytest and the trainer)
 import mesh_worker  # noqa: F401
-import rollout_runs  # noqa: F401 (with it servers)
 from megatron_dta.wiring.attach import attach_extras
 
 attach_extras()
+
+# Where only the core's requirements are installed, only its tests run.
+with contextlib.suppress(ModuleNotFoundError):
+    import rich._emoji_codes  # noqa: F401
+    from matplotlib.figure import Figure
+
+    import mesh_trainer_cases  # noqa: F401 (with it pytest and the trainer)
+    import rollout_runs  # noqa: F401 (with it servers)
+
+    # As at the end of a run; the first figure finds the fonts.
+    Figure(layout="constrained").savefig(io.BytesIO(), format="png")
 
 # What runs import when they need it: templates of chats, and servers for agents.
 with contextlib.suppress(ImportError):
@@ -28,12 +34,9 @@ with contextlib.suppress(ImportError):
 
     import megatron_dta.extras.agents.gateway.http.application  # noqa: F401
 
-# As at the end of a run; the first figure finds the fonts.
-Figure(layout="constrained").savefig(io.BytesIO(), format="png")
-
 if os.environ.get("TRITON_INTERPRET") == "1":
+    import fused_layers_cases  # noqa: F401 (with it the kernels)
     import quick_interpreter
-    from decode_layer_cases import GROUPED  # noqa: F401 (with it the fused layers)
 
     quick_interpreter.make_quick()
     quick_interpreter.rewrite_kernels()

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import pytest
-import torch
 
 from checkpoint_mesh_cases import TP2, assert_same_tensors, in_bf16
 from checkpoint_worker import MODEL, Stretch, run_stretches, save_every_way
-from conftest import seed_all
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.training.checkpoint.files import find_checkpoint
-from megatron_dta.training.optimizer.state import WholeParameters, placements
 from mesh_worker import run_on_ranks
 
 DP2 = ParallelConfig()
@@ -78,38 +73,3 @@ def test_four_ranks_of_two_tensor_groups(tmp_path: Path) -> None:
     for name in cases:
         assert_same_tensors(tmp_path / f"{name}-all", tmp_path / f"{name}-first")
         assert_same_tensors(tmp_path / f"{name}-1", tmp_path / f"{name}-all")
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_placements_cover_every_element_once(seed: int) -> None:
-    rng = seed_all(seed)
-    num_ranks, begin, buckets, index = int(rng.integers(1, 7)), 0, [], {}
-    for bucket in range(3):
-        first = begin
-        for number in range(int(rng.integers(1, 6))):
-            length = int(rng.integers(1, 40))
-            index[f"{bucket}.{number}"] = (begin, begin + length, bucket)
-            begin += length + int(rng.integers(0, 3))  # some padding
-        begin = first + -(-(begin - first) // num_ranks) * num_ranks
-        buckets.append(SimpleNamespace(offset=first, grad_data=torch.zeros(begin - first)))
-    buffer = SimpleNamespace(param_index_map=index, buckets=buckets)
-    found = list(placements(buffer, num_ranks))
-    assert [placement.parameter for placement in found] == list(index)
-    for placement in found:
-        length = placement.end - placement.begin
-        covered = np.concatenate([np.arange(piece.start, piece.stop) for piece in placement.pieces.values()])
-        np.testing.assert_array_equal(np.sort(covered), np.arange(length))
-        share = buckets[placement.bucket].grad_data.numel() // num_ranks
-        for rank, piece in placement.pieces.items():
-            lowest = placement.begin - buckets[placement.bucket].offset + piece.start
-            assert rank * share <= lowest < lowest + piece.stop - piece.start <= (rank + 1) * share
-        largest = max(piece.stop - piece.start for piece in placement.pieces.values())
-        assert placement.pieces[placement.owner].stop - placement.pieces[placement.owner].start == largest
-
-
-def test_parameters_of_others_take_no_memory() -> None:
-    own = torch.arange(3.0)
-    parts = WholeParameters({(4, 7): own})
-    assert parts[4:7] is own
-    assert parts[7:10].is_meta
-    assert parts[7:10].shape == (3,)

@@ -8,16 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import rollout_file, seed_all
+from conftest import seed_all
 from direct_layer_cases import check_both_ways, plain_weights
 from fused_layers_cases import fused
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.config.checks.mesh import check_context_parallel, check_world_size
-from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.extras.parity import random_training_samples
-from mesh_cases import CUTS, FULL_RECOMPUTE, MeshSuite
-from mesh_worker import RankResult, run_cases, run_on_ranks
+from mesh_cases import FULL_RECOMPUTE, MeshSuite
+from mesh_worker import RankResult
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, moe_weights
 from tree_engine_cases import (
     QWEN2,
@@ -57,19 +56,17 @@ MESHES = {
     "cp2-tp2-ep2": (4, _sizes(2, tensor=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1), [0]),
 }
 COMBINATIONS = [
-    *(("cp2", "qwen3", cut) for cut in CUTS),
+    *(("cp2", "qwen3", cut) for cut in ("dense", "packed-recomputed", "dta-mixed", "dta-recomputed")),
     ("cp2-autograd", "qwen2", "dta-mixed"),
     ("cp2", "recompute", "dta-mixed"),
-    *(("cp4", "wide", cut) for cut in ("dta", "dense-recomputed")),
-    *((mesh, "qwen3", "dta-mixed") for mesh in ("cp4", "cp2-tp2")),
-    *((mesh, "wide", cut) for mesh in ("cp2-tp2", "cp2-pp2", "cp2-dp2") for cut in ("dta-mixed", "packed")),
+    *(("cp4", "wide", "dense-recomputed"), ("cp4", "qwen3", "dta-mixed"), ("cp2-tp2", "wide", "packed")),
+    *((mesh, "wide", "dta-mixed") for mesh in ("cp2-tp2", "cp2-pp2", "cp2-dp2")),
     ("cp2-dp2-idle-overlap", "qwen3", "dta"),
     *((mesh, "deepseek", "dta-mixed") for mesh in ("cp2", "cp2-ep2", "cp2-dp2-ep4")),
-    ("cp2-tp2-ep2", "wide-experts", "dta-mixed"),
-    ("cp2-ep2", "wide-experts", "packed"),
+    ("cp2-tp2-ep2", "wide-experts", "packed"),
 ]
 # Meshes that run with --kv-offload-fraction, too.
-OFFLOADED = ("cp2", "cp2-pp2")
+OFFLOADED = ("cp2-pp2",)
 MODELS = {
     "qwen3": QWEN3,
     "qwen2": QWEN2,
@@ -92,7 +89,7 @@ def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
     more = {}
     for changed in (False, True):
         samples = siblings(changed)
-        for tokens in (4, 5, 200):
+        for tokens in (5, 200):
             tree, name = tree_config("dta", tokens), f"cp2 siblings {tokens} {changed}"
             more[name] = suite.case("cp2", "qwen3", "dta", samples=samples, partition=[[0, 1, 2]], tree=tree)
     for mesh in OFFLOADED:
@@ -113,16 +110,7 @@ def test_keys_on_the_host_change_nothing(suite, results, mesh):
     suite.check(results[f"{mesh} offloaded"], mesh, "qwen3")
 
 
-def test_a_real_tree_equals_one_process(tmp_path):
-    rollouts = load_rollouts(rollout_file("gsm8k_openai_4x400.npz"), max_sequences=8, max_length=150)
-    samples = random_training_samples([rollout.token_ids % 8 for rollout in rollouts], seed=SEED)
-    model = model_config(vocab_size=8, **QWEN3)
-    suite = MeshSuite({"qwen3": model}, MESHES, {"": samples}, {"long": ("dta", 63, 150)})
-    ranks = run_on_ranks(run_cases, {"": suite.case("cp2", "qwen3", "long")}, 2, tmp_path)
-    suite.check([rank[""] for rank in ranks], "cp2", "qwen3")
-
-
-@pytest.mark.parametrize("segment_tokens", [4, 5, 200])
+@pytest.mark.parametrize("segment_tokens", [5, 200])
 def test_a_sibling_changes_no_bit(results, segment_tokens):
     before, after = (results[f"cp2 siblings {segment_tokens} {changed}"] for changed in (False, True))
     for rank in range(2):
@@ -155,9 +143,8 @@ def test_sizes_that_do_not_divide_are_refused():
 
 
 @needs_kernels
-@pytest.mark.parametrize("kv_heads", [2, 1])
-def test_layers_as_one_function_exchange_too(tmp_path, kv_heads):
-    model = fused(**QWEN3, num_query_groups=kv_heads)
+def test_layers_as_one_function_exchange_too(tmp_path):
+    model = fused(**QWEN3, num_query_groups=1)
     samples = random_training_samples(branching_sequences(seed_all(51), count=6, longest=8), seed=51)
     suite = MeshSuite({"fused": model}, MESHES, {"": samples}, {"": ("dta", 13, 20)}, plain_weights)
     check_both_ways(suite, "cp2", "fused", tmp_path)

@@ -23,7 +23,7 @@ from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED
 from objective_cases import largest_error, values_one_by_one
 from tree_engine_cases import branching_sequences, model_config, tree_config
 
-CUTS = [("dense", 9, None), ("packed", 45, None), ("dta", 5, None), ("dta", 7, 0)]
+CUTS = [("packed", 45, None), ("dta", 5, None), ("dta", 7, 0)]
 CLIP = 0.1
 HEAD = "output_layer.weight"
 MODELS = {
@@ -177,12 +177,11 @@ def check_ranks(case, ranks: list[dict[str, Any]]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("parallel", "replicas"),
     [
-        ({"tensor_model_parallel_size": 2}, 1),
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 1),
         ({"pipeline_model_parallel_size": 2}, 1),
         ({}, 2),
     ],
-    ids=["tensor", "sequence", "pipeline", "data"],
+    ids=["sequence", "pipeline", "data"],
 )
 def test_meshes_give_the_same(dense, parallel, replicas, tmp_path: Path):
     count = len(dense[2])

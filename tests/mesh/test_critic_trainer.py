@@ -52,11 +52,7 @@ def folder(tmp_path_factory) -> Path:
         job("ppo-moved", TP, iters=2),
         job("ppo-moved", PP, iters=4),
         job("ppo-cp", f"{CP} {SHARDED}"),
-        job("moe-cp", f"{CP} {EP}", moe),
-        job("dpo-dp", "", DPO),
         job("dpo-pp", PP, DPO),
-        job("moe-cut", f"{EP} {SHARDED}", moe, iters=2),
-        job("moe-cut", f"{EP} {SHARDED}", moe),
         job("moe-dp", f"{EP} {SHARDED}", moe),
         job("moe-moved", EP, moe, iters=4),
     ]
@@ -65,7 +61,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["ppo-dp", "ppo-cp", "ppo-moved", "dpo-dp", "dpo-pp", "moe-dp", "moe-cp", "moe-moved"])
+@pytest.mark.parametrize("name", ["ppo-dp", "ppo-cp", "ppo-moved", "dpo-pp", "moe-dp", "moe-moved"])
 def test_a_mesh_trains_as_one_process(folder: Path, name: str) -> None:
     expected, found = rows_without_timing(folder / f"{name[:3]}-1"), rows_without_timing(folder / name)
     # Of two steps behind a move the second shows what the first did to the weights.
@@ -80,6 +76,5 @@ def test_a_mesh_trains_as_one_process(folder: Path, name: str) -> None:
         assert {"value_loss", "explained_variance", "tis_weight", "sampler_probability_ratio"} <= found[-1].keys()
 
 
-@pytest.mark.parametrize("objective", ["ppo", "moe"])
-def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(folder: Path, objective: str) -> None:
-    assert rows_without_timing(folder / f"{objective}-cut") == rows_without_timing(folder / f"{objective}-dp")
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(folder: Path) -> None:
+    assert rows_without_timing(folder / "ppo-cut") == rows_without_timing(folder / "ppo-dp")

@@ -29,7 +29,6 @@ EXPERTS = ModelConfig(
     lora_rank=2,
 )
 CASES = {
-    "fp32": (LORA, False),
     "bf16 sharded": (in_bf16(LORA), True),
     "experts sharded": (EXPERTS, True),
 }

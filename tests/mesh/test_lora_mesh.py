@@ -56,26 +56,13 @@ MESHES = {
     "tp2-dp2-overlap": (4, ParallelConfig(tensor_model_parallel_size=2, **OVERLAP), [5, 0]),
 }
 COMBINATIONS = [
-    *(("tp2-sp", "qwen3", cut) for cut in ("dense", "packed-recomputed", "dta-mixed")),
-    ("tp2", "gpt", "dta"),
-    *(("pp2", "qwen3", cut) for cut in ("dense", "dta")),
-    *(("dp2-overlap", "qwen3", cut) for cut in ("packed-recomputed", "dta")),
-    *(("tp2-sp", name, "dta") for name in ("gpt", "recompute", "qwen2")),
-    ("tp2", "qwen2", "dta-recomputed"),
-    ("pp2", "qwen2", "dta-mixed"),
-    *(("pp2-alone", "qwen2", cut) for cut in ("dta-mixed", "packed-recomputed")),
-    ("pp2", "recompute", "dta"),
-    ("dp2-idle-overlap", "qwen3", "dta"),
-    *(("ep2", "experts", cut) for cut in ("dense", "dta-mixed")),
-    ("cp2", "qwen3", "dta-mixed"),
-    ("cp2", "experts", "dta"),
-    ("ep2-overlap", "grouped", "dta"),
-    ("ep2", "grouped", "dta-mixed"),
-    ("ep2-over-tp2", "experts", "dta"),
-    ("etp2", "attention", "dta"),
-    ("etp1-tp2", "experts", "dta"),
-    ("tp2-sp-pp2", "qwen2", "dta-mixed"),
-    ("tp2-dp2-overlap", "recompute", "dta-recomputed"),
+    *(("tp2-sp", "qwen3", cut) for cut in ("dense", "dta-mixed")),
+    *(("tp2", "gpt", "dta"), ("tp2-sp", "recompute", "packed-recomputed"), ("tp2-sp", "qwen2", "dta")),
+    *(("pp2", "qwen3", "dense"), ("pp2", "qwen2", "dta-mixed"), ("pp2-alone", "qwen2", "packed-recomputed")),
+    *(("dp2-overlap", "qwen3", "packed-recomputed"), ("dp2-idle-overlap", "qwen3", "dta")),
+    *(("ep2", "experts", "dense"), ("cp2", "experts", "dta"), ("ep2-overlap", "grouped", "dta")),
+    *(("ep2-over-tp2", "experts", "dta"), ("etp2", "attention", "dta"), ("etp1-tp2", "experts", "dta")),
+    *(("tp2-sp-pp2", "qwen2", "dta-mixed"), ("tp2-dp2-overlap", "recompute", "dta-recomputed")),
 ]
 SEED = 19
 

@@ -20,7 +20,6 @@ OVERLAPPED = SHARDED | {"overlap_grad_reduce": True, "ddp_bucket_size": 900}
 TP = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 CASES = {
     2: {
-        "qwen3 float32": (ParallelConfig(), QWEN3, torch.float32),
         "qwen2 bfloat16": (ParallelConfig(), QWEN2, torch.bfloat16),
     },
     4: {"tp2-sp-dp2": (TP, QWEN3, torch.float32)},
@@ -29,7 +28,6 @@ CASES = {
 
 # What a run uses before and after its checkpoint, its dtype, and whether it then goes on bit for bit.
 RESUMED = {
-    "same mesh": (OVERLAPPED, OVERLAPPED, torch.float32, True),
     "other buckets": (SHARDED, OVERLAPPED, torch.bfloat16, True),
     "tensor parallel": (SHARDED, OVERLAPPED | {"tensor_model_parallel_size": 2}, torch.float32, False),
     "from tensor parallel": ({"tensor_model_parallel_size": 2, **SHARDED}, SHARDED, torch.bfloat16, False),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import mesh_trainer_cases
@@ -14,7 +13,7 @@ from resume_cases import rows_without_timing
 folder = mesh_trainer_cases.folder
 
 
-@pytest.mark.parametrize("run", ["stored-sp2", "stored-dp2", "stored-cp2", "stored-tp2-dp2"])
+@pytest.mark.parametrize("run", ["stored-sp2", "stored-dp2", "stored-cp2"])
 def test_metrics_are_those_of_one_process(folder, run):
     _compare(rows_without_timing(folder / run), rows_without_timing(folder / "stored-1"))
 
@@ -27,7 +26,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(folder, run):
     _compare(rows_without_timing(folder / run), rows_without_timing(folder / "stored-1"))
 
 
-SAMPLED_RUNS = ["sampled-tp2", "sampled-dp2", "sharded-dp2", "sampled-cp2", "sampled-tp2-dp2", "sampled-cp2-dp2"]
+SAMPLED_RUNS = ["sampled-tp2", "sampled-dp2", "sharded-dp2", "sampled-cp2", "sampled-tp2-dp2"]
 
 
 @pytest.mark.parametrize("run", SAMPLED_RUNS)
@@ -68,9 +67,3 @@ def test_a_checkpoint_of_the_other_optimizer_is_refused(folder, tmp_path):
         command = f"{SAMPLED} {flags} --load {folder}/{run} --save {tmp_path}/{run}"
         with pytest.raises(RuntimeError, match=f"was written {word} --use-distributed-optimizer"):
             run_on_ranks(train_on_rank, [(command, None)], 1, tmp_path / f"ranks-{run}")
-
-
-def test_only_the_first_process_writes(folder):
-    for run in ("stored-dp2", "sampled-tp2-dp2"):
-        assert [row["iteration"] for row in rows_without_timing(folder / run)] == [0, 1, 2, 3, 4]
-        assert np.all([path.suffix != ".tmp" for path in (folder / run).iterdir()])

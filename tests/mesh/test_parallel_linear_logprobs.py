@@ -13,7 +13,7 @@ from mesh_worker import run_on_ranks
 
 # First token of each rank's part of the 41 tokens: 20, 21 and none.
 BOUNDS = [0, 20, 41, 41]
-CASES = [(dtype, chunk_rows) for dtype in (torch.float64, torch.float32, torch.bfloat16) for chunk_rows in (4, 100)]
+CASES = [(dtype, chunk_rows) for dtype in (torch.float64, torch.float32, torch.bfloat16) for chunk_rows in (4,)]
 TEMPERATURE = 0.6
 
 

@@ -19,11 +19,8 @@ from pipeline_shared import pipeline_case
     [
         (None, (1, 1), None, False),
         (None, (2, 1), "1", False),
-        (None, (1, 4), MANY_QUEUES, False),
         (None, (2, 2), MANY_QUEUES, False),
-        ("8", (2, 2), "8", False),
         ("1", (2, 2), "1", True),
-        ("1", (2, 1), "1", False),
     ],
 )
 def test_queues_of_a_device(before: str | None, sizes: tuple[int, int], after: str | None, warns: bool) -> None:

@@ -75,24 +75,7 @@ def test_layers_without_modules_give_the_modules_numbers(tmp_path):
             assert (one - expected[name][i]).abs().max() < tolerance * one.abs().max()
 
 
-def stages_on_rank(rank: int, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    with small_parts():
-        stages = dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|tL")
-        model = build_on(replace(config_of("QK-norm"), num_layers=3), weights, ParallelConfig(**stages))
-        found, contexts = passes(model)
-        assert all(context.direct_until == model.model_chunks[-1].layer_numbers[-1] for context in contexts)
-    return found
-
-
-@interpreter
-def test_stages_decode_without_modules(tmp_path):
-    whole = fused_model("QK-norm", num_layers=3)
-    _, last = run_on_ranks(stages_on_rank, weights_of(whole), 2, tmp_path / "mesh")
-    assert all(torch.equal(one, other) for one, other in zip(last, passes(whole)[0], strict=True))
-
-
 JOBS = {
-    "tp2": Job(MESHES["tp2"]),
     "tp2-sp": Job(MESHES["tp2-sp"], settings=dict(block_size=3, max_requests=5)),
     "drafts": Job(MESHES["tp2"], drafts=True),
     "modules": Job(MESHES["tp2"], dict(fused_layer_impl="reference")),

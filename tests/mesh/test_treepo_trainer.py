@@ -10,10 +10,7 @@ import pytest
 
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
-from megatron_dta.core.rollouts.batch_source import SampledSource
 from megatron_dta.core.rollouts.paths import decoded_tokens
-from megatron_dta.core.rollouts.record import Rollout
-from megatron_dta.sampling.sources.filters import OverSamplingSource
 from megatron_dta.sampling.task import build_task
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.wiring.engines import build_engine
@@ -111,22 +108,6 @@ def test_dynamic_sampling(folder: Path):
         assert row["rejected_groups"] + row["useful_groups"] == 8
         assert row["left_out_decoded_tokens"] > 0
         assert row["rollouts"] == 5  # a third of a rollout batch's 15
-
-
-def test_what_dynamic_sampling_keeps():
-    def group(name: str, *rewards: float) -> list[Rollout]:
-        return [Rollout([1, 2], [False, True], reward, group_id=name) for reward in rewards]
-
-    class Fixed(SampledSource):
-        def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
-            return group("a", 1, 1) + group("b", 0, 1) + group("c", 0, 0) + group("d", 1, 0) + group("e", 0, 1)
-
-    for groups, kept in ((1, "b"), (2, "bd"), (3, "bde"), (4, "abde"), (5, "abcde")):
-        source = OverSamplingSource(Fixed(), groups)
-        assert "".join(dict.fromkeys(rollout.group_id for rollout in source.next_batch(0))) == kept
-        assert source.statistics() == {
-            "rejected_groups": 2, "useful_groups": 3, "left_out_decoded_tokens": 2 * (5 - groups),
-        }  # fmt: skip
 
 
 def test_the_engine_computes_no_prefix_twice_and_waits_for_nothing():

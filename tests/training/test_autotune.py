@@ -17,30 +17,19 @@ from megatron_dta.core.planning.costs.gpus import LayerSplit, gpu_cost_model, gp
 from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.training.arguments import parse_arguments
-from megatron_dta.training.autotune import Autotuner, GpuMemory, decides_memory
+from megatron_dta.training.autotune import GpuMemory, decides_memory
 from megatron_dta.training.loop import Trainer
 from trainer_cases import MODEL, make_rollouts, make_trainer, rows_of
-
-
-def test_the_limit_is_what_nobody_else_holds() -> None:
-    gpu = GpuMemory(total=140 * GIB, outside=2.0 * GIB, graphs=3.0 * GIB, others=0.3 * GIB)
-    # 140 less 4% is 134.4; 5.3 are held.
-    assert gpu.limit(0.0) == 129
-    assert gpu.limit(2 * GIB) == 127
-    assert replace(gpu, others=0.0, outside=0.0, graphs=0.0).limit(0.0) == 134
 
 
 @pytest.mark.parametrize(
     ("flags", "decides"),
     [
         ("", True),
-        ("--tree-mode dense", True),
         ("--tree-segment-tokens 64", True),
         ("--tree-mode packed", False),
         ("--tree-memory-gib 9", False),
-        ("--tree-memory-tokens 99", False),
         ("--tree-activation-tokens 0", False),
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", False),
     ],
 )
 def test_a_flag_that_limits_memory_is_obeyed(flags: str, decides: bool) -> None:
@@ -48,34 +37,6 @@ def test_a_flag_that_limits_memory_is_obeyed(flags: str, decides: bool) -> None:
     model = SimpleNamespace(config=SimpleNamespace(num_moe_experts=None, experimental_attention_variant=None))
     assert decides_memory(config, SimpleNamespace(device=torch.device("cuda"), tree_models=[model])) is decides
     assert not decides_memory(config, SimpleNamespace(device=torch.device("cpu"), tree_models=[model]))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "tensor", "stages", "counts_on_host", "decides"),
-    [
-        (1, 1, 1, False, True),
-        (2, 1, 1, False, True),
-        (1, 1, 2, False, True),
-        (2, 1, 2, False, True),
-        (1, 2, 1, False, True),
-        (1, 1, 1, True, False),
-    ],
-)
-def test_grouped_experts_are_predicted_on_every_mesh(
-    ranks: int, tensor: int, stages: int, counts_on_host: bool, decides: bool
-) -> None:
-    config = parse_arguments(f"{MODEL} --rollouts r.jsonl --global-batch-size 12 --train-iters 1".split())
-    shape = SimpleNamespace(
-        num_moe_experts=4,
-        experimental_attention_variant=None,
-        expert_model_parallel_size=ranks,
-        expert_tensor_parallel_size=tensor,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=stages,
-    )
-    model = SimpleNamespace(config=shape, counts_on_host=counts_on_host)
-    engine = SimpleNamespace(device=torch.device("cuda"), tree_models=[model])
-    assert decides_memory(config, engine) is decides
 
 
 class TimedEngine(TreeEngine):
@@ -250,33 +211,3 @@ def test_a_continued_run_decides_as_before(memory: list[GpuMemory], rollouts: Pa
     memory[0] = GpuMemory(total=40 * GIB, outside=GIB, graphs=0.0, others=0.0)
     third, _ = make_trainer(f"{arguments} --train-iters 9")
     assert third.tuner.limit == 37
-
-
-def test_other_trainers_get_memory_back_that_servers_free(memory: list[GpuMemory], rollouts: Path) -> None:
-    trainer, _ = make_trainer(f"--rollouts {rollouts} --global-batch-size 12 --train-iters 9")
-    tuner = Autotuner(trainer.engine, 0.0, lambda graphs: memory[0])
-    tuner.follows = True
-    memory[0] = replace(memory[0], outside=9 * GIB)
-    assert tuner.update()
-    assert tuner.limit == 10
-    memory[0] = replace(memory[0], outside=GIB)
-    assert not tuner.update()
-    assert tuner.limit == 18
-
-
-def test_memory_of_graphs_is_measured_now_and_then(memory: list[GpuMemory], rollouts: Path) -> None:
-    trainer, _ = make_trainer(f"--rollouts {rollouts} --global-batch-size 12 --train-iters 40")
-    asked = []
-
-    def measure(graphs: float | None) -> GpuMemory:
-        asked.append(graphs)
-        return replace(memory[0], graphs=float(len(asked)) if graphs is None else graphs)
-
-    tuner = Autotuner(trainer.engine, 0.0, measure)
-    for step in range(20):
-        tuner._steps = step
-        tuner.update()
-    # At the start, in the first steps, and at step 16; otherwise the last value is used.
-    assert [index for index, graphs in enumerate(asked) if graphs is None] == [0, 1, 2, 3, 17]
-    assert asked[4] == 4.0
-    assert asked[18] == 18.0

@@ -22,8 +22,8 @@ from megatron_dta.training.checkpoint.integrity import (
     verify_checksums,
     write_checksums,
 )
-from megatron_dta.training.checkpoint.save_load import CheckpointSaver, load_checkpoint, load_weights
-from megatron_dta.training.config import CheckpointConfig, TrainConfig
+from megatron_dta.training.checkpoint.save_load import CheckpointSaver, load_weights
+from megatron_dta.training.config import CheckpointConfig
 from strict_pickle_cases import Bomb
 from tool_runs import run_tool
 
@@ -34,12 +34,12 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["at once", "async"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
     """A run, and its folder with a checkpoint."""
     folder, run = tmp_path_factory.mktemp("saved"), Run(1)
     run.step()
-    settings = CheckpointConfig(save=str(folder), async_save=request.param)
+    settings = CheckpointConfig(save=str(folder), async_save=True)
     saver = CheckpointSaver(replace(run.config, checkpoint=settings), run.model, run.optimizer)
     saver.save(1, {})
     saver.finish()
@@ -82,7 +82,6 @@ def test_changed_bytes_are_found(saved: tuple[Run, Path], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is damaged"),
         ('{"algorithm": "md5", "files": {}}', "has 'md5' checksums"),
         ('{"algorithm": "crc32", "files": {"a": [3, "00"]}}', "a: cannot be read"),
     ],
@@ -150,11 +149,3 @@ def test_the_converter_compares_checksums(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "out").exists()
     run_tool(monkeypatch, "convert_megatron_to_hf", f"{command} --skip-checkpoint-checks")
     assert (tmp_path / "out").exists()
-
-
-def test_weights_alone_are_no_run_to_continue(tmp_path: Path) -> None:
-    """--load without --finetune."""
-    save_huggingface(tmp_path / "hf", "qwen2", 60)
-    checkpoint = to_megatron(tmp_path / "hf", tmp_path / "megatron")
-    with pytest.raises(InputError, match="has no state to continue from; add --finetune"):
-        load_checkpoint(checkpoint, TrainConfig(model=None), None, None)

@@ -72,20 +72,6 @@ def test_the_sampled_tree_is_the_trie_of_its_sequences(seed: int):
             assert_same_forest(build_from_known_paths(cut, known_paths(chosen)), build_prefix_tree(cut))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_nodes_of_the_sampled_tree_are_those_of_the_trie(seed: int):
-    """With many tokens no two branches begin alike: then forks and leaves are the trie's nodes, one for one."""
-    rng = np.random.default_rng(20 + seed)
-    trees, rollouts = random_rollouts(rng, 2**30, count=1, end=0.0)
-    trie = build_prefix_tree([r.token_ids for r in rollouts])
-    tree = trees[0]
-    forks = [i for i, node in enumerate(tree.nodes) if len(node.children) > 1 or node.end is not None]
-    assert sorted(tree.nodes[i].length for i in forks) == sorted(
-        (trie.node_position + np.diff(trie.node_start)).tolist()
-    )
-    assert trie.num_tokens == sum(len(node.token_ids) for node in tree.nodes)
-
-
 def test_only_what_is_not_known_is_compared(monkeypatch: pytest.MonkeyPatch):
     """No two siblings begin alike here: the tokens are never sorted."""
     rng = np.random.default_rng(3)

@@ -13,16 +13,12 @@ from lora_cases import is_adapter, lora_config, lora_weights
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.config.checks.lora import check_lora
-from megatron_dta.core.config.derived.lora_sizes import adapter_parameters
-from megatron_dta.core.config.model import LORA_TARGETS
 from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.layers.lora import adapters_of, without_adapters
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from megatron_dta.training.arguments import parse_arguments
-from megatron_dta.training.config import OptimizationConfig
-from megatron_dta.training.optimizer.build import TrainingOptimizer
 from megatron_dta.wiring.dry_run import dry_run
 from tree_engine_cases import GRPO, QWEN2, QWEN3, TEMPERATURE, branching_sequences, tree_config
 
@@ -40,7 +36,7 @@ MODELS = {
     "fc2": {"lora_target_modules": ["linear_fc2"]},
     "attention": QWEN3 | EXPERTS | {"lora_target_modules": ["linear_proj", "linear_qkv"]},
 }
-CUTS = [("dense", 9), ("packed", 45), ("dta", 6), ("dta", 1000)]
+CUTS = [("dense", 9, 12), ("packed", 45, None), ("dta", 6, 0), ("dta", 1000, None)]
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +51,10 @@ def references():
     return found
 
 
-@pytest.mark.parametrize("activation_tokens", [None, 12, 0], ids=["kept", "mixed", "recomputed"])
-@pytest.mark.parametrize(("mode", "segment_tokens"), CUTS)
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    ("name", "mode", "segment_tokens", "activation_tokens"),
+    [*(("qwen3", *cut) for cut in CUTS), *((name, *cut) for name in MODELS if name != "qwen3" for cut in CUTS[1:3])],
+)
 def test_equals_adapted_weights_of_the_stock_model(references, name, mode, segment_tokens, activation_tokens):
     model, weights, samples, expected = references[name]
     tree = tree_config(mode, segment_tokens, activation_tokens)
@@ -73,8 +70,9 @@ def test_a_wrong_scale_is_noticed(references):
     assert compare_outcomes(outcome, expected).largest() > 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen3", "experts", "grouped experts"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("qwen3", torch.bfloat16), ("experts", torch.float32), ("grouped experts", torch.bfloat16)]
+)
 def test_a_new_model_and_one_without_its_adapters_are_the_base_bit_for_bit(name, dtype):
     samples = random_training_samples(branching_sequences(seed_all(29), count=8), seed=29)
     plain = lora_config(dtype, **MODELS[name], lora_rank=None, lora_alpha=None)
@@ -98,40 +96,11 @@ def test_a_new_model_and_one_without_its_adapters_are_the_base_bit_for_bit(name,
         assert (values != moved).any()
 
 
-def test_an_optimizer_step_moves_adapters_alone(references):
-    model, weights, samples, _ = references["qwen3"]
-    weights = {name: values.float() for name, values in weights.items()}
-    tree_model = build_model(replace(model, params_dtype=torch.float32), initialize_parallel(0))
-    tree_model.load_state_dict(weights)
-    optimizer = TrainingOptimizer(tree_model, OptimizationConfig(train_iters=1, lr=1e-2))
-    optimizer.zero_grad()
-    result = TreeEngine(optimizer.chunks).forward_backward(prepare_batch(samples, tree_config("dta", 9)), GRPO)
-    assert optimizer.step(float(result.loss)).applied
-    for name, values in tree_model.named_parameters():
-        assert torch.equal(values, weights[name]) != is_adapter(name), name
-    assert len(optimizer.optimizer.param_groups[0]["params"]) == 2 * 2 * 4
-
-
-def test_first_weights_depend_on_the_seed_and_the_place():
-    def first(seed: int) -> dict[str, torch.Tensor]:
-        model = build_model(lora_config(torch.float32), initialize_parallel(seed))
-        return {name: p.detach() for name, p in model.named_parameters() if name.endswith("lora_A")}
-
-    one, again, other = first(3), first(3), first(4)
-    bound = {name: values.shape[1] ** -0.5 for name, values in one.items()}
-    for name, values in one.items():
-        assert torch.equal(values, again[name])
-        assert not torch.equal(values, other[name])
-        assert 0.8 * bound[name] < values.abs().max() <= bound[name]
-    assert len({tuple(values.flatten().tolist()[:5]) for values in one.values()}) == len(one) == 8
-
-
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
         ("--lora-rank 0", "--lora-rank 0: must be at least 1"),
         ("--lora-rank 4 --lora-target-modules q_proj", "--lora-target-modules q_proj: choose from linear_qkv"),
-        ("--lora-rank 4 --lora-target-modules linear_qkv linear_qkv", "name each once"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(flags, reason):
@@ -156,12 +125,6 @@ def test_what_cannot_be_adapted_is_refused(model, parallel, reason):
         check_lora(lora_config(**model), ParallelConfig(**parallel))
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_the_number_of_parameters(references, name):
-    model, weights, *_ = references[name]
-    assert adapter_parameters(model) == sum(values.numel() for key, values in weights.items() if is_adapter(key))
-
-
 def test_a_dry_run_counts_what_is_trained():
     lines: list[str] = []
     flags = f"{SAMPLED} --kl-loss-coef 0.1 --dry-run"
@@ -169,8 +132,3 @@ def test_a_dry_run_counts_what_is_trained():
     text = " ".join(lines)
     assert "further models" not in text
     assert f"{2 * 4 * (64 + 192 + 128 + 2 * (64 + 256)):,} parameters, which alone are trained" in text
-
-
-def test_defaults():
-    config = parse_arguments(f"{SAMPLED} --lora-rank 4".split()).model
-    assert (config.lora_alpha, config.lora_target_modules) == (4.0, list(LORA_TARGETS))

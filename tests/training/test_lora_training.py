@@ -48,9 +48,8 @@ def stored_names(checkpoint: Path) -> set[str]:
     return {name for name in names if name.startswith(("decoder", "embedding", "output_layer"))}
 
 
-@pytest.mark.parametrize("dtype", ["", "--bf16"])
-def test_a_continued_run_is_the_unbroken_one(rollouts: str, tmp_path: Path, dtype: str) -> None:
-    arguments = f"{rollouts} {GRPO} {LORA} {dtype} --save-interval 2"
+def test_a_continued_run_is_the_unbroken_one(rollouts: str, tmp_path: Path) -> None:
+    arguments = f"{rollouts} {GRPO} {LORA} --bf16 --save-interval 2"
     run(f"{arguments} --train-iters 5 --save {tmp_path}/whole")
     run(f"{arguments} --train-iters 2 --save {tmp_path}/parts")
     before = {path.name: path.read_bytes() for path in (tmp_path / "parts" / "base").iterdir()}
@@ -136,7 +135,7 @@ def test_the_sampler_has_the_adapters(tmp_path: Path) -> None:
     assert rows[-1]["ref_kl"] > 1e-3
 
 
-@pytest.mark.parametrize("case", ["qwen3-tied", "qwen2", "qwen3-moe-some"])
+@pytest.mark.parametrize("case", ["qwen3-tied", "qwen3-moe-some"])
 def test_exports(tmp_path: Path, case: str) -> None:
     save_huggingface(tmp_path / "hf", case, seed=41)
     hf_rollouts(tmp_path / "r.jsonl", 43)

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
@@ -23,7 +22,6 @@ from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_dta.training.config import OptimizationConfig
 from megatron_dta.training.config.checks.optimizer_states import check_state_support, check_states
-from megatron_dta.training.optimizer import build as optimizer_module
 from megatron_dta.training.optimizer.build import _put_beside_parameters
 from optimizer_states_cases import MODEL, RATES, SHARDED, Run
 
@@ -83,19 +81,6 @@ def test_a_run_with_offloaded_states_resumes(bfloat16_is_a_gpu: None, tmp_path: 
         assert [norm for norm, _ in found] == pytest.approx([norm for norm, _ in expected], rel=1e-3)
 
 
-def test_a_fresh_process_resumes_offloaded_states(bfloat16_is_a_gpu: None, tmp_path: Path) -> None:
-    straight = Run(8, OFFLOAD)
-    for number in range(2):
-        straight.step(number)
-    save_checkpoint(tmp_path, straight.config, straight.model, straight.optimizer, 2, {})
-    expected = straight.step(2)
-    there = straight.weights()
-    restored = Run(9, OFFLOAD)  # has not taken a step, and so no state
-    load_checkpoint(find_checkpoint(tmp_path), restored.config, restored.model, restored.optimizer)
-    assert restored.step(2) == expected
-    assert_same(restored.weights(), there)
-
-
 def test_loaded_states_are_where_their_parameters_are_updated() -> None:
     """Megatron takes PyTorch's optimizer of the GPU for one of the host; "meta" stands for the GPU."""
     places = {"cpu": torch.zeros(3), "meta": torch.zeros(3, device="meta")}
@@ -110,49 +95,6 @@ def test_loaded_states_are_where_their_parameters_are_updated() -> None:
     for place, parameter in parameters.items():
         assert {value.device.type for value in state[parameter].values()} == {place}
         assert state[parameter]["master_param"] is places[place]
-
-
-class AdamOfGroups(torch.optim.Optimizer):
-    """Counts its steps as Transformer Engine's Adam does; an update is as large as their number."""
-
-    get_unscaled_state = None
-
-    def __init__(self, groups: list, **defaults: object) -> None:
-        super().__init__(groups, defaults)
-
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for parameter in group["params"]:
-                parameter.data.sub_(group["step"])
-
-
-def test_an_optimizer_that_counts_in_groups_goes_on_counting(
-    bfloat16_is_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half of the states on the host, the other beside parameters of two values, which pass for a GPU's."""
-    on_gpu = property(lambda self: self.dtype == torch.bfloat16 or self.shape == (2,))
-    monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: megatron_patches._NoStream(), raising=False)
-    parameters = [torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (3, 2)]
-    hybrid = HybridDeviceOptimizer(
-        [{"params": parameters}],
-        offload_fraction=0.5,
-        cpu_optimizer_cls=torch.optim.AdamW,
-        gpu_optimizer_cls=AdamOfGroups,
-        param_update_in_fp32=True,
-        overlap_cpu_optimizer_d2h_h2d=False,
-        pin_cpu_grads=False,
-    )
-    hybrid.param_groups[0]["step"] = 4  # as Megatron leaves it when it has loaded four steps
-    _put_beside_parameters(hybrid, [4])
-    values = []
-    for _ in range(2):
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        hybrid.step()
-        values.append(float(parameters[1].detach()[0]))
-    assert values == [-5.0, -11.0]
 
 
 def test_the_gradient_buffer_has_the_dtype_asked_for(bfloat16_is_a_gpu: None) -> None:
@@ -206,24 +148,3 @@ def test_the_machine_is_asked_before_anything_is_built() -> None:
             check_state_support(MODEL, aware)
         with pytest.raises(InputError, match="--fp8-format needs the package transformer_engine"):
             check_state_support(engine, RATES)
-
-
-class CountsInGroups(torch.optim.SGD):
-    """Keeps its number of steps as Transformer Engine's Adam does: an int in each group, and none in the states."""
-
-    def get_unscaled_state(self) -> None:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize("steps", [[3.0], [torch.tensor(3.0)], [3], []])
-def test_steps_are_loaded_to_where_an_optimizer_counts_them(steps: list) -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    loads = []
-    for adam in (CountsInGroups([parameter], lr=0.1), torch.optim.AdamW([parameter], lr=0.1)):
-        wrapper = SimpleNamespace(optimizer=adam, load_state_dict=loads.append)
-        optimizer_module._load(wrapper, {"optimizer": {"state": {"common_step": 9}, "param_groups": []}}, steps)
-    in_groups, in_states = (loaded["optimizer"] for loaded in loads)
-    assert in_groups["state"] == {}
-    assert [type(group.get("step")) for group in in_groups["param_groups"]] == [int if steps else type(None)]
-    assert "step" not in in_states["param_groups"][0]
-    assert in_states["state"] == ({"common_step": torch.tensor(3.0)} if steps else {})

@@ -22,8 +22,6 @@ from megatron_dta.training.monitor.console import (
     WIDTH,
     RunConsole,
     StepClock,
-    duration,
-    evaluation_line,
     step_line,
 )
 from megatron_dta.training.monitor.metrics import read_metrics
@@ -75,25 +73,6 @@ def test_lines_of_steps_fit_a_terminal() -> None:
     assert len(LEGEND) <= WIDTH - 13
 
 
-def test_evaluations_have_a_line() -> None:
-    assert evaluation_line(record(3)) is None
-    found = {"eval_reward": 0.5, "eval_response_tokens": 7.25, "eval_ended": 1.0, "eval_pass@4": 0.75}
-    assert evaluation_line(record(3) | found) == (
-        "held out, after step 3: reward 0.500  length 7.25  ended 100%  pass@4 0.750"
-    )
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (0.4, 59.4, 60, 3599, 3600, 90061)] == [
-        "0s",
-        "59s",
-        "1m00s",
-        "59m59s",
-        "1h00m",
-        "1d01h",
-    ]
-
-
 def test_the_time_left_is_that_of_recent_steps() -> None:
     """Neither the evaluation before the first step nor the first step, which is slow, count for later ones."""
     now = iter([0.0, 100.0, 150.0, 152.0, *(152.0 + 4 * i for i in range(1, 30))])
@@ -126,12 +105,6 @@ def test_steps_without_any_difference_are_warned_of() -> None:
         *("steps 1 to 2", "steps 1 to 4", "step 7", "steps 7 to 8", "steps 7 to 10", "steps 7 to 14", "step 17"),
         "steps 17 to 18",
     ]
-
-
-def test_a_teacher_is_a_signal() -> None:
-    console, output = console_of(f"{SAMPLED} --train-iters 20 --max-position-embeddings 32 --log-interval 50")
-    console.report(record(1, zero_advantages=1.0, uniform_groups=1.0, reward=0.0, teacher_kl=3.0))
-    assert "nothing to learn" not in output.getvalue()
 
 
 @pytest.mark.parametrize("reward", [0.5, None])
@@ -224,18 +197,6 @@ def test_operations_without_sharing_are_those_of_dense_training(tmp_path: Path) 
     lengths = np.diff(plan.sequence_pairs)
     assert StepCounts.without_sharing(plan).rows == lengths.sum()
     assert StepCounts.without_sharing(plan).tokens == plan.num_sequence_tokens
-
-
-def test_the_last_line_is_that_of_all_steps(tmp_path: Path) -> None:
-    """A run that was continued speaks of its whole metrics file; one without a file of what it has seen."""
-    write_rollouts(tmp_path / "r.jsonl", make_rollouts(seed_all(3), 6, 4))
-    flags = f"--rollouts {tmp_path}/r.jsonl --global-batch-size 8"
-    _, straight = run(f"{flags} --train-iters 4 --save {tmp_path}/a")
-    run(f"{flags} --train-iters 2 --save {tmp_path}/b")
-    _, continued = run(f"{flags} --train-iters 4 --save {tmp_path}/b")
-    _, unsaved = run(f"{flags} --train-iters 4")
-    sentences = {re.search(r"^Trees: .*$", text, re.MULTILINE)[0] for text in (straight, continued, unsaved)}
-    assert sentences == set(benefit_sentences(read_metrics(tmp_path / "a" / "metrics.jsonl")))
 
 
 def test_what_trees_were_worth() -> None:

@@ -7,7 +7,7 @@ transformers in float32 with the same weights. ``megatron-dta check-parity`` and
 from megatron_dta.extras.parity.cases import random_training_samples
 from megatron_dta.extras.parity.compare import ParityErrors, compare_outcomes
 from megatron_dta.extras.parity.outcome import Outcome
-from megatron_dta.extras.parity.references import run_huggingface, run_stock
+from megatron_dta.extras.parity.references import run_stock
 from megatron_dta.extras.parity.tree_run import run_tree
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "ParityErrors",
     "compare_outcomes",
     "random_training_samples",
-    "run_huggingface",
     "run_stock",
     "run_tree",
 ]

@@ -7,6 +7,7 @@ weights.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,10 @@ from torch import Tensor
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
+from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.parity.huggingface_experts import experts_are_stacked, stack_experts
+from megatron_dta.extras.parity.outcome import Outcome
+from megatron_dta.extras.parity.references import Objective, run_one_by_one
 from megatron_dta.training.huggingface.config.config import architecture, read_hf_config, text_model
 from megatron_dta.training.huggingface.config.config_output import huggingface_config
 from megatron_dta.training.huggingface.mappings import ModelShape, parameters_of
@@ -116,3 +120,19 @@ def to_huggingface(tensors: dict[str, Tensor], model: ModelConfig, family: str |
     by_name = {parameter.name: parameter for parameter in parameters_of(family, ModelShape.of(model))}
     renamed = {new: piece for name, tensor in tensors.items() for new, piece in by_name[name].split(tensor).items()}
     return stack_experts(renamed) if model.num_experts is not None and experts_are_stacked() else renamed
+
+
+def run_huggingface(
+    model: ModelConfig,
+    weights: dict[str, Tensor],
+    samples: Sequence[TrainingSample],
+    objective: Objective,
+    temperature: float = 1.0,
+) -> Outcome:
+    """Train ``samples`` one by one on Hugging Face's model in float32; gradients carry its parameter names."""
+    reference = build_huggingface(model, weights)
+
+    def logits_of(token_ids: Tensor) -> Tensor:
+        return reference(input_ids=token_ids, use_cache=False).logits[0]
+
+    return run_one_by_one(reference, logits_of, samples, objective, temperature, "token-mean")

@@ -1,4 +1,4 @@
-"""Runs the two references: one sequence at a time, all logits, plain log-softmax, autograd for everything.
+"""Runs the references: one sequence at a time, all logits, plain log-softmax, autograd for everything.
 
 They share no code with the tree path except the objective and the weights of the loss, which are ordinary functions of
 one sequence.
@@ -18,7 +18,6 @@ from megatron_dta.core.model.build import build_stock_model
 from megatron_dta.core.objectives.fields import LossFields, TokenLosses
 from megatron_dta.core.objectives.weights import loss_weights
 from megatron_dta.core.planning.step.sample import FIELDS, TrainingSample
-from megatron_dta.extras.parity.huggingface import build_huggingface
 from megatron_dta.extras.parity.merged_adapters import load_merged, unmerged_name
 from megatron_dta.extras.parity.outcome import Outcome
 from megatron_dta.extras.parity.plain_gated_delta_net import PlainGatedDeltaNet
@@ -59,29 +58,13 @@ def run_stock(
     def auxiliary_loss() -> Tensor | float:
         return sum(router.losses.pop() for router in routers) / len(samples)
 
-    outcome = _run_one_by_one(stock, logits_of, samples, objective, temperature, loss_aggregation, auxiliary_loss)
+    outcome = run_one_by_one(stock, logits_of, samples, objective, temperature, loss_aggregation, auxiliary_loss)
     if model.lora_rank is None:
         return outcome
     return replace(outcome, gradients={unmerged_name(name): grad for name, grad in outcome.gradients.items()})
 
 
-def run_huggingface(
-    model: ModelConfig,
-    weights: dict[str, Tensor],
-    samples: Sequence[TrainingSample],
-    objective: Objective,
-    temperature: float = 1.0,
-) -> Outcome:
-    """The same on Hugging Face's model in float32; gradients carry its parameter names."""
-    reference = build_huggingface(model, weights)
-
-    def logits_of(token_ids: Tensor) -> Tensor:
-        return reference(input_ids=token_ids, use_cache=False).logits[0]
-
-    return _run_one_by_one(reference, logits_of, samples, objective, temperature, "token-mean")
-
-
-def _run_one_by_one(
+def run_one_by_one(
     module: torch.nn.Module,
     logits_of: Callable[[Tensor], Tensor],
     samples: Sequence[TrainingSample],
@@ -90,6 +73,7 @@ def _run_one_by_one(
     loss_aggregation: str,
     auxiliary_loss: Callable[[], Tensor | float] = lambda: 0.0,
 ) -> Outcome:
+    """Train ``samples`` one by one on any model that gives ``logits_of`` token ids [1, T]."""
     trained_tokens = np.array([sample.num_counted for sample in samples])
     sequence_weights = np.array([sample.weight for sample in samples])
     weights = loss_weights(trained_tokens, loss_aggregation, sequence_weights=sequence_weights)

@@ -27,12 +27,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dta.core.common.errors import InputError
+from megatron_dta.training.huggingface.parameters import PREFIX
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 5_000_000_000
-# What names of the text model's tensors begin with: usually the last but one, beside a vision tower the first ones.
-PREFIX = "model."
+# What names of the text model's tensors begin with: beside a vision tower the first ones.
 _PREFIXES = ("model.language_model.", "language_model.model.", PREFIX, "")
 # Dtypes that weights may have.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.shapes.decoder import DecoderShape
-from megatron_dta.training.huggingface.files import PREFIX
 from megatron_dta.training.huggingface.parameters import (
+    PREFIX,
     Block,
     Parameter,
     Sharding,

@@ -21,6 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# What names of a text model's tensors usually begin with.
+PREFIX = "model."
+
 
 class Sharding(Enum):
     """How tensor-parallel ranks divide a parameter."""

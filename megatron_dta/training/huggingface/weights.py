@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.training.huggingface.files import PREFIX, SafetensorsFolder, Shapes
+from megatron_dta.training.huggingface.files import SafetensorsFolder, Shapes
 from megatron_dta.training.huggingface.mappings import ModelShape, parameters_of, tensors_of
-from megatron_dta.training.huggingface.parameters import Parameter, Part, Sharding
+from megatron_dta.training.huggingface.parameters import PREFIX, Parameter, Part, Sharding
 
 _EXPERT = re.compile(r"local_experts\.(\d+)\.")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

@@ -102,8 +102,7 @@ def folder(tmp_path_factory) -> Path:
         job("moved", half, SP),
         job("moved", stored),
     ]
-    fours = [job("stored-tp2-dp2", stored, SP), job("sampled-tp2-dp2", SAMPLED, TP)]
-    fours += [job("sampled-cp2-dp2", SAMPLED, CP)]
+    fours = [job("sampled-tp2-dp2", SAMPLED, TP)]
     for jobs, world_size in ((ones, 1), (twos, 2), (fours, 4)):
         for rank in run_on_ranks(train_on_rank, jobs, world_size, path / f"ranks-{world_size}"):
             expected = [2 if cut or "--train-iters 2" in name else 4 for name, cut in jobs]

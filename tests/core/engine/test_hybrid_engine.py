@@ -16,9 +16,7 @@ from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.hybrid.segment_states import SegmentPathStates
-from megatron_dta.core.shapes.decoder import DecoderShape
-from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
-from megatron_dta.extras.parity.huggingface import to_huggingface
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from tree_engine_cases import (
     GRPO,
     TEMPERATURE,
@@ -45,8 +43,8 @@ def references():
 @pytest.mark.parametrize(
     ("mode", "segment_tokens", "activation_tokens"),
     [
-        *(("dense", 9, None), ("dense", 64, 0), ("packed", 45, None), ("packed", 45, 0)),
-        *(("dta", 1, 12), ("dta", 6, None), ("dta", 6, 0), ("dta", 13, 12), ("dta", 1000, None)),
+        *(("dense", 9, None), ("packed", 45, 0)),
+        *(("dta", 1, 12), ("dta", 6, None), ("dta", 6, 0), ("dta", 1000, None)),
     ],
 )
 def test_equals_one_sequence_at_a_time_in_float64(references, mode, segment_tokens, activation_tokens):
@@ -84,24 +82,8 @@ def test_adapters_equal_adapted_weights(references):
     assert adapter_parameters(model) == sum(values.numel() for values in adapters.values())
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_equals_hugging_face_in_float32(references, kind):
-    """Qwen3.5, and Qwen3-Next with experts."""
-    pytest.importorskip("transformers", reason="the Hugging Face reference needs transformers (extra 'test')")
-    model, weights, samples, _ = references[kind]
-    single = replace(model, params_dtype=torch.float32)
-    single_weights = {name: weight.float() for name, weight in weights.items()}
-    expected = run_huggingface(single, single_weights, samples, GRPO, TEMPERATURE)
-    for mode, segment_tokens in (("dense", 16), ("dta", 8)):
-        outcome, _ = run_tree(single, single_weights, samples, GRPO, tree_config(mode, segment_tokens), TEMPERATURE)
-        renamed = replace(outcome, gradients=to_huggingface(outcome.gradients, single))
-        errors = compare_outcomes(renamed, expected)
-        assert errors.largest() < 1e-5, errors
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_sibling_changes_no_bit_of_another_sequence(dtype):
-    model = model_config(dtype, **HYBRID)
+def test_a_sibling_changes_no_bit_of_another_sequence():
+    model = model_config(torch.bfloat16, **HYBRID)
     weights = weights_of(model, seed=8)
     for segment_tokens in (4, 16, 200):
         before, after = (
@@ -109,18 +91,6 @@ def test_a_sibling_changes_no_bit_of_another_sequence(dtype):
             for changed in (False, True)
         )
         check_siblings(before, after)
-
-
-def test_one_token_runs_forks_at_the_root_and_many_siblings():
-    sequences = [[i % 7, i // 7 % 7, i % 5, i % 3] for i in range(20)] + [[1] * 30 + [2], [1] * 17 + [3, 3]]
-    samples = random_training_samples([np.asarray(each, np.int32) for each in sequences], seed=4)
-    model = model_config(**HYBRID)
-    weights = spread(weights_of(model, seed=9), seed=1)
-    expected = run_stock(model, weights, samples, GRPO)
-    for segment_tokens, activation_tokens in ((2, 0), (11, None), (400, None)):
-        outcome, _ = run_tree(model, weights, samples, GRPO, tree_config("dta", segment_tokens, activation_tokens))
-        errors = compare_outcomes(outcome, expected)
-        assert errors.largest() < 1e-12, errors
 
 
 def test_hundreds_of_siblings_of_one_token_behind_the_first_one():
@@ -156,12 +126,6 @@ def test_a_lost_gradient_would_be_seen(references, lost, monkeypatch):
     errors = compare_outcomes(outcome, expected)
     assert errors.logprob < 1e-12
     assert errors.gradient > 1e-4
-
-
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_the_shape_counts_the_models_parameters(references, kind):
-    model, weights, _, _ = references[kind]
-    assert DecoderShape.of(model).num_parameters == sum(weight.numel() for weight in weights.values())
 
 
 def test_forks_are_kept_on_one_path_only(references):

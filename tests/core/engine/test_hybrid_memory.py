@@ -66,9 +66,15 @@ def test_a_comb_of_many_forks_within_a_limit_has_the_same_gradients() -> None:
         prepare_batch(samples, tree, pipeline=engine.pipeline(8))
 
 
-@pytest.mark.parametrize("layers", ["[1,0]", "[0,0,1]"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("more", [{}, dict(linear_num_value_heads=8), dict(linear_key_head_dim=48, kv_channels=24)])
+@pytest.mark.parametrize(
+    ("layers", "dtype", "more"),
+    [
+        ("[1,0]", torch.float64, dict(linear_num_value_heads=8)),
+        ("[0,0,1]", torch.float32, dict(linear_key_head_dim=48, kv_channels=24)),
+        ("[1,0]", torch.bfloat16, dict(linear_key_head_dim=48, kv_channels=24)),
+        ("[0,0,1]", torch.bfloat16, {}),
+    ],
+)
 def test_no_op_holds_more_than_is_counted(layers: str, dtype: torch.dtype, more: dict[str, int]) -> None:
     settings = HYBRID | SIZES | more | dict(num_layers=layers.count(",") + 1, linear_attention_freq=layers)
     model, tokens = model_config(dtype, **settings), 256

@@ -20,8 +20,9 @@ def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("mode", "segment"), [("dta", 5), ("packed", 45), ("dense", 9)])
-@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "segment", "with_entropy"), [("dta", 5, True), ("packed", 45, False), ("dense", 9, True)]
+)
 def test_sequence_loss_equals_token_losses(mode: str, segment: int, with_entropy: bool):
     config, weights, samples = make_case(11)
     batch = prepare_batch(samples, tree_config(mode, segment), "sequence-sum", loss_length=1.0)
@@ -67,8 +68,7 @@ def test_sequence_loss_equals_token_losses(mode: str, segment: int, with_entropy
         assert (entropy[sample.loss_mask] > 0).all()
 
 
-@pytest.mark.parametrize("segment", [2, 5, 60])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("segment", "seed"), [(2, 0), (5, 1), (60, 2)])
 def test_entropies_and_sequences_that_some_groups_leave_out(segment: int, seed: int):
     """A factor of 0 and a term that is not computed give the same loss and gradients, in whichever group it is."""
     config, weights, samples = make_case(13)

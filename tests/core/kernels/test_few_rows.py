@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from conftest import seed_all
 from dta_kernels.layers import reference
-from dta_kernels.layers.few_rows import Tiles, few_rows_product, few_rows_tiles, tiles_for
+from dta_kernels.layers.few_rows import Tiles, few_rows_product, tiles_for
 from dta_kernels.layers.qkv_rope import QKVLayout
 from dta_kernels.layers.rms_norm import rms_norm_forward
 from few_rows_cases import EPS, check_pages, product_errors
@@ -20,10 +20,10 @@ from triton_device import DEVICE, interpreter
 # Triton's interpreter cuts bfloat16 off where a GPU rounds.
 @interpreter
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("terms", [1, 2, 4])
+@pytest.mark.parametrize("terms", [1, 4])
 def test_a_product_and_its_swiglu(terms: int, dtype: torch.dtype, bound: float):
     seed_all(terms)
-    for n in (1, 7, 33, 64):
+    for n in (1, 33, 64):
         assert product_errors(n, (48, 128), Tiles(16, 32, terms, 3), dtype, DEVICE) < bound
 
 
@@ -49,20 +49,6 @@ def test_queries_and_pages(n: int, layout: QKVLayout, rotated: int, norm: bool, 
     generator = seed_all(n)
     assert check_pages(generator, n, layout, rotated, norm, terms, torch.float32, DEVICE) < 1e-6
     assert check_pages(generator, n, layout, rotated, norm, terms, torch.float16, DEVICE) < 1e-3
-
-
-def test_tiles_divide_a_product_evenly():
-    """Those of Qwen3-1.7B."""
-    found = {}
-    for N, K, gated in [(4096, 2048, False), (2048, 2048, False), (2048, 6144, False), (6144, 2048, True)]:
-        tiles = found[N, K] = few_rows_tiles(64, N, K, gated)
-        assert few_rows_tiles(1, N, K, gated) == tiles
-        assert few_rows_tiles(65, N, K, gated) is None
-        assert N % tiles.outputs == K % (tiles.inputs * tiles.terms) == 0
-        assert 96 <= N // tiles.outputs * tiles.terms <= 264
-    assert [tiles.terms for tiles in found.values()] == [2, 4, 4, 1]
-    assert few_rows_tiles(8, 4096 + 32, 2048, False) is few_rows_tiles(8, 4096, 2048 + 32, False) is None
-    assert few_rows_tiles(8, 64, 128, False) is few_rows_tiles(8, 24_576, 4096, True) is None
 
 
 def test_what_the_kernel_does_not_take_is_left_or_refused():

@@ -63,12 +63,11 @@ def test_float32_equals_the_twin(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "none" not in name])
-# Triton's interpreter cuts bfloat16 off where a GPU rounds, which more than doubles its error; float16 it rounds.
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 1.1), (torch.bfloat16, 3)], ids=["float16", "bfloat16"])
-def test_16_bits_are_as_near_to_float64_as_the_twin(name, dtype, bound):
+def test_16_bits_are_as_near_to_float64_as_the_twin(name):
+    """In float16: Triton's interpreter cuts bfloat16 off where a GPU rounds."""
     seed_all(len(name))
     make, arguments = CASES[name]
-    check_16_bits(*make(*arguments), dtype, bound)
+    check_16_bits(*make(*arguments), torch.float16, 1.1)
 
 
 def test_a_residual_without_use_and_a_norm_without_use_have_their_gradients():

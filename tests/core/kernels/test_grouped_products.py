@@ -10,12 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from conftest import REPOSITORY, seed_all
+from conftest import seed_all
 from dta_kernels.experts import grouped_products
 from dta_kernels.experts.grouped_products import MatrixTable
 from dta_kernels.experts.reference import PlainRows
 from dta_kernels.experts.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
-from forked import run_python
 from grouped_rows import grouped_rows
 from tree_attention_cases import poisoned_memory
 from triton_device import interpreter
@@ -129,10 +128,10 @@ def test_the_loop_is_exact(name):
 
 
 @interpreter
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float16, 5e-4)])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_kernels_round_once(name, dtype, bound):
-    assert worst(by_kernels, name, dtype) < bound
+def test_the_kernels_round_once(name):
+    assert worst(by_kernels, name, torch.float32) < 1e-6
+    assert worst(by_kernels, name, torch.float16) < 5e-4
 
 
 @interpreter
@@ -168,24 +167,11 @@ def test_a_table_knows_when_a_matrix_has_moved():
     assert not MatrixTable([flat[1:16].view(3, 5)]).is_aligned
     with pytest.raises(ValueError, match="contiguous and of one shape"):
         MatrixTable([torch.zeros(3, 5), torch.zeros(5, 3)])
-    with pytest.raises(ValueError, match="contiguous and of one shape"):
-        MatrixTable([torch.zeros(5, 3).t()])
-
-
-def test_rows_of_another_number_are_refused():
-    with pytest.raises(ValueError, match="7 rows of 5 columns are needed"):
-        grouped_rows([3, 4], torch.zeros(1)).product(torch.zeros(8, 5), MatrixTable([torch.zeros(2, 5)] * 2))
-
-
-def test_few_rows_take_small_tiles():
-    like = torch.zeros(1, dtype=torch.bfloat16)
-    assert grouped_rows([300, 200], like)._tiles is grouped_products._LARGE[2]
-    assert grouped_rows([200, 10], like)._tiles is grouped_products._SMALL[2]
 
 
 @interpreter
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("rows", "width"), [(7, 53), (3, 1030), (0, 16), (1, 1)])
+@pytest.mark.parametrize(("rows", "width"), [(7, 53), (3, 1030), (0, 16)])
 def test_weighted_swiglu(rows, width, weight_dtype):
     seed_all(width)
     x, weight, grad = 2 * torch.randn(rows, 2 * width), torch.rand(rows).to(weight_dtype), torch.randn(rows, width)
@@ -200,19 +186,3 @@ def test_weighted_swiglu(rows, width, weight_dtype):
     torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(own[0].double(), grads[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(own[1].double(), grads[1], rtol=tolerance, atol=10 * tolerance)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(
-    ("script", "flags", "message"),
-    [
-        ("grouped_products.py", [], "benchmarks/grouped_products.py measures a CUDA GPU, and there is none here"),
-        ("grouped_products.py", ["--experts", "4", "0"], "--experts 0: must be at least 1"),
-        ("recurrence.py", [], "benchmarks/recurrence.py measures a CUDA GPU, and there is none here"),
-    ],
-)
-def test_the_benchmark_refuses_in_one_line(script, flags, message):
-    command = [str(REPOSITORY / "benchmarks" / script), *flags]
-    run = run_python(command)
-    assert run.returncode == 2
-    assert run.stderr.strip().splitlines() == [f"error: {message}"]

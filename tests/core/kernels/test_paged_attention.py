@@ -20,7 +20,6 @@ from dta_kernels.paged_attention.launch import (
     copy_pages,
     paged_attention,
     paged_config,
-    tiles_of,
     write_pages,
     write_pages_reference,
 )
@@ -58,9 +57,13 @@ def test_random_passes_in_float32(seed: int):
 
 
 @interpreter
-@pytest.mark.parametrize("ratio", [1, 4, 7])
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, FLOAT32), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("head_size", "ratio", "dtype", "bound"),
+    [
+        *((64, 7, torch.float32, FLOAT32), (96, 4, torch.float32, FLOAT32), (128, 1, torch.float16, 2e-3)),
+        *((256, 4, torch.float16, 2e-3), (96, 7, torch.bfloat16, 2e-2), (128, 4, torch.bfloat16, 2e-2)),
+    ],
+)
 def test_head_sizes_with_the_tables_settings(head_size: int, ratio: int, dtype: torch.dtype, bound: float):
     generator = seed_all(10 * head_size + ratio)
     for starts, counts in (([300, 2, 0], [1, 1, 1]), ([40, 270], [3, 5])):
@@ -80,7 +83,7 @@ def test_a_long_run_is_not_split():
 
 
 @interpreter
-@pytest.mark.parametrize("programs", [1, 8, 40])
+@pytest.mark.parametrize("programs", [1, 8])
 def test_a_row_has_the_same_bits_in_every_batch_and_run(programs: int, monkeypatch: pytest.MonkeyPatch):
     """However many programs share a tile: one has all parts of this batch, some of them, or each one part."""
     generator = seed_all(4)
@@ -116,7 +119,6 @@ def test_positions_behind_a_query_are_not_seen():
 @pytest.mark.parametrize(
     ("layout", "rotated", "norm"),
     [
-        (QKVLayout(2, 2, 16), 16, True),
         (QKVLayout(1, 16, 96), 96, True),
         (QKVLayout(3, 1, 24), 16, True),
         (QKVLayout(2, 7, 64), 32, False),
@@ -146,28 +148,9 @@ def test_negative_slots_write_nothing():
     assert (keys.flatten(2).abs().sum(-1) > 0).sum() == 5
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_tiles_hold_every_token_once(seed: int):
-    generator = seed_all(seed)
-    counts = generator.integers(1, 40, 9)
-    starts, begins, tokens = generator.integers(0, 100, 9), generator.integers(0, 50, 9), int(generator.integers(1, 20))
-    tiles = tiles_of(starts, counts, begins, 5, tokens)
-    found = []
-    for first, count, position, table in tiles.tolist():
-        assert 1 <= count <= tokens
-        found += [(first + i, position + i, table) for i in range(count)]
-    token, expected = 5, []
-    for start, count, begin in zip(starts.tolist(), counts.tolist(), begins.tolist(), strict=True):
-        expected += [(token + i, start + i, begin) for i in range(count)]
-        token += count
-    assert found == expected
-
-
 def test_what_the_kernels_do_not_take_is_refused():
     with pytest.raises(ValueError, match="no paged attention kernel"):
         paged_config(2, 64, torch.float64, 1)
-    with pytest.raises(ValueError, match="no paged attention kernel"):
-        paged_config(2, 300, torch.float32, 1)
     query = torch.zeros(2, 4, 16).transpose(1, 2)
     tiles = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="adjacent channels"):
@@ -177,18 +160,8 @@ def test_what_the_kernels_do_not_take_is_refused():
         )  # fmt: skip
 
 
-def test_settings_of_decoding_hold_one_token():
-    for group_size in range(1, 17):
-        config = paged_config(group_size, 128, torch.bfloat16, 1)
-        assert config.tokens_of(group_size) >= 1
-        assert config.rows >= 16
-        assert config.min_part % config.keys == 0
-    assert np.log2(paged_config(5, 128, torch.bfloat16, 33).rows) == 6
-
-
 @interpreter
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.bfloat16)])
 def test_pages_are_copied_all_at_once(seed: int, dtype: torch.dtype):
     """Against a copy of each pool, with sources that are other copies' targets; no other page changes."""
     generator = seed_all(seed)

@@ -12,7 +12,7 @@ from dta_kernels.recurrence.short_convolution import PathLayout, short_convoluti
 
 H, J, K, V = 2, 4, 5, 3
 # Lengths around the chunk size, one-token runs, and a run of several chunks between short ones.
-LENGTHS = [[1], [64], [65], [1, 1, 1], [3, 130, 1, 64, 7], [2, 1, 33], [128, 5, 63]]
+LENGTHS = [[64], [1, 1, 1], [3, 130, 1, 64, 7], [128, 5, 65]]
 
 
 def rule_inputs(lengths: list[int], dtype: torch.dtype, strong_decay: float = 1.0) -> list[torch.Tensor]:
@@ -44,17 +44,6 @@ def test_outputs_exits_and_all_gradients_of_the_rule(lengths):
     for name, one, other in zip(("q", "k", "v", "g", "beta", "entry"), found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
         assert other.abs().max() > 0
-
-
-def test_a_run_in_two_pieces_equals_the_run():
-    inputs = rule_inputs([77], torch.float64)
-    tokens, entry = tuple(x.detach() for x in inputs[:-1]), inputs[-1].detach()
-    whole, end = gated_delta_rule(tokens, entry, Runs.of_lengths([77]))
-    for cut in (1, 40, 76):
-        first, state = gated_delta_rule(tuple(x[:cut] for x in tokens), entry, Runs.of_lengths([cut]))
-        second, last = gated_delta_rule(tuple(x[cut:] for x in tokens), state, Runs.of_lengths([77 - cut]))
-        torch.testing.assert_close(torch.cat([first, second]), whole, rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close(last, end, rtol=1e-12, atol=1e-13)
 
 
 def test_strong_decay_overflows_nowhere_and_states_stay_in_float32():

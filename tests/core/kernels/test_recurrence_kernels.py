@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
-from dta_kernels.recurrence import library, library_settings, reference
+from dta_kernels.recurrence import library, reference
 from dta_kernels.recurrence.decode_kernels import convolution_step, delta_step
 from dta_kernels.recurrence.gated_norm import gated_norm
 from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution, short_convolution_gradients
@@ -117,60 +116,22 @@ def test_missing_and_old_libraries_are_refused_in_one_line(monkeypatch):
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     choose = model_kernels.choose_gated_delta_rule
     assert choose("auto", torch.bfloat16, cpu) is choose("auto", torch.float32, cuda)
-    for version, impl, message in (
-        (None, "auto", "fla-core is not installed; install it .*megatron_dta.hybrid.* or give reference"),
-        ("0.5.1", "fla", "fla-core has version 0.5.1, which is older than 0.6.0; install it"),
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for version, found, triton, message in (
+        (None, None, "3.7.1", "fla-core is not installed; install it .*megatron_dta.hybrid.* or give reference"),
+        ("0.5.1", None, "3.7.1", "fla-core has version 0.5.1, which is older than 0.6.0; install it"),
+        ("0.6.1.dev3", None, "3.6.0+git1234", r"Triton 3\.6\.0.* wrongly for Hopper GPUs; install tilelang, or triton"),
     ):
         monkeypatch.setattr(library, "installed_version", lambda version=version: version)
-        with pytest.raises(InputError, match=message):
-            choose(impl, torch.bfloat16, cuda)
-    monkeypatch.setattr(library, "installed_version", lambda: "0.6.1.dev3")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(library, "find_spec", lambda name: None)
-    monkeypatch.setattr(library, "_triton_version", lambda: "3.6.0+git1234")
-    with pytest.raises(
-        InputError, match=r"Triton 3\.6\.0.* wrongly for Hopper GPUs; install tilelang, or triton>=3\.7\.1"
-    ):
-        choose("auto", torch.bfloat16, cuda)
-    monkeypatch.setattr(library, "find_spec", lambda name: "tilelang")
-    monkeypatch.setattr(library, "_has_compiler", lambda: False)
-    with pytest.raises(InputError, match="install a CUDA toolkit with nvcc for tilelang, or triton"):
-        choose("auto", torch.bfloat16, cuda)
-    monkeypatch.setattr(library, "_has_compiler", lambda: True)
-    for there, capability, triton in (("tilelang", 9, "3.6.0"), (None, 10, "3.6.0"), (None, 9, "3.7.1")):
-        monkeypatch.setattr(library, "find_spec", lambda name, there=there: there)
+        monkeypatch.setattr(library, "find_spec", lambda name, found=found: found)
         monkeypatch.setattr(library, "_triton_version", lambda triton=triton: triton)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=capability: (major, 0))
-        assert choose("auto", torch.bfloat16, cuda) is library.gated_delta_rule
+        with pytest.raises(InputError, match=message):
+            choose("auto", torch.bfloat16, cuda)
+    monkeypatch.setattr(library, "_triton_version", lambda: "3.7.1")
     assert choose("auto", torch.bfloat16, cuda) is library.gated_delta_rule
     assert choose("reference", torch.bfloat16, cuda) is not library.gated_delta_rule
     with pytest.raises(InputError, match="gated_delta_rule_impl fla needs a CUDA GPU and --bf16; use auto"):
         choose("fla", torch.float32, cuda)
-
-
-def test_fixed_settings_leave_one_candidate_and_unknown_ones_all(monkeypatch):
-    import triton
-
-    def tuned(*warps: int) -> object:
-        @triton.heuristics({"EVEN": lambda arguments: True})
-        @triton.autotune([triton.Config({"BK": 32}, num_warps=n, num_stages=2) for n in warps], key=[])
-        @triton.jit
-        def kernel(x, BK, EVEN):
-            pass
-
-        return kernel
-
-    module = ModuleType("kernels")
-    module.first, module.second, module.third, module.plain = tuned(1, 2, 4), tuned(1, 2), tuned(2, 4), len
-    monkeypatch.setattr(library_settings, "import_module", lambda name: module)
-    monkeypatch.setattr(library_settings, "_MODULES", ("one",))
-    wanted = library_settings.LaunchSettings(4, 2, {"BK": 32})
-    library_settings.fix_settings({"first": wanted, "second": wanted, "missing": wanted})
-    assert [library_settings.settings_of(each) for each in module.first.fn.configs] == [wanted]
-    assert (len(module.second.fn.configs), len(module.third.fn.configs)) == (2, 2)
-    assert library_settings.chosen_settings() == {}
-    module.first.fn.best_config = module.first.fn.configs[0]
-    assert library_settings.chosen_settings() == {"first": wanted}
 
 
 @interpreter

@@ -41,10 +41,8 @@ def path_attention(q, k, v, parent, first_query, scale):
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize(
-    ("seed", "heads", "groups", "head_size"), [(0, 4, 2, 8), (1, 3, 1, 5), (2, 6, 6, 16), (3, 8, 2, 1)]
-)
-@pytest.mark.parametrize(("block_elements", "cpu_block"), [(1, 128), (700, 128), (1 << 24, 128), (1 << 24, 7)])
+@pytest.mark.parametrize(("seed", "heads", "groups", "head_size"), [(0, 4, 2, 8), (1, 3, 1, 5), (3, 8, 2, 1)])
+@pytest.mark.parametrize(("block_elements", "cpu_block"), [(1, 128), (700, 128), (1 << 24, 7)])
 def test_forward_and_gradients_equal_attention_over_the_path(
     seed, heads, groups, head_size, block_elements, cpu_block, monkeypatch
 ):

@@ -47,7 +47,7 @@ def visible_pairs(key_end: np.ndarray, num_queries: int) -> np.ndarray:
     return (key <= query[:, None]) & (query[:, None] < key_end)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_tables_name_every_live_block_once_and_full_ones_are_full(seed):
     generator = seed_all(seed)
     segment = random_segment(generator, int(generator.integers(1, 150)), turn=float(generator.choice([0.02, 0.1, 0.4])))
@@ -88,98 +88,7 @@ def test_tables_name_every_live_block_once_and_full_ones_are_full(seed):
     assert sorted(tile_of.values()) == list(range(tables.num_tiles))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_parts_of_the_rows_cover_every_live_block_once(seed):
-    generator = seed_all(seed + 100)
-    segment = random_segment(generator, int(generator.integers(20, 150)))
-    num_queries, key_end = len(segment.query_index), segment.local_key_end()
-    matrix, most = block_matrix(key_end, num_queries, 2, 4), int(generator.integers(1, 60))
-    parts = matrix.row_parts(most)
-    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
-    assert parts[-1].stop == len(matrix.live)
-    seen = np.zeros_like(matrix.live, dtype=int)
-    for part in parts:
-        tables = matrix.tables(part)
-        assert tables.num_tiles <= most or part.stop - part.start == 1
-        for program in tables.columns.programs:
-            others = [*range(program[RUN_BEGIN], program[RUN_END])]
-            others += tables.columns.blocks[program[LIST_BEGIN] : program[LIST_END]].tolist()
-            assert others or part.start == 0
-            seen[others, program[BLOCK]] += 1
-        assert sorted(tables.rows.programs[:, BLOCK].tolist()) == list(range(part.start, part.stop))
-    assert np.array_equal(seen, matrix.live)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_shares_of_a_column_divide_its_blocks_in_their_order(seed):
-    generator = seed_all(seed + 200)
-    segment = random_segment(generator, int(generator.integers(40, 200)), turn=float(generator.choice([0.03, 0.2])))
-    matrix = block_matrix(segment.local_key_end(), len(segment.query_index), 2, 8)
-    most, begin = int(generator.integers(1, 12)), int(generator.integers(0, len(matrix.live)))
-    part = slice(begin, None) if begin % 2 else slice(None)
-
-    def visits(table: BlockTable) -> dict[int, list[tuple[int, ...]]]:
-        """For each block the (share, full blocks, partial blocks, tiles) of its programs, in their order."""
-        found: dict[int, list[tuple[int, ...]]] = {}
-        for program in table.programs:
-            run = range(program[RUN_BEGIN], program[RUN_END])
-            lists = (program[LIST_BEGIN], program[LIST_MIDDLE]), (program[LIST_MIDDLE], program[LIST_END])
-            full, partial = (table.blocks[slice(*each)].tolist() for each in lists)
-            count = len(run) + len(full) + len(partial)
-            tiles = table.tiles[program[TILE_BEGIN] :][:count].tolist()
-            found.setdefault(program[BLOCK], []).append((program[SHARE], [*run, *full], partial, tiles))
-        return found
-
-    whole = matrix.tables(part)
-    shared = matrix.tables(part, lambda blocks: most if blocks == whole.num_tiles else 0)
-    expected, found = visits(whole.columns), visits(shared.columns)
-    assert expected.keys() == found.keys()
-    for block, shares in found.items():
-        ((share, *whole_column),) = expected[block]
-        assert share == 1
-        assert [share for share, *_ in shares] == [*range(0, 2 * len(shares) - 2, 2), 2 * len(shares) - 1]
-        joined = [[*itertools.chain(*parts)] for parts in zip(*(rest for _, *rest in shares), strict=True)]
-        assert joined == whole_column
-        counts = [len(tiles) for *_, tiles in shares]
-        assert max(counts) <= most
-        assert max(counts) - min(counts) <= 1
-    assert shared.has_shares == any(len(shares) > 1 for shares in found.values())
-    assert not whole.has_shares
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_programs_of_two_rows_have_the_tiles_of_both(seed):
-    generator = seed_all(seed + 300)
-    segment = random_segment(generator, int(generator.integers(20, 150)), turn=float(generator.choice([0.03, 0.2])))
-    matrix = block_matrix(segment.local_key_end(), len(segment.query_index), 2, 4)
-    most = int(generator.integers(1, 60))
-    parts = matrix.row_parts(most, 2)
-    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
-    assert all(part.start % 2 == 0 for part in parts)
-    found = np.full(matrix.live.shape, -1)
-    for part in parts:
-        tables = matrix.tables(part, together=2)
-        assert tables.num_tiles <= most or part.stop - part.start <= 2
-        columns = {}
-        for program in tables.columns.programs:
-            others = [*range(program[RUN_BEGIN], program[RUN_END])]
-            others += tables.columns.blocks[program[LIST_BEGIN] : program[LIST_END]].tolist()
-            tiles = tables.columns.tiles[program[TILE_BEGIN] :][: len(others)].tolist()
-            columns |= {(row, program[BLOCK]): tile for row, tile in zip(others, tiles, strict=True)}
-        for program in tables.rows.programs:
-            assert program[RUN_BEGIN] == program[RUN_END]
-            for entry in range(program[LIST_BEGIN], program[LIST_END]):
-                column, pair = tables.rows.blocks[entry], tables.rows.tiles[2 * entry : 2 * entry + 2].tolist()
-                assert max(pair) >= 0
-                for row, tile in zip((2 * program[BLOCK], 2 * program[BLOCK] + 1), pair, strict=True):
-                    if tile >= 0:
-                        assert found[row, column] == -1
-                        assert columns[row, column] == tile
-                        found[row, column] = tile
-    assert np.array_equal(found >= 0, matrix.live)
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_last_rows_are_shared_in_their_order(seed):
     generator = seed_all(seed + 400)
     segment = random_segment(generator, int(generator.integers(60, 300)), turn=float(generator.choice([0.01, 0.1])))
@@ -237,8 +146,7 @@ def test_random_forests_in_float32(seed):
 
 
 @interpreter
-@pytest.mark.parametrize("ratio", [1, 4, 8])
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize(("head_size", "ratio"), [(64, 1), (96, 4), (128, 8), (256, 4)])
 def test_head_sizes_and_group_sizes_with_the_tables_settings(head_size, ratio):
     generator = seed_all(10 * head_size + ratio)
     parent = random_parents(generator, 77, 0.1)
@@ -249,8 +157,8 @@ def test_head_sizes_and_group_sizes_with_the_tables_settings(head_size, ratio):
 
 
 @interpreter
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float32, 4e-6)])
-@pytest.mark.parametrize(("ancestors", "queries"), [(0, 1), (0, 33), (1, 1), (37, 1), (16, 16), (31, 18)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float32, 4e-6)])
+@pytest.mark.parametrize(("ancestors", "queries"), [(0, 1), (0, 33), (37, 1), (31, 18)])
 def test_edges_of_the_sizes_and_dtypes(dtype, bound, ancestors, queries):
     seed_all(ancestors * 100 + queries)
     chain = np.arange(-1, ancestors + queries - 1)
@@ -266,11 +174,10 @@ def test_edges_of_the_sizes_and_dtypes(dtype, bound, ancestors, queries):
 @pytest.mark.parametrize(
     ("stored_scores_bytes", "least_tiles"), [(9_000, 16), (1 << 20, 16), (1 << 20, 1), (16_000, 1)]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_added_in_place(stored_scores_bytes, least_tiles, dtype):
+def test_gradients_are_added_in_place(stored_scores_bytes, least_tiles):
     generator = seed_all(21)
     parent = random_parents(generator, 90, 0.08)
-    case = Case.random(segment_of(parent, 47, 86), AttentionShape(4, 2, 16, dtype), DEVICE)
+    case = Case.random(segment_of(parent, 47, 86), AttentionShape(4, 2, 16, torch.bfloat16), DEVICE)
     assert case.segment.num_ancestors
     config = tiny_config(stored_scores_bytes=stored_scores_bytes, least_tiles=least_tiles)
     assert case.plan(config)[0].has_shares == (least_tiles < 16)

@@ -159,34 +159,6 @@ def test_what_is_not_added_is_missing(counted, module, name, missing, monkeypatc
 
 
 @kernels_run
-def test_weights_are_ready_once_and_with_the_last_backward(counted):
-    samples = random_training_samples(branching_sequences(seed_all(52), count=6, longest=8), seed=52)
-    model, tree = fused(**QWEN3), tree_config("dta", 13)
-    wrapped = wrapped_with_kernels(
-        model, weights_of(model, seed=3), replace(DIRECT, overlap_grad_reduce=True, ddp_bucket_size=900)
-    )
-    wrapped.gradients(samples, tree)
-    wrapped.optimizer.reduce_gradients()
-    ready: list[tuple] = []
-    for group in wrapped.optimizer.chunks[0].bucket_groups:
-        register = group.register_grad_ready
-
-        def note(parameter, *more, group=group, register=register):
-            ready.append((parameter, parameter.main_grad.clone(), group.is_last_microbatch))
-            register(parameter, *more)
-
-        group.register_grad_ready = note
-    passes = counted.passes
-    wrapped.gradients(samples, tree)
-    assert counted.passes > passes
-    last = [(parameter, gradient) for parameter, gradient, is_last in ready if is_last]
-    assert len({id(parameter) for parameter, _ in last}) == len(last) == len(list(wrapped.model.parameters()))
-    assert all(torch.equal(parameter.main_grad, gradient) for parameter, gradient in last)
-    of_layers = {id(p) for p in wrapped.model.decoder.layers.parameters()}
-    assert not any(id(parameter) in of_layers for parameter, _, is_last in ready if not is_last)
-
-
-@kernels_run
 def test_frozen_weights_and_hooks_go_through_the_modules(counted):
     samples = random_training_samples(branching_sequences(seed_all(53), count=6, longest=8), seed=53)
     model, tree = fused(**QWEN3), tree_config("dta", 13)
@@ -217,25 +189,8 @@ def test_weights_that_moved_between_steps_are_found(counted):
     assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
 
 
-def test_a_second_backward_is_refused():
-    class Context:
-        pass
-
-    class Layer:
-        def forward(self, x, context, is_kept):
-            return x * 2, "kept"
-
-        def backward(self, grad, kept, context):
-            return grad * 2
-
-    out = fused_autograd_layer._Layer.apply(torch.ones(2, requires_grad=True), Layer(), Context())
-    out.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="can run only once"):
-        out.sum().backward()
-
-
 @kernels_run
-@pytest.mark.parametrize(("programs", "columns"), [(0, 5), (1, 1), (3, 37), (130, 64), (200, 257)])
+@pytest.mark.parametrize(("programs", "columns"), [(0, 5), (3, 37), (200, 257)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_partial_sums_equal_their_twin(programs, columns, dtype):
     seed_all(programs)
@@ -256,7 +211,7 @@ def test_partial_sums_equal_their_twin(programs, columns, dtype):
 @kernels_run
 @pytest.mark.parametrize(
     ("slots", "ancestors", "own", "groups", "size"),
-    [(9, 0, 3, 1, 8), (40, 11, 0, 2, 24), (700, 333, 210, 3, 20), (5, 2, 1, 8, 128)],
+    [(9, 0, 3, 1, 8), (40, 11, 0, 2, 24), (700, 333, 210, 3, 20)],
 )
 def test_gathered_keys_equal_their_twin(slots, ancestors, own, groups, size):
     seed_all(slots)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from conftest import seed_all
 from fused_layers_cases import layer_bytes, segment_context
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.model.build import build_model
-from megatron_dta.core.model.decode.decode_context import append_context
-from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.kernels import choose_fused_layers
 from megatron_dta.core.model.layers import rematerialize
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
@@ -43,12 +40,10 @@ EXPERTS = QWEN3 | {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_layer_freq"
 @pytest.mark.parametrize(
     ("settings", "mode", "segment_tokens", "activation_tokens"),
     [
-        (QWEN3, "dta", 13, None),
-        (QWEN3, "dta", 15, 0),
         (QWEN3, "packed", 20, 12),
         (QWEN3, "dense", 16, None),
-        (QWEN2, "dta", 16, None),
-        (LLAMA, "dta", 16, 0),
+        (QWEN2, "dta", 13, None),
+        (LLAMA, "dta", 15, 0),
         (PARTLY, "dta", 16, None),
         (BIASED, "dta", 16, None),
         (GPT, "dta", 16, None),
@@ -61,8 +56,7 @@ EXPERTS = QWEN3 | {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_layer_freq"
             None,
         ),
     ],
-    ids=["dta", "recomputed", "packed", "dense", "qwen2", "llama", "partly", "biased", "gpt", "experts", "selective",
-         "full"],
+    ids=["packed", "dense", "qwen2", "llama", "partly", "biased", "gpt", "experts", "selective", "full"],
 )  # fmt: skip
 def test_a_step_equals_that_of_megatrons_modules(settings, mode, segment_tokens, activation_tokens):
     pytest.importorskip("triton")
@@ -104,8 +98,8 @@ def _forward(model_settings: dict, tokens: int, keep: bool = False) -> tuple[tor
 @interpreter
 @pytest.mark.parametrize(
     "settings",
-    [QWEN3 | {"dtype": torch.float32}, QWEN3 | {"dtype": torch.bfloat16}, LLAMA | {"dtype": torch.float32}],
-    ids=["float32", "bfloat16", "llama"],
+    [QWEN3 | {"dtype": torch.bfloat16}, LLAMA | {"dtype": torch.float32}],
+    ids=["bfloat16", "llama"],
 )
 def test_a_layer_keeps_what_the_formula_says(settings):
     pytest.importorskip("triton")
@@ -113,17 +107,6 @@ def test_a_layer_keeps_what_the_formula_says(settings):
     tokens = 12
     kept = [_forward(settings | {"num_layers": layers}, tokens)[2] for layers in (1, 3)]
     assert kept[1] - kept[0] == tokens * 2 * layer_bytes(model_config(**settings))
-
-
-def test_the_goal_of_a_layer_of_the_17b_shape():
-
-    shape = dict(num_layers=28, hidden_size=2048, ffn_hidden_size=6144, num_attention_heads=16, num_query_groups=8)
-    shape |= dict(group_query_attention=True, kv_channels=128, vocab_size=10, swiglu=True, bf16=True)
-    model = ModelConfig(**shape)
-    pool = 2 * 8 * 128 * (2 + 4)
-    assert layer_bytes(model) + pool < 60e3
-    halves = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
-    assert layer_bytes(model, halves) == layer_bytes(model) / 2
 
 
 @interpreter
@@ -197,27 +180,3 @@ def test_tensor_and_sequence_parallelism_equal_one_process(tmp_path):
         for name, gradient in rank["reference"].gradients.items():
             error = (rank["triton"].gradients[name] - gradient).abs().max()
             assert error < 5e-6 * gradient.abs().max(), (name, error)
-
-
-@interpreter
-def test_decoding_takes_the_same_layers():
-    pytest.importorskip("triton")
-    generator = seed_all(41)
-    counts = np.array([5, 3])
-    starts, tables = np.zeros(2, np.int64), [np.array([0]), np.array([1])]
-    logits = []
-    for impl in ("reference", "triton"):
-        model = build_model(model_config(torch.float32, **QWEN3, fused_layer_impl=impl), initialize_parallel(2))
-        config = model.config
-        cache = PagedCache(model.layer_numbers, 8, config.num_query_groups, config.kv_channels, torch.float32, CPU)
-        cache.grow(2)
-        if impl == "reference":
-            weights, tokens = model.state_dict(), torch.from_numpy(generator.integers(0, 7, size=(1, 8)))
-        model.load_state_dict(weights)
-        with torch.no_grad():
-            context, _ = append_context(cache, starts, counts, tables)
-            found = [model.logits(model(tokens, context))]
-            context, _ = append_context(cache, counts, np.array([1, 2]), tables)
-            found.append(model.logits(model(tokens[:, :3], context)))
-        logits.append(torch.cat(found))
-    assert torch.allclose(logits[0], logits[1], rtol=1e-5, atol=1e-6)

@@ -10,8 +10,7 @@ from megatron_dta.extras.parity import compare_outcomes, random_training_samples
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config, weights_of
 
 
-@pytest.mark.parametrize("unit", [1, 5, 32])
-@pytest.mark.parametrize("activation_tokens", [None, 0])
+@pytest.mark.parametrize(("unit", "activation_tokens"), [(1, 0), (5, None), (32, 0)])
 def test_equals_stock_megatron(monkeypatch: pytest.MonkeyPatch, unit: int, activation_tokens: int | None) -> None:
     samples = random_training_samples(branching_sequences(seed_all(23), count=9), seed=23)
     model = model_config(**QWEN3)

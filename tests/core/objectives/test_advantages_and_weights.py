@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 
 import numpy as np
 import pytest
-import torch
 
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ObjectiveConfig
 from megatron_dta.core.objectives.advantages import estimate_advantages, group_advantages
-from megatron_dta.core.objectives.fields import LossFields
-from megatron_dta.core.objectives.policy import policy_loss
 from megatron_dta.core.objectives.weights import TrainedCounts, count_trained, loss_weights, trajectory_shares
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.rollouts.sample_granularity import cut_turns
@@ -42,7 +38,7 @@ def advantages_by_loop(rewards: list, groups: list, trajectories: list, normaliz
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_group_advantages_match_loop(seed: int, normalize_std: bool) -> None:
     rng = seed_all(seed)
     trajectories = int(rng.integers(1, 40))
@@ -72,16 +68,6 @@ def test_groups_without_spread_give_zero(reward: float, normalize_std: bool) -> 
         assert (advantages[:size] == 0).all()
         assert (advantages[size:] != 0).all()
     assert group_advantages([], [], []).shape == (0,)
-
-
-def test_small_example_by_hand() -> None:
-    """Rewards 1, 0, 0, 1 of one group: mean 1/2, sample standard deviation sqrt(1/3)."""
-    expected = 0.5 / (math.sqrt(1 / 3) + 1e-6)
-    advantages = group_advantages([1, 0, 0, 1], ["g"] * 4)
-    np.testing.assert_allclose(advantages, [expected, -expected, -expected, expected], rtol=1e-14)
-    np.testing.assert_array_equal(
-        group_advantages([1, 0, 0, 1], ["g"] * 4, normalize_std=False), [0.5, -0.5, -0.5, 0.5]
-    )
 
 
 def test_turns_of_a_trajectory_count_once() -> None:
@@ -119,30 +105,20 @@ def test_own_advantages_come_first() -> None:
     ("rewards", "trajectories", "reason"),
     [
         ([1.0, None], None, r"sample 2 \(group 'b'\): the reward is unknown"),
-        ([float("nan"), 1.0], None, r"sample 1 \(group 'a'\): the reward is unknown"),
         ([1.0, float("inf")], None, r"sample 2 \(group 'b'\): the reward is inf"),
+        ([1.0, 2.0], ["t", "t"], r"samples 1 and 2 of trajectory 't' .* 1.0 and 2.0"),
     ],
 )
 def test_unknown_rewards_are_refused(rewards: list, trajectories: list | None, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
-        group_advantages(rewards, ["a", "b"], trajectories)
-
-
-def test_inconsistent_arguments() -> None:
-    with pytest.raises(InputError, match=r"samples 1 and 2 of trajectory 't' .* 1.0 and 2.0"):
-        group_advantages([1.0, 2.0], ["a", "a"], ["t", "t"])
-    assert group_advantages([1.0, 2.0], ["a", "b"], ["t", "t"]).tolist() == [0, 0]
-    with pytest.raises(ValueError, match="one length"):
-        group_advantages([1.0, 2.0], ["a"])
-    with pytest.raises(ValueError, match="one length"):
-        group_advantages([1.0], ["a"], ["t", "t"])
+        group_advantages(rewards, ["a", "b" if trajectories is None else "a"], trajectories)
 
 
 # ---------------------------------------------------------------------------------------------------- weights
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "sequence-mean"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_step_loss_is_the_mean_it_is_named_after(mode: str, seed: int) -> None:
     rng = seed_all(seed)
     trained = rng.integers(0, 9, 20)
@@ -157,51 +133,6 @@ def test_step_loss_is_the_mean_it_is_named_after(mode: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "sequence-mean"])
-@pytest.mark.parametrize("seed", range(3))
-def test_loss_and_gradient_do_not_depend_on_the_cut(mode: str, seed: int) -> None:
-    """A step in one piece, and the same step in random pieces, padded differently, in any order."""
-    rng = seed_all(seed)
-    lengths = rng.integers(1, 30, 17)
-    sequences = []
-    for length in lengths:
-        mask = torch.rand(length) < 0.6
-        numbers = [torch.randn(length, dtype=torch.float64) for _ in range(3)]
-        sequences.append((mask, *numbers))
-    trained = np.array([int(mask.sum()) for mask, *_ in sequences])
-
-    def run(pieces: list[np.ndarray]) -> tuple[float, list[torch.Tensor]]:
-        counts = TrainedCounts(0, 0)
-        for piece in pieces:
-            counts += count_trained(trained[piece])
-        total, found = 0.0, {}
-        for piece in pieces:
-            width = int(lengths[piece].max()) + int(rng.integers(0, 4))
-            stacked = [torch.zeros(len(piece), width, dtype=torch.float64) for _ in range(3)]
-            mask = torch.zeros(len(piece), width, dtype=torch.bool)
-            for row, q in enumerate(piece):
-                mask[row, : lengths[q]] = sequences[q][0]
-                for to, values in zip(stacked, sequences[q][1:], strict=True):
-                    to[row, : lengths[q]] = values
-            logprobs, advantages, old = stacked
-            logprobs.requires_grad_()
-            losses = policy_loss(logprobs, torch.zeros_like(logprobs), LossFields(mask, advantages, old))
-            weights = torch.from_numpy(loss_weights(trained[piece], mode, counts))[:, None]
-            loss = (losses.loss * weights).sum()
-            loss.backward()
-            total += loss.item()
-            found |= {int(q): logprobs.grad[row, : lengths[q]] for row, q in enumerate(piece)}
-        return total, [found[q] for q in range(len(sequences))]
-
-    whole, gradients = run([np.arange(17)])
-    for _ in range(4):
-        cuts = np.sort(rng.choice(np.arange(1, 17), int(rng.integers(0, 9)), replace=False))
-        total, pieces = run(np.split(rng.permutation(17), cuts))
-        assert total == pytest.approx(whole, rel=1e-12)
-        for actual, expected in zip(pieces, gradients, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean"])
 def test_untrained_sequences_change_nothing(mode: str) -> None:
     alone, among = loss_weights([3, 5], mode), loss_weights([0, 3, 0, 0, 5, 0], mode)
     np.testing.assert_array_equal(among, [0, alone[0], 0, 0, alone[1], 0])
@@ -210,11 +141,6 @@ def test_untrained_sequences_change_nothing(mode: str) -> None:
     # With weights, too, a sequence without trained tokens is not counted.
     counts = count_trained(np.array([0, 3, 0, 5]), np.array([7.0, 0.5, 9.0, 2.0]))
     assert counts == TrainedCounts(8, 2, weighted_tokens=11.5, weighted_sequences=2.5)
-
-
-def test_unknown_mode_is_refused() -> None:
-    with pytest.raises(InputError, match="--loss-aggregation mean: choose from token-mean, sequence-mean"):
-        loss_weights([1], "mean")
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -13,14 +13,14 @@ from megatron_dta.core.config import ObjectiveConfig
 from megatron_dta.core.objectives.advantages import estimate_advantages
 from megatron_dta.core.objectives.fields import LossFields
 from megatron_dta.core.objectives.gae import generalized_advantages, received_rewards, token_rewards, whiten
-from megatron_dta.core.objectives.value import explained_variance, value_loss
+from megatron_dta.core.objectives.value import value_loss
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.rollouts.sample_granularity import cut_length, cut_turns
 
 CLIP = 0.1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_only_values_beyond_the_clip_count_as_clipped(seed):
     """In float32 many values within the clip have, by rounding, another loss with it than without."""
     rng = seed_all(seed)
@@ -51,8 +51,7 @@ def slow_advantages(rewards, values, mask, gamma, lam):
     return advantages
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.5, 0.0)])
+@pytest.mark.parametrize(("seed", "gamma", "lam"), [(0, 1.0, 0.95), (1, 0.9, 0.7), (2, 1.0, 1.0), (3, 0.5, 0.0)])
 def test_advantages_by_the_definition(seed, gamma, lam):
     rng = seed_all(seed)
     masks = [rng.random(rng.integers(1, 14)) < 0.6 for _ in range(7)]
@@ -93,7 +92,7 @@ def test_rewards_come_with_trained_tokens():
 
 
 @pytest.mark.parametrize("has_segment_rewards", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_cut_samples_receive_what_is_still_to_come(seed: int, has_segment_rewards: bool):
     """A turn, and what --seq-length leaves, have the advantages that their tokens have in the whole trajectory."""
     rng = seed_all(seed)
@@ -170,16 +169,3 @@ def test_equal_advantages_whiten_to_nothing():
     # A small spread is one, though.
     white = whiten([np.array([1e6, 1e6 + 1e-3])], [np.ones(2, bool)])
     np.testing.assert_allclose(white[0], [-(0.5**0.5), 0.5**0.5], rtol=1e-2)
-
-
-def test_explained_variance_by_the_definition():
-    rng = seed_all(4)
-    returns, values = rng.normal(size=50), rng.normal(size=50)
-    means = {
-        "return": returns.mean(),
-        "squared_return": (returns**2).mean(),
-        "value_error": (values - returns).mean(),
-        "squared_value_error": ((values - returns) ** 2).mean(),
-    }
-    assert explained_variance(means) == pytest.approx(1 - (returns - values).var() / returns.var())
-    assert explained_variance({**means, "return": 0.3, "squared_return": 0.3**2}) == 0

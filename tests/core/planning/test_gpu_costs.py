@@ -65,26 +65,6 @@ def test_tensor_parallelism_divides_work_but_not_launches_or_sums() -> None:
     assert single.seconds_per_pair == pytest.approx(whole.seconds_per_pair * H200.flops_16 / H200.flops_32)
 
 
-def test_context_ranks_divide_everything_but_launches_and_exchange() -> None:
-    whole, half = (gpu_cost_model(SHAPE, H200, LayerSplit(context_size=n), 4096) for n in (1, 2))
-    assert half.seconds_per_pair == whole.seconds_per_pair / 2
-    assert half.seconds_per_edge == whole.seconds_per_edge / 2
-    assert whole.seconds_per_token / 2 < half.seconds_per_token < 0.6 * whole.seconds_per_token
-    assert half.floor_seconds == whole.floor_seconds
-
-
-def test_a_correction_multiplies_each_pass() -> None:
-    model = CostModel(3.0, 5.0, 7.0, 11.0, 64, 0.25, 0.5, 0.75, 0.4)
-    found = CostCorrection(2.0, 3.0, 5.0, 7.0).apply(model)
-    counts = tuple(np.array([n]) for n in (13, 17, 19))
-    before, after = model.linear_seconds(*counts), found.linear_seconds(*counts)
-    assert after[0] == pytest.approx(2 * before[0])
-    assert after[1] == pytest.approx(5 * before[1])
-    assert found.floors == pytest.approx((3 * model.floors[0], 7 * model.floors[1]))
-    assert found.segment_tokens == 64
-    assert CostCorrection().apply(model) == model
-
-
 def measured_pass(rng: np.random.Generator, model: CostModel, stages: int, chunks: int, noise: float) -> MeasuredPass:
     """A pass whose ops took what ``model`` says, give or take ``noise``; recomputed backwards included."""
     num = 24

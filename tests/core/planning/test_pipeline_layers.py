@@ -36,11 +36,6 @@ def test_no_division_has_a_faster_slowest_rank(seed: int) -> None:
     assert max(rank_costs(found, ranks, *costs)) == pytest.approx(best, rel=1e-12)
 
 
-def test_the_output_layer_takes_the_place_of_layers() -> None:
-    """40 layers with logits worth 2.35 of them, on 4 stages."""
-    assert layers_per_stage(40, 4, 1.0, 2.35) == [10, 11, 11, 8]
-
-
 @pytest.mark.parametrize(
     ("layers", "message"),
     [

@@ -69,7 +69,7 @@ def run_with_rendezvous(
     return at
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_rendezvous_never_halts(seed: int) -> None:
     rng = seed_all(seed)
     for number in range(30):
@@ -92,29 +92,6 @@ def test_rendezvous_never_halts(seed: int) -> None:
         crossing = stages * chunks - 1 if stages > 1 else 0
         assert len(order) == len(set(order)) == directions * crossing * count
         assert run_with_rendezvous(schedule, programs, parents.tolist()) == [len(program) for program in programs]
-
-
-def test_order_follows_the_simulated_times() -> None:
-    """A message stands where its op ends, and its receiver's earlier ops are not held up by it."""
-    rng = seed_all(1)
-    parents, lengths = random_tree(rng, 40), rng.integers(1, 50, 40)
-    costs = random_costs(rng, 4, lengths)
-    schedule = plan_pipeline(parents, lengths, costs, 4)
-    timeline = simulate(schedule, parents, costs)
-    ends = {
-        (stage, op): (float(start), float(end))
-        for stage, ops in enumerate(schedule.ops)
-        for op, start, end in zip(ops, timeline.start[stage], timeline.end[stage], strict=True)
-    }
-    sent = [ends[m.sender, PipelineOp(m.kind, m.segment, 0)][1] for m in message_order(schedule, timeline)]
-    assert sent == sorted(sent)
-    for rank, program in enumerate(rank_programs(schedule, timeline)):
-        latest = 0.0
-        for entry in program:
-            if isinstance(entry, Message):
-                latest = max(latest, ends[entry.sender, PipelineOp(entry.kind, entry.segment, 0)][1])
-            else:
-                assert ends[rank, entry][0] >= latest, "an op stands behind a message that comes later"
 
 
 def test_the_model_of_execution_sees_a_halt() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.pipeline.bounds import makespan_bound
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.list_schedule import (
@@ -103,27 +101,6 @@ def test_unequal_costs_beat_the_static_schedule(shape: str) -> None:
     print(f"{shape}: static {np.mean(static) / ideal:.3f}, planned {np.mean(planned) / ideal:.3f} of the ideal")
     assert min(planned) >= 0.97 * ideal
     assert np.mean(static) < 0.9 * ideal
-
-
-def test_costs_of_segments() -> None:
-    model = CostModel(seconds_per_token=6.0, seconds_per_pair=7.0, seconds_per_edge=3.0)
-    model = replace(model, floor_seconds=108.0, forward_floor_share=1 / 3)
-    tokens, pairs, edges = np.array([10, 20]), np.array([1, 2]), np.array([0, 5])
-    costs = PipelineCosts.of_segments(model, tokens, pairs, edges, [1, 2, 1], np.array([False, True]))
-    total = 6.0 * tokens + 7.0 * pairs
-    forward = np.outer([0.25, 0.5, 0.25], 2.0 * tokens + 2.0 * pairs)
-    backward = np.outer([0.25, 0.5, 0.25], total) - forward
-    forward[2] += edges
-    backward[2] += 2.0 * edges
-    # The stages' parts of the floor are 9, 18, 9 forward, twice that backward: more than the first segment's.
-    least = np.array([9.0, 18.0, 9.0])
-    assert (forward[:, 0] < least).all()
-    assert (forward[:, 1] > least).all()
-    forward[:, 0], backward[:, 0] = least, 2 * least
-    backward[:, 1] += forward[:, 1]
-    np.testing.assert_allclose(costs.forward, forward)
-    np.testing.assert_allclose(costs.backward, backward)
-    np.testing.assert_allclose(costs.work, (forward + backward).sum(axis=1))
 
 
 def test_three_thousand_segments_on_eight_stages() -> None:

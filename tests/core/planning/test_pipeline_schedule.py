@@ -110,15 +110,6 @@ def test_schedules_that_cannot_run_are_refused(first: str, second: str, message:
         check_schedule(two_stages(first, second), [-1, 0])
 
 
-def test_other_refusals() -> None:
-    with pytest.raises(ValueError, match="1 of 2 stages"):
-        check_schedule(PipelineSchedule(2, 1, [[]]), [])
-    with pytest.raises(ValueError, match="preorder"):
-        backward_order([-1, -1, 0])
-    with pytest.raises(ValueError, match="costs are for 3 virtual stages and 2 segments"):
-        simulate(two_stages(GOOD, GOOD), [-1, 0], PipelineCosts.uniform(2, 3))
-
-
 PROGRAM = """
 import numpy as np
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts

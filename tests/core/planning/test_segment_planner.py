@@ -12,7 +12,6 @@ from conftest import rollout_file, seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.segments.cut import plan_segments
 from megatron_dta.core.planning.segments.plan import SegmentPlan, segment_parents
-from megatron_dta.core.planning.segments.subset_sum import fewest_wasted, least_wasteful, longest_within
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import PrefixTree, build_prefix_tree
 from segment_planner_cases import ROLLOUTS, random_sequences
@@ -190,18 +189,6 @@ def test_budget_below_the_longest_sequence_is_refused() -> None:
     assert plan_segments(tree, 4, 10).peak_in_flight_tokens == 10
 
 
-@pytest.mark.parametrize("segment_tokens", [0, -3])
-def test_segments_without_tokens_are_refused(segment_tokens: int) -> None:
-    with pytest.raises(InputError, match=f"--tree-segment-tokens {segment_tokens}"):
-        plan_segments(build_prefix_tree([np.arange(3, dtype=np.int32)]), segment_tokens)
-
-
-def test_empty_forest() -> None:
-    plan = plan_segments(build_prefix_tree([]), 8)
-    assert (plan.num_segments, plan.peak_in_flight_tokens, plan.depth, plan.fill) == (0, 0, 0, 1.0)
-    assert plan.segment_start.tolist() == [0]
-
-
 def comb(teeth: int) -> PrefixTree:
     """A path of 2 * teeth tokens with a side branch of one token at every second."""
     spine = np.zeros(2 * teeth, dtype=np.int32)
@@ -244,29 +231,3 @@ def test_very_deep_and_very_wide(shape: str, segment_tokens: int) -> None:
         if budget is None:
             assert plan.fill > 0.98
         np.testing.assert_array_equal(segment_parents(plan.tree, plan.segment_start), plan.segment_parent)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_runs_against_all_choices(seed: int) -> None:
-    rng = seed_all(seed)
-    for _ in range(100):
-        sizes = np.sort(rng.integers(1, 15, rng.integers(1, 7))).tolist()
-        capacity = int(rng.integers(1, 12))
-        room, limit = int(rng.integers(1, capacity + 1)), int(rng.integers(1, 32 * capacity))
-        totals = {sum(part) for count in range(1, len(sizes) + 1) for part in itertools.combinations(sizes, count)}
-        wasted = {total: (room - total) % capacity for total in totals if total <= limit}
-        tolerance = int(rng.integers(0, capacity))
-        good = [total for total, each in wasted.items() if each <= tolerance]
-        expected = {
-            fewest_wasted: min(wasted, key=lambda total: (wasted[total], total), default=None),
-            least_wasteful: min(wasted, key=lambda total: (wasted[total] / total, total), default=None),
-        }
-        for choose, total in expected.items():
-            run = choose(sizes, room, capacity, limit)
-            assert (run is None) == (total is None)
-            if run is not None:
-                assert sum(run.sizes) == total
-                assert run.wasted == wasted[total]
-                assert all(run.sizes.count(size) <= sizes.count(size) for size in run.sizes)
-        run = longest_within(sizes, room, capacity, limit, tolerance)
-        assert (sum(run.sizes) if run else None) == max(good, default=None)

@@ -11,7 +11,7 @@ from test_step_choice import EACH, shape_of
 
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.planning.costs.memory_budget import GIB, MemoryBudget, StageBytes
+from megatron_dta.core.planning.costs.memory_budget import StageBytes
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.core.planning.costs.state_bytes import StateBytes, StepStates
 from megatron_dta.core.planning.plan_step import plan_step
@@ -20,7 +20,6 @@ from megatron_dta.core.planning.segments.runs import SegmentRuns
 from megatron_dta.core.planning.step import choice as step_choice
 from megatron_dta.core.planning.step.passes import StepBudget, stage_chunks, stage_peak_bytes, state_slots
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.named import SHAPES
 from megatron_dta.core.tree import build_prefix_tree
 from segment_planner_cases import random_sequences
@@ -128,25 +127,3 @@ def test_bytes_of_a_stage_are_those_of_its_own_layers() -> None:
     assert recurrent.fixed == attention.fixed
     assert StateBytes.of_shape(shape, 2, layers=range(3, 4)) is None
     assert attention.kv_per_token_and_layer == 4 * whole.kv_per_token_and_layer
-
-
-def test_operations_and_parameters_of_a_hybrid() -> None:
-    shape = DecoderShape(
-        *(2, 8, 16, 2, 1, 4, 10),
-        qk_layernorm=True,
-        attention_output_gate=True,
-        linear_attention_layers=(True, False),
-        linear_key_head_dim=3,
-        linear_value_head_dim=5,
-        linear_num_key_heads=1,
-        linear_num_value_heads=2,
-    )
-    # Queries, keys and values of 3 + 3 + 10 channels, gates of 10, decay and strength of 2 heads; then the output.
-    assert shape.linear_attention_weights == 8 * (16 + 10 + 4) + 10 * 8
-    assert shape.attention_weights == 8 * (2 * 8 + 2 * 4) + 8 * 8
-    ffn, norms = 3 * 8 * 16, 2 * 8
-    assert shape.layer_parameters(0).dense == shape.linear_attention_weights + 4 * 16 + 4 + 5 + ffn + norms
-    assert shape.layer_parameters(1).dense == shape.attention_weights + ffn + norms + 2 * 4
-    assert shape.linear_token_operations == 6 * 2 * 3 * 5 + 2 * 4 * 16
-    assert shape.num_attention_layers == 1
-    assert MemoryBudget(1.0, (0.0,), (StageBytes(SegmentBytes.of_shape(shape, RankTensors(2))),)).available(0) < GIB

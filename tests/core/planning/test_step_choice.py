@@ -259,25 +259,6 @@ def test_without_a_limit_in_bytes_the_fastest_size_is_taken() -> None:
     assert usual.segments.num_segments == -(-usual.segments.tree.num_tokens // 2048)
 
 
-def test_predicted_seconds_by_hand() -> None:
-    shape = shape_of(None)
-    sample = TrainingSample(np.arange(10, dtype=np.int32), np.asarray([False] * 5 + [True] * 5))
-    step = plan_step([sample], "dta", StepBudget(4, None, 0), pipeline=shape)
-    assert step.segments.lengths.tolist() == [4, 4, 2]
-    pairs, edges = (10, 26, 19), (0, 4, 1)
-    forward = [n / 3 + p * 0.02 / 3.5 + e * 0.6 / 3 for n, p, e in zip((4, 4, 2), pairs, edges, strict=True)]
-    backward = [n * 2 / 3 + p * 0.02 * 2.5 / 3.5 + e * 0.4 for n, p, e in zip((4, 4, 2), pairs, edges, strict=True)]
-    shape = replace(shape, cost_model=replace(COSTS, floor_seconds=4.2, forward_floor_share=1 / 3))
-    longer = [max(f, 1.4) for f in forward], [max(b, 2.8) for b in backward]
-    assert longer != (forward, backward)
-    assert longer[0][1] == forward[1] > 1.4
-    # Every forward runs again but the last, whose backward follows at once.
-    assert predicted_seconds(step, shape) == pytest.approx(sum(longer[0][:2]) + sum(longer[0]) + sum(longer[1]))
-    staged = shape_of(None, stages=2)
-    step = plan_step([sample], "dta", StepBudget(4), pipeline=staged)
-    assert predicted_seconds(step, staged) == pytest.approx(step.training.timeline.makespan)
-
-
 @pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("activation_tokens", [0, 12])
 def test_no_forward_runs_again_right_after_itself(stages: int, chunks: int, activation_tokens: int) -> None:
@@ -306,13 +287,6 @@ def test_no_forward_runs_again_right_after_itself(stages: int, chunks: int, acti
             assert not kept[0].all()
     assert at_once > 10
     assert recomputed > 20
-
-
-def test_an_empty_step() -> None:
-    step = plan_step([], "dta", pipeline=shape_of(2000.0))
-    assert step.segments.num_segments == 0
-    with pytest.raises(InputError, match="GiB too small"):
-        plan_step([], "dta", pipeline=shape_of(-5.0))
 
 
 def test_a_real_set_in_the_memory_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
-from rollout_cases import GOOD_NPZ, assert_same, random_rollout
+from rollout_cases import GOOD_NPZ, random_rollout
 from rollouts_fuzz_cases import VALUES, damage
 
 VALUES += [[], {}, [[]], [0, 1], [0.0, -1.0], [False, True], ["x"], [None], {"token_ids": 1}, "1" * 300, "\n"]
@@ -52,8 +51,8 @@ def small_rollouts(seed: int) -> list[Rollout]:
     return [random_rollout(rng, length) for length in (2, 3, 9, 4)]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("form", [".jsonl", ".parquet", ".npz"])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("form", [".jsonl", ".npz"])
 def test_random_damage(tmp_path: Path, form: str, seed: int) -> None:
     path = tmp_path / f"r{form}"
     if form == ".npz":
@@ -63,7 +62,7 @@ def test_random_damage(tmp_path: Path, form: str, seed: int) -> None:
     assert damaged_files(path, seed, 150) > 75
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_json_values(tmp_path: Path, seed: int) -> None:
     """Valid JSON with wrong content: the row is named, and mostly the field."""
     path, rng = tmp_path / "r.jsonl", random.Random(seed)
@@ -85,51 +84,3 @@ def test_random_json_values(tmp_path: Path, seed: int) -> None:
         path.write_text("".join(json.dumps(record if i == row else other) + "\n" for i, other in enumerate(lines)))
         message = load_or_refuse(path)[1]
         assert not message or message.startswith(f"{path}: row {row + 1}: field '")
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_npz_values(tmp_path: Path, seed: int) -> None:
-    path, rng = tmp_path / "r.npz", seed_all(seed)
-    strange: list[Callable[[np.ndarray], np.ndarray]] = [
-        lambda a: a[:-1],
-        lambda a: np.append(a, a[-1:]),
-        lambda a: a[::-1],
-        lambda a: a.astype(np.float64) if a.dtype.kind in "iu" else a,
-        lambda a: a.astype(np.uint64) if a.dtype.kind in "iu" else a,
-        lambda a: a.reshape(1, -1),
-        lambda a: a[0],
-        lambda a: a.astype(str),
-        lambda a: a - 1 if a.dtype.kind != "U" else a,
-        lambda a: a * 0 if a.dtype.kind != "U" else a,
-        lambda a: np.full_like(a, np.iinfo(a.dtype).max) if a.dtype.kind in "iu" else a,
-        lambda a: a.astype(">i8") if a.dtype.kind in "iu" else a,
-    ]
-    refused = 0
-    for _ in range(150):
-        arrays = dict(GOOD_NPZ)
-        for name in rng.choice(list(arrays), int(rng.integers(1, 3))):
-            edited = strange[rng.integers(len(strange))](arrays[name])
-            arrays[name] = np.asarray(edited)
-            if arrays[name].ndim == 0:
-                break
-        np.savez(path, **arrays)
-        refused += bool(load_or_refuse(path)[1])
-    assert refused > 75
-
-
-def test_no_flipped_bit_of_a_parquet_file_changes_a_record(tmp_path: Path) -> None:
-    """Every page has its checksum: a damaged file is refused, or the damage is not in the data."""
-    path = tmp_path / "r.parquet"
-    rollouts = small_rollouts(7)
-    write_rollouts(path, rollouts)
-    expected = load_rollouts(path, sample_granularity="turn", vocab_size=2**31)
-    content, refused = path.read_bytes(), 0
-    rng = random.Random(7)
-    for at in range(0, len(content), 5):
-        path.write_bytes(content[:at] + bytes([content[at] ^ (1 << rng.randrange(8))]) + content[at + 1 :])
-        records, message = load_or_refuse(path)
-        refused += bool(message)
-        if not message:
-            for actual, before in zip(records, expected, strict=True):
-                assert_same(actual, before)
-    assert refused > len(content) / 5 / 4

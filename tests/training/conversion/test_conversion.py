@@ -26,8 +26,7 @@ from megatron_dta.training.checkpoint.save_load import load_weights
 from megatron_dta.training.checkpoint.writer import CheckpointWrite
 from megatron_dta.training.huggingface import convert
 from megatron_dta.training.huggingface import files as safetensors_files
-from megatron_dta.training.huggingface.mappings import ModelShape, parameters_of, tensors_of
-from megatron_dta.training.huggingface.parameters import Sharding
+from megatron_dta.training.huggingface.mappings import parameters_of
 from megatron_dta.training.huggingface.weights import HfWeights
 
 
@@ -197,52 +196,3 @@ def test_a_tied_output_weight_may_be_repeated(tmp_path: Path) -> None:
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
         to_megatron(source, tmp_path / "again")
-
-
-SHAPES = {
-    "LlamaForCausalLM": ModelShape(4, 32, 24, 8, 4, 6, 101),
-    "Qwen2ForCausalLM": ModelShape(2, 16, 48, 8, 8, 4, 64, untie_embeddings_and_output_weights=False),
-    "Qwen3MoeForCausalLM": ModelShape(
-        *(3, 16, 8, 8, 4, 4, 33),
-        num_experts=8,
-        moe_ffn_hidden_size=16,
-        moe_layers=(True, False, True),
-        make_vocab_size_divisible_by=8,
-    ),
-    "MixtralForCausalLM": ModelShape(
-        *(2, 16, 8, 4, 4, 4, 33), num_experts=4, moe_ffn_hidden_size=8, make_vocab_size_divisible_by=8
-    ),
-}
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("architecture", SHAPES)
-def test_ranks_cover_every_number_once(architecture: str, size: int) -> None:
-    """A slow twin: number all elements, hand out parts, count what comes back."""
-    shape = SHAPES[architecture]
-    parameters = parameters_of(architecture, shape)
-    counts = {name: torch.zeros(dims, dtype=torch.int64) for name, dims in tensors_of(parameters).items()}
-    for parameter in parameters:
-        whole = torch.arange(torch.Size(parameter.shape).numel()).reshape(parameter.shape)
-        split = parameter.split(whole)
-        for rank in range(size if parameter.sharding is not Sharding.WHOLE else 1):
-            part = parameter.part_of_rank(rank, size, shape.padded_vocab_size(size))
-            columns = slice(None) if part.columns is None else slice(*part.columns)
-            for copy in parameter.copies(part):
-                rows = slice(copy.tensor_row, copy.tensor_row + copy.rows)
-                block = (rows,) if part.columns is None else (rows, columns)
-                counts[copy.tensor][block] += 1
-                assert copy.row + copy.rows <= part.shape[0]
-        for name, values in split.items():
-            assert (counts[name] == 1).all(), name
-            assert values.shape == counts[name].shape
-        assert sorted(torch.cat([values.flatten() for values in split.values()]).tolist()) == list(range(whole.numel()))
-
-
-def test_head_groups_by_hand() -> None:
-    """Two groups of two queries: query, query, key, value, and again."""
-    shape = ModelShape(1, 3, 4, 4, 2, 1, 5, untie_embeddings_and_output_weights=False)
-    parameter = next(p for p in parameters_of("LlamaForCausalLM", shape) if "linear_qkv" in p.name)
-    split = parameter.split(torch.arange(8).reshape(8, 1).expand(8, 3))
-    rows = {name.split(".")[-2]: values[:, 0].tolist() for name, values in split.items()}
-    assert rows == {"q_proj": [0, 1, 4, 5], "k_proj": [2, 6], "v_proj": [3, 7]}

@@ -55,7 +55,7 @@ def test_files_that_name_it_keep_every_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"text_config": {"eos_token_id": 6}}, {"text_config": {"eos_token_id": 7}}),
+        ({"text_config": {}}, {"text_config": {"eos_token_id": 7}}),
         (
             {"eos_token_id": [6], "text_config": {"eos_token_id": 6}},
             {"eos_token_id": 7, "text_config": {"eos_token_id": 7}},
