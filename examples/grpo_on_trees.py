@@ -16,15 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.core.common.errors import run_entry_point
-from megatron_dta.core.config import ModelConfig, TreeConfig
-from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.model.build import build_model
-from megatron_dta.core.model.parallel.mesh import initialize_parallel
-from megatron_dta.core.objectives.advantages import group_advantages
-from megatron_dta.core.objectives.fields import LossFields, Objective, TokenLosses
-from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts.load import load_rollouts
+from megatron_dta.core import (
+    LossFields,
+    ModelConfig,
+    Objective,
+    TokenLosses,
+    TrainingSample,
+    TreeConfig,
+    TreeEngine,
+    build_model,
+    group_advantages,
+    initialize_parallel,
+    load_rollouts,
+    prepare_batch,
+    run_entry_point,
+)
 
 EXAMPLE = Path(__file__).with_name("rollouts.example.jsonl")
 

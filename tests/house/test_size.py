@@ -1,0 +1,75 @@
+"""Ceilings of lines and modules, of what a first day needs; and no circle of imports between files."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from conftest import REPOSITORY
+
+PACKAGE = REPOSITORY / "megatron_dta"
+MOST_LINES = {"megatron_dta/core": 20_000, "megatron_dta": 60_000, "kernels": 7_000, "tests": 42_000}
+MOST_MODULES = 16
+# Loaded by a loop with a dense model on one device, and files of plans that a step of it enters.
+FIRST_DAY_LINES, PLAN_FILES = 12_000, 8
+
+
+def lines(path: Path) -> int:
+    return path.read_text(encoding="utf-8").count("\n")
+
+
+def test_rings_are_below_their_ceilings():
+    sizes = {folder: sum(map(lines, (REPOSITORY / folder).rglob("*.py"))) for folder in MOST_LINES}
+    assert {folder: size for folder, size in sizes.items() if size > MOST_LINES[folder]} == {}
+    assert lines(REPOSITORY / "README.md") <= 130
+
+
+def test_folders_hold_few_modules():
+    counts = Counter(path.parent for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    assert {str(folder): count for folder, count in counts.items() if count > MOST_MODULES} == {}
+
+
+LOOP = """
+import sys
+sys.argv = ["grpo_on_trees.py", "--steps", "1"]
+import contextlib, runpy
+with contextlib.suppress(SystemExit):
+    runpy.run_path("examples/grpo_on_trees.py", run_name="__main__")
+print(*(module.__file__ for name, module in sys.modules.items() if name.startswith("megatron_dta")), sep="\\n")
+"""
+
+
+def test_a_dense_model_on_one_device_loads_little():
+    done = subprocess.run([sys.executable, "-c", LOOP], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    loaded = [Path(line) for line in done.stdout.splitlines() if line.startswith(str(PACKAGE))]
+    assert 5_000 < sum(map(lines, loaded)) <= FIRST_DAY_LINES
+    assert not [path for path in loaded if not path.is_relative_to(PACKAGE / "core") and path.parent != PACKAGE]
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports under ``TYPE_CHECKING`` and within functions count, too."""
+    files = {_module(path): path for path in PACKAGE.rglob("*.py")}
+    imports = {module: _imported(path, files) - {module} for module, path in files.items()}
+    while leaves := {module for module, others in imports.items() if not others & imports.keys()}:
+        for module in leaves:
+            del imports[module]
+    assert {module: sorted(others & imports.keys()) for module, others in imports.items()} == {}
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(path: Path, files: dict[str, Path]) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found.update(name if name in files else node.module for name in names)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return found & files.keys()
