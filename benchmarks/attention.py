@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_dta.core.common.quiet import quieten_libraries
+from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
@@ -43,7 +43,8 @@ from common.report import Report
 from dta_kernels.tree_attention.config import TreeAttentionConfig, default_config, padded_head_size
 from dta_kernels.tree_attention.plan import AttentionShape
 from megatron_dta.common.command_line import CommandLineParser, print_json
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import build_prefix_tree
 

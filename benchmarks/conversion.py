@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.training.huggingface.files import INDEX, lay_out, write_file
 from megatron_dta.training.huggingface.mappings import ModelShape, parameters_of, tensors_of
 

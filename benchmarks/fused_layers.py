@@ -23,7 +23,8 @@ from dta_kernels.layers import reference
 from dta_kernels.layers.rms_norm import rms_norm, rms_norm_again, rms_norm_partial_gradients
 from dta_kernels.layers.swiglu import swiglu, swiglu_into
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.training.config.derived.benchmark_model import MODELS
 
 DTYPE, EPS = torch.bfloat16, 1e-6

@@ -20,7 +20,8 @@ from attention import measure_gemm, milliseconds
 from common.report import Report
 from dta_kernels.experts.reference import PlainRows
 from megatron_dta.common.command_line import CommandLineParser, print_json
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 
 Calls = dict[str, dict[str, Callable[[], Any]]]
 

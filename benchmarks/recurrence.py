@@ -20,7 +20,8 @@ from common.report import Report
 from dta_kernels.recurrence import library, library_settings
 from dta_kernels.recurrence.contract import Runs
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 
 
 def measure(lengths: list[int], key_heads: int, value_heads: int, head_size: int) -> dict[str, Any]:

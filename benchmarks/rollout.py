@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.core.common.quiet import quieten_libraries
+from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
@@ -46,7 +46,8 @@ from common.engine import Setup, add_arguments, build_engine, build_setup, check
 from common.profile import profile_step
 from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser, print_json
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.tensor_sum import tensor_sum
 from megatron_dta.sampling.in_process.engine import InProcessEngine

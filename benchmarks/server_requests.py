@@ -26,7 +26,8 @@ import torch
 
 from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.extras.servers.engine import HttpEngine
 from megatron_dta.extras.servers.http_client import HttpSettings
 from megatron_dta.extras.servers.vllm import VllmProtocol

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.core.common.quiet import quieten_libraries
+from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which tells what is not installed
 
@@ -36,7 +36,8 @@ from common.profile import profile_step
 from common.report import Report
 from common.training_step import EngineOptions, StepTimer, compared
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_output, print_json
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig, TreeConfig
 from megatron_dta.core.engine import StepResult
 from megatron_dta.core.planning.pipeline.timeline import (

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.common.console import Console
-from megatron_dta.core.common.errors import run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.core.tree import PrefixTree, build_prefix_tree
 
 VOCAB_SIZE = 151_936

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from megatron_dta.core.common.quiet import quieten_libraries
+from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
@@ -37,8 +37,9 @@ from common.report import Report
 from common.vllm_server import vllm_server
 from common.weight_receiver import byte_sum
 from megatron_dta.common.command_line import CommandLineParser
+from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.common.http.replies import parse_json
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.parallel.mesh import initialize_parallel

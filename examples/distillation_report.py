@@ -11,7 +11,8 @@ from pathlib import Path
 import matplotlib
 
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

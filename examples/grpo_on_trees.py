@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.core import (
     LossFields,
     ModelConfig,
@@ -29,7 +30,6 @@ from megatron_dta.core import (
     initialize_parallel,
     load_rollouts,
     prepare_batch,
-    run_entry_point,
 )
 
 EXAMPLE = Path(__file__).with_name("rollouts.example.jsonl")

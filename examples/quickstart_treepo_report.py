@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.training.monitor.metrics import read_metrics
 
 BEFORE, AFTER = 0.3, 0.8

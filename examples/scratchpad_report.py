@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.common.measurement import measured_on
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.common.files import replacing
 from megatron_dta.training.monitor.metrics import read_metrics
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.core.common.errors import run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate

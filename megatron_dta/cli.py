@@ -7,7 +7,8 @@ import importlib
 import sys
 
 import megatron_dta
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 
 COMMANDS = {
     "train": "train a model on sampled or stored rollouts",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from megatron_dta.core.common.errors import run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
 
 if TYPE_CHECKING:
     from megatron_dta.common.console import Console

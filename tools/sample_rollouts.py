@@ -1,7 +1,7 @@
 """Runs ``megatron-dta sample-rollouts`` from a checkout."""
 
 from megatron_dta.commands.sample_rollouts import main
-from megatron_dta.core.common.errors import run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
 
 if __name__ == "__main__":
     run_entry_point(main)

@@ -17,7 +17,6 @@ from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.core.shapes.decoder import DecoderShape
-from megatron_dta.core.shapes.named import SHAPES
 from megatron_dta.sampling.in_process.cache_size import state_bytes
 from megatron_dta.sampling.in_process.cuda_graphs import bucket, why_not_captured
 from megatron_dta.sampling.in_process.drafting import Drafting
@@ -25,6 +24,7 @@ from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEng
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.training.config.derived.benchmark_model import settings_of
+from megatron_dta.training.config.derived.named_shapes import SHAPES
 
 # "tiny" and "tiny-moe" are for trying things on a laptop.
 MODELS = {

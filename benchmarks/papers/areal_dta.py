@@ -28,13 +28,14 @@ import torch
 from matplotlib.axes import Axes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron_dta.core.common.quiet import quieten_libraries
+from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
 from common.training_step import StepTimer
 from megatron_dta.common.command_line import check_at_least
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.rollouts.load import load_rollouts

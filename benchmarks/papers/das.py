@@ -21,12 +21,13 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from megatron_dta.core.common.quiet import quieten_libraries
+from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
 from megatron_dta.common.command_line import check_at_least
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 from papers.das_parts import tasks as das_tasks
 from papers.das_parts.replays import ABLATIONS, History, live_history, replay_all, stored_history
 from papers.das_parts.runs import (

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from megatron_dta.common.command_line import json_text
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.common.files import replacing
 
 _PROGRESS_SECONDS = 15.0

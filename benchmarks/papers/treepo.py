@@ -25,13 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.core.common.quiet import quieten_libraries
+from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from megatron_dta.common.command_line import check_at_least
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 from papers.processes import Job, Processes
 from papers.tables import PaperReport, paper_parser
 from papers.training import METRICS, TASK, make_data, train, training_progress

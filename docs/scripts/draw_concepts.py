@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.core.common.errors import run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.core.common.files import replacing
 from megatron_dta.core.planning.segments.cut import SegmentPlan, plan_segments
 from megatron_dta.core.planning.segments.schedule import OpKind, depth_first_schedule

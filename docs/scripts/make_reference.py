@@ -18,7 +18,8 @@ from typing import Any, get_type_hints
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_dta.common.command_line import CommandLineParser
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.common.files import replacing
 from megatron_dta.core.config.options import flag_of
 from megatron_dta.training.arguments import build_parser

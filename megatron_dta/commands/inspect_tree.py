@@ -32,8 +32,8 @@ from megatron_dta.core.planning.segments.cut import plan_segments
 from megatron_dta.core.planning.segments.plan import SegmentPlan
 from megatron_dta.core.planning.segments.runs import SegmentRuns
 from megatron_dta.core.rollouts.load import load_chosen_rollouts
-from megatron_dta.core.shapes.named import SHAPES
 from megatron_dta.core.tree import TreeStatistics, build_prefix_tree, tree_statistics
+from megatron_dta.training.config.derived.named_shapes import SHAPES
 
 HYBRIDS = sorted(name for name, shape in SHAPES.items() if shape.linear_attention_layers)
 SEGMENT_TOKENS = 2048  # TreeConfig's default; importing it would import torch, which is slower than this command.

@@ -26,7 +26,6 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.partition.divide import trained_parts
 from megatron_dta.core.rollouts.load import load_chosen_rollouts
 from megatron_dta.core.shapes.decoder import DecoderShape
-from megatron_dta.core.shapes.named import SHAPES
 from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import PRESETS, Cluster
 from megatron_dta.extras.capacity.memory import DTYPE_BYTES, StateSettings
@@ -37,6 +36,7 @@ from megatron_dta.extras.capacity.sequences import made_up_sequences
 from megatron_dta.extras.capacity.settings import HELP, read_args_file, read_hf_config
 from megatron_dta.extras.capacity.step_time import mesh_costs
 from megatron_dta.extras.capacity.work import StepWork
+from megatron_dta.training.config.derived.named_shapes import SHAPES
 
 SHAPE_FLAGS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),

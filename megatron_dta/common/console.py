@@ -11,7 +11,7 @@ from typing import Any
 import rich.console
 from rich.text import Text
 
-from megatron_dta.core.common.secrets import redacted
+from megatron_dta.common.secrets import redacted
 
 
 class Console(rich.console.Console):  # noqa: TID251

@@ -8,7 +8,7 @@ A name is imported from the module that defines it when it is used first, so tha
 import importlib
 
 _MODULES = {
-    "common.errors": ("InputError", "run_entry_point"),
+    "common.errors": ("InputError",),
     "config": ("CriticConfig", "ModelConfig", "ObjectiveConfig", "ParallelConfig", "TreeConfig"),
     "engine": ("StepPart", "StepResult", "TokenOutputs", "TreeBatch", "TreeEngine", "prepare_batch"),
     "model.build": ("build_model", "build_stock_model"),

@@ -21,7 +21,6 @@ import numpy as np
 
 from megatron_dta.common.keyed_random import Domain
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts.batch_source import RolloutError
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.interface import (
     ENGINE_COUNTS,
@@ -32,6 +31,7 @@ from megatron_dta.sampling.interface import (
     check_request,
 )
 from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.sources.batch_source import RolloutError
 
 
 class ReplayEngine(RolloutEngine):

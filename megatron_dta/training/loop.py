@@ -30,8 +30,8 @@ from megatron_dta.core.engine import StepResult, TreeBatch, TreeEngine
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.core.objectives.fields import Objective
 from megatron_dta.core.planning.pipeline.timeline import beside_plan, write_timelines
-from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.core.rollouts.paths import decoded_tokens
+from megatron_dta.sampling.sources.batch_source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.training.autotune import Autotuner
 from megatron_dta.training.checkpoint.best import BestCheckpoint, better_checkpoint
 from megatron_dta.training.checkpoint.save_load import CheckpointSaver

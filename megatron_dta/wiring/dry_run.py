@@ -24,7 +24,6 @@ import torch
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
-from megatron_dta.core.config.derived.lora_sizes import adapter_parameters
 from megatron_dta.core.objectives.fields import Objective
 from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.costs.memory_budget import GIB
@@ -47,6 +46,7 @@ from megatron_dta.training.checkpoint.integrity import check_parts, refuse_forei
 from megatron_dta.training.checkpoint.reader import read_common
 from megatron_dta.training.checkpoint.save_load import check_continues, check_weights
 from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.config.derived.lora_sizes import adapter_parameters
 from megatron_dta.training.config.distillation import is_address
 from megatron_dta.training.data.stored import StoredRollouts, load_files
 from megatron_dta.training.huggingface.config.config import architecture, read_hf_config

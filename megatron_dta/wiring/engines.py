@@ -8,7 +8,7 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.extras.servers.engine import HttpEngine
 from megatron_dta.extras.servers.http_client import HttpClient, HttpSettings, checked_urls
-from megatron_dta.extras.servers.routing import RoutingShape
+from megatron_dta.extras.servers.protocol import RoutingShape
 from megatron_dta.extras.servers.sglang import SglangProtocol
 from megatron_dta.extras.servers.vllm import VllmProtocol
 from megatron_dta.extras.servers.weights.groups import group_opener

@@ -23,10 +23,10 @@ from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_paral
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.core.objectives.fields import Objective
 from megatron_dta.core.objectives.registry import make_objective
-from megatron_dta.core.rollouts.batch_source import Evaluation
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.kv_offload.copy_speed import check_copies, copy_rate
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+from megatron_dta.sampling.sources.batch_source import Evaluation
 from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.autotune import Autotuner, build_autotuner
 from megatron_dta.training.checkpoint.files import remove_leftovers, required_checkpoint, starting_point

@@ -17,7 +17,6 @@ from dataclasses import replace
 
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.staged_model import Model
-from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutSource, SampledSource
 from megatron_dta.extras.agents.service import AgentService
 from megatron_dta.extras.agents.source import AgentEvaluation, AgentSource
 from megatron_dta.extras.servers.engine import HttpEngine
@@ -28,6 +27,7 @@ from megatron_dta.extras.servers.weights.send import rollout_weights
 from megatron_dta.sampling.in_process.pass_costs import measure_passes
 from megatron_dta.sampling.interface import RolloutEngine
 from megatron_dta.sampling.replay import ReplayEngine
+from megatron_dta.sampling.sources.batch_source import Evaluation, RolloutSource, SampledSource
 from megatron_dta.sampling.sources.filters import FilteringSource, OverSamplingSource
 from megatron_dta.sampling.sources.independent import SamplingEvaluation, SamplingSource, sampling_params
 from megatron_dta.sampling.sources.rank0_source import Rank0Evaluation, Rank0Source

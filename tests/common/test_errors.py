@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
 
 
 def ending(main: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dta.core.common.secrets import redacted
+from megatron_dta.common.secrets import redacted
 from megatron_dta.training.arguments import parse_settings
 from megatron_dta.training.config.train import settings_by_flag
 

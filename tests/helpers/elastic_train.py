@@ -9,7 +9,7 @@ import sys
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megatron_dta.core.common.errors import run_entry_point
+from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.train import main
 
 

@@ -13,12 +13,12 @@ from blank_tokenizer import blank_tokenizer
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
-from megatron_dta.core.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.config import EnvironmentConfig
 from megatron_dta.sampling.environment import EnvironmentRunner, load_environment
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer, NullTokenizer
 from megatron_dta.sampling.rewards.registry import load_reward_function
+from megatron_dta.sampling.sources.batch_source import RolloutError
 from megatron_dta.sampling.task import build_task
 from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler

@@ -14,11 +14,11 @@ import pytest
 from conftest import seed_all
 from megatron_dta.common import slow_calls
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.rewards import server_reward
 from megatron_dta.sampling.rewards.registry import load_reward_function
 from megatron_dta.sampling.rewards.scoring import Response, Scorer
 from megatron_dta.sampling.rewards.server_reward import RemoteReward
+from megatron_dta.sampling.sources.batch_source import RolloutError
 from megatron_dta.training.arguments import parse_arguments
 from one_reward import compute_reward
 from reward_server import RewardServer

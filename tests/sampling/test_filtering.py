@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from megatron_dta.core.rollouts.batch_source import SampledSource
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.config import FilterConfig
+from megatron_dta.sampling.sources.batch_source import SampledSource
 from megatron_dta.sampling.sources.filters import FilteringSource, shape_reward
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.config import TrainConfig

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dta.common.rows import field_names, read_rows
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.core.rollouts.rows import field_names, read_rows
 from megatron_dta.sampling.prompts.text_rollouts import holds_text
 
 ROWS = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "ä", "response": None}]

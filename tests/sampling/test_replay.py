@@ -7,11 +7,11 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.common.keyed_random import Domain
-from megatron_dta.core.rollouts.batch_source import RolloutError
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.interface import FinishReason, GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.replay import ReplayEngine
+from megatron_dta.sampling.sources.batch_source import RolloutError
 from megatron_dta.sampling.sources.rank0_source import pack_rollout, unpack_rollout
 
 VOCABULARY = 37

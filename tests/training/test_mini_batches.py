@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.planning.partition.mini_batches import cut_mini_batches
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.training.data.mini_batches import cut_mini_batches
 from megatron_dta.training.data.step import split_groups
 from mesh_trainer_cases import OWN, SHARDED, train_on_rank
 from mesh_worker import run_on_ranks

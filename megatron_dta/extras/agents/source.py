@@ -21,7 +21,6 @@ import numpy as np
 
 from megatron_dta.core.common.files import replacing
 from megatron_dta.core.model.parallel.mesh import current_mesh
-from megatron_dta.core.rollouts.batch_source import RolloutError
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.agents.gateway.records import SessionSizes, context_of, session_record, session_rollouts
 from megatron_dta.extras.agents.gateway.session import Session
@@ -34,6 +33,7 @@ from megatron_dta.sampling.prompts.continuation import whole_text
 from megatron_dta.sampling.prompts.load import Prompt
 from megatron_dta.sampling.rewards.registry import Response
 from megatron_dta.sampling.rewards.scoring import counted
+from megatron_dta.sampling.sources.batch_source import RolloutError
 from megatron_dta.sampling.sources.independent import HeldOutEvaluation, PromptSource
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.training.config import TrainConfig

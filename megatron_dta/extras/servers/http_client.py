@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from megatron_dta.common.http.replies import RefusedError, TimedOutError, TransientFailureError, parse_json
 from megatron_dta.common.http.session import HttpSession, Limits, http_parts
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts.batch_source import RolloutError
+from megatron_dta.sampling.sources.batch_source import RolloutError
 
 API_KEY_VARIABLE = "ROLLOUT_SERVER_API_KEY"
 

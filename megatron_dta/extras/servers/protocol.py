@@ -22,7 +22,6 @@ import numpy as np
 
 from megatron_dta.common.http.replies import TransientFailureError, field_of, list_of, shown
 from megatron_dta.extras.servers.http_client import Server, ServerError
-from megatron_dta.extras.servers.routing import RoutingShape
 from megatron_dta.extras.servers.weights.groups import GroupOpener, Meeting, group_opener
 from megatron_dta.sampling.host_weights import Bucket
 from megatron_dta.sampling.interface import GenerationRequest
@@ -37,6 +36,30 @@ NEUTRAL_SAMPLING = {
 
 # Maximum bytes of a reply per token, and for the rest of it.
 _TOKEN_BYTES, _OTHER_BYTES = 256, 1 << 20
+
+
+# Bytes of the largest integers that servers send.
+INTEGER_BYTES = 8
+
+
+@dataclass(frozen=True)
+class RoutingShape:
+    """The experts that a reply lists for each token.
+
+    Attributes:
+        moe_layers: whether each layer of the model has experts.
+        topk: experts of each token in a layer.
+        num_experts: experts of a layer.
+    """
+
+    moe_layers: tuple[bool, ...]
+    topk: int
+    num_experts: int
+
+    @property
+    def most_text_bytes(self) -> int:
+        """Maximum number of characters of a reply for a token."""
+        return 2 * INTEGER_BYTES * len(self.moe_layers) * self.topk
 
 
 @dataclass(frozen=True)

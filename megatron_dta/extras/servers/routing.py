@@ -9,43 +9,17 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_dta.common.http.replies import TransientFailureError
 from megatron_dta.extras.servers.http_client import ServerError
-
-if TYPE_CHECKING:
-    from megatron_dta.extras.servers.protocol import Asked, Piece
-
-# Bytes of the largest integers that servers send.
-_INTEGER_BYTES = 8
+from megatron_dta.extras.servers.protocol import Asked, Piece
 
 
 class RoutingError(ServerError):
     """A server returns no experts, or those of another model."""
-
-
-@dataclass(frozen=True)
-class RoutingShape:
-    """The experts that a reply lists for each token.
-
-    Attributes:
-        moe_layers: whether each layer of the model has experts.
-        topk: experts of each token in a layer.
-        num_experts: experts of a layer.
-    """
-
-    moe_layers: tuple[bool, ...]
-    topk: int
-    num_experts: int
-
-    @property
-    def most_text_bytes(self) -> int:
-        """Maximum number of characters of a reply for a token."""
-        return 2 * _INTEGER_BYTES * len(self.moe_layers) * self.topk
 
 
 def array_of(text: str | None, name: str) -> np.ndarray | None:

@@ -19,8 +19,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.common.keyed_random import Domain, keyed_permutation
-from megatron_dta.core.common.errors import InputError, run_entry_point
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.prompts.load import Prompt, prompts_at

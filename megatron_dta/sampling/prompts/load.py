@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.common.keyed_random import keyed_permutation
+from megatron_dta.common.rows import named_value, read_rows, value_at
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts.rows import named_value, read_rows, value_at
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.messages import without_fillers
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer, checked_ids, encode_field

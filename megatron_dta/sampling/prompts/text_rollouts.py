@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dta.common.rows import field_names, named_value, read_rows, value_at
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.lines import data_suffix
 from megatron_dta.core.rollouts.record import Rollout
-from megatron_dta.core.rollouts.rows import field_names, named_value, read_rows, value_at
 from megatron_dta.core.rollouts.sample_granularity import cut_length
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.continuation import encode_after

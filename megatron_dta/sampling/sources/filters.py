@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.core.rollouts.batch_source import SampledSource, WrappedSource
 from megatron_dta.core.rollouts.paths import decoded_tokens
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.config.run import SampledRun
+from megatron_dta.sampling.sources.batch_source import SampledSource, WrappedSource
 
 
 class FilteringSource(WrappedSource):

@@ -17,7 +17,6 @@ import numpy as np
 
 from megatron_dta.common.keyed_random import Domain
 from megatron_dta.core.model.parallel.mesh import current_mesh
-from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutError, SampledSource
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.config import SamplingConfig
 from megatron_dta.sampling.evaluation import pass_rates
@@ -26,6 +25,7 @@ from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt, prompts_at
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.rewards.scoring import counted
+from megatron_dta.sampling.sources.batch_source import Evaluation, RolloutError, SampledSource
 from megatron_dta.sampling.task import SamplingTask
 
 

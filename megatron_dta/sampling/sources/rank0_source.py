@@ -22,11 +22,11 @@ import torch
 from megatron_dta.common.futures import in_daemon_thread
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.parallel.mesh import alone, current_mesh
-from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.host_weights import HostWeights
 from megatron_dta.sampling.interface import RolloutEngine
 from megatron_dta.sampling.replay import ReplayEngine
+from megatron_dta.sampling.sources.batch_source import Evaluation, RolloutError, RolloutSource
 
 _WAIT_S, _STOP_S = 1.0, 10.0
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from megatron_dta.core.model.parallel.mesh import current_mesh
-from megatron_dta.core.rollouts.batch_source import RolloutSource, WrappedSource
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
+from megatron_dta.sampling.sources.batch_source import RolloutSource, WrappedSource
 
 _STATE = "speculation"
 

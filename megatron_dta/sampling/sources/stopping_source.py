@@ -7,9 +7,9 @@ therefore a metric of every step, with and without speculation.
 from __future__ import annotations
 
 from megatron_dta.core.model.parallel.mesh import current_mesh
-from megatron_dta.core.rollouts.batch_source import RolloutSource, WrappedSource
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.in_process.engine import InProcessEngine
+from megatron_dta.sampling.sources.batch_source import RolloutSource, WrappedSource
 
 
 class StoppingSource(WrappedSource):

@@ -15,7 +15,6 @@ import numpy as np
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.parallel.mesh import current_mesh
-from megatron_dta.core.rollouts.batch_source import RolloutError
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.config.run import SampledRun
 from megatron_dta.sampling.environment import EnvironmentRunner, load_environment
@@ -24,6 +23,7 @@ from megatron_dta.sampling.interface import RolloutEngine
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt
 from megatron_dta.sampling.rewards.scoring import counted
+from megatron_dta.sampling.sources.batch_source import RolloutError
 from megatron_dta.sampling.sources.independent import HeldOutEvaluation, PromptSource
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.records import tree_rollouts

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from megatron_dta.core.common.secrets import redacted_values
+from megatron_dta.common.secrets import redacted_values
 from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.core.config.objective import CriticConfig, ObjectiveConfig
 from megatron_dta.core.config.options import flag_of

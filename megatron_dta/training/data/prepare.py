@@ -28,7 +28,6 @@ from megatron_dta.core.objectives.fields import Objective
 from megatron_dta.core.objectives.gae import generalized_advantages, received_rewards, whiten
 from megatron_dta.core.objectives.policy import reward_kl
 from megatron_dta.core.objectives.weights import trajectory_names, trajectory_shares
-from megatron_dta.core.planning.step.ownership import first_owners
 from megatron_dta.core.planning.step.routing_replay import (
     agree_on_routing,
     keys_by_routing,
@@ -39,6 +38,7 @@ from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.data.ownership import first_owners
 from megatron_dta.training.data.rejection import select_rollouts
 from megatron_dta.training.data.step import StepSamples, known_paths, rollout_statistics, split_groups
 from megatron_dta.training.teachers import Teachers

@@ -19,12 +19,12 @@ from megatron_dta.core.config import ObjectiveConfig, TreeConfig
 from megatron_dta.core.engine import StepPart, TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.core.objectives.weights import count_trained
 from megatron_dta.core.planning.costs.model import CostModel
-from megatron_dta.core.planning.partition.mini_batches import cut_mini_batches
 from megatron_dta.core.planning.step.sample import FIELDS, TrainingSample
 from megatron_dta.core.rollouts.paths import decoded_tokens, tree_paths
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.tree.known_paths import KnownPath
 from megatron_dta.training.data.division import partition_samples
+from megatron_dta.training.data.mini_batches import cut_mini_batches
 
 # Groups share a few tokens by chance. A batch is regrouped only if that saves at least this fraction of the work.
 LEAST_SAVING = 0.01

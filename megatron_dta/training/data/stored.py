@@ -18,11 +18,11 @@ from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.objectives.fields import Objective
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts.batch_source import Evaluation, RolloutSource
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.prompts.text_rollouts import TextReader, holds_text
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer, build_tokenizer
+from megatron_dta.sampling.sources.batch_source import Evaluation, RolloutSource
 from megatron_dta.sampling.task import chat_template
 from megatron_dta.training.config import TrainConfig
 

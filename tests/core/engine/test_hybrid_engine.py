@@ -11,7 +11,6 @@ import torch
 from conftest import seed_all
 from hybrid_cases import EXPERTS, HYBRID, spread
 from lora_cases import LORA, is_adapter, lora_weights
-from megatron_dta.core.config.derived.lora_sizes import adapter_parameters
 from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.model.build import build_model

@@ -182,7 +182,7 @@ def first_paths(samples) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
 def test_only_the_first_path_trains_a_shared_token(case, aggregation):
-    from megatron_dta.core.planning.step.ownership import first_owners
+    from megatron_dta.training.data.ownership import first_owners
 
     model, weights, samples = case
     owned = first_paths(samples)

@@ -15,7 +15,7 @@ from megatron_dta.core.planning.costs.gpus import LayerSplit, gpu_cost_model, gp
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
-from megatron_dta.core.shapes.named import SHAPES
+from megatron_dta.training.config.derived.named_shapes import SHAPES
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 H200, _ = gpu_named("NVIDIA H200")

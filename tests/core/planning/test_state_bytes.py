@@ -20,8 +20,8 @@ from megatron_dta.core.planning.segments.runs import SegmentRuns
 from megatron_dta.core.planning.step import choice as step_choice
 from megatron_dta.core.planning.step.passes import StepBudget, stage_chunks, stage_peak_bytes, state_slots
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.shapes.named import SHAPES
 from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.training.config.derived.named_shapes import SHAPES
 from segment_planner_cases import random_sequences
 
 STATES = StateBytes(open_fork=90.0, exit=30.0, state=8.0)

@@ -28,8 +28,8 @@ from megatron_dta.core.planning.step.evaluate import evaluate_plan
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget, stage_peak_bytes
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.core.shapes.named import SHAPES
 from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.training.config.derived.named_shapes import SHAPES
 from pipeline_cases import random_tree
 from segment_planner_cases import random_sequences
 

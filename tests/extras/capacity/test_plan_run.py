@@ -21,7 +21,6 @@ from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.planning.step.plan import StepPlan
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.shapes.decoder import DecoderShape, RankParameters
-from megatron_dta.core.shapes.named import SHAPES
 from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.extras.capacity.cluster import PRESETS, Cluster
@@ -33,6 +32,7 @@ from megatron_dta.extras.capacity.step_time import mesh_costs, send_seconds, sta
 from megatron_dta.extras.capacity.work import StepWork
 from megatron_dta.training.config import OptimizationConfig
 from megatron_dta.training.config.derived.benchmark_model import settings_of
+from megatron_dta.training.config.derived.named_shapes import SHAPES
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 SMALL = DecoderShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)

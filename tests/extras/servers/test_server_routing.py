@@ -8,7 +8,8 @@ import pytest
 from http_engine_cases import KINDS, PARAMS, Setup
 from megatron_dta.common.http.replies import TransientFailureError
 from megatron_dta.extras.servers.http_client import ServerError
-from megatron_dta.extras.servers.routing import RoutingShape, array_of, integers_of
+from megatron_dta.extras.servers.protocol import RoutingShape
+from megatron_dta.extras.servers.routing import array_of, integers_of
 from megatron_dta.sampling.interface import generate
 from megatron_dta.sampling.prompts.load import Prompt
 from megatron_dta.sampling.sources.independent import to_rollout

@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from conftest import REPOSITORY
-from megatron_dta.core.common.quiet import quieten_libraries
+from megatron_dta.common.quiet import quieten_libraries
 
 
 def test_imports_say_nothing() -> None:

@@ -46,13 +46,13 @@ def plan_forest(
     Raises:
         InputError: a sequence is longer than a pack, or no plan fits the budget.
     """
-    from megatron_dta.core.planning.pipeline.segments import plan_pipeline_segments, tokens_of_floor
-
     if tree_mode == "packed":
         return plan_packs(sequences, budget.segment_tokens)
     tree = build_forest(sequences, tree_mode, paths)
     if pipeline is None or pipeline.num_stages == 1:
         return plan_segments(tree, budget.segment_tokens, budget.memory_tokens)
+    from megatron_dta.core.planning.pipeline.segments import plan_pipeline_segments, tokens_of_floor
+
     return plan_pipeline_segments(
         tree,
         budget.segment_tokens,

@@ -35,12 +35,12 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.core.model.parallel.mesh import alone
-from megatron_dta.core.rollouts.batch_source import RolloutError
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.servers.stream.begun_group import BegunGroup
 from megatron_dta.extras.servers.stream.group_sampler import GroupSampler
 from megatron_dta.sampling.host_weights import HostWeights
 from megatron_dta.sampling.interface import GenerationResult
+from megatron_dta.sampling.sources.batch_source import RolloutError
 
 _POLL_S = 0.05
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.core.shapes.decoder import DecoderShape
-from megatron_dta.core.shapes.named import SHAPES
+from megatron_dta.training.config.derived.named_shapes import SHAPES
 
 # The tiny shapes are for trying things on a laptop; their vocabulary size follows from the data.
 TINY = {
