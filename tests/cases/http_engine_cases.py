@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from megatron_dta.extras.servers.engine import HttpEngine
 from megatron_dta.extras.servers.http_client import HttpSettings
-from megatron_dta.extras.servers.routing import RoutingShape
+from megatron_dta.extras.servers.protocol import RoutingShape
 from megatron_dta.extras.servers.sglang import SglangProtocol
 from megatron_dta.extras.servers.vllm import VllmProtocol
 from megatron_dta.extras.servers.weights.groups import GroupOpener

@@ -16,6 +16,7 @@ from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.hybrid.segment_states import SegmentPathStates
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from megatron_dta.training.config.derived.lora_sizes import adapter_parameters
 from tree_engine_cases import (
     GRPO,
     TEMPERATURE,
