@@ -11,7 +11,7 @@ from pathlib import Path
 from conftest import REPOSITORY
 
 PACKAGE = REPOSITORY / "megatron_dta"
-MOST_LINES = {"megatron_dta/core": 20_000, "megatron_dta": 60_000, "kernels": 7_000, "tests": 42_000}
+MOST_LINES = {"megatron_dta/core": 20_000, "megatron_dta": 61_500, "kernels": 7_000, "tests": 46_500}
 MOST_MODULES = 16
 # Loaded by a loop with a dense model on one device, and files of plans that a step of it enters.
 FIRST_DAY_LINES, PLAN_FILES = 12_000, 8

@@ -122,10 +122,9 @@ class SegmentBytes:
 
         A fused layer keeps its input, the mixed queries, keys and values, attention's output and log-sum-exp, the
         residual stream behind attention, the output of the first feed-forward product, and the statistics of two
-        norms; it recomputes everything else. Layers of plain modules keep the inputs of each of their operations, in
-        float32 if a norm computes in float32; the largest case over all norms and activation functions is counted.
-        In addition, a layer's backward needs about the gradients of everything that a fused layer keeps, at once. A
-        layer that runs as a single function (one tensor rank with gradient buffers) frees each as soon as it is used.
+        norms. Layers of plain modules keep the inputs of each of their operations, in float32 if a norm computes in it;
+        the largest case is counted. A layer's backward also needs about the gradients of everything that a fused layer
+        keeps, at once, unless it runs as a single function (one tensor rank with gradient buffers).
 
         Args:
             shape: the decoder; its experts must run as grouped products on the kernels.
