@@ -39,7 +39,7 @@ class Critic:
     def __init__(self, config: TrainConfig, model: Model) -> None:
         settings = config.optimization
         lr = settings.lr if config.critic.critic_lr is None else config.critic.critic_lr
-        own = replace(settings, lr=lr, min_lr=min(settings.min_lr, lr), lr_warmup_init=min(settings.lr_warmup_init, lr))
+        own = replace(settings, lr=lr, min_lr=min(settings.min_lr, lr))
         self.model, self.optimizer = model, TrainingOptimizer(model, own, config.parallel)
         self.engine = TreeEngine(
             self.optimizer.chunks,

@@ -39,10 +39,9 @@ from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.critic import Critic
 from megatron_dta.training.data.prepare import SamplePreparation
 from megatron_dta.training.data.saved_rollouts import RolloutFiles
-from megatron_dta.training.data.step import STALENESS, StepSamples, pack_steps, unpack_steps
+from megatron_dta.training.data.step import StepSamples, pack_steps, unpack_steps
 from megatron_dta.training.huggingface.save import save_hf
 from megatron_dta.training.monitor.console import RunConsole
-from megatron_dta.training.monitor.guard import Guard, GuardState
 from megatron_dta.training.monitor.metrics import TIMING, MetricsLog
 from megatron_dta.training.monitor.rollout_samples import RolloutSamples
 from megatron_dta.training.monitor.step_metrics import Stopwatch, step_sizes, step_timing
@@ -55,6 +54,10 @@ from megatron_dta.training.teachers import Teachers
 _MAX_EMPTY_BATCHES = 20
 
 
+# Steps between timelines.
+TIMELINE_INTERVAL = 100
+
+
 @dataclass
 class Progress:
     """The position of the loop and its memory of earlier steps.
@@ -63,7 +66,6 @@ class Progress:
         iteration: number of completed optimizer steps.
         rollout_batches: number of rollout batches sampled or read.
         waiting: steps that are prepared but not trained yet.
-        guard: gradient norms and alarms that the guard has recorded.
         best: the best checkpoint so far, if the run selects one.
         inputs: digests of the files that the run reads, see ``checkpoint.inputs``.
     """
@@ -71,7 +73,6 @@ class Progress:
     iteration: int = 0
     rollout_batches: int = 0
     waiting: list[StepSamples] = field(default_factory=list)
-    guard: GuardState = field(default_factory=GuardState)
     best: BestCheckpoint | None = None
     inputs: dict[str, str] = field(default_factory=dict)
 
@@ -79,14 +80,13 @@ class Progress:
         """Everything except the iteration, which a checkpoint stores separately, as plain values and tensors."""
         best = {} if self.best is None else {"best": asdict(self.best)}
         state = {"rollout_batches": self.rollout_batches, "waiting": pack_steps(self.waiting), "inputs": self.inputs}
-        return state | {"guard": asdict(self.guard)} | best
+        return state | best
 
     @classmethod
     def from_state_dict(cls, iteration: int, state: dict[str, Any]) -> Progress:
         """Restore the progress from a checkpoint."""
-        guard, waiting = GuardState(**state["guard"]), unpack_steps(state["waiting"])
         best = BestCheckpoint(**state["best"]) if "best" in state else None
-        return cls(iteration, state["rollout_batches"], waiting, guard, best, state["inputs"])
+        return cls(iteration, state["rollout_batches"], unpack_steps(state["waiting"]), best, state["inputs"])
 
 
 @dataclass
@@ -124,7 +124,6 @@ class Trainer:
             # The best checkpoint so far belongs to another run's folder.
             self.progress.best = None
         self.checkpoints.set_best(self.progress.best)
-        self.guard = Guard(self.config, self.progress.guard, self.output.warn)
         self.watchdog = Watchdog(self.engine.mesh, self.config.parallel.timeout.total_seconds())
 
     def run(self) -> None:
@@ -143,9 +142,6 @@ class Trainer:
             self._report_start()
         while self.progress.iteration < self.config.optimization.train_iters and not self._stops():
             self._report(self._step())
-            if self.guard.must_stop:
-                self.checkpoints.finish()
-                raise InputError(f"after step {self.progress.iteration}: {self.guard.must_stop}")
             self.checkpoints.poll()
             interval, best = self.config.checkpoint.save_interval, self.progress.best
             is_best = best is not None and best.iteration == self.progress.iteration
@@ -195,7 +191,7 @@ class Trainer:
             **step.statistics,
             "rollout_batch_step": step.age,
             **trained,
-            **self._check(trained, step),
+            **_probability_ratio(trained),
             **sizes,
             TIMING: step_timing(watch, sizes, sampled, self.engine.mesh) | self.source.timing(),
         }
@@ -255,7 +251,7 @@ class Trainer:
         result = self._forward_backward(step, watch)
         loss = float(result.loss)
         with watch.measure("update"):
-            outcome = self.optimizer.step(loss, self.guard.skip_above)
+            outcome = self.optimizer.step(loss)
         is_finite = math.isfinite(loss) and math.isfinite(outcome.grad_norm)
         self._finite, self._infinite = self._finite + is_finite, self._infinite + (not is_finite)
         if self._is_timed(number) and self.engine.mesh.rank == 0:
@@ -293,20 +289,10 @@ class Trainer:
             torch.cuda.empty_cache()
             self._forget_plans(step)
 
-    def _check(self, trained: dict[str, Any], step: StepSamples) -> dict[str, Any]:
-        """Run the guard's checks on the step and return their metrics."""
-        record: dict[str, Any] = {}
-        if "grad_norm" in trained:
-            record |= self.guard.check_norm(self.progress.iteration, trained["grad_norm"])
-        if "sampler_logprob_gap" in trained:
-            fresh = step.statistics.get(STALENESS, step.age) == 0
-            record |= self.guard.check_sampler(self.progress.iteration, trained["sampler_logprob_gap"], fresh)
-        return record
-
     def _is_timed(self, iteration: int) -> bool:
         """Whether to record this step's timeline. The second step is the first one without one-time preparation."""
         logging = self.config.logging
-        return logging.timeline_dir is not None and (iteration == 2 or iteration % logging.timeline_interval == 0)
+        return logging.timeline_dir is not None and (iteration == 2 or iteration % TIMELINE_INTERVAL == 0)
 
     def _stopwatch(self, iteration: int) -> Stopwatch:
         return Stopwatch(lambda name: self.watchdog.enter(f"'{name}' of step {iteration}"))
@@ -362,3 +348,8 @@ class Trainer:
         self.watchdog.enter("saving in Hugging Face's form")
         path = save_hf(self.config, self.model, self.progress.iteration, self.end_id)
         self.output.print(f"saved {path}")
+
+
+def _probability_ratio(trained: dict[str, Any]) -> dict[str, float]:
+    gap = trained.get("sampler_logprob_gap")
+    return {} if gap is None else {"sampler_probability_ratio": math.exp(min(gap, 700.0))}

@@ -249,12 +249,13 @@ def build_loaded_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Pa
 
 
 def with_known_sizes(config: TrainConfig, task: SamplingTask | None) -> TrainConfig:
-    """Fill in the vocabulary size from the tokenizer and the loss length from the response length if not given."""
+    """Fill in the vocabulary size from the tokenizer and the loss length from the longest sequence."""
     if config.model.vocab_size is None:
         tokenizer = task.tokenizer if task is not None else stored_tokenizer(config)
         config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
     if config.objective.loss_aggregation == "sequence-sum" and config.objective.loss_length is None:
-        length = float(config.sampling.rollout_max_response_len)
+        stored = config.data.seq_length or config.model.max_position_embeddings
+        length = float(stored if config.data.rollouts else config.sampling.rollout_max_response_len)
         config = replace(config, objective=replace(config.objective, loss_length=length))
     return config
 

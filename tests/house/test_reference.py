@@ -21,8 +21,8 @@ TASK = (
 )
 RUNS = {
     "grpo": f"{TASK} --eval-interval 1 --rollout-speculation das --rollout-stop-degenerate --use-tis "
-    "--old-logprobs recompute --kl-loss-coef 0.1 --kl-coef 0.1 --sampler-mismatch-alarm 1.1 "
-    "--grad-norm-outlier-factor 3 --dynamic-sampling --overlong-buffer-len 2 --num-steps-per-rollout 2",
+    "--old-logprobs recompute --kl-loss-coef 0.1 --kl-coef 0.1 "
+    "--dynamic-sampling --overlong-buffer-len 2 --num-steps-per-rollout 2",
     "ppo": f"{TASK} --objective ppo --over-sampling-batch-size 6",
     "treepo": f"{TASK} --rollout-method treepo --treepo-segment-length 1",
     "experts": f"{TASK} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.01 "

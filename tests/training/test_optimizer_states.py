@@ -25,7 +25,7 @@ from megatron_dta.training.config.checks.optimizer_states import check_state_sup
 from megatron_dta.training.optimizer.build import _put_beside_parameters
 from optimizer_states_cases import MODEL, RATES, SHARDED, Run
 
-OFFLOAD = replace(RATES, use_precision_aware_optimizer=True, optimizer_cpu_offload=True, no_pin_cpu_grads=True)
+OFFLOAD = replace(RATES, use_precision_aware_optimizer=True, optimizer_cpu_offload=True)
 _MODEL = "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --vocab-size 37"
 BASE = shlex.split(f"{_MODEL} --rollouts x.jsonl --global-batch-size 2")
 AWARE = ["--bf16", "--use-distributed-optimizer", "--use-precision-aware-optimizer"]

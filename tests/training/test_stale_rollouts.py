@@ -29,7 +29,7 @@ def test_stale_rollouts_train_by_decoupled_ppo(runs: Runs) -> None:
         f"--train-iters 6 --rollout-weights-dir {runs.folder / 'w'} --rollout-max-staleness 3 "
         "--num-steps-per-rollout 3 --old-logprobs recompute --use-tis --tis-mode mask --tis-clip 20 "
         "--tis-clip-low 1e-6 --eps-clip 0.01 --lr 1e-3 "
-        f"--sampler-mismatch-alarm 1.0001 --metrics-file {runs.folder / 'metrics.jsonl'}"
+        f"--metrics-file {runs.folder / 'metrics.jsonl'}"
     )
     train, prepare = trainer._train_policy, trainer.preparation.prepare
     weights: list[float] = []
@@ -66,7 +66,5 @@ def test_stale_rollouts_train_by_decoupled_ppo(runs: Runs) -> None:
     rows = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
     assert min(weights) > 0
     assert max(weights) > 0.01
-    # The sampler is compared with the trainer only where both have the same weights.
     assert len(rows) == len(weights) == 6
-    assert [("sampler_mismatch_alarm" in row) for row in rows] == [row["rollout_staleness"] == 0 for row in rows]
     assert max(row["rollout_staleness"] for row in rows) > 1

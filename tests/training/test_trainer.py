@@ -127,8 +127,6 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
     write_rollouts(tmp_path / "r.jsonl", make_rollouts(seed_all(7), 4, 2))
     common = f"--rollouts {tmp_path}/r.jsonl --global-batch-size 4"
     first, second, empty = tmp_path / "first", tmp_path / "second", tmp_path / "empty"
-    with pytest.raises(InputError, match="--exit-on-missing-checkpoint asks for one"):
-        make_trainer(f"{common} --save {first} --exit-on-missing-checkpoint")
     with pytest.raises(InputError, match=r"--load .*empty: holds no checkpoint"):
         make_trainer(f"{common} --load {empty} --save {first}")
     with pytest.raises(InputError, match=r"--ref-load .*empty: holds no checkpoint"):

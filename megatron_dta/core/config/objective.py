@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_dta.core.config.options import option
+from megatron_dta.core.config.options import NO_FLAG, option
 
 ADVANTAGE_ESTIMATORS = (
     *("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
@@ -52,9 +52,6 @@ class ObjectiveConfig:
         "reinforce_plus_plus, per response for the others.",
         minimum=0,
     )
-    kl_reward_type: str = option(
-        "k1", "Estimator of the KL divergence in the reward.", choices=("k1", "k2", "k3"), needs="kl_coef"
-    )
     offload_reference: bool = option(
         False,
         "Keep the reference model in host memory, and on the device only while it computes logprobs.",
@@ -71,9 +68,9 @@ class ObjectiveConfig:
     )
     loss_length: float | None = option(
         None,
-        "Constant length for sequence-sum (default when sampling: --rollout-max-response-len).",
+        "Constant length for sequence-sum: --rollout-max-response-len, or of stored rollouts --seq-length.",
         above=0,
-        needs="loss_aggregation=sequence-sum",
+        flag=NO_FLAG,
     )
     shared_token_ownership: str = option(
         "every-path",
@@ -99,18 +96,6 @@ class ObjectiveConfig:
     )
     tis_clip: float = tis_option(2.0, "Upper bound of the importance ratio.", above=0)
     tis_clip_low: float = tis_option(0.0, "Lower bound of the importance ratio.", minimum=0)
-    sampler_mismatch_alarm: float | None = policy_option(
-        None,
-        "Warn when exp(mean |trainer's - sampler's logprob|) on the weights that sampled exceeds this value, such as "
-        "1.05.",
-        above=1,
-    )
-    sampler_mismatch_stop: int | None = option(
-        None,
-        "End the run without saving after this many consecutive alarms.",
-        minimum=1,
-        needs="sampler_mismatch_alarm",
-    )
     dpo_beta: float = dpo_option(0.1, "Scale of DPO's implicit reward.", above=0)
     dpo_label_smoothing: float = dpo_option(
         0.0, "Assumed probability that the preference of a pair is wrong.", minimum=0, maximum=0.5

@@ -91,7 +91,7 @@ def loss_weights(
         denominators = trained_tokens.astype(np.float64) * sequences
     elif mode == "sequence-sum":
         if constant_length is None or not constant_length > 0:
-            raise InputError(f"--loss-aggregation sequence-sum needs --loss-length above 0, got {constant_length}")
+            raise InputError(f"--loss-aggregation sequence-sum needs a length above 0, got {constant_length}")
         denominators = np.full(len(trained_tokens), constant_length * sequences, np.float64)
     else:
         raise InputError(f"--loss-aggregation {mode}: choose from {', '.join(AGGREGATIONS)}")

@@ -62,7 +62,7 @@ def report_html(run: RunFiles, most_prompts: int = 3, prompt: str | None = None)
         Section("Time", "no times were recorded", speed),
         Section("Pipeline", "no timelines; train with --timeline-dir DIR", charts.timeline_charts(run)),
         Section("Balance of data-parallel ranks", "one data-parallel rank has nothing to balance", balance),
-        Section("Sampler and trainer", "the sampler's logprobs were not compared", mismatch, _alarms(run)),
+        Section("Sampler and trainer", "the sampler's logprobs were not compared", mismatch),
         Section("Failures", "none were counted", metric_charts(records, charts.FAILURE_CHARTS)),
         Section("Drafts", "nothing was drafted; train with --rollout-speculation das", drafts),
     ]
@@ -160,9 +160,3 @@ def _sessions(run: RunFiles, most_prompts: int, prompt: str | None) -> Section:
         if session.group_id in names:
             section.sessions.append((session.title, session.calls))
     return section
-
-
-def _alarms(run: RunFiles) -> str:
-    steps = [record["iteration"] for record in run.records if record.get("sampler_mismatch_alarm")]
-    shown = ", ".join(map(str, steps[:20])) + (" ..." if len(steps) > 20 else "")
-    return f"{len(steps)} alarms (--sampler-mismatch-alarm), at steps {shown}." if steps else ""

@@ -138,16 +138,15 @@ def _megatron_optimizer(optimizer: McoreOptimizerConfig) -> dict[str, Any]:
         raise _refused("optim.optimizer", optimizer.optimizer, "use adam")
     if optimizer.weight_decay_incr_style != "constant":
         raise _refused("optim.weight_decay_incr_style", optimizer.weight_decay_incr_style, "use constant")
+    if optimizer.lr_warmup_init:
+        raise _refused("optim.lr_warmup_init", optimizer.lr_warmup_init, "the warm-up starts at 0; leave it out")
     if optimizer.use_checkpoint_opt_param_scheduler:
         raise _refused("optim.use_checkpoint_opt_param_scheduler", True, "the settings decide; set it to False")
     style = {"inverse_square_root": "inverse-square-root"}.get(optimizer.lr_decay_style, optimizer.lr_decay_style)
     named = {
         "min_lr": optimizer.min_lr,
-        "lr_warmup_init": optimizer.lr_warmup_init,
         "lr_decay_style": style,
         "lr_decay_iters": optimizer.lr_decay_steps,
-        "lr_wsd_decay_style": optimizer.lr_wsd_decay_style,
-        "lr_wsd_decay_iters": optimizer.lr_wsd_decay_steps,
         "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer,
         "main_grads_dtype": optimizer.main_grads_dtype,
         "exp_avg_dtype": optimizer.exp_avg_dtype,

@@ -72,7 +72,5 @@ def better_checkpoint(
 
 
 def lower_is_better(settings: CheckpointConfig) -> bool:
-    """Whether lower values are better, by ``--best-checkpoint-mode`` or else by the metric's name."""
-    if settings.best_checkpoint_mode is None:
-        return (settings.keep_best_checkpoint or "").endswith("loss")
-    return settings.best_checkpoint_mode == "min"
+    """Whether lower values are better: those of losses."""
+    return (settings.keep_best_checkpoint or "").endswith("loss")

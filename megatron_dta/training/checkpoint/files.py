@@ -64,7 +64,7 @@ def starting_point(settings: CheckpointConfig) -> tuple[Path | None, bool]:
     """The checkpoint to start from, or None, and whether the run continues the checkpoint's run.
 
     Raises:
-        InputError: ``--load`` holds no checkpoint, or the run must continue one and there is none.
+        InputError: ``--load`` holds no checkpoint.
     """
     save, load = settings.save, settings.load
     own = find_checkpoint(save) if save is not None else None
@@ -77,8 +77,6 @@ def starting_point(settings: CheckpointConfig) -> tuple[Path | None, bool]:
     same_folder = load is not None and save is not None and Path(load).resolve() == Path(save).resolve()
     if load is not None and not same_folder:
         raise InputError(f"--load {load}: holds no checkpoint")
-    if settings.exit_on_missing_checkpoint:
-        raise InputError(f"--save {save}: holds no checkpoint, and --exit-on-missing-checkpoint asks for one")
     return None, False
 
 

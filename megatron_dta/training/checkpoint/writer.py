@@ -6,7 +6,7 @@
     3. The ranks agree that all have written. Each reads its own files again for their checksums. Rank 0 adds the
        metadata and the checksums of all files and renames the folder.
 
-With ``fully_parallel`` (``--ckpt-fully-parallel-save``), the data-parallel ranks divide replicated shards by size, with
+With ``fully_parallel``, the data-parallel ranks divide replicated shards by size, with
 Megatron's own distribution; without it the first of them writes these shards. The checkpoint's content is the same.
 
 An error on one rank ends the save on all ranks, and the temporary folder is deleted. Planning and agreement are

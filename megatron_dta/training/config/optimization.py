@@ -21,7 +21,7 @@ class OptimizationConfig:
     lr: float = option(1e-6, "Maximum learning rate.", minimum=0)
     min_lr: float = option(0.0, "Minimum learning rate of the decay.", minimum=0, needs="lr_decay_style!=constant")
     lr_decay_style: str = option(
-        "constant", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+        "constant", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root")
     )
     lr_decay_iters: int | None = option(
         None,
@@ -30,38 +30,11 @@ class OptimizationConfig:
         needs="lr_decay_style!=constant",
     )
     lr_warmup_iters: int = option(0, "Steps of linear warm-up.", minimum=0)
-    lr_warmup_init: float = option(
-        0.0, "Learning rate at the start of the warm-up.", minimum=0, needs="lr_warmup_iters"
-    )
-    lr_wsd_decay_style: str = option(
-        "exponential",
-        "Shape of the final decay of WSD.",
-        choices=("exponential", "linear", "cosine", "minus_sqrt"),
-        needs="lr_decay_style=WSD",
-    )
-    lr_wsd_decay_iters: int | None = option(
-        None, "Steps of the final decay of WSD.", minimum=1, needs="lr_decay_style=WSD"
-    )
     weight_decay: float = option(0.01, "Weight decay; not applied to biases and norms.", minimum=0)
     adam_beta1: float = option(0.9, "Decay of Adam's first moment.", minimum=0, maximum=1)
     adam_beta2: float = option(0.999, "Decay of Adam's second moment.", minimum=0, maximum=1)
     adam_eps: float = option(1e-8, "Epsilon of Adam.", above=0)
     clip_grad: float = option(1.0, "Clip the gradient to this norm; 0 disables clipping.", minimum=0)
-    grad_norm_outlier_factor: float | None = option(
-        None,
-        "A gradient norm above this multiple of the median of recent steps is an outlier, for example 10 (default: no"
-        " check).",
-        above=1,
-    )
-    grad_norm_outlier_window: int = option(
-        100, "Number of recent steps over which the median is taken.", minimum=10, needs="grad_norm_outlier_factor"
-    )
-    grad_norm_outlier_action: str = option(
-        "warn",
-        "Report outliers and train on them (warn), or report and skip them (skip).",
-        choices=("warn", "skip"),
-        needs="grad_norm_outlier_factor",
-    )
     use_precision_aware_optimizer: bool = option(
         False,
         "Keep optimizer states in the dtypes below; needs --use-distributed-optimizer, --bf16, and either Transformer"
@@ -84,8 +57,6 @@ class OptimizationConfig:
     overlap_cpu_optimizer_d2h_h2d: bool = offload_option(
         False, "Copy gradients and weights between GPU and host while the host updates other parameters."
     )
-    no_pin_cpu_grads: bool = offload_option(False, "Do not pin the host memory of gradients.")
-    no_pin_cpu_params: bool = offload_option(False, "Do not pin the host memory of weights.")
     seed: int = option(1234, "Seed of the initial weights, the order of the data, and sampling.", minimum=0)
     deterministic_mode: bool = option(
         False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_dta.core.config.options import option
+from megatron_dta.core.config.options import NO_FLAG, option
 
 save_option = partial(option, needs="save")
 
@@ -25,7 +25,9 @@ class CheckpointConfig:
         False, "Write checkpoints in the background during training; a checkpoint counts once it is complete."
     )
     ckpt_fully_parallel_save: bool | None = save_option(
-        True, "Let all data-parallel ranks write parts of their replicated state, instead of the first rank all of it."
+        True,
+        "Let all data-parallel ranks write parts of their replicated state, instead of the first rank all of it.",
+        flag=NO_FLAG,
     )
     keep_checkpoints: int | None = save_option(
         None, "Number of newest checkpoints kept in --save (default: all).", minimum=1
@@ -36,12 +38,6 @@ class CheckpointConfig:
         "delete the best checkpoint.",
         needs=("eval_interval", "save"),
     )
-    best_checkpoint_mode: str | None = option(
-        None,
-        "Whether larger or smaller values are better (default: min for metrics whose name ends in loss, else max).",
-        choices=("max", "min"),
-        needs="keep_best_checkpoint",
-    )
     finetune: bool = option(
         False, "Load only the weights from --load; optimizer, step and random state start afresh.", needs="load"
     )
@@ -49,9 +45,6 @@ class CheckpointConfig:
         False,
         "Load checkpoints without comparing their files with the saved checksums, also from folders that other users "
         "may write to.",
-    )
-    exit_on_missing_checkpoint: bool = option(
-        False, "Stop if neither --save nor --load contains a checkpoint.", needs="save or load"
     )
     hf_checkpoint: str | None = option(
         None,
@@ -70,21 +63,14 @@ class CheckpointConfig:
     )
     ref_load: str | None = option(
         None,
-        "Checkpoint of the KL reference model, in place of --ref-model.",
-        needs="kl_loss_coef or kl_coef or objective=dpo",
-    )
-    ref_model: str | None = option(
-        None,
-        "KL reference model: the weights from which this run started (initial), or the frozen weights under the "
-        "adapters of --lora-rank, without a copy (base) (default: base with --lora-rank, else initial).",
-        choices=("initial", "base"),
+        "Checkpoint of the KL reference model (default: the frozen weights under the adapters of --lora-rank, or a "
+        "copy of the weights from which this run started).",
         needs="kl_loss_coef or kl_coef or objective=dpo",
     )
 
     def reference_is_base(self, has_adapters: bool) -> bool:
         """Whether the KL reference model is the policy without its adapters."""
-        default = "base" if has_adapters else "initial"
-        return self.ref_load is None and (self.ref_model or default) == "base"
+        return self.ref_load is None and has_adapters
 
 
 @dataclass
@@ -109,9 +95,6 @@ class LoggingConfig:
         None,
         "Folder for timelines of the segments that each pipeline stage ran, planned and measured: traces for the "
         "report, Perfetto and chrome://tracing.",
-    )
-    timeline_interval: int = option(
-        100, "Steps between timelines; the second step always writes one.", minimum=1, needs="timeline_dir"
     )
     save_rollouts_interval: int | None = save_option(
         None,

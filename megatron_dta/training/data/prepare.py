@@ -233,7 +233,7 @@ class SamplePreparation:
         if not settings.kl_coef:
             return None
         return [
-            np.where(rollout.loss_mask, settings.kl_coef * reward_kl(old, ref, settings.kl_reward_type), 0.0)
+            np.where(rollout.loss_mask, settings.kl_coef * reward_kl(old, ref, "k1"), 0.0)
             for rollout, old, ref in zip(rollouts, found["old_logprobs"], found["ref_logprobs"], strict=True)
         ]
 

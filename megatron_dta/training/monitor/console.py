@@ -54,7 +54,7 @@ class RunConsole:
         self._clock.tick(is_step=iteration > 0)
         if self._metrics is None and not self._console.quiet:
             self._kept.append(record)
-        if record.get("skipped") and not record.get("grad_norm_outlier"):
+        if record.get("skipped"):
             self.warn(
                 f"step {iteration}: skipped, the weights are unchanged: the loss is {record['loss']}, "
                 f"the gradient norm {record['grad_norm']}"

@@ -15,9 +15,7 @@ METRICS: dict[str, dict[str, str]] = {
         "loss": "the minimized loss, normalized by one denominator over all ranks",
         "grad_norm": "norm of the whole gradient before clipping",
         "learning_rate": "learning rate of the step",
-        "skipped": "whether the weights were left unchanged: loss or gradient not finite, or an outlier",
-        "grad_norm_outlier": "whether the norm was above --grad-norm-outlier-factor times the median",
-        "grad_norm_outliers": "number of outlier steps so far",
+        "skipped": "whether the weights were left unchanged: loss or gradient not finite",
         "rollout_batch_step": "optimizer steps since the rollout batch was sampled",
     },
     "Rollouts": {
@@ -110,8 +108,6 @@ METRICS: dict[str, dict[str, str]] = {
         "sampler_logprob_gap": "mean |trainer's - sampler's logprob| over trained tokens",
         "sampler_logprob_gap_max": "largest |trainer's - sampler's logprob|",
         "sampler_probability_ratio": "exp(sampler_logprob_gap); 1 if sampler and trainer agree",
-        "sampler_mismatch_alarm": "whether the ratio exceeds --sampler-mismatch-alarm, on the weights that sampled",
-        "sampler_mismatch_alarms": "number of alarms so far",
     },
     "Trees and segments": {
         "routing_replaced": "fraction of the sampler's expert choices that were replaced by those of another rollout "

@@ -87,12 +87,11 @@ class TrainingOptimizer:
         """
         finalize_model_grads(self.chunks)
 
-    def step(self, loss: float, skip_above: float | None = None, advance_schedule: bool = True) -> StepOutcome:
+    def step(self, loss: float, advance_schedule: bool = True) -> StepOutcome:
         """Reduce, check, clip and apply the gradients of all backward passes since ``zero_grad``.
 
         Args:
             loss: the loss of these passes; the step is skipped if it is not finite.
-            skip_above: the step is skipped if the gradient norm is above this value.
             advance_schedule: False leaves the learning rate to ``schedule.step``, which the caller then calls.
         """
         biases = [bias for chunk in self.chunks for name, bias in chunk.named_buffers() if name.endswith("expert_bias")]
@@ -101,7 +100,7 @@ class TrainingOptimizer:
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         learning_rate = self.learning_rate
-        applied = math.isfinite(loss) and math.isfinite(grad_norm) and (skip_above is None or grad_norm <= skip_above)
+        applied = math.isfinite(loss) and math.isfinite(grad_norm)
         if applied:
             # Megatron's step prepares the gradients and computes the norm again, with the same result. Both are done
             # above because Megatron's step cannot be skipped on a NaN.
@@ -317,8 +316,8 @@ def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype, i
         optimizer_cpu_offload=settings.optimizer_cpu_offload,
         optimizer_offload_fraction=settings.optimizer_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=settings.overlap_cpu_optimizer_d2h_h2d,
-        pin_cpu_grads=not settings.no_pin_cpu_grads,
-        pin_cpu_params=not settings.no_pin_cpu_params,
+        pin_cpu_grads=torch.cuda.is_available(),
+        pin_cpu_params=torch.cuda.is_available(),
         use_distributed_optimizer=is_distributed,
     )
     # Store whole master weights. Megatron would otherwise store only the 16 bits that a bfloat16 weight lacks, which
@@ -336,7 +335,7 @@ def _schedule(optimizer: Any, settings: OptimizationConfig) -> OptimizerParamSch
     """The learning-rate schedule, in one of Megatron's decay styles. The weight decay is constant."""
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=settings.lr_warmup_init,
+        init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         lr_warmup_steps=settings.lr_warmup_iters,
@@ -349,6 +348,4 @@ def _schedule(optimizer: Any, settings: OptimizationConfig) -> OptimizerParamSch
         # The command line decides, not the checkpoint: a run may be continued with another rate.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
-        wsd_decay_steps=settings.lr_wsd_decay_iters,
-        lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )

@@ -53,7 +53,7 @@ def test_folders_that_cannot_be_written_are_told(tmp_path: Path) -> None:
         "--save": "--save {}",
         "--metrics-file": "--metrics-file {}/metrics.jsonl",
         "--tensorboard-dir": "--tensorboard-dir {}",
-        "--timeline-dir": "--timeline-dir {} --timeline-interval 1",
+        "--timeline-dir": "--timeline-dir {}",
     }.items():
         folder = tmp_path / name.strip("-")
         folder.mkdir()

@@ -8,8 +8,7 @@ from conftest import REPOSITORY, seed_all
 from forked import run_python
 
 # What is remembered of the steps before, and written beside checkpoints.
-OUTLIERS = ["--grad-norm-outlier-factor", "2", "--grad-norm-outlier-action", "skip"]
-KEPT = ["--keep-best-checkpoint", "eval_reward", *OUTLIERS]
+KEPT = ["--keep-best-checkpoint", "eval_reward"]
 
 
 def kill(folder: Path, *options: str) -> str:

@@ -99,7 +99,6 @@ def save_metrics(folder: Path, rng: np.random.Generator) -> None:
             "tokens": 300 + step,
             "unique_tokens": 100,
             "sampler_logprob_gap": 10.0 ** -int(rng.integers(1, 7)),
-            "sampler_mismatch_alarm": step in (7, 9),
             "skipped": step == 5,
             HOSTILE: 1.0,
             "timing": {"collect_seconds": 0.5, "train_seconds": max(seconds), "rank_train_seconds": seconds},
@@ -176,7 +175,6 @@ def test_a_browser_shows_the_page_and_loads_nothing(page: Path) -> None:
             charts: boxes(document, 'figure svg'), labels: boxes(document, 'figure svg text')};""",
     )
     assert "Not in this run" in shown["titles"]
-    assert "2 alarms (--sampler-mismatch-alarm), at steps 7, 9." in shown["text"]
     assert shown["width"] <= 1250
     assert len(shown["charts"]) > 6
     assert all(right - left > 500 for _, left, right, *_ in shown["charts"])

@@ -121,7 +121,6 @@ BAD = [
     (f"{SAMPLED} --global-batch-size 7", "--global-batch-size 7"),
     (f"{SAMPLED} --min-lr 1", "--min-lr 1.0 is above --lr"),
     (f"{SAMPLED} --lr-warmup-iters 100", "--lr-warmup-iters 100 must be below"),
-    (f"{SAMPLED} --lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
 ]
 
 

@@ -184,15 +184,11 @@ def _check_schedule(config: TrainConfig) -> Iterator[str]:
     decay_iters = optimization.lr_decay_iters or optimization.train_iters
     if optimization.min_lr > optimization.lr:
         yield f"--min-lr {optimization.min_lr} is above --lr {optimization.lr}"
-    if optimization.lr_warmup_init > optimization.lr:
-        yield f"--lr-warmup-init {optimization.lr_warmup_init} is above --lr {optimization.lr}"
     if optimization.lr_warmup_iters and optimization.lr_warmup_iters >= decay_iters:
         yield (
             f"--lr-warmup-iters {optimization.lr_warmup_iters} must be below the {decay_iters} steps of the schedule "
             "(--lr-decay-iters or --train-iters)"
         )
-    if optimization.lr_decay_style == "WSD" and optimization.lr_wsd_decay_iters is None:
-        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters"
     for flag, beta in (("--adam-beta1", optimization.adam_beta1), ("--adam-beta2", optimization.adam_beta2)):
         if beta >= 1:
             yield f"{flag} {beta}: must be below 1"

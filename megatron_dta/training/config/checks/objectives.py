@@ -22,8 +22,6 @@ def check_objective(config: TrainConfig) -> Iterator[str]:
         )
     if objective.eps_clip_high is not None and objective.eps_clip_high < objective.eps_clip:
         yield (f"--eps-clip-high {objective.eps_clip_high} is below --eps-clip {objective.eps_clip}; raise it")
-    if objective.loss_aggregation == "sequence-sum" and objective.loss_length is None and not sampled:
-        yield "--loss-aggregation sequence-sum needs --loss-length, the constant length to divide by"
     if objective.use_tis and objective.old_logprobs == "rollout":
         yield (
             "--use-tis compares the trainer's logprobs with the sampler's, but --old-logprobs rollout takes the "

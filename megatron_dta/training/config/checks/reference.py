@@ -9,13 +9,9 @@ from megatron_dta.training.config.output import CheckpointConfig
 
 
 def check_reference(model: ModelConfig, objective: ObjectiveConfig, checkpoint: CheckpointConfig) -> None:
-    """Raise ``InputError`` if the reference model does not exist or is given twice."""
-    if checkpoint.ref_load is not None and checkpoint.ref_model is not None:
-        raise InputError(f"--ref-load conflicts with --ref-model {checkpoint.ref_model}; keep one of them")
-    if checkpoint.ref_model == "base" and model.lora_rank is None:
-        raise InputError("--ref-model base needs --lora-rank: without adapters all weights are trained")
+    """Raise ``InputError`` if there is no copy of the reference model to offload."""
     if objective.offload_reference and checkpoint.reference_is_base(model.lora_rank is not None):
         raise InputError(
             "--offload-reference has no effect if the reference model is the base of --lora-rank, which needs no copy; "
-            "leave it out, or give --ref-model initial"
+            "leave it out"
         )
