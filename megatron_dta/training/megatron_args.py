@@ -23,15 +23,15 @@ MESH = (
 )
 # Settings of the weights to sample from, of the prompts and of the rewards.
 TASK = (
-    "load load_hf hf_checkpoint skip_checkpoint_checks prompt_data task arithmetic_max_operand arithmetic_operators "
-    "reward_function tokenizer_type tokenizer_model apply_chat_template apply_chat_template_kwargs chat_template_date "
+    "load load_hf hf_checkpoint skip_checkpoint_checks prompt_data task arithmetic_max_operand "
+    "reward_function tokenizer_type tokenizer_model apply_chat_template apply_chat_template_kwargs "
     "eos_id input_key label_key "
     "filter_overlong_prompts"
 )
 # Settings of the in-process rollout engine.
 ENGINE = (
-    "rollout_top_p rollout_max_response_len temperature inference_max_requests inference_dynamic_batching_block_size "
-    "inference_dynamic_batching_buffer_size_gb inference_dynamic_batching_max_tokens rollout_cuda_graphs "
+    "rollout_top_p rollout_max_response_len temperature inference_max_requests "
+    "inference_dynamic_batching_buffer_size_gb rollout_cuda_graphs "
     "seed"
 )
 

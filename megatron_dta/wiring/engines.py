@@ -68,11 +68,9 @@ def build_engine(
         report(f"decoding without CUDA graphs: it {reason}")
     settings = EngineSettings(
         config.inference_max_requests,
-        config.inference_dynamic_batching_block_size,
-        config.inference_dynamic_batching_buffer_size_gb,
-        config.inference_dynamic_batching_max_tokens,
-        stop_degenerate,
-        attention_impl,
+        buffer_size_gb=config.inference_dynamic_batching_buffer_size_gb,
+        stop_degenerate=stop_degenerate,
+        attention_impl=attention_impl,
         static_passes=config.rollout_cuda_graphs is not False and reason is None,
     )
     return InProcessEngine(model, settings, drafting)

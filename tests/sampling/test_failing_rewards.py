@@ -161,7 +161,6 @@ def test_a_run_drops_what_failed_and_counts_it(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         ("--reward-function remote", "needs --reward-server-url"),
-        ("--reward-function code_tests --code-processes 0", "--code-processes 0: must be at least 1"),
         (
             "--reward-function code_tests --rollout-failure drop --rollout-method treepo --treepo-segment-length 1",
             "--rollout-failure drop would",

@@ -42,7 +42,7 @@ def test_a_date_is_fixed_where_the_template_writes_it(tmp_path: Path) -> None:
         given, _ = with_template_date(settings(folder, chat_template_date="2024-07-06"), lines.append)
         assert given.sampling.chat_template_date == "2024-07-06"
         assert chat_template(given.sampling).prompt("hi").startswith("2024-07-06<|im_start|>")
-    with pytest.raises(InputError, match="--chat-template-date 6 July: must be a date such as"):
+    with pytest.raises(InputError, match="chat_template_date 6 July: must be a date such as"):
         chat_template(settings(folder, chat_template_date="6 July").sampling)
 
 

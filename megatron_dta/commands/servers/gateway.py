@@ -42,7 +42,7 @@ FLAGS = ToolFlags(
     "megatron-dta gateway",
     ("model", "agent"),
     f"{MESH} {ENGINE} load load_hf hf_checkpoint skip_checkpoint_checks tokenizer_type tokenizer_model "
-    "apply_chat_template apply_chat_template_kwargs chat_template_date eos_id rollout_engine rollout_server_url "
+    "apply_chat_template apply_chat_template_kwargs eos_id rollout_engine rollout_server_url "
     "rollout_timeout rollout_attempts",
 )
 _KEY = "MEGATRON_DTA_GATEWAY_KEY"

@@ -152,7 +152,7 @@ class ObjectiveConfig:
     @property
     def needs_rollout_logprobs(self) -> bool:
         """Whether rollouts need the sampler's logprobs, of the same distribution that is trained."""
-        return self.old_logprobs == "rollout" or self.use_tis or self.sampler_mismatch_alarm is not None
+        return self.old_logprobs == "rollout" or self.use_tis
 
 
 @dataclass

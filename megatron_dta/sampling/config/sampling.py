@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_dta.core.config.options import option
+from megatron_dta.core.config.options import NO_FLAG, option
 
 text_option = partial(option, needs="prompt_data or rollouts")
 sampled_option = partial(option, needs="prompt_data or task")
@@ -47,7 +47,7 @@ class SamplingConfig:
     )
     arithmetic_max_operand: int = option(99, "Largest operand of the arithmetic task.", minimum=1, needs="task")
     arithmetic_operators: str = option(
-        "+", "Operators of the arithmetic task: one or more of + - *, written together.", needs="task"
+        "+", "Operators of the arithmetic task: one or more of + - *, written together.", needs="task", flag=NO_FLAG
     )
     reward_function: str | None = option(
         None,
@@ -77,6 +77,7 @@ class SamplingConfig:
         "Date that the chat template writes, as 2026-01-31 or 2026-01-31T12:00:00 (default: the time at which the run "
         "began; a continued run keeps it).",
         needs="apply_chat_template",
+        flag=NO_FLAG,
     )
     eos_id: list[int] | None = option(
         None,
@@ -180,23 +181,11 @@ class SamplingConfig:
         minimum=1,
         needs=("prompt_data or task", "rollout_engine!=replay"),
     )
-    inference_dynamic_batching_block_size: int = option(
-        16,
-        "Tokens per page of the K/V cache; sequences share full pages of a common prefix.",
-        minimum=1,
-        needs=("prompt_data or task", "rollout_engine=in-process"),
-    )
     inference_dynamic_batching_buffer_size_gb: float | None = option(
         None,
         "Size of the K/V cache in GiB on each rank; sequences that do not fit wait (default: as much as is needed, on"
         " a GPU at most the memory that is free when sampling starts, less what a forward pass needs and a margin).",
         above=0,
-        needs=("prompt_data or task", "rollout_engine=in-process"),
-    )
-    inference_dynamic_batching_max_tokens: int = option(
-        4096,
-        "Maximum number of tokens in a forward pass of the sampler; longer prompts are split over several passes.",
-        minimum=1,
         needs=("prompt_data or task", "rollout_engine=in-process"),
     )
     rollout_cuda_graphs: bool | None = option(
@@ -255,6 +244,7 @@ class RewardConfig:
         "Number of rewards of math_verify, code_tests and remote that are computed at once.",
         minimum=1,
         needs="reward_function=math_verify,code_tests,remote",
+        flag=NO_FLAG,
     )
     reward_server_url: list[str] | None = option(
         None,
@@ -278,7 +268,10 @@ class RewardConfig:
         1024, "Memory in MiB for a program of --reward-function code_tests, and for its files.", minimum=64
     )
     code_processes: int = code_option(
-        8, "Maximum number of processes and threads of a program of --reward-function code_tests.", minimum=1
+        8,
+        "Maximum number of processes and threads of a program of --reward-function code_tests.",
+        minimum=1,
+        flag=NO_FLAG,
     )
     code_sandbox_url: list[str] | None = option(
         None,
@@ -308,4 +301,6 @@ class EnvironmentConfig:
     environment_timeout: float = environment_option(
         60.0, "Timeout in seconds for one step of the environment.", above=0
     )
-    environment_workers: int = environment_option(16, "Number of environment steps that run at once.", minimum=1)
+    environment_workers: int = environment_option(
+        16, "Number of environment steps that run at once.", minimum=1, flag=NO_FLAG
+    )

@@ -162,12 +162,12 @@ def may_write_date(folder: str | Path) -> bool:
 
 
 def date_of(text: str | None) -> datetime | None:
-    """The date of ``--chat-template-date``."""
+    """The date of ``chat_template_date``."""
     try:
         return None if text is None else datetime.fromisoformat(text)
     except ValueError:
         raise InputError(
-            f"--chat-template-date {text}: must be a date such as 2026-01-31 or 2026-01-31T12:00:00"
+            f"chat_template_date {text}: must be a date such as 2026-01-31 or 2026-01-31T12:00:00"
         ) from None
 
 

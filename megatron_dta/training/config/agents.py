@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_dta.core.config.options import option
+from megatron_dta.core.config.options import NO_FLAG, option
 
 agent_option = partial(option, needs="agent_command or agent_callable")
 
@@ -40,16 +40,17 @@ class AgentConfig:
     gateway_port: int = agent_option(
         0, "Port of the gateway, plus the data-parallel rank; 0 for any free one.", minimum=0, maximum=65535
     )
-    gateway_max_body_mib: float = agent_option(16.0, "Longest request to the gateway in MiB.", above=0)
+    gateway_max_body_mib: float = agent_option(16.0, "Longest request to the gateway in MiB.", above=0, flag=NO_FLAG)
     gateway_max_calls: int = agent_option(512, "Most calls of a session.", minimum=1)
     gateway_max_session_tokens: int = agent_option(
-        4_000_000, "Most tokens of a session's tree, shared ones counted once.", minimum=1
+        4_000_000, "Most tokens of a session's tree, shared ones counted once.", minimum=1, flag=NO_FLAG
     )
     gateway_piece_tokens: int = agent_option(
         32,
         "Tokens of an answer that are sampled at once: the latency of streams, and of calls that come meanwhile. It "
         "does not change the samples.",
         minimum=1,
+        flag=NO_FLAG,
     )
     gateway_override_sampling: bool = agent_option(
         False,

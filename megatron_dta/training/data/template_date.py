@@ -1,6 +1,6 @@
 """Fixes the date that a chat template writes: once for a run, for all its ranks and continuations.
 
-The date is that of ``--chat-template-date``, or else the checkpoint's that the run continues, or else the time at which
+The date is the checkpoint's that the run continues, or else the time at which
 the first rank starts. It is part of the settings, which every checkpoint has.
 """
 
@@ -38,7 +38,7 @@ def with_template_date(config: TrainConfig, report: Callable[[str], None]) -> tu
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             device = initialize_parallel(config.optimization.seed, config.parallel)
             date = current_mesh().gather_from_all(date)[0]
-    report(f"the chat template writes the date or the time: {date} in the whole run (--chat-template-date)")
+    report(f"the chat template writes the date or the time: {date} in the whole run")
     return replace(config, sampling=replace(config.sampling, chat_template_date=date)), device
 
 

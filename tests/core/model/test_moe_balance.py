@@ -100,10 +100,7 @@ def test_loads_count_every_sequence_and_auxiliary_losses_are_reported(references
     assert float(reported) * len(plain) == pytest.approx(total, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("loss", "skip_above"), [(float("nan"), None), (1.0, 1e-9)], ids=["not finite", "norm too large"]
-)
-def test_a_skipped_step_keeps_the_biases_and_forgets_the_loads(references, loss, skip_above):
+def test_a_skipped_step_keeps_the_biases_and_forgets_the_loads(references):
     model, weights, samples, _ = references["deepseek-balanced"]
     batches = [prepare_batch(part, tree_config("dta", 9)) for part in (samples[:5], samples[5:])]
 
@@ -118,11 +115,11 @@ def test_a_skipped_step_keeps_the_biases_and_forgets_the_loads(references, loss,
             applied.append(optimizer.step(*arguments).applied)
         return {key: b.clone() for key, b in tree_model.named_buffers() if key.endswith("expert_bias")}, applied
 
-    skipped, applied = after((batches[0], loss, skip_above))
+    skipped, applied = after((batches[0], float("nan")))
     assert applied == [False]
     assert len(skipped) == 2
     assert all(torch.equal(bias, weights[key]) for key, bias in skipped.items())
-    found, applied = after((batches[0], loss, skip_above), (batches[1], 1.0))
+    found, applied = after((batches[0], float("nan")), (batches[1], 1.0))
     assert applied == [False, True]
     expected, _ = after((batches[1], 1.0))
     assert not any(torch.equal(bias, weights[key]) for key, bias in expected.items())

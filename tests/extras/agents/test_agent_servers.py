@@ -35,7 +35,7 @@ def test_servers_answer_agents(kind: str, tmp_path: Path) -> None:
         runs = Runs(stack, tmp_path, seed_all(3))
         (server,) = runs.add_servers(kind, 1)
         (tmp_path / "agent.py").write_text(AGENT)
-        agent = f"--agent-callable {tmp_path}/agent.py:agent --gateway-piece-tokens 3"
+        agent = f"--agent-callable {tmp_path}/agent.py:agent"
         trainer, _ = runs.trainer(f"--train-iters 2 --save {tmp_path / 'run'} {agent}")
         seen = []
         collect = trainer.source.next_batch

@@ -42,7 +42,7 @@ def test_three_steps_with_the_weights_pushed_before_each(runs: Runs, kind: str) 
     seen: list[list[Rollout]] = []
     step, collect = trainer.optimizer.step, trainer.source.next_batch
 
-    def record_step(loss, skip_above=None):
+    def record_step(loss):
         outcome = step(loss)
         at_step.append(weights_of(trainer))
         return outcome

@@ -39,7 +39,7 @@ def test_every_server_has_the_trainers_bytes_also_one_that_was_restarted(runs: R
     step, collect = trainer.optimizer.step, trainer.source.next_batch
     restarted: list[RolloutServer] = []
 
-    def record_step(loss, skip_above=None):
+    def record_step(loss):
         outcome = step(loss)
         at_step[trainer.progress.iteration + 1] = weights_of(trainer)
         if trainer.progress.iteration == 2:

@@ -98,7 +98,7 @@ class Sessions:
             if choices > left - session.running:
                 raise RequestError(429, f"the session samples its last {session.running} answers; wait for them")
             if session.num_tokens > limits.gateway_max_session_tokens:
-                raise _exhausted(f"holds {session.num_tokens} tokens, more than it may (--gateway-max-session-tokens)")
+                raise _exhausted(f"holds {session.num_tokens} tokens, more than it may (gateway_max_session_tokens)")
             session.running += choices
 
         def end() -> None:

@@ -34,7 +34,7 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
         if engine == "vllm" and tempered and config.objective.needs_rollout_logprobs:
             fix = "add --old-logprobs recompute"
             if config.objective.old_logprobs != "rollout":
-                fix = "leave out --use-tis and --sampler-mismatch-alarm"
+                fix = "leave out --use-tis"
             yield (
                 f"--rollout-temperature {sampling.temperature:g} and --rollout-top-p {sampling.rollout_top_p:g}: vLLM "
                 f"returns no logprobs of the tempered softmax before the nucleus; {fix}"
