@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from common.bandwidth import measured_bandwidth
+from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.model.build import build_model
@@ -24,7 +25,6 @@ from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEng
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.training.config.derived.benchmark_model import settings_of
-from megatron_dta.training.config.derived.named_shapes import SHAPES
 
 # "tiny" and "tiny-moe" are for trying things on a laptop.
 MODELS = {

@@ -25,6 +25,7 @@ from megatron_dta.common.command_line import (
     print_json,
 )
 from megatron_dta.common.console import Console
+from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.core.planning.costs.state_bytes import StateBytes
@@ -33,7 +34,6 @@ from megatron_dta.core.planning.segments.plan import SegmentPlan
 from megatron_dta.core.planning.segments.runs import SegmentRuns
 from megatron_dta.core.rollouts.load import load_chosen_rollouts
 from megatron_dta.core.tree import TreeStatistics, build_prefix_tree, tree_statistics
-from megatron_dta.training.config.derived.named_shapes import SHAPES
 
 HYBRIDS = sorted(name for name, shape in SHAPES.items() if shape.linear_attention_layers)
 SEGMENT_TOKENS = 2048  # TreeConfig's default; importing it would import torch, which is slower than this command.

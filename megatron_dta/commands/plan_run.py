@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
+from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.partition.divide import trained_parts
 from megatron_dta.core.rollouts.load import load_chosen_rollouts
@@ -36,7 +37,6 @@ from megatron_dta.extras.capacity.sequences import made_up_sequences
 from megatron_dta.extras.capacity.settings import HELP, read_args_file, read_hf_config
 from megatron_dta.extras.capacity.step_time import mesh_costs
 from megatron_dta.extras.capacity.work import StepWork
-from megatron_dta.training.config.derived.named_shapes import SHAPES
 
 SHAPE_FLAGS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),

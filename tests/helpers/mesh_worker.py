@@ -23,8 +23,11 @@ import torch
 from forked import forkserver, use_errors_of_parent
 from megatron_dta.core.config import ModelConfig, ParallelConfig, TreeConfig
 from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.wiring.attach import attach_extras
 from roomy import call_with_room
 from socket_group import socket_pairs, use_sockets
+
+attach_extras()
 
 # On a loaded machine ranks get slower; ranks that wait for each other for ever use no processor time.
 STALLED_S = 120

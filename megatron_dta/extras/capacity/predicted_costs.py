@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import PRESETS, Cluster
 from megatron_dta.extras.capacity.step_time import mesh_costs
-from megatron_dta.training.config.derived.named_shapes import SHAPES
 
 # The default shape, and its sizes that have a flag.
 DEFAULT = "Qwen3-32B"

@@ -10,6 +10,7 @@ import pytest
 from test_step_choice import EACH, shape_of
 
 from conftest import seed_all
+from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.memory_budget import StageBytes
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
@@ -21,7 +22,6 @@ from megatron_dta.core.planning.step import choice as step_choice
 from megatron_dta.core.planning.step.passes import StepBudget, stage_chunks, stage_peak_bytes, state_slots
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.tree import build_prefix_tree
-from megatron_dta.training.config.derived.named_shapes import SHAPES
 from segment_planner_cases import random_sequences
 
 STATES = StateBytes(open_fork=90.0, exit=30.0, state=8.0)

@@ -11,6 +11,7 @@ import pytest
 
 from common.plan_accuracy import predicted_seconds
 from conftest import rollout_file, seed_all
+from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.memory_budget import GIB, ChunkTensors, MemoryBudget, StageBytes, peak_bytes
 from megatron_dta.core.planning.costs.model import CostModel
@@ -29,7 +30,6 @@ from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget, st
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import build_prefix_tree
-from megatron_dta.training.config.derived.named_shapes import SHAPES
 from pipeline_cases import random_tree
 from segment_planner_cases import random_sequences
 

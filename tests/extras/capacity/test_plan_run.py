@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
+from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.model.build import build_model
@@ -32,7 +33,6 @@ from megatron_dta.extras.capacity.step_time import mesh_costs, send_seconds, sta
 from megatron_dta.extras.capacity.work import StepWork
 from megatron_dta.training.config import OptimizationConfig
 from megatron_dta.training.config.derived.benchmark_model import settings_of
-from megatron_dta.training.config.derived.named_shapes import SHAPES
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 SMALL = DecoderShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)

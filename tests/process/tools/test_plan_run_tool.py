@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import REPOSITORY, rollout_file
+from megatron_dta.common.named_shapes import HUB_NAMES, SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.training.arguments import parse_arguments, parse_settings
-from megatron_dta.training.config.derived.named_shapes import HUB_NAMES, SHAPES
 from megatron_dta.training.huggingface.config.config import model_settings
 from tool_runs import Tool
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.core.shapes.decoder import DecoderShape
-from megatron_dta.training.config.derived.named_shapes import SHAPES
 
 # The tiny shapes are for trying things on a laptop; their vocabulary size follows from the data.
 TINY = {
