@@ -1,7 +1,7 @@
-"""What the engine takes from extras: an extension is empty until ``wiring.attach`` or somebody's loop provides it.
+"""What the engine takes from extras. An extension is empty until something provides it.
 
-from megatron_dta.core.extensions import KV_OFFLOAD
-KV_OFFLOAD.provide(lambda: HostSlots)       # HostSlots is imported and called only where a run asks for it
+``megatron_dta.wiring.attach.attach_extras()`` provides all three. The programs call it; a loop of one's own that uses
+an extra calls it before it builds its model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Builds the loss function from the settings of a run. A new objective is a function and an entry here."""
+"""Builds the loss function from the settings of a run.
+
+A new objective is a function, an entry here, and its name in the choices of ``ObjectiveConfig.objective``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Converts a model's settings to the ``config.json`` of an equivalent Hugging Face architecture.
 
-It serves models that were not created from a Hugging Face checkpoint. The result is read back (``hf.config``). A model
+It serves models that were not created from a Hugging Face checkpoint. The result is read back (``config``). A model
 whose settings differ afterwards has no equivalent architecture and is refused.
 """
 
