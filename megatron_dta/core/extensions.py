@@ -78,6 +78,9 @@ class TransformerEngine:
     weights_quantized_once: Callable[..., Any]
 
 
-EXPERT_PARALLEL = Extension[ExpertParallel]("a model whose ranks share experts", "expert_parallel")
+EXPERT_PARALLEL = Extension[ExpertParallel](
+    "a step in which ranks run the same ops (they share experts, or reduce gradients in the backward)",
+    "expert_parallel",
+)
 KV_OFFLOAD = Extension[Callable[..., KVOnHost]]("--kv-offload-fraction", "kv_offload")
 TRANSFORMER_ENGINE = Extension[TransformerEngine]("--transformer-impl transformer_engine", "transformer_engine")

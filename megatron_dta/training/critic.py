@@ -39,8 +39,8 @@ class Critic:
     def __init__(self, config: TrainConfig, model: Model) -> None:
         settings = config.optimization
         lr = settings.lr if config.critic.critic_lr is None else config.critic.critic_lr
-        own = replace(settings, lr=lr, min_lr=min(settings.min_lr, lr))
-        self.model, self.optimizer = model, TrainingOptimizer(model, own, config.parallel)
+        optimization = replace(settings, lr=lr, min_lr=min(settings.min_lr, lr))
+        self.model, self.optimizer = model, TrainingOptimizer(model, optimization, config.parallel)
         self.engine = TreeEngine(
             self.optimizer.chunks,
             tree_attention_impl=config.tree.tree_attention_impl,

@@ -276,7 +276,7 @@ class Trainer:
             batch = self._planned(step, watch)
             if self.teachers is not None:
                 with watch.measure("teachers"):
-                    batch = self.teachers.attach(batch, [step.samples[i] for i in step.own])
+                    batch = self.teachers.attach(batch, [step.samples[i] for i in step.sample_numbers])
             try:
                 with watch.measure("train"):
                     self.optimizer.zero_grad()

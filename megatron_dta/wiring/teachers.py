@@ -28,16 +28,16 @@ def build_teachers(
     settings = config.distillation
     if not settings.is_used:
         return None
-    found: dict[str, ScoringTeacher] = {}
+    teachers: dict[str, ScoringTeacher] = {}
     for name, folder in teacher_folders(settings.teacher_load_hf or []).items():
         if is_address(folder):
             limits = Limits(config.sampling.rollout_timeout, attempts=config.sampling.rollout_attempts)
-            found[name] = RemoteTeacher(folder, policy, settings.teacher_kl == "full-vocabulary", limits)
+            teachers[name] = RemoteTeacher(folder, policy, settings.teacher_kl == "full-vocabulary", limits)
             continue
         shape = teacher_shape(config, folder)
         model = build_model(shape, device, config.parallel)
         checkpoint = replace(config.checkpoint, load_hf=folder, hf_checkpoint=folder)
         load_hf(replace(config, model=shape, checkpoint=checkpoint), model)
         model.requires_grad_(False).eval()
-        found[name] = Teacher(make_engine(model), config.tree, settings.offload_teacher)
-    return Teachers(settings, found)
+        teachers[name] = Teacher(make_engine(model), config.tree, settings.offload_teacher)
+    return Teachers(settings, teachers)

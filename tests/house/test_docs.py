@@ -107,6 +107,37 @@ def test_named_files_exist() -> None:
             assert any(path.endswith(f"/{name}") for path in paths), f"{page.name} names {name}"
 
 
+# Keys and tensors of other programs.
+FOREIGN_NAMES = {"experts.gate_up_proj", "experts.down_proj"}
+FOREIGN_FILES = ("integrations", "other_names.py")
+
+
+def test_named_modules_exist() -> None:
+    """``megatron_dta.x.y`` in documents, and ``x.y`` in docstrings: the end of a module's name, or a name in one."""
+    modules = {_dotted(path): path for path in (REPOSITORY / "megatron_dta").rglob("*.py")}
+    folders = {part for name in modules for part in name.split(".")[:-1]}
+    texts = [(page, re.findall(r"`(megatron_dta(?:\.\w+)+)\b", page.read_text())) for page in PAGES]
+    for path in modules.values():
+        if not {path.name, *path.parts} & {*FOREIGN_FILES}:
+            texts.append((path, re.findall(r"``([a-z_]+(?:\.\w+)+)``", path.read_text())))
+    faults = []
+    for text, names in texts:
+        for name in {*names} - FOREIGN_NAMES:
+            package, _, last = name.rpartition(".")
+            if name.split(".")[0] not in folders or last in ("json", "html", "safetensors"):
+                continue
+            is_module = any(f".{module}".endswith(f".{name}") for module in modules)
+            files = [path for module, path in modules.items() if f".{module}".endswith(f".{package}")]
+            if not is_module and not any(re.search(rf"\b{last}\b", path.read_text()) for path in files):
+                faults.append(f"{text.relative_to(REPOSITORY)} names {name}")
+    assert not faults, "\n".join(faults)
+
+
+def _dotted(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def test_metrics_exist() -> None:
     known = {name for metrics in METRICS.values() for name in metrics}
     for name in ("custom_reward.md", "custom_environment.md"):
@@ -149,7 +180,7 @@ def test_the_environments_work(tmp_path: Path) -> None:
 
 
 def test_the_table_of_names_is_that_of_the_command_line() -> None:
-    """A new row belongs into ``config.other_names``; the document shows what ``markdown_table`` returns."""
+    """A new row belongs into ``checks.other_names``; the document shows what ``markdown_table`` returns."""
     assert markdown_table() in (REPOSITORY / "docs" / "from_verl_and_slime.md").read_text()
 
 

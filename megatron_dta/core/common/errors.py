@@ -25,9 +25,9 @@ class InputErrors(InputError):  # noqa: N818 (several of them)
 
 def raise_all(messages: Iterable[str]) -> None:
     """Raise one error with all messages, if there are any."""
-    found = tuple(dict.fromkeys(messages))
-    if found:
-        raise InputErrors(found)
+    lines = tuple(dict.fromkeys(messages))
+    if lines:
+        raise InputErrors(lines)
 
 
 def caught(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:

@@ -73,8 +73,8 @@ class TreeEngine(RankModel):
         Args:
             automatic: the limit is what the GPU has; otherwise it is a user's, which messages name.
         """
-        found = self.mesh.gather_over_replica((self.mesh.pipeline_rank, float(constant_bytes)))
-        constant = [max(each for rank, each in found if rank == stage) for stage in range(self.mesh.pipeline_size)]
+        ranks = self.mesh.gather_over_replica((self.mesh.pipeline_rank, float(constant_bytes)))
+        constant = [max(size for rank, size in ranks if rank == stage) for stage in range(self.mesh.pipeline_size)]
         self.memory = MemoryBudget(gib, tuple(constant), self.stage_bytes(), automatic)
 
     def stage_bytes(self) -> tuple[StageBytes, ...]:

@@ -118,20 +118,20 @@ def _check(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 def _settings_of_parts(model: ModelConfig) -> dict[str, object]:
     """The settings of Megatron's ``TransformerConfig`` for FP8, experts and gated delta net."""
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     if model.fp8_format is not None:
         from megatron_dta.core.config.checks.transformer_engine import DEFAULT_FP8_RECIPE
 
-        found["fp8_recipe"] = model.fp8_recipe or DEFAULT_FP8_RECIPE
+        settings["fp8_recipe"] = model.fp8_recipe or DEFAULT_FP8_RECIPE
     if model.num_experts is not None:
         from megatron_dta.core.model.experts.spec import expert_settings
 
-        found |= expert_settings(model)
+        settings |= expert_settings(model)
     if model.experimental_attention_variant is not None:
         from megatron_dta.core.model.hybrid.gated_delta_net import hybrid_settings
 
-        found |= hybrid_settings(model)
-    return found
+        settings |= hybrid_settings(model)
+    return settings
 
 
 def _stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[int]:

@@ -73,15 +73,15 @@ def choose_gated_delta_rule(impl: str, dtype: torch.dtype, device: torch.device)
     has_kernels = device.type == "cuda" and dtype in library.DTYPES
     if impl == "reference" or (impl == "auto" and not has_kernels):
         return gated_delta_rule
-    flag, found = f"gated_delta_rule_impl {impl}", library.installed_version()
+    flag, version = f"gated_delta_rule_impl {impl}", library.installed_version()
     oldest = ".".join(map(str, library.OLDEST))
     fix = f"install it (pip install 'megatron_dta[hybrid]' or '{library.PACKAGE}>={oldest}') or give reference"
     if not has_kernels:
         raise InputError(f"{flag} needs a CUDA GPU and --bf16; use auto or reference")
-    if found is None:
+    if version is None:
         raise InputError(f"{flag}: {library.PACKAGE} is not installed; {fix}")
-    if not library.is_supported(found):
-        raise InputError(f"{flag}: {library.PACKAGE} has version {found}, which is older than {oldest}; {fix}")
+    if not library.is_supported(version):
+        raise InputError(f"{flag}: {library.PACKAGE} has version {version}, which is older than {oldest}; {fix}")
     wrong = library.why_triton_is_wrong(torch.cuda.get_device_capability(device))
     if wrong is not None:
         raise InputError(f"{flag}: {library.PACKAGE}: {wrong}, or give reference")

@@ -52,5 +52,5 @@ class RunMesh:
     def stage_layers(self, stage: int) -> list[int]:
         """Indices (from 0) of the layers of a stage."""
         first = [sum(self.layers[:v]) for v in range(len(self.layers))]
-        own = range(stage, len(self.layers), self.pipeline)
-        return [layer for v in own for layer in range(first[v], first[v] + self.layers[v])]
+        virtual_stages = range(stage, len(self.layers), self.pipeline)
+        return [layer for v in virtual_stages for layer in range(first[v], first[v] + self.layers[v])]

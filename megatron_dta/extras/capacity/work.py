@@ -37,7 +37,7 @@ class ReplicaWork:
         path_tokens: sum over segments of their ancestors' tokens, which attention reads again.
         planned: the segments and their tokens, pairs and edges; None for an estimate.
         alone: the counts of the slowest replica, where the others are those of a merged segment tree
-            (``planning.expert_parallel``): at each node, of the replica with most.
+            (``extras.expert_parallel.planning``): at each node, of the replica with most.
         merged: the segments of the replicas that run that tree, in its order.
         imbalance: cost of the slowest replica over the mean.
     """

@@ -17,7 +17,7 @@ class MegatronDtaEngineConfig(EngineConfig):
     Attributes:
         dtype: "bfloat16", "float32" or "float64" (for tests of exactness).
         virtual_pipeline_model_parallel_size: model chunks of a pipeline rank; None for one.
-        tree_*: see ``megatron_dta.training.config.TreeConfig``.
+        tree_*: see ``megatron_dta.core.config.TreeConfig``.
         loss_scope: "sequences" calls the loss function on groups of sequences whose last tokens were computed together;
             it must be additive over sequences. "mini_batch" computes the loss of all rows of a data-parallel rank at
             once, for losses that compare rows; that costs another forward pass. "auto" takes "mini_batch" for the

@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 
 
 class WeightsWriter(Protocol):
-    """Writes the weights for servers; implemented in ``training.weights.servers``."""
+    """Writes the weights for servers; implemented in ``extras.servers.weights.send``."""
 
     def write(self, version: int) -> Path | HostWeights | None:
         """Write the current weights; every rank calls this. Returns on the first rank what an engine takes."""

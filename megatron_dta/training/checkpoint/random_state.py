@@ -17,7 +17,7 @@ from megatron_dta.core.model.parallel.mesh import current_mesh
 
 
 def seed_random_states(seed: int) -> None:
-    """Seed numpy's and Python's generators; ``model.initialize_parallel`` seeds torch's and Megatron's.
+    """Seed numpy's and Python's generators; ``mesh.initialize_parallel`` seeds torch's and Megatron's.
 
     Each data-parallel replica gets its own state, so that, for example, a user's reward draws different numbers there.
     """

@@ -184,7 +184,7 @@ class SamplePreparation:
 
     def _passes(self, step: StepSamples, rollouts: list[Rollout]) -> dict[str, _Arrays]:
         """Compute old and reference logprobs and values of all samples of a step, on the step's plan."""
-        batch, mesh, own = step.batch(self.tree, self.settings, self.policy), self.policy.mesh, step.own
+        batch, mesh, own = step.batch(self.tree, self.settings, self.policy), self.policy.mesh, step.sample_numbers
         start = time.perf_counter()
         found: dict[str, _Arrays] = {}
         settings = self.settings

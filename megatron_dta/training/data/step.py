@@ -47,7 +47,7 @@ class StepSamples:
     samples: list[TrainingSample]
     statistics: dict[str, float]
     planned: TreeBatch | None = None
-    own: list[int] | None = None
+    sample_numbers: list[int] | None = None
     plan_seconds: float = 0.0
     preference_pairs: np.ndarray | None = None
     age: int = 0
@@ -60,30 +60,31 @@ class StepSamples:
             self.statistics[STALENESS] = found[STALENESS] + self.age
 
     def batch(self, tree: TreeConfig, settings: ObjectiveConfig, engine: TreeEngine) -> TreeBatch:
-        """This rank's samples (``own``) and their plan, which is made at the first call and reused afterwards."""
+        """This rank's samples (``sample_numbers``) and their plan, which is made once, at the first call."""
         if self.planned is not None:
             return self.planned
         start = time.perf_counter()
         weights = [sample.weight for sample in self.samples]
         counts = count_trained([sample.num_counted for sample in self.samples], weights)
 
-        self.own = list(range(len(self.samples)))
+        self.sample_numbers = list(range(len(self.samples)))
         if engine.mesh.data_size > 1:
-            self.own = partition_samples(self.samples, engine, tree).sequences_of(engine.mesh.data_rank).tolist()
+            partition = partition_samples(self.samples, engine, tree)
+            self.sample_numbers = partition.sequences_of(engine.mesh.data_rank).tolist()
         self.planned = prepare_batch(
-            [self.samples[i] for i in self.own],
+            [self.samples[i] for i in self.sample_numbers],
             tree,
             settings.loss_aggregation,
             engine.pipeline(tree.tree_segment_tokens),
             settings.loss_length,
-            StepPart(counts, self.own, self.preference_pairs),
+            StepPart(counts, self.sample_numbers, self.preference_pairs),
         )
         self.plan_seconds = time.perf_counter() - start
         return self.planned
 
     def forget_plan(self) -> None:
         """Plan again at the next call of ``batch``: the limits have changed."""
-        self.planned = self.own = None
+        self.planned = self.sample_numbers = None
 
     def set_fields(self, fields: Mapping[str, Sequence[np.ndarray]]) -> None:
         """Set loss fields of the samples: for each name, one array [T] per sample."""
@@ -92,8 +93,8 @@ class StepSamples:
             for i, sample in enumerate(self.samples)
         ]
         if self.planned is not None:
-            own = {name: [arrays[i] for i in self.own] for name, arrays in fields.items()}
-            self.planned = self.planned.with_fields(**own)
+            rank_fields = {name: [arrays[i] for i in self.sample_numbers] for name, arrays in fields.items()}
+            self.planned = self.planned.with_fields(**rank_fields)
 
 
 def known_paths(rollouts: Sequence[Rollout]) -> Sequence[KnownPath | None]:
@@ -110,7 +111,7 @@ def split_groups(
     """Divide whole groups of rollouts into steps.
 
     The steps have numbers of groups as equal as possible and share few tokens with each other
-    (``planning.partition.mini_batches``). Within a step, the groups keep their order of appearance.
+    (``training.data.mini_batches``). Within a step, the groups keep their order of appearance.
 
     Returns:
         the indices of each step's rollouts, and metrics of the division (empty for a single step).

@@ -1,7 +1,7 @@
 """Stores K and V of many sequences for decoding, in pages of a fixed number of positions.
 
 The page table of a sequence lists the pages of its positions. A page can be in several tables, so sequences with a
-common prefix store it once. Pages are assigned on the host (``sampling.engines.pages``); this module holds the tensors.
+common prefix store it once. Pages are assigned on the host (``in_process.pages``); this module holds the tensors.
 
 Legend: P pages, S positions of a page, G key/value heads on this rank, D head size.
 """

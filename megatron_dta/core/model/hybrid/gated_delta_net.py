@@ -51,10 +51,10 @@ DECAY_RATES = (1.0, 16.0)
 def hybrid_settings(model: ModelConfig) -> dict[str, Any]:
     """The settings of Megatron's ``TransformerConfig`` for gated delta net."""
     names = [setting.name for setting in fields(ModelConfig) if setting.name.startswith("linear_")]
-    found: dict[str, Any] = {name: getattr(model, name) for name in names}
-    found["experimental_attention_variant"] = model.experimental_attention_variant
-    found["linear_attention_freq"] = [int(is_linear) for is_linear in model.linear_attention_layers]
-    return found
+    settings: dict[str, Any] = {name: getattr(model, name) for name in names}
+    settings["experimental_attention_variant"] = model.experimental_attention_variant
+    settings["linear_attention_freq"] = [int(is_linear) for is_linear in model.linear_attention_layers]
+    return settings
 
 
 def gated_delta_net_spec(module: type) -> ModuleSpec:

@@ -231,8 +231,8 @@ def _high_priority_groups(parallel: ParallelConfig) -> list[str] | None:
     """Groups whose kernels have priority over other waiting kernels.
 
     With several stages, only this priority lets the communication of a tensor group start before the computation that
-    it overlaps with (``config.device_queues``). Tokens travel to experts beside large products, behind whose programs
-    they would otherwise wait.
+    it overlaps with (``config.derived.device_queues``). Tokens travel to experts beside large products, behind whose
+    programs they would otherwise wait.
     """
     # Other trainers start groups of several backends, such as "cpu:gloo,cuda:nccl".
     if "nccl" not in torch.distributed.get_backend():

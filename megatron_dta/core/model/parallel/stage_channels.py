@@ -9,7 +9,7 @@ A message that waits for its peer takes this share from the computation. By defa
 multiprocessors, about a quarter of an H200, but a few multiprocessors can move a segment's hidden states in a fraction
 of a millisecond. The kernels have high priority: they run before the next kernels of the computation and end early.
 
-None of this helps if all streams share one queue of the device, see ``config.device_queues``.
+None of this helps if all streams share one queue of the device, see ``training.config.derived.device_queues``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Training does not use this forward: the engine runs the model chunks op by op (``engine.stage_run``). A call of the
 model is one pass of the sampler through all stages, one after the other; only the last stage then has the result.
-Passes that only decode keep all stages busy (``sampling.engines.in_process.pipelined_steps``).
+Passes that only decode keep all stages busy (``sampling.in_process.pipelined_steps``).
 
 Legend: n tokens of the pass, C hidden size, V vocabulary.
 """

@@ -80,7 +80,7 @@ class LayerSplit:
         is_16_bit: whether products run in bfloat16 or float16.
         tensor_size, sequence_parallel: tensor parallelism.
         context_size: ranks that divide the tokens of a segment, and the heads of its attention.
-        direct: whether a layer runs as one function, with few launches (``model.fused_autograd_layer``).
+        direct: whether a layer runs as one function, with few launches (``layers.fused_autograd_layer``).
         expert_ranks: number of ranks over which experts are divided.
         expert_tensor_size: tensor parallelism of each expert.
     """

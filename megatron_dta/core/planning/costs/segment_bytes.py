@@ -13,7 +13,7 @@
 
 ``memory_budget`` adds them up over the ops of a step.
 
-Layers that run as one autograd function (``model.fused_autograd_layer``) are counted tensor by tensor. In 28 steps
+Layers that run as one autograd function (``layers.fused_autograd_layer``) are counted tensor by tensor. In 28 steps
 measured on an H200, the count was too low by the same 0.12 GiB, which ``FIXED_BYTES`` includes, and in a few of them by
 up to 0.7% more.
 """
@@ -272,7 +272,7 @@ class SegmentBytes:
 
 
 def _is_function(shape: DecoderShape, rank: RankTensors, has_experts: bool) -> bool:
-    """Whether all layers run as a single function each (``model.fused_autograd_layer``)."""
+    """Whether all layers run as a single function each (``layers.fused_autograd_layer``)."""
     is_shared = has_experts and shape.moe_shared_expert_intermediate_size is not None
     on_kernels = rank.fused and rank.fused_attention and rank.in_buffers
     return on_kernels and rank.tensor_size == 1 and not is_shared and not any(shape.linear_attention_layers)

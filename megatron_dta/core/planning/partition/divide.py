@@ -154,10 +154,10 @@ def partition_costs(costs: SequenceCosts, num_ranks: int, step_seconds: StepSeco
         return Partition.of(costs, np.zeros(0, dtype=np.int64), num_ranks)
     units = np.arange(len(runs)) if costs.labelled else first_stops_of_leaves(costs)
     run_of_sequence = run_of_stop[costs.stop_of_sequence]
-    found = [rank[run_of_sequence] for rank in candidates(runs, num_ranks, units)]
-    if step_seconds is not None and len(found) > 1:
-        found = [found[int(np.argmin(step_seconds(found)))]]
-    partitions = [Partition.of(costs, rank, num_ranks) for rank in found]
+    rank_of_sequence = [rank[run_of_sequence] for rank in candidates(runs, num_ranks, units)]
+    if step_seconds is not None and len(rank_of_sequence) > 1:
+        rank_of_sequence = [rank_of_sequence[int(np.argmin(step_seconds(rank_of_sequence)))]]
+    partitions = [Partition.of(costs, rank, num_ranks) for rank in rank_of_sequence]
     return min(partitions, key=lambda partition: (partition.cost_per_rank.max(), partition.total_cost))
 
 

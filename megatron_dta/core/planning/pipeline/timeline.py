@@ -66,7 +66,7 @@ def timeline_utilisation(events: Sequence[TimelineEvent], num_stages: int) -> fl
 def busy_seconds(events: Sequence[TimelineEvent], num_stages: int) -> list[float]:
     """Time in which each stage ran ops; ops that take turns share theirs."""
     busy, until = [0.0] * num_stages, [-math.inf] * num_stages
-    for event in sorted((each for each in events if each.kind in WORK_KINDS), key=lambda each: each.start):
+    for event in sorted((event for event in events if event.kind in WORK_KINDS), key=lambda event: event.start):
         busy[event.stage] += max(0.0, event.end - max(event.start, until[event.stage]))
         until[event.stage] = max(event.end, until[event.stage])
     return busy

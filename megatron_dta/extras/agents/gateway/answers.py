@@ -1,6 +1,6 @@
 """Samples one answer in pieces: for streams, for stop strings, and so that other requests need not wait for it.
 
-The random number of a token is keyed by its position (``engines.interface``), so the pieces are the same tokens as one
+The random number of a token is keyed by its position (``sampling.interface``), so the pieces are the same tokens as one
 long request would give. An answer ends with an end of sequence, at the first stop string, or at its length cap. At a
 stop string it ends with the token that completes it: what is sampled is a stopped sequence, and its logprobs are exact.
 """

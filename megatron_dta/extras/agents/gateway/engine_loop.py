@@ -39,7 +39,7 @@ class EngineLoop:
     """Samples pieces of answers.
 
     Args:
-        engine: started by the caller before ``run`` (``engines.interface.phase``).
+        engine: started by the caller before ``run`` (``sampling.interface.phase``).
         mesh: returns the mesh of the thread that calls ``run``.
     """
 
