@@ -134,23 +134,23 @@ def measure_file(
 ) -> None:
     """Whole tree and segments of one file."""
     device = torch.device("cuda")
-    whole, by_size = cases_of_file(path, arguments.tokens, arguments.segment_tokens)
-    inputs = Inputs(whole, shape, device)
-    names = {"case": whole.name, "tokens": whole.num_queries, "pairs": whole.pairs}
-    for each in kernels:
-        report.attempt({**names, "code": each.impl}, lambda each=each: measure_kernels(inputs, each))
+    step_case, by_size = cases_of_file(path, arguments.tokens, arguments.segment_tokens)
+    inputs = Inputs(step_case, shape, device)
+    names = {"case": step_case.name, "tokens": step_case.num_queries, "pairs": step_case.pairs}
+    for kernel in kernels:
+        report.attempt({**names, "code": kernel.impl}, lambda kernel=kernel: measure_kernels(inputs, kernel))
     if not arguments.skip_flex:
         report.attempt({**names, "code": "flex"}, lambda: measure_flex(inputs))
     for segment_tokens, cases in by_size.items():
         largest = Inputs(max(cases, key=lambda case: case.pairs), shape, device)
-        for each in kernels:
-            names = {"case": f"{whole.name}/{segment_tokens}", "segments": len(cases), "code": each.impl}
-            report.attempt(names, lambda cases=cases, each=each: measure_together(cases, shape, device, each))
+        for kernel in kernels:
+            names = {"case": f"{step_case.name}/{segment_tokens}", "segments": len(cases), "code": kernel.impl}
+            report.attempt(names, lambda cases=cases, kernel=kernel: measure_together(cases, shape, device, kernel))
             names = {
-                "case": f"{whole.name}/{segment_tokens}, largest", "tokens": largest.case.num_queries,
-                "keys": len(largest.case.key_end), "code": each.impl,
+                "case": f"{step_case.name}/{segment_tokens}, largest", "tokens": largest.case.num_queries,
+                "keys": len(largest.case.key_end), "code": kernel.impl,
             }  # fmt: skip
-            report.attempt(names, lambda largest=largest, each=each: measure_kernels(largest, each))
+            report.attempt(names, lambda largest=largest, kernel=kernel: measure_kernels(largest, kernel))
 
 
 def measure_together(
@@ -196,9 +196,9 @@ def measure_libraries(report: Report, shape: AttentionShape, tokens: int, kernel
 
 
 def _measure_each(report: Report, inputs: Inputs, kernels: list[Kernels]) -> None:
-    for each in kernels:
-        names = {"case": inputs.case.name, "code": each.impl}
-        report.attempt(names, lambda each=each: measure_kernels(inputs, Kernels(each.impl)))
+    for kernel in kernels:
+        names = {"case": inputs.case.name, "code": kernel.impl}
+        report.attempt(names, lambda kernel=kernel: measure_kernels(inputs, Kernels(kernel.impl)))
 
 
 def main() -> None:
@@ -252,9 +252,9 @@ def main() -> None:
             raise InputError(f"results of {impl} are wrong on this GPU: relative error {error:.3g}; run tests/gpu")
     best: TreeAttentionConfig | None = None
     if arguments.sweep:
-        whole, by_size = cases_of_file(arguments.files[0], arguments.tokens, arguments.segment_tokens)
+        step_case, by_size = cases_of_file(arguments.files[0], arguments.tokens, arguments.segment_tokens)
         longest = [max(cases, key=lambda case: case.pairs) for cases in by_size.values()]
-        best = sweep(report, Inputs([*longest, whole][0], shape, device), probe, arguments.hopper)
+        best = sweep(report, Inputs([*longest, step_case][0], shape, device), probe, arguments.hopper)
     if not arguments.skip_libraries:
         measure_libraries(report, shape, arguments.tokens, list(map(Kernels, arguments.impl)))
     for path in arguments.files:

@@ -87,8 +87,8 @@ def run_measured(command: list[str]) -> dict[str, float]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:
         with contextlib.suppress(OSError):
-            found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8"))
-            most = max(most, int(found[1]) * 1024 if found else 0)
+            match = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8"))
+            most = max(most, int(match[1]) * 1024 if match else 0)
         time.sleep(0.02)
     if process.returncode:
         raise InputError(f"{command[1]} failed with status {process.returncode}")

@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def milliseconds(run: Callable[[], Any], flush: Tensor, repeats: int) -> float:
     """Median time of ``run`` on the device, with cold caches."""
-    found = []
+    times = []
     for repeat in range(repeats + 2):
         flush.zero_()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -52,8 +52,8 @@ def milliseconds(run: Callable[[], Any], flush: Tensor, repeats: int) -> float:
         end.record()
         torch.cuda.synchronize()
         if repeat >= 2:
-            found.append(begin.elapsed_time(end))
-    return median(found)
+            times.append(begin.elapsed_time(end))
+    return median(times)
 
 
 def cases(model: str, N: int) -> dict[str, tuple[Callable[[], Any], int]]:

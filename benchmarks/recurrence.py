@@ -37,7 +37,7 @@ def measure(lengths: list[int], key_heads: int, value_heads: int, head_size: int
     g = -torch.nn.functional.softplus(normal(T, value_heads, dtype=torch.float32) - 3)
     beta = normal(T, value_heads).sigmoid()
     entry = normal(len(lengths), value_heads, K, K, dtype=torch.float32)
-    inputs = [each.requires_grad_() for each in (q, k, v, g, beta)]
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v, g, beta)]
     entry.requires_grad_()
     grads = normal(T, value_heads, K), torch.randn_like(entry)
 
@@ -85,7 +85,9 @@ def main() -> None:
             names = {"tokens": tokens, "runs": len(lengths)}
             report.attempt(
                 names,
-                lambda each=lengths: measure(each, arguments.key_heads, arguments.value_heads, arguments.head_size),
+                lambda lengths=lengths: measure(
+                    lengths, arguments.key_heads, arguments.value_heads, arguments.head_size
+                ),
             )
     if arguments.tune:
         report.results["settings_picked"] = library_settings.chosen_settings()

@@ -96,13 +96,13 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
         raise InputError(f"--max-position-embeddings {arguments.max_position_embeddings} is less than {longest}")
     engine = build_engine(setup, arguments)
     length, begin = arguments.response_tokens + 1, first_timed_token(arguments, count)
-    one, few, many, forwards, peak = [], [], [], {}, 0.0
+    prompt_seconds, few, many, forwards, peak = [], [], [], {}, 0.0
     for run in range(arguments.runs + 1):  # the first one captures, and reserves memory
         times = [_measured_run(arguments, engine, setup, count, tokens) for tokens in (1, begin, length)]
         forwards, peak = times[2][1], engine.statistics()["peak_pages"]
         if run:
-            for found, (seconds, _) in zip((one, few, many), times, strict=True):
-                found.append(seconds)
+            for seconds_of, (seconds, _) in zip((prompt_seconds, few, many), times, strict=True):
+                seconds_of.append(seconds)
     decode_seconds = max(median(many) - median(few), 1e-9)
     decoded = count * (length - begin)
     # With more requests than rows, passes are not all full; the mean number of rows counts.
@@ -124,7 +124,7 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
             "decode_pass_ms": 1e3 * pass_seconds,
             "bound_pass_ms": 1e3 * setup.bound_seconds(cached),
             "share_of_memory_bound": setup.bound_seconds(cached) / pass_seconds,
-            "prompt_tokens_per_second": prompt_tokens / median(one),
+            "prompt_tokens_per_second": prompt_tokens / median(prompt_seconds),
             "all_tokens_per_second": count * length / median(many),
             "forwards": int(forwards["forwards"]),
             "static_forwards": int(forwards["static_forwards"]),

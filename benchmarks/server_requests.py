@@ -90,8 +90,8 @@ class Replies(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        head, found, body = self._received.partition(b"\r\n\r\n")
-        if not found:
+        head, separator, body = self._received.partition(b"\r\n\r\n")
+        if not separator:
             return
         if head.startswith(b"GET"):
             self._received = b""
@@ -114,8 +114,8 @@ def serve(pipe: Connection, servers: int, tokens: list[int], seconds: float) -> 
 
     async def listen() -> None:
         loop, parts = asyncio.get_running_loop(), reply_parts(tokens)
-        made = [await loop.create_server(lambda: Replies(parts, seconds), "127.0.0.1", 0) for _ in range(servers)]
-        pipe.send([server.sockets[0].getsockname()[1] for server in made])
+        listeners = [await loop.create_server(lambda: Replies(parts, seconds), "127.0.0.1", 0) for _ in range(servers)]
+        pipe.send([server.sockets[0].getsockname()[1] for server in listeners])
         await asyncio.Event().wait()
 
     asyncio.run(listen())

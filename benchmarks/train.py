@@ -164,8 +164,8 @@ def load_samples(arguments: argparse.Namespace, file: str) -> list[TrainingSampl
     token_ids = [rollout.token_ids for rollout in rollouts]
     if arguments.renumber_tokens:
         # The distinct tokens in their order: the same forest.
-        found = np.unique(np.concatenate(token_ids))
-        token_ids = [np.searchsorted(found, ids).astype(ids.dtype) for ids in token_ids]
+        vocabulary = np.unique(np.concatenate(token_ids))
+        token_ids = [np.searchsorted(vocabulary, ids).astype(ids.dtype) for ids in token_ids]
     samples = [TrainingSample(ids, rollout.loss_mask) for ids, rollout in zip(token_ids, rollouts, strict=True)]
     if arguments.max_tokens is None:
         return samples

@@ -72,7 +72,7 @@ def packed_attention(
     starts = torch.nonzero(positions == 0).flatten().int()
     bounds = torch.cat([starts, starts.new_tensor([len(positions)])])
     longest = int(positions.max()) + 1
-    rows = [each[0].transpose(0, 1).to(torch.bfloat16) for each in (query, key, value)]
+    rows = [tensor[0].transpose(0, 1).to(torch.bfloat16) for tensor in (query, key, value)]
     out = flash_attn_varlen_func(
         *rows, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest,
         softmax_scale=scaling, causal=True,
@@ -140,9 +140,7 @@ def nested_batch(rows: Rows, **common: Any) -> TensorDict:
     rng = np.random.default_rng(2)
 
     def nested(values: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(
-            [torch.as_tensor(each, dtype=dtype) for each in values], layout=torch.jagged
-        )
+        return torch.nested.as_nested_tensor([torch.as_tensor(row, dtype=dtype) for row in values], layout=torch.jagged)
 
     masks = [mask[start:] for start, (_, mask) in zip(starts, rows, strict=True)]
     fields = {
@@ -164,7 +162,7 @@ def engine_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, Optimi
     tensor, tokens = arguments.tensor_model_parallel_size, arguments.max_token_len_per_gpu
     limits = {"max_token_len_per_gpu": tokens, "infer_max_token_len_per_gpu": tokens, "use_dynamic_bsz": True}
     if arguments.engine == "fsdp2":
-        own = FSDPEngineConfig(
+        engine = FSDPEngineConfig(
             strategy="fsdp2",
             dtype=arguments.dtype,
             model_dtype="fp32",
@@ -172,14 +170,14 @@ def engine_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, Optimi
             use_torch_compile=torch.cuda.is_available(),
             **limits,
         )
-        return own, FSDPOptimizerConfig(lr=1e-6, total_training_steps=100)
+        return engine, FSDPOptimizerConfig(lr=1e-6, total_training_steps=100)
     optimizer = McoreOptimizerConfig(lr=1e-6, lr_decay_style="constant", total_training_steps=100)
     if arguments.engine == "megatron":
         return McoreEngineConfig(tensor_model_parallel_size=tensor, dtype=arguments.dtype, **limits), optimizer
-    own = MegatronDtaEngineConfig(
+    engine = MegatronDtaEngineConfig(
         tensor_model_parallel_size=tensor, dtype=arguments.dtype, tree_memory_gib=arguments.tree_memory_gib
     )
-    return own, optimizer
+    return engine, optimizer
 
 
 def write_model(arguments: argparse.Namespace, folder: Path, longest: int) -> int:
@@ -191,9 +189,9 @@ def write_model(arguments: argparse.Namespace, folder: Path, longest: int) -> in
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     if not (folder / "config.json").exists():
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            found = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, arguments.dtype))
-        found.save_pretrained(folder)
-        del found
+            hf_model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, arguments.dtype))
+        hf_model.save_pretrained(folder)
+        del hf_model
     return model.vocab_size
 
 
@@ -233,7 +231,7 @@ def main() -> int:
         rows = load_rows(arguments, vocab_size)
         rank, size = worker.engine.get_data_parallel_rank(), worker.engine.get_data_parallel_size()
         rows = rows[: len(rows) // size * size]
-        own = rows[rank::size]
+        rank_rows = rows[rank::size]
         settings = {name: str(value) for name, value in vars(arguments).items()}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         output = arguments.output if torch.distributed.get_rank() == 0 else None
@@ -251,8 +249,8 @@ def main() -> int:
             return median(times[1:])
 
         common = {"global_batch_size": len(rows), "mini_batch_size": len(rows), "epochs": 1, "calculate_entropy": False}
-        old = seconds(lambda: worker.infer_batch(nested_batch(own, compute_loss=False, calculate_entropy=True)))
-        update = seconds(lambda: worker.train_mini_batch(nested_batch(own, **common)))
+        old = seconds(lambda: worker.infer_batch(nested_batch(rank_rows, compute_loss=False, calculate_entropy=True)))
+        update = seconds(lambda: worker.train_mini_batch(nested_batch(rank_rows, **common)))
         tokens = float(sum(len(ids) for ids, _ in rows))
         row = {"engine": arguments.engine, "rows": len(rows), "row_tokens": tokens}
         row |= {"old_logprob_seconds": old, "update_seconds": update}

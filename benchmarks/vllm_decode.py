@@ -88,7 +88,7 @@ def build_llm(arguments: argparse.Namespace, folder: Path) -> LLM:
     if not torch.cuda.is_available():  # asks NVML, as vLLM tells torch: its processes are forked off this one
         raise InputError("vLLM is measured on a GPU, and there is none")
     (folder / "config.json").write_text(json.dumps(config_from_settings(model_config(arguments))), encoding="utf-8")
-    given = arguments.compilation_config
+    compilation = arguments.compilation_config
     return LLM(
         str(folder),
         load_format="dummy",
@@ -97,7 +97,7 @@ def build_llm(arguments: argparse.Namespace, folder: Path) -> LLM:
         enable_prefix_caching=False,
         max_num_seqs=max(arguments.batch),
         seed=arguments.seed,
-        **({} if given is None else {"compilation_config": given}),
+        **({} if compilation is None else {"compilation_config": compilation}),
     )
 
 
@@ -174,14 +174,14 @@ def main() -> None:
 
 def begin_report(arguments: argparse.Namespace, start_seconds: float) -> tuple[Report, float]:
     """The report and the bandwidth; only after vLLM has started, since processes that use a GPU cannot be forked."""
-    device, given = torch.device("cuda", 0), arguments.memory_bandwidth_gbs
-    bandwidth = measured_bandwidth(device) if given is None else given * 1e9
+    device, gbs = torch.device("cuda", 0), arguments.memory_bandwidth_gbs
+    bandwidth = measured_bandwidth(device) if gbs is None else gbs * 1e9
     settings = {name: value for name, value in vars(arguments).items() if name != "output"} | {
         "vllm": metadata.version("vllm"),
         "start_seconds": start_seconds,
         "weight_gib": num_parameters(arguments) * ITEM_BYTES / 2**30,
         "bandwidth_gbs": bandwidth / 1e9,
-        "bandwidth_from": "copy" if given is None else "given",
+        "bandwidth_from": "copy" if gbs is None else "given",
     }
     return Report("decoding of vLLM", settings, device, arguments.output), bandwidth
 

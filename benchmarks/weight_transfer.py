@@ -126,15 +126,15 @@ def check_values(config: TrainConfig, model: torch.nn.Module, url: str, receiver
     """Raise ``ValueError`` unless the server's parameters are the trainer's."""
     weights = hf_weights(config, model)
     if receiver == "stand-in":
-        found = ask(f"{url}/sums")
+        sums = ask(f"{url}/sums")
         expected = {name: byte_sum(values) for name, values in weights.iterate()}
     else:
-        found = ask(f"{url}/weight_checker", b'{"action": "checksum"}')["checksums"]
+        sums = ask(f"{url}/weight_checker", b'{"action": "checksum"}')["checksums"]
         tensors = {name: values.cpu() for name, values in weights.iterate()}
-        expected = {name: joined_checksum(name.rpartition(":")[2], tensors) for name in found}
-    if expected != found:
-        wrong = [name for name in found if found[name] != expected.get(name)]
-        raise ValueError(f"the server has other weights than the trainer: {len(wrong)} of {len(found)}: {wrong[:3]}")
+        expected = {name: joined_checksum(name.rpartition(":")[2], tensors) for name in sums}
+    if expected != sums:
+        wrong = [name for name in sums if sums[name] != expected.get(name)]
+        raise ValueError(f"the server has other weights than the trainer: {len(wrong)} of {len(sums)}: {wrong[:3]}")
 
 
 def joined_checksum(name: str, tensors: dict[str, torch.Tensor]) -> str:

@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()
 
 def check_arguments(arguments: argparse.Namespace, *names: str) -> None:
     """Refuse counts below 1 of the flags that the part has."""
-    own = ("batch", "block_size", "max_tokens", "burst", "max_position_embeddings", "runs")
-    for name in (*own, "tensor_model_parallel_size", "pipeline_model_parallel_size", *names):
+    common = ("batch", "block_size", "max_tokens", "burst", "max_position_embeddings", "runs")
+    for name in (*common, "tensor_model_parallel_size", "pipeline_model_parallel_size", *names):
         if getattr(arguments, name, 1) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
 
@@ -128,9 +128,9 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
     width = shape.kv_width // parallel.tensor_model_parallel_size
     token_bytes = 2 * len(model.attention_layers) * width * next(model.parameters()).element_size()
     ranks = current_mesh().gather_over_replica((weight_bytes, token_bytes))
-    given = arguments.memory_bandwidth_gbs
-    bandwidth = given * 1e9 if given is not None else measured_bandwidth(device)
-    origin = "given" if given is not None else "copy"
+    gbs = arguments.memory_bandwidth_gbs
+    bandwidth = gbs * 1e9 if gbs is not None else measured_bandwidth(device)
+    origin = "given" if gbs is not None else "copy"
     return Setup(model, device, weight_bytes, token_bytes, ranks, groups, bandwidth, origin)
 
 

@@ -83,16 +83,16 @@ class ForcedEngine(InProcessEngine):
         num_tokens: int,
     ) -> list[Request]:
         forced, done = [], [row.num_tokens - row.context_length for row in rows]
-        for row, (own, logprobs), first in zip(rows, sampled, done, strict=True):
+        for row, (drawn, logprobs), first in zip(rows, sampled, done, strict=True):
             record = self._recorded.get(row.generation.key)
-            forced.append((own if record is None else record[first : first + len(own)], logprobs))
+            forced.append((drawn if record is None else record[first : first + len(drawn)], logprobs))
         ended = super()._take(rows, forced, drafts, began, num_tokens)
-        for row, (own, logprobs), first in zip(rows, sampled, done, strict=True):
+        for row, (drawn, logprobs), first in zip(rows, sampled, done, strict=True):
             if row.generation.key not in self._recorded:
                 continue
-            taken = row.num_tokens - row.context_length - first if drafts is not None else 1
+            count = row.num_tokens - row.context_length - first if drafts is not None else 1
             tokens, their_logprobs = self.own[row.generation.key]
-            tokens[first : first + taken], their_logprobs[first : first + taken] = own[:taken], logprobs[:taken]
+            tokens[first : first + count], their_logprobs[first : first + count] = drawn[:count], logprobs[:count]
         if 0 in done:
             self._prompts_over, self._prompt_forwards = time.perf_counter(), int(self._counts["forwards"])
         return ended

@@ -97,12 +97,12 @@ class StepTimer:
 
     def plan(self, samples: Sequence[TrainingSample], tree: TreeConfig) -> TreeBatch:
         """The step over this rank's part of the samples."""
-        own = list(range(len(samples)))
+        indices = list(range(len(samples)))
         if self.mesh.data_size > 1:
-            own = partition_samples(samples, self.engine, tree).sequences_of(self.mesh.data_rank).tolist()
+            indices = partition_samples(samples, self.engine, tree).sequences_of(self.mesh.data_rank).tolist()
         counts = count_trained([sample.num_trained for sample in samples])
         pipeline = self.engine.pipeline(tree.tree_segment_tokens)
-        return prepare_batch([samples[i] for i in own], tree, pipeline=pipeline, part=StepPart(counts))
+        return prepare_batch([samples[i] for i in indices], tree, pipeline=pipeline, part=StepPart(counts))
 
     def zero_gradients(self) -> None:
         """Zero the gradients of all chunks."""

@@ -39,12 +39,12 @@ def vllm_server(model: ModelConfig, flags: Sequence[str]) -> Iterator[str]:
     Raises:
         InputError: the server has ended, or does not answer; the message has the end of its log.
     """
-    with TemporaryDirectory() as name, socket.socket() as found:
+    with TemporaryDirectory() as name, socket.socket() as listener:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(config_from_settings(model)), encoding="utf-8")
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-        found.close()
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        listener.close()
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", name]
         command += ["--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--skip-tokenizer-init"]
         command += ["--weight-transfer-config", json.dumps({"backend": "ipc"}), *flags]

@@ -134,9 +134,9 @@ class Rollouts:
     """The rollout sets of a run."""
 
     def __init__(self, arguments: argparse.Namespace, preset: Preset) -> None:
-        given = arguments.rollouts or os.environ.get("DTA_ROLLOUTS")
+        folder = arguments.rollouts or os.environ.get("DTA_ROLLOUTS")
         self.preset, self.renumber = preset, preset.model in TINY
-        self.folder = Path(given) if given and not arguments.smallest else None
+        self.folder = Path(folder) if folder and not arguments.smallest else None
         if self.folder is not None and not self.folder.is_dir():
             raise InputError(f"--rollouts {self.folder}: there is no such folder")
         if self.folder is None and preset.sets and not arguments.small:
@@ -151,8 +151,11 @@ class Rollouts:
     def of_balance(self) -> list[balance.BalanceSet]:
         """The sets that are divided over ranks, one sample per trajectory."""
         if self.folder is None:
-            found = [generated_set(seed, *self.preset.generated) for seed in range(3)]
-            return [balance.BalanceSet(f"{each.name}, seed {i}", each.trajectories) for i, each in enumerate(found)]
+            generated = [generated_set(seed, *self.preset.generated) for seed in range(3)]
+            return [
+                balance.BalanceSet(f"{rollout_set.name}, seed {i}", rollout_set.trajectories)
+                for i, rollout_set in enumerate(generated)
+            ]
         sets = self.preset.balance_sets
         if sets is None:
             sets = tuple((path.name.removesuffix(".npz"), None) for path in sorted(self.folder.glob("*.npz")))
@@ -162,7 +165,7 @@ class Rollouts:
 
 def make_timer(arguments: argparse.Namespace, preset: Preset, sets: Sequence[RolloutSet]) -> StepTimer:
     """The model that all steps are timed on."""
-    most, longest = max(each.most for each in sets), max(each.longest for each in sets)
+    most, longest = max(rollout_set.most for rollout_set in sets), max(rollout_set.longest for rollout_set in sets)
     vocab_size = most + 1 if preset.model in TINY else MODELS[preset.model].vocab_size
     if most >= vocab_size:
         raise InputError(f"--set: has token id {most}, but {preset.model} has {vocab_size}")
@@ -240,15 +243,15 @@ def main() -> int:
     if NEEDS_MODEL & set(parts) and (on_gpu or set(parts) & (NEEDS_MODEL - {"rivals"})):
         sets = rollouts.of_steps()
         timer = make_timer(arguments, preset, sets)
-        for each in sets:
+        for rollout_set in sets:
             if "modes" in parts:
-                steps.measure_modes(report, timer, each, preset.settings)
+                steps.measure_modes(report, timer, rollout_set, preset.settings)
             if "sizes" in parts:
-                steps.measure_sizes(report, timer, each, preset.settings)
+                steps.measure_sizes(report, timer, rollout_set, preset.settings)
             if "orders" in parts:
-                orders.measure_orders(report, timer, each, preset.settings, arguments.seeds)
+                orders.measure_orders(report, timer, rollout_set, preset.settings, arguments.seeds)
             if "rivals" in parts and on_gpu:
-                rivals.measure_rivals(report, timer, each, preset.settings)
+                rivals.measure_rivals(report, timer, rollout_set, preset.settings)
         torch.distributed.destroy_process_group()
     report.write_markdown()
     draw(report)

@@ -153,10 +153,10 @@ def train_task(task: LiveTask, seeds: int, jobs: int, processes: Processes, repo
     for first in range(1, seeds + 1, jobs):
         group = range(first, min(first + jobs, seeds + 1))
         for mode in task.modes:
-            found = {seed: live_job(task, data, warmup, seed, mode) for seed in group}
-            for job in found.values():
+            by_seed = {seed: live_job(task, data, warmup, seed, mode) for seed in group}
+            for job in by_seed.values():
                 processes.begin(job)
-            for seed, job in found.items():
+            for seed, job in by_seed.items():
                 run = runs[task.name, seed, mode] = read_run(processes.run(job)[0])
                 reference = runs[task.name, seed, task.modes[0]]
                 report.add("live", live_row(run, reference, {"task": task.name, "seed": seed, "mode": mode}))
@@ -170,11 +170,11 @@ def live_row(run: LiveRun, plain: LiveRun, names: dict[str, Any]) -> dict[str, A
         **names,
         "rollout_seconds": seconds,
         "first_batch_seconds": run.rollout_seconds[0],
-        "sampled_tokens": int(sum(each.sum() for each in lengths)),
-        "longest": int(max(each.max() for each in lengths)),
-        "mean_length": float(sum(each.sum() for each in lengths) / sum(map(len, lengths))),
+        "sampled_tokens": int(sum(batch_lengths.sum() for batch_lengths in lengths)),
+        "longest": int(max(batch_lengths.max() for batch_lengths in lengths)),
+        "mean_length": float(sum(batch_lengths.sum() for batch_lengths in lengths) / sum(map(len, lengths))),
         # All samples of a batch decode together, so the longest one decides.
-        "forwards": int(sum(each.max() for each in lengths)),
+        "forwards": int(sum(batch_lengths.max() for batch_lengths in lengths)),
         "reward": run.evaluations[-1][1],
         "rewards": run.evaluations,
         "seconds_by_batch": run.rollout_seconds,
@@ -196,18 +196,18 @@ def live_row(run: LiveRun, plain: LiveRun, names: dict[str, Any]) -> dict[str, A
 
 def histories(tasks: Sequence[LiveTask], stored: Mapping[str, tuple[int, int, int]], runs: Runs) -> list[History]:
     """The samples of each task's first run, and the stored sets if there are any."""
-    found = []
+    result = []
     for task in tasks:
         run = runs[task.name, 1, task.modes[0]]
-        found.append(live_history(task.name, run.batches, task.batches_per_epoch))
+        result.append(live_history(task.name, run.batches, task.batches_per_epoch))
     folder = os.environ.get("DTA_ROLLOUTS")
     for name, (problems, samples, epochs) in stored.items():
         path = Path(folder or "") / f"{name}.npz"
         if folder and path.exists():
-            found.append(stored_history(path, problems, samples, epochs))
+            result.append(stored_history(path, problems, samples, epochs))
         else:
             print(f"{name}: left out, because DTA_ROLLOUTS does not name a folder with it", flush=True)
-    return found
+    return result
 
 
 def plot_runs(report: PaperReport, runs: Runs) -> None:
@@ -256,10 +256,10 @@ def draw_ablations(axes: Sequence[Axes], report: PaperReport) -> None:
         names = list(dict.fromkeys(row["history"] for row in rows))
         height = 0.8 / len(names)
         for i, name in enumerate(names):
-            own = [row for row in rows if row["history"] == name]
-            places = [labels.index(row["setting"]) + i * height for row in own]
-            saved = [100 * row["makespan_saved"] for row in own]
-            panel.barh(places, saved, height=height, color=COLORS[i % len(COLORS)], label=name)
+            history_rows = [row for row in rows if row["history"] == name]
+            positions = [labels.index(row["setting"]) + i * height for row in history_rows]
+            saved = [100 * row["makespan_saved"] for row in history_rows]
+            panel.barh(positions, saved, height=height, color=COLORS[i % len(COLORS)], label=name)
         panel.set_yticks([i + 0.4 - height / 2 for i in range(len(labels))], labels, fontsize=7)
         panel.invert_yaxis()
         panel.set(title=key, xlabel="makespan saved (%)")

@@ -113,15 +113,15 @@ class Processes:
                 if line is not None:
                     print(f"{job.name}: {line}", flush=True)
             del self._running[job.name]
-            found = _read(folder / "value.json")
-            if found is None:
+            value = _read(folder / "value.json")
+            if value is None:
                 raise InputError(f"{job.name} has failed: {_last_line(folder / 'log.txt')} ({folder / 'log.txt'})")
-            kept = {"arguments": self._asked(job), "result": found["result"]}
+            kept = {"arguments": self._asked(job), "result": value["result"]}
             with replacing(folder / "result.json") as temporary:
                 temporary.write_text(json_text(kept) + "\n", encoding="utf-8")
             (folder / "value.json").unlink()
             print(f"{job.name}: {time.monotonic() - began:.0f} s", flush=True)
-            self._results[job.name] = found["result"]
+            self._results[job.name] = value["result"]
         return folder, self._results[job.name]
 
     def close(self) -> list[str]:

@@ -134,8 +134,8 @@ class Experiment:
     def packing(self) -> None:
         """Tokens of packs; on two CPU cores some rollout sets have millions, so small scales use their first tokens."""
         for trees in self._rollout_sets() or self._random_trees():
-            whole = trees if self.arguments.scale != "small" else trees.first_tokens(300_000)
-            for row in packing_rows(whole, self.scale.capacities) if whole is not None else ():
+            packed = trees if self.arguments.scale != "small" else trees.first_tokens(300_000)
+            for row in packing_rows(packed, self.scale.capacities) if packed is not None else ():
                 self.report.add("packing", row)
 
     def longest_path(self) -> None:
@@ -153,13 +153,13 @@ class Experiment:
         """Runs in all ways with the same seeds."""
         for seed in range(1, self.arguments.seeds + 1):
             for way in WAYS:
-                found = CurveRun(way, seed, self.scale.curves).run()
-                self.curves.setdefault(way, []).append(found)
-                row = {"way": way, "seed": seed, "held_out_loss": found.held_out_loss[-1]}
-                row |= {"held_out_after_sft": found.held_out_after_sft, "held_out": found.held_out}
-                row |= found.largest_difference(self.curves["dense"][seed - 1])
-                row |= {"sft_losses": found.sft_loss, "grpo_losses": found.grpo_loss, "rewards": found.reward}
-                row |= {"held_out_losses": found.held_out_loss, "held_out_steps": found.held_out_steps}
+                curve = CurveRun(way, seed, self.scale.curves).run()
+                self.curves.setdefault(way, []).append(curve)
+                row = {"way": way, "seed": seed, "held_out_loss": curve.held_out_loss[-1]}
+                row |= {"held_out_after_sft": curve.held_out_after_sft, "held_out": curve.held_out}
+                row |= curve.largest_difference(self.curves["dense"][seed - 1])
+                row |= {"sft_losses": curve.sft_loss, "grpo_losses": curve.grpo_loss, "rewards": curve.reward}
+                row |= {"held_out_losses": curve.held_out_loss, "held_out_steps": curve.held_out_steps}
                 self.report.add("learning-curves", row)
 
     def _step_timer(self) -> StepTimer:

@@ -82,12 +82,12 @@ class Experiment:
 
     def run_ablations(self) -> None:
         """TreePO, and one run of each of its variants."""
-        found = list(enumerate([Ablation("TreePO", self._shape(), ""), *ablations(self._scale)], start=1))
-        for group in self._groups(found):
+        numbered = list(enumerate([Ablation("TreePO", self._shape(), ""), *ablations(self._scale)], start=1))
+        for group in self._groups(numbered):
             self._begin([partial(self._ablation_job, number, ablation) for number, ablation in group])
             for number, ablation in group:
                 names = {"group": ablation.group, "name": ablation.name, "flags": ablation.flags}
-                print(f"== ablation {number} of {len(found)}: {ablation.group}, {ablation.name}", flush=True)
+                print(f"== ablation {number} of {len(numbered)}: {ablation.group}, {ablation.name}", flush=True)
                 self._attempt("ablations", names, partial(self._ablation, number, ablation))
 
     def run_efficiency(self) -> None:
@@ -116,10 +116,10 @@ class Experiment:
     def write(self) -> None:
         """Compare the methods and write Markdown and plots, of what there is; end what is still running."""
         self._read_interrupted(self._processes.close())
-        found = {method: of_method for method, of_method in self.curves.items() if of_method}
-        complete = [seed for seed in self._seeds if all(seed in of_method for of_method in found.values())]
-        if found and complete:
-            curves = {method: {seed: found[method][seed] for seed in complete} for method in found}
+        by_method = {method: of_method for method, of_method in self.curves.items() if of_method}
+        complete = [seed for seed in self._seeds if all(seed in of_method for of_method in by_method.values())]
+        if by_method and complete:
+            curves = {method: {seed: by_method[method][seed] for seed in complete} for method in by_method}
             for row in comparison(curves, next(iter(curves)), self._scale.tokens):
                 self.report.add("curves", row)
             print(f"plot: {self.report.plot(partial(plot_curves, curves=curves), len(AXES))}")
@@ -154,9 +154,9 @@ class Experiment:
             row = {"error": str(error)}
         self.report.add(table, names | row)
 
-    def _groups(self, found: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    def _groups(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
         """Groups of jobs that run concurrently."""
-        return (found[begin : begin + self._jobs] for begin in range(0, len(found), self._jobs))
+        return (items[begin : begin + self._jobs] for begin in range(0, len(items), self._jobs))
 
     def _begin(self, jobs: Sequence[Callable[[], Job]]) -> None:
         for make in jobs:

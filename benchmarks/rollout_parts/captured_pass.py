@@ -104,7 +104,7 @@ def _graph(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 def _seconds(run: Callable[[], Any]) -> float:
     """Seconds of ``run``, captured; the least of three measurements."""
-    graph, found = _graph(run), []
+    graph, times = _graph(run), []
     graph.replay()
     for _ in range(3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -113,5 +113,5 @@ def _seconds(run: Callable[[], Any]) -> float:
             graph.replay()
         end.record()
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3 / _REPLAYS)
-    return min(found)
+        times.append(begin.elapsed_time(end) / 1e3 / _REPLAYS)
+    return min(times)

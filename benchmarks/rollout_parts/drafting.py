@@ -108,9 +108,9 @@ def _speculator(
 ) -> Speculator:
     drafter = DrafterParams(draft=DraftParams(width=arguments.das_draft_tokens))
     gate = SpeculationGate(plain, drafted, arguments.burst)
-    made = Speculator(drafter, gate, arguments.das_budget)
-    remember(made, history)
-    return made
+    speculator = Speculator(drafter, gate, arguments.das_budget)
+    remember(speculator, history)
+    return speculator
 
 
 def _row(
@@ -186,16 +186,16 @@ def doubts(measured: dict[str, WaveTime], least_pass: float) -> list[str]:
 
     least_pass: seconds in which a pass reads the weights.
     """
-    found = []
+    result = []
     for name, time in measured.items():
         if time.forwards > time.prompt_forwards and time.pass_seconds < least_pass:
-            found.append(
+            result.append(
                 f"{name}: a pass of {1e3 * time.pass_seconds:.3g} ms is shorter than the {1e3 * least_pass:.3g} ms in "
                 "which the weights are read: the time is not attributed right, or --memory-bandwidth-gbs is too low"
             )
         if time.captures:
-            found.append(f"{name}: {time.captures} graphs were captured while time was taken")
-    return found
+            result.append(f"{name}: {time.captures} graphs were captured while time was taken")
+    return result
 
 
 def _recorded(
@@ -254,7 +254,7 @@ def _measured(
         return reduce(add, times), counts_since(before, engine)
 
     run()
-    runs = sorted((run() for _ in range(arguments.runs)), key=lambda found: found[0].seconds)
+    runs = sorted((run() for _ in range(arguments.runs)), key=lambda measured: measured[0].seconds)
     return runs[len(runs) // 2]
 
 

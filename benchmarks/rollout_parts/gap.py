@@ -41,7 +41,7 @@ def trainer_logprobs(
     """Logprobs of all response tokens by the trainer's forward pass, float64."""
     engine = TreeEngine(model, arguments.temperature)
     logprobs = engine.compute_logprobs(prepare_batch(samples, tree))
-    of_responses = [each[sample.loss_mask] for each, sample in zip(logprobs, samples, strict=True)]
+    of_responses = [values[sample.loss_mask] for values, sample in zip(logprobs, samples, strict=True)]
     return np.concatenate(of_responses).astype(np.float64)
 
 
@@ -62,17 +62,19 @@ def run_gap(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]
     for request, result in zip(requests, results, strict=True):
         tokens = np.concatenate([request.token_ids, result.token_ids])
         samples.append(TrainingSample(tokens, np.arange(len(tokens)) >= len(request.token_ids)))
-    found = {"sampler": np.concatenate([result.logprobs for result in results]).astype(np.float64)}
+    logprobs = {"sampler": np.concatenate([result.logprobs for result in results]).astype(np.float64)}
     for name, (mode, size) in WAYS.items():
-        found[name] = trainer_logprobs(model, samples, TreeConfig(tree_mode=mode, tree_segment_tokens=size), arguments)
+        logprobs[name] = trainer_logprobs(
+            model, samples, TreeConfig(tree_mode=mode, tree_segment_tokens=size), arguments
+        )
     if next(model.parameters()).dtype != torch.float32:
         exact = build_setup(argparse.Namespace(**vars(arguments) | {"dtype": "fp32"})).model
         exact.load_state_dict(model.state_dict())
-        found["float32"] = trainer_logprobs(exact, samples, TreeConfig(tree_segment_tokens=4096), arguments)
+        logprobs["float32"] = trainer_logprobs(exact, samples, TreeConfig(tree_segment_tokens=4096), arguments)
     rows = []
-    for one, other in combinations(found, 2):
-        gap = found[one] - found[other]
-        row = {"part": "gap", "one": one, "other": other, "tokens": len(gap), "fp32_lm_head": model.fp32_lm_head}
-        row |= {"mean_logprob": float(found[one].mean()), "mean_gap": float(np.abs(gap).mean())}
+    for first, second in combinations(logprobs, 2):
+        gap = logprobs[first] - logprobs[second]
+        row = {"part": "gap", "one": first, "other": second, "tokens": len(gap), "fp32_lm_head": model.fp32_lm_head}
+        row |= {"mean_logprob": float(logprobs[first].mean()), "mean_gap": float(np.abs(gap).mean())}
         rows.append(row | {"largest_gap": float(np.abs(gap).max()), "kl": float((np.exp(-gap) - 1 + gap).mean())})
     return rows

@@ -39,9 +39,9 @@ def run_attention(arguments: argparse.Namespace, setup: Setup | None) -> list[di
     dtype = torch.float32 if arguments.dtype == "fp32" else torch.bfloat16
     bandwidth = arguments.memory_bandwidth_gbs * 1e9 if arguments.memory_bandwidth_gbs else measured_bandwidth(device)
     H, G, D = shape.num_attention_heads, shape.num_query_groups, shape.kv_channels
-    own = paged_config(H // G, D, dtype, arguments.draft_tokens + 1)
+    default = paged_config(H // G, D, dtype, arguments.draft_tokens + 1)
     rows = []
-    for config in [own, *(_others(own) if arguments.sweep else [])]:
+    for config in [default, *(_others(default) if arguments.sweep else [])]:
         seconds = _seconds(arguments, config, (H, G, D), dtype, device)
         rows.append({
             "part": "attention", **asdict(config), "microseconds": 1e6 * seconds,
@@ -50,14 +50,14 @@ def run_attention(arguments: argparse.Namespace, setup: Setup | None) -> list[di
     return rows
 
 
-def _others(own: PagedConfig) -> list[PagedConfig]:
+def _others(default: PagedConfig) -> list[PagedConfig]:
     settings = product((32, 64, 128), (2, 3, 4), (2, 4), (128, 256, 512))
-    found = [
-        replace(own, keys=keys, num_stages=stages, num_warps=warps, min_part=max(keys, min_part))
+    configs = [
+        replace(default, keys=keys, num_stages=stages, num_warps=warps, min_part=max(keys, min_part))
         for keys, stages, warps, min_part in settings
         if keys * stages <= 256
     ]
-    return [config for config in found if config != own]
+    return [config for config in configs if config != default]
 
 
 def _bytes(arguments: argparse.Namespace, heads: tuple[int, int, int], dtype: torch.dtype) -> int:

@@ -82,20 +82,20 @@ def run_noise(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any
             forced = build_engine(setup, changed, drafting, partial(ForcedEngine, answers))
             forced.start(params, 0)
             generate(forced, everything[: max(count, batch)])
-            found = distance(reference, forced.own)
+            distances = distance(reference, forced.own)
             padded = bucket(batch * (1 if drafting is None else arguments.draft_tokens + 1))
             settings = {"temperature": temperature, "run": name, "batch": batch, "padded_rows": padded}
-            rows.append({"part": "das-noise", **settings, **found})
+            rows.append({"part": "das-noise", **settings, **distances})
     return rows
 
 
 def distance(
-    reference: Sequence[GenerationResult], own: dict[int, tuple[np.ndarray, np.ndarray]]
+    reference: Sequence[GenerationResult], forced: dict[int, tuple[np.ndarray, np.ndarray]]
 ) -> dict[str, float | int]:
     """Frequency of different draws after the same contexts, and differences of the logprobs of equal draws."""
     tokens = np.concatenate([result.token_ids for result in reference])
     logprobs = np.concatenate([result.logprobs for result in reference]).astype(np.float64)
-    drawn, their_logprobs = (np.concatenate([own[i][part] for i in range(len(reference))]) for part in (0, 1))
+    drawn, their_logprobs = (np.concatenate([forced[i][part] for i in range(len(reference))]) for part in (0, 1))
     assert (drawn >= 0).all(), "a token was never drawn"
     same = drawn == tokens
     d = (their_logprobs - logprobs)[same]

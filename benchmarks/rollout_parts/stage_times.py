@@ -32,8 +32,8 @@ def longest_stage_seconds(engine: InProcessEngine, sample: Callable[[], object])
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     count = engine.statistics()["static_forwards"] - before
-    own = sum(elapsed() for elapsed in times) / count if count else 0.0
-    return max(current_mesh().gather_over_replica(own)) or None
+    rank_seconds = sum(elapsed() for elapsed in times) / count if count else 0.0
+    return max(current_mesh().gather_over_replica(rank_seconds)) or None
 
 
 def _timed(run: Callable[[], Tensor], times: list[Callable[[], float]]) -> Tensor:

@@ -84,12 +84,13 @@ def measure_trees(
             seconds[method].append(counts[method]["seconds"])
             engine.close()
     rows = {}
-    for method, found in trees.items():
-        spent, leaves = median(seconds[method]), sum(len(tree.leaves) for tree in found)
+    for method, method_trees in trees.items():
+        spent, leaves = median(seconds[method]), sum(len(tree.leaves) for tree in method_trees)
         rows[method] = {
             "trajectories_per_second": leaves / spent,
             "decoded_tokens_per_second": counts[method]["decoded_tokens"] / spent,
-            "leaf_tokens_per_second": sum(tree.response_length(i) for tree in found for i in tree.leaves) / spent,
+            "leaf_tokens_per_second": sum(tree.response_length(i) for tree in method_trees for i in tree.leaves)
+            / spent,
             **{name: counts[method][name] for name in _COUNTS},
             "pass_ms": 1e3 * spent / counts[method]["forwards"],
             "mean_rows": counts[method]["decoded_tokens"] / counts[method]["forwards"],

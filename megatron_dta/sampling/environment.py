@@ -179,8 +179,8 @@ class EnvironmentRunner:
 
     def _checked(self, result: Any, action: np.ndarray) -> StepOutcome:
         if not isinstance(result, tuple) or len(result) != 3:
-            found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-            raise TypeError(f"step must return (observation, reward, done), got {found}")
+            description = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+            raise TypeError(f"step must return (observation, reward, done), got {description}")
         observation, reward, done = result
         if not isinstance(reward, numbers.Real | np.bool_) or not math.isfinite(float(reward)):
             raise TypeError(f"step must return a finite reward, got {reward!r}")
@@ -217,16 +217,16 @@ def load_environment(spec: str) -> Callable[[], Environment]:
     path, separator, name = spec.rpartition(":")
     where = f"--environment {spec}"
     if separator:
-        found = load_from_file(where, path, name)
+        environment = load_from_file(where, path, name)
     else:
         package, _, name = spec.rpartition(".")
         if not package:
             raise InputError(f"{where}: must be FILE.py:NAME or a dotted name such as package.module.Name")
         try:
-            found = getattr(importlib.import_module(package), name, None)
+            environment = getattr(importlib.import_module(package), name, None)
         except (Exception, SystemExit) as error:
             raise InputError(f"{where}: the module does not load: {describe_error(error)}") from error
     for method in ("reset", "step"):
-        if not callable(getattr(found, method, None)):
+        if not callable(getattr(environment, method, None)):
             raise InputError(f"{where}: {name} must be a class with the methods reset and step")
-    return found
+    return environment

@@ -54,7 +54,11 @@ def pass_rates(rewards: Sequence[Sequence[float]], samples: int) -> dict[str, fl
     ks = sorted({2**i for i in range(1, samples.bit_length())} | {samples}) if samples > 1 else []
     result = {}
     for k in ks:
-        rates = [pass_at_k(len(own), sum(r > RIGHT_ABOVE for r in own), k) for own in rewards if len(own) >= k]
+        rates = [
+            pass_at_k(len(answers), sum(r > RIGHT_ABOVE for r in answers), k)
+            for answers in rewards
+            if len(answers) >= k
+        ]
         if rates:
             result[f"pass@{k}"] = float(np.mean(rates))
     return result
@@ -97,11 +101,11 @@ def evaluate_answers(problems: Sequence[Answers], ks: Sequence[int], seed: int) 
     }
     right = [[reward > RIGHT_ABOVE for reward in problem.rewards] for problem in problems]
     for k in ks:
-        result[f"pass@{k}"] = float(np.mean([pass_at_k(len(each), sum(each), k) for each in right]))
+        result[f"pass@{k}"] = float(np.mean([pass_at_k(len(is_right), sum(is_right), k) for is_right in right]))
     for k in ks:
         votes = [
-            majority_at_k(problem.answers, each, k, np.random.Generator(np.random.Philox(key=[seed, i])))
-            for i, (problem, each) in enumerate(zip(problems, right, strict=True))
+            majority_at_k(problem.answers, is_right, k, np.random.Generator(np.random.Philox(key=[seed, i])))
+            for i, (problem, is_right) in enumerate(zip(problems, right, strict=True))
         ]
         result[f"maj@{k}"] = float(np.mean(votes))
     return result

@@ -75,14 +75,14 @@ def empty_weights(
         pinned: in page-locked memory, from which a GPU copies faster.
     """
     groups: list[tuple[torch.dtype, dict[str, tuple[int, ...]]]] = []
-    room = -1
+    bytes_left = -1
     for name, (shape, dtype) in shapes.items():
         size = torch.Size(shape).numel() * dtype.itemsize
-        if not groups or groups[-1][0] != dtype or room < 0:
+        if not groups or groups[-1][0] != dtype or bytes_left < 0:
             groups.append((dtype, {}))
-            room = bucket_bytes
+            bytes_left = bucket_bytes
         groups[-1][1][name] = tuple(shape)
-        room -= size
+        bytes_left -= size
     buckets = []
     for dtype, members in groups:
         size = sum(torch.Size(shape).numel() for shape in members.values()) * dtype.itemsize

@@ -123,15 +123,15 @@ class ReplayEngine(RolloutEngine):
         context = np.asarray(request.token_ids, dtype=np.int32)
         name = hashlib.blake2b(context.tobytes(), digest_size=16).hexdigest()
         used = self._used_in_evaluation if self._params.domain is Domain.EVALUATION else self._used
-        found = self._continuations(context)
-        if not found:
+        continuations = self._continuations(context)
+        if not continuations:
             raise RolloutError(f"--rollout-replay: no recorded rollout continues the {_shown(context)}")
-        if used.get(name, 0) >= len(found):
+        if used.get(name, 0) >= len(continuations):
             raise RolloutError(
-                f"--rollout-replay: all {len(found)} recorded continuations of the {_shown(context)} are used; "
+                f"--rollout-replay: all {len(continuations)} recorded continuations of the {_shown(context)} are used; "
                 "lower --n-samples-per-prompt or --train-iters, or record more"
             )
-        rollout = self._rollouts[found[used.get(name, 0)]]
+        rollout = self._rollouts[continuations[used.get(name, 0)]]
         used[name] = used.get(name, 0) + 1
         begin, end = len(context), min(len(rollout), len(context) + request.max_tokens)
         untrained = np.flatnonzero(~rollout.loss_mask[begin:end])
@@ -151,8 +151,8 @@ class ReplayEngine(RolloutEngine):
     def _continuations(self, context: np.ndarray) -> list[int]:
         """Indices of the rollouts that continue ``context`` with a sampled token, in the order of the files."""
         content = context.tobytes()
-        found = [index for prompt, some in self._by_prompt.items() if content.startswith(prompt) for index in some]
-        return sorted(index for index in found if _goes_on(self._rollouts[index], context))
+        candidates = [index for prompt, some in self._by_prompt.items() if content.startswith(prompt) for index in some]
+        return sorted(index for index in candidates if _goes_on(self._rollouts[index], context))
 
     def _refuse_running(self) -> None:
         if self._finished:

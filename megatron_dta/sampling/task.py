@@ -111,15 +111,17 @@ def chat_template(sampling: SamplingConfig) -> ChatTemplate | None:
 
 def _read(files: list[str], reader: PromptReader, max_prompt_tokens: int, notes: list[str]) -> list[Prompt]:
     """The prompts of several files; ``notes`` gets a line for each file with prompts that are too long."""
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     for file in files:
         before = reader.overlong
-        own = reader.read(file)
-        found += own
+        file_prompts = reader.read(file)
+        prompts += file_prompts
         if reader.overlong > before:
             out = reader.overlong - before
-            notes.append(f"{file}: left out {out} of {len(own) + out} prompts: more than {max_prompt_tokens} tokens")
-    return found
+            notes.append(
+                f"{file}: left out {out} of {len(file_prompts) + out} prompts: more than {max_prompt_tokens} tokens"
+            )
+    return prompts
 
 
 def _no_reward(prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:

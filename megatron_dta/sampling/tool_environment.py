@@ -76,12 +76,12 @@ class ToolEnvironment(ABC):
 
     def _schemas(self) -> dict[str, dict[str, Any]]:
         """The schemas of the tools' parameters: from the functions, and from the record, which the model has seen."""
-        found = {name: _parameters(function) for name, function in self.tools.items()}
+        schemas_by_tool = {name: _parameters(function) for name, function in self.tools.items()}
         try:
             seen = schemas_of(checked_tools(getattr(self, "record", {}).get("tools")))
         except InputError:  # a field of the user's own
             seen = {}
-        return found | {name: schemas for name, schemas in seen.items() if schemas}
+        return schemas_by_tool | {name: schemas for name, schemas in seen.items() if schemas}
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, Any]:

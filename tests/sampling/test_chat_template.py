@@ -56,8 +56,10 @@ def test_tokens_are_those_of_the_library(folder: Path) -> None:
     ):
         prompts = task_of(folder, rows, flags).prompts
         expected = [
-            library.apply_chat_template(messages, tools=own, add_generation_prompt=True, return_dict=False, **settings)
-            for messages, own in ((talk, None), (talk, tools), ([{"role": "user", "content": "hi"}], None))
+            library.apply_chat_template(
+                messages, tools=schemas, add_generation_prompt=True, return_dict=False, **settings
+            )
+            for messages, schemas in ((talk, None), (talk, tools), ([{"role": "user", "content": "hi"}], None))
         ]
         assert [prompt.token_ids.tolist() for prompt in prompts] == [*map(list, expected), [5]]
         assert prompts[0].record["answer"] == 2

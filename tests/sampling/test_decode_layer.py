@@ -26,9 +26,9 @@ def test_hidden_states_are_the_modules_bit_for_bit(name: str, monkeypatch: pytes
     monkeypatch.setattr(FusedLayer, "decodes_directly", False)
     modules, contexts = passes(model)
     assert all(context.direct_until is None for context in contexts)
-    for one, other in zip(direct, modules, strict=True):
-        assert torch.isfinite(one).all()
-        assert torch.equal(one, other)
+    for hidden, expected in zip(direct, modules, strict=True):
+        assert torch.isfinite(hidden).all()
+        assert torch.equal(hidden, expected)
 
 
 @pytest.mark.parametrize("qkv_bias", [False, True])
@@ -48,8 +48,8 @@ def test_products_in_terms_give_the_modules_numbers(qkv_bias: bool, monkeypatch:
     assert gated_ones.count(True) == 3 * layers  # in three passes
     assert gated_ones.count(False) == 3 * ((2 if qkv_bias else 3) * layers - 1)
     monkeypatch.setattr(FusedLayer, "decodes_directly", False)
-    for one, other in zip(direct, passes(model)[0], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for hidden, expected in zip(direct, passes(model)[0], strict=True):
+        torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_changed_in_place_are_seen(monkeypatch: pytest.MonkeyPatch):
@@ -68,13 +68,13 @@ def test_weights_changed_in_place_are_seen(monkeypatch: pytest.MonkeyPatch):
 def test_a_hook_at_a_module_of_one_layer_runs():
     model, seen = fused_model("QK-norm"), []
     handle = model.decoder.layers[1].mlp.linear_fc2.register_forward_hook(lambda *_: seen.append(1))
-    found, contexts = passes(model)
+    hooked, contexts = passes(model)
     assert seen == [1, 1, 1]
     assert all(context.direct_until is None for context in contexts)
     handle.remove()
     again, contexts = passes(model)
     assert all(context.direct_until is not None for context in contexts)
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    assert all(torch.equal(hidden, expected) for hidden, expected in zip(hooked, again, strict=True))
 
 
 @pytest.mark.parametrize("changes", [dict(swiglu=False), dict(normalization="LayerNorm"), dict(lora_rank=2)])

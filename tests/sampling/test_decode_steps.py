@@ -63,12 +63,12 @@ def test_a_forest_of_requests_in_float32(kind: str):
     elif kind == "suffix":
         settings["drafting"] = suffix_drafting()
     engine = started(model, params, **settings, max_tokens=11)
-    found = run_forest(engine, replace(drive, order=1))
-    assert_same(found, reference, 2e-5)
-    assert max(int(result.token_ids.max()) for _, result in found.values()) == 18
+    samples = run_forest(engine, replace(drive, order=1))
+    assert_same(samples, reference, 2e-5)
+    assert max(int(result.token_ids.max()) for _, result in samples.values()) == 18
     statistics = engine.statistics()
     assert engine.pages_in_use == 0
-    assert statistics["decoded_tokens"] == sum(len(result.token_ids) for _, result in found.values())
+    assert statistics["decoded_tokens"] == sum(len(result.token_ids) for _, result in samples.values())
     assert (statistics["static_forwards"] > 0.3 * statistics["forwards"]) == (kind != "kernels")
     assert (statistics["accepted_drafts"] > 0) == (kind in ("mixed", "suffix"))
 
@@ -96,8 +96,8 @@ def test_preempted_requests():
     requests = [GenerationRequest(i, prompt, 18 + 3 * i, 7 * i) for i, prompt in enumerate(prompts)]
     expected = generate(started_plain(model, NEVER), requests)
     engine = started(model, NEVER, block_size=4, pages=13, **STATIC, burst=5)
-    for one, other in zip(expected, generate(engine, requests), strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
+    for want, got in zip(expected, generate(engine, requests), strict=True):
+        assert want.token_ids.tolist() == got.token_ids.tolist()
     statistics = engine.statistics()
     assert statistics["preemptions"] > 0
     assert statistics["peak_pages"] <= 13
@@ -111,8 +111,8 @@ def test_bursts_run_past_no_end_and_take_fewer_turns():
     requests = [GenerationRequest(i, prompt, 5 + 4 * i, 9 * i) for i, prompt in enumerate(prompts)]
     expected = generate(started_plain(model, NEVER), requests)
     engine = started(model, NEVER, **STATIC)
-    for one, other in zip(expected, generate(engine, requests), strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
+    for want, got in zip(expected, generate(engine, requests), strict=True):
+        assert want.token_ids.tolist() == got.token_ids.tolist()
     statistics = engine.statistics()
     # After the prompts' pass 12 tokens are left for the longest: 8 in the first burst and 4 in the second.
     assert statistics["static_forwards"] == 12
@@ -128,11 +128,11 @@ def test_a_burst_is_launched_before_the_tokens_of_the_last_one_are_read(burst: i
     requests = [GenerationRequest(i, prompt, 13 + 4 * i, 9 * i) for i, prompt in enumerate(prompts)]
     expected = generate(started_plain(model, NEVER), requests)
     for name, kind in (("launch", DecodeSteps), ("read", RunningBurst)):
-        own = getattr(kind, name)
-        monkeypatch.setattr(kind, name, lambda *args, name=name, own=own: (calls.append(name), own(*args))[1])
+        method = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *args, name=name, method=method: (calls.append(name), method(*args))[1])
     engine = started(model, NEVER, **STATIC, block_size=2, burst=burst)
-    for one, other in zip(expected, generate(engine, requests), strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
+    for want, got in zip(expected, generate(engine, requests), strict=True):
+        assert want.token_ids.tolist() == got.token_ids.tolist()
     # 12, 16 and 20 tokens behind the prompts' pass.
     assert calls == (["launch", "read"] * 20 if burst == 1 else ["launch", *["launch", "read"] * 4, "read"])
     assert engine.statistics()["static_forwards"] == 20
@@ -157,9 +157,9 @@ def test_rows_that_end_while_the_next_burst_runs(max_requests: int, monkeypatch:
         return launch(cache, burst, params)
 
     monkeypatch.setattr(engine._steps, "launch", recorded)
-    for one, other in zip(expected, generate(engine, requests), strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        assert np.abs(one.logprobs - other.logprobs).max() <= 2e-5
+    for want, got in zip(expected, generate(engine, requests), strict=True):
+        assert want.token_ids.tolist() == got.token_ids.tolist()
+        assert np.abs(want.logprobs - got.logprobs).max() <= 2e-5
     assert ahead
     assert not any(ahead)
     assert engine._flight is None
@@ -200,7 +200,7 @@ def test_rounds_that_ask_for_no_drafts_are_launched_ahead(monkeypatch: pytest.Mo
     requests = [GenerationRequest(i, prompt, 40 + i, 11 * i) for i, prompt in enumerate(prompts)]
     expected = generate(started_plain(model), requests)
     pairs = zip(requests, expected, strict=True)
-    drafting = EveryThird({(one.token_ids.tobytes(), one.key): found.token_ids for one, found in pairs})
+    drafting = EveryThird({(request.token_ids.tobytes(), request.key): result.token_ids for request, result in pairs})
     engine, ahead = started(model, **STATIC, block_size=3, burst=3, drafting=drafting), []
     launch = engine._steps.launch
 
@@ -210,9 +210,9 @@ def test_rounds_that_ask_for_no_drafts_are_launched_ahead(monkeypatch: pytest.Mo
         return launch(cache, burst, params)
 
     monkeypatch.setattr(engine._steps, "launch", recorded)
-    for one, other in zip(expected, generate(engine, requests), strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        assert np.abs(one.logprobs - other.logprobs).max() <= 2e-5
+    for request, other in zip(expected, generate(engine, requests), strict=True):
+        assert request.token_ids.tolist() == other.token_ids.tolist()
+        assert np.abs(request.logprobs - other.logprobs).max() <= 2e-5
     assert drafting.accepted > 0
     assert drafting.wanted == drafting.rounds  # asked once for each round
     assert set(ahead) == {1}
@@ -268,9 +268,9 @@ def test_layers_with_experts(name: str):
     requests = [GenerationRequest(i, prompt, 8 + 3 * i, 7 * i) for i, prompt in enumerate(prompts)]
     expected = generate(started_plain(model, NEVER), requests)
     engine = started(model, NEVER, **STATIC, burst=5)
-    for one, other in zip(expected, generate(engine, requests), strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        assert np.abs(one.logprobs - other.logprobs).max() <= 2e-5
+    for want, got in zip(expected, generate(engine, requests), strict=True):
+        assert want.token_ids.tolist() == got.token_ids.tolist()
+        assert np.abs(want.logprobs - got.logprobs).max() <= 2e-5
     assert engine.statistics()["static_forwards"] > 0
 
 
@@ -313,8 +313,8 @@ def test_what_cannot_run_is_refused():
 
 def test_the_flag_is_on_off_or_left_out():
     sampled = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --lr 1e-3 --train-iters 2 --task arithmetic"
-    found = [
+    values = [
         parse_arguments([*sampled.split(), *more]).sampling.rollout_cuda_graphs
         for more in ([], ["--rollout-cuda-graphs"], ["--no-rollout-cuda-graphs"])
     ]
-    assert found == [None, True, False]
+    assert values == [None, True, False]

@@ -70,14 +70,14 @@ def test_every_token_is_drawn_as_often_as_its_probability_says():
     """The numbers i / 200 give each token its share of them to within one, across blocks."""
     rng, count = seed_all(5), 200
     logits = torch.full((1, 4500), float("-inf"))
-    places = np.sort(rng.choice(4500, 12, replace=False))
-    logits[0, places] = torch.from_numpy(rng.normal(size=12)).float()
+    columns = np.sort(rng.choice(4500, 12, replace=False))
+    logits[0, columns] = torch.from_numpy(rng.normal(size=12)).float()
     noise = (torch.arange(count, dtype=torch.float64) / count).to(DEVICE)
     tokens, _ = draw_tokens(logits.to(DEVICE).expand(count, -1), noise, 1.0)
-    found = np.bincount(tokens.cpu().numpy(), minlength=4500)
+    counts = np.bincount(tokens.cpu().numpy(), minlength=4500)
     expected = count * torch.softmax(logits[0].double(), 0).numpy()
-    assert (np.abs(found - expected) <= 1).all()
-    assert found.sum() == count
+    assert (np.abs(counts - expected) <= 1).all()
+    assert counts.sum() == count
 
 
 def test_tokens_without_probability_are_never_drawn():

@@ -274,8 +274,8 @@ def test_source_and_evaluation_with_an_environment(tmp_path, method: str):
 
     samples = [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
     logprobs = TreeEngine(model, 1.0).compute_logprobs(prepare_batch(samples, TreeConfig(tree_segment_tokens=32)))
-    for rollout, own in zip(rollouts, logprobs, strict=True):
-        np.testing.assert_allclose(rollout.logprobs, own, rtol=0, atol=1e-6)
+    for rollout, trained in zip(rollouts, logprobs, strict=True):
+        np.testing.assert_allclose(rollout.logprobs, trained, rtol=0, atol=1e-6)
     again = build_sampling_source(build_engine(config.sampling, model), task, config).next_batch(1)
     for a, b in zip(again, batches[1], strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
@@ -318,8 +318,8 @@ def test_rollouts_whose_environment_failed_can_be_left_out(tmp_path):
     flags += "--rollout-batch-size 3 --n-samples-per-prompt 8 --rollout-max-response-len 240 --eval-interval 1 "
     flags += "--eval-iters 8 "
     for name in ("Broken", "Gone"):
-        own = f"{flags} --environment {tmp_path}/broken.py:{name}"
-        config = parse_arguments(f"{own} --rollout-failure drop".split())
+        command = f"{flags} --environment {tmp_path}/broken.py:{name}"
+        config = parse_arguments(f"{command} --rollout-failure drop".split())
         task = build_task(config.sampling, 250)
         model = build_model(replace(config.model, vocab_size=task.tokenizer.vocab_size), initialize_parallel(3))
         source = build_sampling_source(build_engine(config.sampling, model), task, config)
@@ -342,8 +342,8 @@ def test_rollouts_whose_environment_failed_can_be_left_out(tmp_path):
         assert counts["ended"] == pytest.approx(1 - counts["environment_failures"] / 24)
         assert held_out["reward"] >= 1
     with pytest.raises(InputError, match="--rollout-failure drop would remove leaves"):
-        parse_arguments(f"{own} --rollout-failure drop --rollout-method treepo --treepo-segment-length 2".split())
-    config = parse_arguments(own.split())
+        parse_arguments(f"{command} --rollout-failure drop --rollout-method treepo --treepo-segment-length 2".split())
+    config = parse_arguments(command.split())
     with pytest.raises(InputError, match="--environment: a step failed: "):
         build_sampling_source(build_engine(config.sampling, model), task, config).next_batch(0)
 

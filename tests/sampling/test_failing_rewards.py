@@ -83,9 +83,9 @@ def test_a_wrong_reply_is_told_at_once(reply: object, message: str) -> None:
 
 def test_servers_take_turns_and_stand_in() -> None:
     with RewardServer({"reward": 1}) as good:
-        gone = RewardServer({"reward": 2})
-        gone.close()
-        function = RemoteReward([gone.url, good.url], 1.0, 2)
+        closed = RewardServer({"reward": 2})
+        closed.close()
+        function = RemoteReward([closed.url, good.url], 1.0, 2)
         assert [function({}, "x", []) for _ in range(4)] == [1.0] * 4
         assert function.counts["reward_retries"] == 2
     for url in ("", "ftp://x", "http://", "http://h:0/", "http://h:99999/"):
@@ -237,7 +237,7 @@ def test_functions_that_take_long_are_reported(
     scorer = Scorer(judge, workers=2)
     assert scorer.score([Response("p", {}, text, []) for text in ("quick", "slow", "quick")]) == [1, 1, 1]
     line = r"reward function, prompt 'p', response 'slow': \S*judge has been running for (\d+) s; "
-    found = [re.fullmatch(f"{line}--reward-timeout limits its time", text) for text in caplog.messages]
-    assert len(found) == 2
-    assert all(found)
+    matches = [re.fullmatch(f"{line}--reward-timeout limits its time", text) for text in caplog.messages]
+    assert len(matches) == 2
+    assert all(matches)
     assert not slow_calls._running

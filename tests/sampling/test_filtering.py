@@ -115,5 +115,5 @@ def test_rejection_sampling() -> None:
     assert chosen(rejection_sampling="best", rejection_reward_threshold=0.6) == [("a", 1)]
     assert chosen(rejection_sampling="best", rejection_reward_threshold=0.5) == [("a", 1), ("b", 0)]
     turns = [replace(rollout, trajectory_id=f"t{i // 2}") for i, rollout in enumerate(rollouts)]
-    found = select_rollouts(turns, FilterConfig(rejection_sampling="best"))
-    assert [(r.group_id, r.trajectory_id) for r in found] == [("a", "t0"), ("a", "t0"), ("b", "t1")]
+    selected = select_rollouts(turns, FilterConfig(rejection_sampling="best"))
+    assert [(r.group_id, r.trajectory_id) for r in selected] == [("a", "t0"), ("a", "t0"), ("b", "t1")]

@@ -51,9 +51,9 @@ def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls():
     seed_all(3)
     model, drive = hybrid_model(3), Drive(seed=3, prompts=2)
     engine = started(model)
-    found = run_forest(engine, drive)
-    trained = trainers_logprobs(model, found, TreeConfig(tree_segment_tokens=16))
-    for (_, result), expected in zip(found.values(), trained, strict=True):
+    samples = run_forest(engine, drive)
+    trained = trainers_logprobs(model, samples, TreeConfig(tree_segment_tokens=16))
+    for (_, result), expected in zip(samples.values(), trained, strict=True):
         assert np.allclose(result.logprobs, expected, rtol=0, atol=1e-10)
     statistics = engine.statistics()
     # Branches continue copies of their parents' states.
@@ -62,7 +62,7 @@ def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls():
     # Prompts in several passes, and few requests at once.
     for number, settings in enumerate((dict(block_size=3, max_tokens=5, max_requests=3), SETTINGS["small pool"]), 1):
         engine = started(model, **settings)
-        assert_same(run_forest(engine, replace(drive, order=number)), found, 1e-11)
+        assert_same(run_forest(engine, replace(drive, order=number)), samples, 1e-11)
         assert engine.pages_in_use == 0
     assert engine.statistics()["evictions"] > 0
 
@@ -100,11 +100,11 @@ def test_a_shared_context_is_computed_once():
         engine.submit([request])
         alone[request.request_id] = (request, engine.poll()[0])
     for settings in (dict(), dict(max_tokens=5, block_size=4), dict(max_requests=2)):
-        engine, found = started(model, **settings), {}
+        engine, samples = started(model, **settings), {}
         engine.submit(requests)
-        while len(found) < len(requests):
-            found |= {result.request_id: (requests[result.request_id], result) for result in engine.poll()}
-        assert_same(found, alone, 1e-11)
+        while len(samples) < len(requests):
+            samples |= {result.request_id: (requests[result.request_id], result) for result in engine.poll()}
+        assert_same(samples, alone, 1e-11)
         prefills = 2 if settings.get("max_requests") else 1
         assert engine.statistics()["prefilled_tokens"] == 13 * prefills + (4 - prefills)
 
@@ -112,9 +112,9 @@ def test_a_shared_context_is_computed_once():
 def decoded(model, settings: dict, **more: object) -> tuple[dict, dict[str, float]]:
     """The forest of requests and the statistics; slots of states begin with NaN."""
     drive, engine = Drive(seed=9, prompts=2, longest=16), started(model, **settings, **more)
-    found = run_forest(engine, drive)
+    samples = run_forest(engine, drive)
     assert engine.pages_in_use == 0
-    return found, engine.statistics()
+    return samples, engine.statistics()
 
 
 @interpreter
@@ -127,17 +127,17 @@ def test_passes_at_fixed_addresses_have_the_samples_of_eager_ones(fused: str, mo
     lost = []
     drop = row_states.RowStates._drop
     monkeypatch.setattr(row_states.RowStates, "_drop", lambda self, rows: (lost.extend(rows), drop(self, rows))[1])
-    found, statistics = decoded(model, STATIC)
-    assert_same(found, expected, 2e-5)
+    samples, statistics = decoded(model, STATIC)
+    assert_same(samples, expected, 2e-5)
     assert statistics["static_forwards"] > 0.5 * statistics["forwards"]
     # Some rows ended inside a burst; nothing continued their states.
     assert any(row.has_lost_state for row in lost)
     if fused == "reference":
-        found, statistics = decoded(model, STATIC, burst=1, block_size=3, max_requests=4)
-        assert_same(found, expected, 2e-5)
+        samples, statistics = decoded(model, STATIC, burst=1, block_size=3, max_requests=4)
+        assert_same(samples, expected, 2e-5)
     drafting = Adversary("mixed", answers_of(expected), seed=2)
-    found, statistics = decoded(model, STATIC, drafting=drafting)
-    assert_same(found, expected, 1e-4)
+    samples, statistics = decoded(model, STATIC, drafting=drafting)
+    assert_same(samples, expected, 1e-4)
     assert statistics["accepted_drafts"] > 0
     assert statistics["static_forwards"] < statistics["forwards"]
 
@@ -152,9 +152,9 @@ def test_states_of_all_requests_leave_fewer_pages_and_only_attention_has_pages()
     memory = DeviceMemory(free=60 * 2**30, total=80 * 2**30)
     states = DecodeStates(model.recurrent_layers, torch.float32, torch.device("cpu"))
     states.grow(1)
-    each = sum(tensor.nbytes for tensor in (*states.states.values(), *states.rows.values()))
-    assert state_bytes(model) == each
+    slot_bytes = sum(tensor.nbytes for tensor in (*states.states.values(), *states.rows.values()))
+    assert state_bytes(model) == slot_bytes
     # One of three layers has attention, with 2 groups of 8 channels.
     page = 2 * 16 * 2 * 8 * 4
     none, many = (max_pages(model, 16, None, 4096, 0, requests, memory) for requests in (0, 10**6))
-    assert none - many == pytest.approx(2 * 10**6 * each / (1 + 1 / 2) / page, abs=1)
+    assert none - many == pytest.approx(2 * 10**6 * slot_bytes / (1 + 1 / 2) / page, abs=1)

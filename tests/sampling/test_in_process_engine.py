@@ -42,14 +42,14 @@ def test_a_forest_equals_the_slow_engine(shape: str):
     pools = SETTINGS if MODELS[shape] is GROUPED else ("small pages", "small pool")
     for number, settings in enumerate(SETTINGS[pool] for pool in pools):
         engine = started(model, **settings)
-        found = run_forest(engine, replace(drive, order=number))
-        assert_same(found, reference, 1e-12)
+        samples = run_forest(engine, replace(drive, order=number))
+        assert_same(samples, reference, 1e-12)
         statistics = engine.statistics()
         assert engine.pages_in_use == 0
-        contexts = sum(len(request.token_ids) for request, _ in found.values())
+        contexts = sum(len(request.token_ids) for request, _ in samples.values())
         assert statistics["prefilled_tokens"] + statistics["reused_tokens"] == contexts
-        assert statistics["decoded_tokens"] == sum(len(result.token_ids) for _, result in found.values())
-        assert statistics["requests"] == len(found)
+        assert statistics["decoded_tokens"] == sum(len(result.token_ids) for _, result in samples.values())
+        assert statistics["requests"] == len(samples)
         if "pages" in settings:
             assert statistics["peak_pages"] <= settings["pages"]
             assert statistics["evictions"] > 0
@@ -61,8 +61,8 @@ def test_ids_that_the_tokenizer_lacks_are_never_sampled(changes: dict[str, float
     model = make_model(3, **GROUPED)
     prompts = random_prompts(np.random.default_rng(8), [3, 7, 5])
     requests = [GenerationRequest(i, prompts[i % 3], 12, i) for i in range(9)]
-    whole, known = (replace(NEVER, vocab_size=size, **changes) for size in (None, 14))
-    assert any(result.token_ids.max() >= 14 for result in generate(started(model, whole), requests))
+    full, known = (replace(NEVER, vocab_size=size, **changes) for size in (None, 14))
+    assert any(result.token_ids.max() >= 14 for result in generate(started(model, full), requests))
     for request, result in zip(requests, generate(started(model, known), requests), strict=True):
         arguments = (request.token_ids, request.key, known, 4, request.max_tokens)
         tokens, logprobs = slow_sample(model, *arguments, guess=result.token_ids)
@@ -99,9 +99,9 @@ def test_parents_are_found_without_being_named_where_pages_are_full():
     engines = [started(model, block_size=1), started(model, block_size=1), started(model, block_size=1000)]
     with_hints, without = run_forest(engines[0], drive), run_forest(engines[1], no_hints)
     with_long_pages = run_forest(engines[2], no_hints)
-    for found in (without, with_long_pages):
+    for samples in (without, with_long_pages):
         for request_id, (_, result) in with_hints.items():
-            assert found[request_id][1].token_ids.tolist() == result.token_ids.tolist()
+            assert samples[request_id][1].token_ids.tolist() == result.token_ids.tolist()
     reused = [engine.statistics()["reused_tokens"] for engine in engines]
     assert reused[0] >= reused[1] > 2 * reused[2] > 0
 
@@ -128,13 +128,13 @@ def test_forks_share_pages():
     statistics = engine.statistics()
     assert statistics["prefilled_tokens"] == 10 + 7 * 1
     assert statistics["reused_tokens"] == 7 * 9
-    whole = np.concatenate([prompt, results[3].token_ids])
-    children = [GenerationRequest(100 + i, whole, 3, 50 + i, parent=3, hold=True) for i in range(5)]
+    context = np.concatenate([prompt, results[3].token_ids])
+    children = [GenerationRequest(100 + i, context, 3, 50 + i, parent=3, hold=True) for i in range(5)]
     generate(engine, children)
     # 16 positions are shared: four pages that are full; each child adds positions 16, 17, 18.
     assert engine.pages_in_use == 18 + 5
     assert engine.statistics()["prefilled_tokens"] == 17 + 5
-    fork = [GenerationRequest(200 + i, whole[:14], 1, 90 + i, parent=3) for i in range(2)]
+    fork = [GenerationRequest(200 + i, context[:14], 1, 90 + i, parent=3) for i in range(2)]
     generate(engine, fork)
     assert engine.statistics()["prefilled_tokens"] == 22 + 2
     assert engine.pages_in_use == 23
@@ -152,8 +152,8 @@ def test_a_parent_released_at_once_still_serves_its_children():
     engine = started(model, NEVER, max_requests=2)
     prompt = random_prompts(np.random.default_rng(2), [9])[0]
     (first,) = generate(engine, [GenerationRequest(0, prompt, 5, 1, hold=True)])
-    whole = np.concatenate([prompt, first.token_ids])
-    engine.submit([GenerationRequest(i, whole, 4, i, parent=0) for i in range(1, 6)])
+    context = np.concatenate([prompt, first.token_ids])
+    engine.submit([GenerationRequest(i, context, 4, i, parent=0) for i in range(1, 6)])
     engine.release([0])
     with pytest.raises(ValueError, match="not held"):
         engine.release([0])
@@ -184,10 +184,10 @@ def test_logprobs_of_the_forest_are_the_trainers(dtype: torch.dtype, tolerance: 
     seed_all(40)
     model = make_model(18, dtype, **GROUPED)
     params = replace(PARAMS, vocab_size=14)
-    found = run_forest(started(model, params, **SETTINGS[settings]), Drive(seed=3, order=5, prompts=3))
-    assert max(int(result.token_ids.max()) for _, result in found.values()) == 13
-    trained = trainers_logprobs(model, found, TreeConfig(tree_segment_tokens=24))
-    for (_, result), logprobs in zip(found.values(), trained, strict=True):
+    samples = run_forest(started(model, params, **SETTINGS[settings]), Drive(seed=3, order=5, prompts=3))
+    assert max(int(result.token_ids.max()) for _, result in samples.values()) == 13
+    trained = trainers_logprobs(model, samples, TreeConfig(tree_segment_tokens=24))
+    for (_, result), logprobs in zip(samples.values(), trained, strict=True):
         assert result.logprobs.dtype == (np.float64 if dtype == torch.float64 else np.float32)
         assert np.abs(logprobs - result.logprobs).max() <= tolerance
 
@@ -199,10 +199,10 @@ def test_bfloat16_logprobs_are_as_near_to_float32_as_the_trainers():
         model = make_model(30 + seed, torch.bfloat16, **GROUPED, hidden_size=128, init_method_std=0.1)
         exact = make_model(0, torch.float32, **GROUPED, hidden_size=128, init_method_std=0.1)
         exact.load_state_dict({name: value.float() for name, value in model.state_dict().items() if value is not None})
-        found = run_forest(started(model), Drive(seed=seed, prompts=3))
-        sampled = np.concatenate([result.logprobs for _, result in found.values()])
+        samples = run_forest(started(model), Drive(seed=seed, prompts=3))
+        sampled = np.concatenate([result.logprobs for _, result in samples.values()])
         dense = TreeConfig(tree_mode="dense")
-        trained, expected = (np.concatenate(trainers_logprobs(m, found, dense)) for m in (model, exact))
+        trained, expected = (np.concatenate(trainers_logprobs(m, samples, dense)) for m in (model, exact))
         ratios.append(np.abs(sampled - expected).mean() / np.abs(trained - expected).mean())
         assert np.abs(sampled - expected).max() > 1e-4
     print(f"distance of the sampler over dense training's: {ratios}")
@@ -227,14 +227,14 @@ def test_new_weights_and_new_phases():
             parameter.mul_(1.5)
     engine.update_weights(3)
     # The parent can still be named, but its K and V are of the old weights and gone.
-    whole = np.concatenate([prompt, old.token_ids])
-    (new,) = generate(engine, [GenerationRequest(2, whole, 6, 1, parent=0)])
+    context = np.concatenate([prompt, old.token_ids])
+    (new,) = generate(engine, [GenerationRequest(2, context, 6, 1, parent=0)])
     assert new.policy_version == 3
-    assert new.token_ids.tolist() == slow_sample(model, whole, 1, NEVER, 4, 6)[0]
+    assert new.token_ids.tolist() == slow_sample(model, context, 1, NEVER, 4, 6)[0]
     engine.start(NEVER, 5)
     with pytest.raises(ValueError, match="not held"):
-        engine.submit([GenerationRequest(3, whole, 6, 1, parent=0)])
-    (other,) = generate(engine, [GenerationRequest(3, whole, 6, 1)])
+        engine.submit([GenerationRequest(3, context, 6, 1, parent=0)])
+    (other,) = generate(engine, [GenerationRequest(3, context, 6, 1)])
     assert other.token_ids.tolist() != new.token_ids.tolist()
 
 

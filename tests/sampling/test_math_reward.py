@@ -123,8 +123,8 @@ def test_threads_have_processes_of_their_own(stand_in: None) -> None:
     scorer = Scorer(function, workers=3)
     texts = [str(i) for i in np.random.default_rng(5).integers(0, 3, 20)]
     texts[7] = "spin"
-    found = scorer.score([Response("p", {"answer": "1"}, text, []) for text in texts])
-    assert found == [float(text == "1") for text in texts]
+    rewards = scorer.score([Response("p", {"answer": "1"}, text, []) for text in texts])
+    assert rewards == [float(text == "1") for text in texts]
     assert scorer.counts == {"reward_failures": 0, "math_timeouts": 1, "math_errors": 0}
     assert 1 <= len(function._idle) <= 3
     function.close()
@@ -186,11 +186,11 @@ def test_the_package_reads_answers_as_they_are_meant(answer: object, right: str,
 
 @real
 def test_the_package_is_stopped_in_a_thread() -> None:
-    function, found = MathVerify(cpu_seconds=1), []
-    judge = lambda: found.append(function({"answer": 4}, "\\boxed{9^{9^{9^{9}}}}", []))  # noqa: E731
+    function, rewards = MathVerify(cpu_seconds=1), []
+    judge = lambda: rewards.append(function({"answer": 4}, "\\boxed{9^{9^{9^{9}}}}", []))  # noqa: E731
     thread = threading.Thread(target=judge)
     thread.start()
     thread.join(60)
-    assert found == [0.0]
+    assert rewards == [0.0]
     assert function.counts["math_timeouts"] == 1
     function.close()

@@ -108,7 +108,7 @@ def test_nulls_that_are_meant_stay(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"default": None}}}}]
     row = {"prompt": [ASK, call({"x": None})], "tools": tools, "extra_info": {"answer": None}}
     text = {**row, "prompt": [ASK, call('{"x": null}')], "tools": json.dumps(tools)}
-    found = {}
+    prompts = {}
     for name, rows in (("row", [row]), ("text", [text])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
@@ -116,11 +116,11 @@ def test_nulls_that_are_meant_stay(tmp_path: Path) -> None:
             tokenizer = HuggingFaceTokenizer(folder)
             (prompt,) = PromptReader(tokenizer, template=ChatTemplate(folder)).read(file)
             assert prompt.record["extra_info"] == {"answer": None}
-            found[file.name] = tokenizer.decode(prompt.token_ids)
+            prompts[file.name] = tokenizer.decode(prompt.token_ids)
     # In structs of Parquet a null is a filler; as JSON text it is what it is.
-    assert found["row.jsonl"] == found["text.jsonl"] == found["text.parquet"]
-    assert found["row.jsonl"].count("null") == 2
-    assert "null" not in found["row.parquet"]
+    assert prompts["row.jsonl"] == prompts["text.jsonl"] == prompts["text.parquet"]
+    assert prompts["row.jsonl"].count("null") == 2
+    assert "null" not in prompts["row.parquet"]
 
 
 def test_words_of_the_assistant_are_continued(tmp_path: Path) -> None:
@@ -199,8 +199,8 @@ def test_ids_are_those_of_the_whole_text(tmp_path: Path, caplog: pytest.LogCaptu
     talk = [ASK, {"role": "assistant", "content": "bb"}, ASK, {"role": "assistant", "content": "dd"}]
     (tmp_path / "m.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
     (sample,) = TextReader(tokenizer, ChatTemplate(tmp_path / "model")).read(tmp_path / "m.jsonl", pairs=False)
-    whole = "user: a</s>\nassistant: bb</s>\nuser: a</s>\nassistant: dd</s>"
-    assert sample.token_ids.tolist() == tokenizer.encode(whole).tolist()
+    text = "user: a</s>\nassistant: bb</s>\nuser: a</s>\nassistant: dd</s>"
+    assert sample.token_ids.tolist() == tokenizer.encode(text).tolist()
     assert not caplog.records
 
 
@@ -223,13 +223,13 @@ def test_what_differs_from_the_whole_text_is_counted(tmp_path: Path, caplog: pyt
 def test_sharegpt_is_read_as_messages(tmp_path: Path) -> None:
     folder = make_chat_folder(tmp_path / "model", calls(HERMES))
     reader = TextReader(HuggingFaceTokenizer(folder), ChatTemplate(folder))
-    found = {"name": "add", "arguments": {"a": 1}}
-    talk = [("human", "hi"), ("function_call", json.dumps(found)), ("observation", "2"), ("gpt", "two")]
+    call = {"name": "add", "arguments": {"a": 1}}
+    talk = [("human", "hi"), ("function_call", json.dumps(call)), ("observation", "2"), ("gpt", "two")]
     theirs = {"system": "be brief", "conversations": [{"from": name, "value": text} for name, text in talk]}
     ours = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": found}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": "two"},
     ]

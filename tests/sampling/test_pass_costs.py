@@ -64,8 +64,8 @@ def test_costs_are_those_of_the_passes(static: bool, monkeypatch: pytest.MonkeyP
     other = InProcessEngine(make_model(3, torch.float32))
     engine.start(NEVER, 0)
     other.start(NEVER, 0)
-    for one, two in zip(generate(engine, requests), generate(other, requests), strict=True):
-        assert one.token_ids.tolist() == two.token_ids.tolist()
+    for want, got in zip(generate(engine, requests), generate(other, requests), strict=True):
+        assert want.token_ids.tolist() == got.token_ids.tolist()
 
 
 def costs_of_a_run(rank: int, flags: str) -> tuple[bool, ForwardCost, ForwardCost]:

@@ -18,11 +18,11 @@ VOCABULARY = 37
 EOS = 3
 
 
-def recorded(rng: np.random.Generator, prompts: int, each: int) -> list[Rollout]:
+def recorded(rng: np.random.Generator, prompts: int, per_prompt: int) -> list[Rollout]:
     rollouts = []
     for prompt in range(prompts):
         context = rng.integers(4, VOCABULARY, 2 + prompt)
-        for _ in range(each):
+        for _ in range(per_prompt):
             response = rng.integers(4, VOCABULARY, rng.integers(1, 9))
             if rng.random() < 0.7:
                 response[-1] = EOS
@@ -45,8 +45,8 @@ def test_replay_gives_each_recorded_response_once_in_order(seed: int) -> None:
         contexts = [rollout.token_ids[: int(np.argmax(rollout.loss_mask))] for rollout in starts]
         results = generate(engine, [GenerationRequest(i, c, 8, key=i) for i, c in enumerate(contexts)])
         for prompt, result in enumerate(results):
-            own = [rollout for rollout in rollouts if rollout.group_id == str(prompt)]
-            expected = own[visit]
+            of_prompt = [rollout for rollout in rollouts if rollout.group_id == str(prompt)]
+            expected = of_prompt[visit]
             begin = len(contexts[prompt])
             np.testing.assert_array_equal(result.token_ids, expected.token_ids[begin:])
             np.testing.assert_array_equal(result.logprobs, expected.logprobs[begin:])
@@ -68,10 +68,10 @@ def test_replay_gives_each_recorded_response_once_in_order(seed: int) -> None:
 def test_packed_rollouts_come_back_whole() -> None:
     rng = seed_all(2)
     for rollout in recorded(rng, 3, 2):
-        found = unpack_rollout(pack_rollout(rollout))
+        unpacked = unpack_rollout(pack_rollout(rollout))
         for name, value in vars(rollout).items():
             if isinstance(value, np.ndarray):
-                np.testing.assert_array_equal(getattr(found, name), value)
-                assert getattr(found, name).dtype == value.dtype
+                np.testing.assert_array_equal(getattr(unpacked, name), value)
+                assert getattr(unpacked, name).dtype == value.dtype
             else:
-                assert getattr(found, name) == value
+                assert getattr(unpacked, name) == value

@@ -66,13 +66,13 @@ def test_forms_of_reward_functions(forms: Path, name: str):
     before = scorer.tally
     assert scorer.score(responses_of("12", "abc", "", "7")) == [2.0, 3.0, 0.0, 1.0]
     assert scorer.score([]) == []
-    assert counted(before, scorer.tally, lambda own: [own]) == {"reward/digits": 0.5}
+    assert counted(before, scorer.tally, lambda rank_values: [rank_values]) == {"reward/digits": 0.5}
     other_rank = ({}, {"reward/": (1.0, 1), "digits": (4.0, 4)})
-    found = counted(before, scorer.tally, lambda own: [own, other_rank])
-    assert found == {"reward/digits": 6 / 8, "reward/reward/": 1.0}
+    totals = counted(before, scorer.tally, lambda rank_values: [rank_values, other_rank])
+    assert totals == {"reward/digits": 6 / 8, "reward/reward/": 1.0}
     between = scorer.tally
     scorer.score(responses_of("x"))
-    assert counted(between, scorer.tally, lambda own: [own]) == {"reward/digits": 0.0}
+    assert counted(between, scorer.tally, lambda rank_values: [rank_values]) == {"reward/digits": 0.0}
     assert compute_reward(function, "p", RECORD, "12", [1, 1]) == 2.0
     assert RECORD["answer"] == "7"
 

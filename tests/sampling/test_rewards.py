@@ -231,20 +231,20 @@ def test_an_evaluation_draws_numbers_that_training_never_draws():
         n_samples_per_eval_prompt=8, rollout_max_response_len=5,
     )  # fmt: skip
     task = build_task(config, max_position_embeddings=32)
-    found: list[list[int]] = []
+    drawn: list[list[int]] = []
     recorded = replace(
         task,
         prompts=task.prompts[:1],
         eval_prompts=task.prompts[:1],
-        reward_function=lambda prompt, response, ids: found.append(ids) or 0.0,
+        reward_function=lambda prompt, response, ids: drawn.append(ids) or 0.0,
     )
     engine = build_engine(config, small_model(task.tokenizer.vocab_size))
     trained = [r.token_ids[r.loss_mask].tolist() for r in SamplingSource(engine, recorded, config, 11).next_batch(0)]
-    assert found == trained
-    found.clear()
+    assert drawn == trained
+    drawn.clear()
     SamplingEvaluation(engine, recorded, config, seed=11).evaluate(0)
-    assert len(found) == 8
-    assert sum(a == b for a, b in zip(found, trained, strict=True)) < 4
+    assert len(drawn) == 8
+    assert sum(a == b for a, b in zip(drawn, trained, strict=True)) < 4
 
 
 def test_task_from_a_prompt_file(tmp_path: Path, user_file: Path):

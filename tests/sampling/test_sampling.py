@@ -95,8 +95,8 @@ def test_a_sample_does_not_depend_on_the_batch(dtype: torch.dtype):
     permuted = generate(model, prompts[::-1], 3 - sequence_prompt[order], ids[order], params, 1)
     in_threes = generate(model, prompts, sequence_prompt, ids, SamplingParams(12, EOS, seed=5), 1, max_requests=3)
     assert len({tuple(response.token_ids) for response in together}) > 10
-    for place, index in enumerate(order):
-        assert permuted[place].token_ids.tolist() == together[index].token_ids.tolist()
+    for row, index in enumerate(order):
+        assert permuted[row].token_ids.tolist() == together[index].token_ids.tolist()
     for index in range(20):
         assert in_threes[index].token_ids.tolist() == together[index].token_ids.tolist()
         if index % 3 == 0:
@@ -115,11 +115,11 @@ def test_long_prompts_in_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch):
     model = make_model(9)
     prompts = random_prompts(rng, [30, 1, 17, 8, 31])
     params = SamplingParams(max_response_tokens=4, eos_id=EOS)
-    whole = generate(model, prompts, np.arange(5), np.arange(5), params, 0)
+    unbroken = generate(model, prompts, np.arange(5), np.arange(5), params, 0)
     for tokens in (1, 7, 40):
         monkeypatch.setattr(sampler_module, "_LOGIT_ELEMENTS", 2 * VOCAB)
         pieces = generate(model, prompts, np.arange(5), np.arange(5), params, 0, max_tokens=tokens)
-        for a, b in zip(pieces, whole, strict=True):
+        for a, b in zip(pieces, unbroken, strict=True):
             assert a.token_ids.tolist() == b.token_ids.tolist()
             assert np.allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-12)
 
@@ -215,18 +215,18 @@ def test_the_model_is_left_as_it_was_and_can_be_trained():
 
 def test_what_cannot_be_sampled_is_refused():
     model = make_model(16)
-    one = np.zeros(1, int)
+    zero = np.zeros(1, int)
     params = SamplingParams(max_response_tokens=90, eos_id=EOS)
     with pytest.raises(ValueError, match="--max-position-embeddings 96"):
-        generate(model, [np.zeros(7, int)], one, one, params, 0)
+        generate(model, [np.zeros(7, int)], zero, zero, params, 0)
     with pytest.raises(ValueError, match="empty"):
-        generate(model, [np.zeros(0, int)], one, one, params, 0)
+        generate(model, [np.zeros(0, int)], zero, zero, params, 0)
     with pytest.raises(ValueError, match="vocabulary"):
-        generate(model, [np.array([VOCAB])], one, one, params, 0)
+        generate(model, [np.array([VOCAB])], zero, zero, params, 0)
     for bad in (dict(max_response_tokens=0), dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_p=0.0)):
         with pytest.raises(ValueError, match=next(iter(bad))):
             SamplingParams(**{"max_response_tokens": 1, "eos_id": 0, **bad})
     with torch.no_grad():
         model.output_weight()[3] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
-        generate(model, [np.array([1])], one, one, SamplingParams(2, EOS), 0)
+        generate(model, [np.array([1])], zero, zero, SamplingParams(2, EOS), 0)

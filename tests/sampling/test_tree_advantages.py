@@ -82,13 +82,13 @@ def test_worked_example():
 
 def slow_treepo(rollouts, weights, i, upto, value, config) -> float:
     """Mean gap to the levels above node ``upto`` of rollout i, leaves found by comparing their branches."""
-    own, gaps, sizes = rollouts[i], [], []
+    rollout, gaps, sizes = rollouts[i], [], []
     for depth in range(upto):
         members = [
             k
             for k, other in enumerate(rollouts)
-            if other.group_id == own.group_id
-            and other.branches[: depth + 1].tolist() == own.branches[: depth + 1].tolist()
+            if other.group_id == rollout.group_id
+            and other.branches[: depth + 1].tolist() == rollout.branches[: depth + 1].tolist()
         ]
         rewards = [rollouts[k].reward for k in members]
         if depth == 0 and config.treepo_drop_root:
@@ -130,21 +130,21 @@ def test_tree_estimators_equal_loops_over_leaves(seed: int, weighted: bool, opti
     assert any(rollout.fallback for rollout in rollouts)
     config = objective("treepo", leaf_weights="advantages" if weighted else "none", **options)
     weights = [rollout.leaf_weight if weighted else 1.0 for rollout in rollouts]
-    whole = estimate_advantages(rollouts, config)
+    advantages = estimate_advantages(rollouts, config)
     segments = estimate_advantages(rollouts, replace(config, advantage_estimator="treepo_segment"))
     for i, rollout in enumerate(rollouts):
         expected = slow_treepo(rollouts, weights, i, len(rollout.branches) - 1, rollout.reward, config)
-        np.testing.assert_allclose(whole[i], expected, rtol=0, atol=1e-6)
-        for place in range(1, len(rollout.branches)):
-            path = rollout.branches[: place + 1].tolist()
+        np.testing.assert_allclose(advantages[i], expected, rtol=0, atol=1e-6)
+        for depth in range(1, len(rollout.branches)):
+            path = rollout.branches[: depth + 1].tolist()
             below = [
                 k
                 for k, other in enumerate(rollouts)
-                if other.group_id == rollout.group_id and other.branches[: place + 1].tolist() == path
+                if other.group_id == rollout.group_id and other.branches[: depth + 1].tolist() == path
             ]
             value = slow_mean(rollouts, weights, below)
-            span = slice(rollout.segment_ends[place - 1], rollout.segment_ends[place])
-            expected = slow_treepo(rollouts, weights, i, place, value, config)
+            span = slice(rollout.segment_ends[depth - 1], rollout.segment_ends[depth])
+            expected = slow_treepo(rollouts, weights, i, depth, value, config)
             np.testing.assert_allclose(segments[i][span], expected, rtol=0, atol=1e-6)
 
 
@@ -153,7 +153,7 @@ def test_tree_estimators_equal_loops_over_leaves(seed: int, weighted: bool, opti
 def test_group_estimators_equal_loops(seed: int, weighted: bool):
     _, rollouts, owner = sampled(seed)
     leaf_weights = "advantages" if weighted else "none"
-    found = {
+    advantages = {
         name: [
             float(values[-1]) for values in estimate_advantages(rollouts, objective(name, leaf_weights=leaf_weights))
         ]
@@ -164,14 +164,14 @@ def test_group_estimators_equal_loops(seed: int, weighted: bool):
         weight = {k: rollouts[k].leaf_weight if weighted else 1 / len(members) for k in members}
         mean = sum(weight[k] * rollouts[k].reward for k in members)
         gap = rollout.reward - mean
-        assert found["reinforce_plus_plus"][i] == np.float32(rollout.reward)
+        assert advantages["reinforce_plus_plus"][i] == np.float32(rollout.reward)
         for name in ("dr_grpo", "reinforce_plus_plus_baseline"):
-            assert abs(found[name][i] - gap) < 1e-6
+            assert abs(advantages[name][i] - gap) < 1e-6
         variance = sum(weight[k] * (rollouts[k].reward - mean) ** 2 for k in members)
         variance /= 1 - sum(value**2 for value in weight.values())
-        assert abs(found["grpo"][i] - (gap / (variance**0.5 + 1e-6) if variance > 1e-12 else 0)) < 1e-5
+        assert abs(advantages["grpo"][i] - (gap / (variance**0.5 + 1e-6) if variance > 1e-12 else 0)) < 1e-5
         others = sum(weight[k] * rollouts[k].reward for k in members if k != i) / (1 - weight[i])
-        assert abs(found["rloo"][i] - (rollout.reward - others)) < 1e-6
+        assert abs(advantages["rloo"][i] - (rollout.reward - others)) < 1e-6
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
@@ -244,8 +244,8 @@ def test_files_keep_the_tree(tmp_path, suffix: str):
         before, after = (estimate_advantages(r, objective(name, leaf_weights="both")) for r in (rollouts, again))
         for a, b in zip(before, after, strict=True):
             np.testing.assert_array_equal(a, b)
-    found = tree_paths(again)
-    assert found.num_nodes == sum(len(tree.nodes) for tree in trees)
+    paths = tree_paths(again)
+    assert paths.num_nodes == sum(len(tree.nodes) for tree in trees)
     for rollout, tree in zip(again, (trees[i] for i in owner), strict=True):
         node = next(n for n in tree.nodes if n.path == tuple(rollout.branches[1:]))
         assert rollout.segment_ends[-1] == node.length == len(rollout)
@@ -286,10 +286,10 @@ def test_rows_that_disagree_about_a_node_are_refused(tmp_path):
     path = tmp_path / "bad.jsonl"
     wide = next(
         i
-        for i, (one, other) in enumerate(itertools.pairwise(rollouts))
-        if one.group_id == other.group_id
-        and min(len(one.branches), len(other.branches)) > 2
-        and one.branches[:2].tolist() == other.branches[:2].tolist()
+        for i, (first, second) in enumerate(itertools.pairwise(rollouts))
+        if first.group_id == second.group_id
+        and min(len(first.branches), len(second.branches)) > 2
+        and first.branches[:2].tolist() == second.branches[:2].tolist()
     )
     bad = list(rollouts)
     tokens = rollouts[wide + 1].token_ids.copy()

@@ -149,8 +149,8 @@ def slow_tree(query: TreeQuery, settings: TreeSettings, engine: RecordingEngine,
                 path = (*tree.nodes[parent].path, len(tree.nodes[parent].children))
                 node = tree.add_child(parent, fallback, number, node_key(query.number, path))
                 prefix, tokens, logprobs = tree.tokens(parent).tolist(), [], []
-                room = settings.max_response_tokens - tree.response_length(parent)
-                while len(tokens) < min(room, settings.segment_tokens or room) and EOS not in tokens:
+                tokens_left = settings.max_response_tokens - tree.response_length(parent)
+                while len(tokens) < min(tokens_left, settings.segment_tokens or tokens_left) and EOS not in tokens:
                     logprobs.append(engine.logprob_after(prefix + tokens, tree.nodes[node].key))
                     tokens.append(engine.token_after(prefix + tokens, tree.nodes[node].key))
                 tree.fill(node, tokens, np.array(logprobs, np.float32), 0)
@@ -169,8 +169,8 @@ def slow_tree(query: TreeQuery, settings: TreeSettings, engine: RecordingEngine,
             budget = max(budget, len(live))
             order = numbers.generator(Decision.REMAINDER, number).permutation(len(live))
             counts = [budget // len(live)] * len(live)
-            for place in order[: budget % len(live)]:
-                counts[place] += 1
+            for branch in order[: budget % len(live)]:
+                counts[branch] += 1
             forks = [(node, count, False) for node, count in zip(live, counts, strict=True)]
         else:
             missing = settings.width - finished

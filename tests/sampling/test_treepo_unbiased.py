@@ -46,8 +46,8 @@ def reward(tokens: np.ndarray) -> float:
 
 def statistics_of(response: np.ndarray) -> np.ndarray:
     """Reward, length, and reward times the score of one parameter: the tilt of row 2 towards token 3."""
-    own = np.concatenate([[2], response])
-    after_2 = own[1:][own[:-1] == 2]
+    tokens = np.concatenate([[2], response])
+    after_2 = tokens[1:][tokens[:-1] == 2]
     score = (after_2 == 3).sum() - len(after_2) * CHAIN[2, 3]
     return np.array([reward(response), len(response), reward(response) * score])
 

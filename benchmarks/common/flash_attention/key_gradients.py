@@ -52,9 +52,9 @@ def _add_kernel(
         tl.store(values_io + target, dv, mask=is_ancestor)
         own_row = row - num_ancestors
         is_own = inside & (own_row >= 0)[:, None]
-    own = (own_row.to(tl.int64) * G + group)[:, None] * D + channel[None, :]
-    tl.store(dk_out + own, dk.to(dk_out.dtype.element_ty), mask=is_own)
-    tl.store(dv_out + own, dv.to(dv_out.dtype.element_ty), mask=is_own)
+    offset = (own_row.to(tl.int64) * G + group)[:, None] * D + channel[None, :]
+    tl.store(dk_out + offset, dk.to(dk_out.dtype.element_ty), mask=is_own)
+    tl.store(dv_out + offset, dv.to(dv_out.dtype.element_ty), mask=is_own)
 
 
 @lru_cache

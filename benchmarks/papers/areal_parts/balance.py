@@ -66,20 +66,20 @@ def partitions(costs: SequenceCosts, ranks: int) -> dict[str, Partition]:
         "by_tokens": contiguous(costs.tree, ranks),
         "first_fit": first_fit(costs.tree.sequence_lengths, ranks),
     }
-    found = {name: Partition.of(costs, rank, ranks) for name, rank in assigned.items()}
-    return {"ours": partition_costs(costs, ranks), **found}
+    by_name = {name: Partition.of(costs, rank, ranks) for name, rank in assigned.items()}
+    return {"ours": partition_costs(costs, ranks), **by_name}
 
 
 def simulate_balance(report: PaperReport, sets: Sequence[BalanceSet], model: CostModel, ranks: Sequence[int]) -> None:
     """The tables of balancers: over all sets, and for each set."""
-    found: dict[int, list[dict[str, Any]]] = {count: [] for count in ranks}
-    for each in sets:
-        sequences, masks = trained_parts(each.samples)
+    by_ranks: dict[int, list[dict[str, Any]]] = {count: [] for count in ranks}
+    for balance_set in sets:
+        sequences, masks = trained_parts(balance_set.samples)
         costs = SequenceCosts.of(build_prefix_tree(sequences), model, masks)
         for count in ranks:
             if len(sequences) < count:
                 continue
-            row = {"set": each.name, "ranks": count, "unique_tokens": costs.tree.num_tokens}
+            row = {"set": balance_set.name, "ranks": count, "unique_tokens": costs.tree.num_tokens}
             row["bound_seconds"] = bound = least_slowest(costs, count)
             for name, partition in partitions(costs, count).items():
                 row[f"{name}_over_bound"] = float(partition.cost_per_rank.max()) / bound
@@ -87,8 +87,8 @@ def simulate_balance(report: PaperReport, sets: Sequence[BalanceSet], model: Cos
                 row[f"{name}_tokens"] = int(partition.tokens_per_rank.sum())
                 row[f"{name}_idle"] = int(np.count_nonzero(partition.tokens_per_rank == 0))
             report.add("balance_sets", row)
-            found[count].append(row)
-    for count, rows in found.items():
+            by_ranks[count].append(row)
+    for count, rows in by_ranks.items():
         for name, shown in BALANCERS.items() if rows else ():
             report.add("balance", {"ranks": count, "balancer": shown, "sets": len(rows), **_summary(rows, name)})
 
@@ -112,8 +112,14 @@ def _summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def draw_balance(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     """Slowest rank over its bound, by number of ranks."""
     for color, shown in zip(COLORS, BALANCERS.values(), strict=False):
-        own = [row for row in rows if row["balancer"] == shown]
-        axes.plot([row["ranks"] for row in own], [row["over_bound"] for row in own], "o-", color=color, label=shown)
+        shown_rows = [row for row in rows if row["balancer"] == shown]
+        axes.plot(
+            [row["ranks"] for row in shown_rows],
+            [row["over_bound"] for row in shown_rows],
+            "o-",
+            color=color,
+            label=shown,
+        )
     axes.axhline(1, color="0.4", linestyle=":", label="bound")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({row["ranks"] for row in rows}), [str(n) for n in sorted({row["ranks"] for row in rows})])

@@ -84,10 +84,10 @@ def quote_rivals(report: PaperReport) -> None:
     for system, name, commit, part, mode in STORED:
         runs = read_json(RESULTS / name)["runs"]
         run = next(run for run in runs if run["commit"] == commit and part in run["command"])
-        found = next(row for row in run["rows"] if row["mode"] == mode)
+        measured = next(row for row in run["rows"] if row["mode"] == mode)
         # Neither its output matters, nor the script's former name.
         command = re.sub(r" --output \S+| --json", "", run["command"]).replace("tools/benchmark_", "benchmarks/")
-        row = {key: found[key] for key in ("seconds", "peak_memory_gib")}
+        row = {key: measured[key] for key in ("seconds", "peak_memory_gib")}
         source = f"stored: benchmarks/results/{name}, {run['hardware']}, {run['date']}, {commit}"
         report.add("rivals", {"system": f"this project: {system}", **row, "source": source, "command": command})
     for system, seconds, memory, command in QUOTED:

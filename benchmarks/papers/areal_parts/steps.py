@@ -138,13 +138,13 @@ def measure_modes(report: PaperReport, timer: StepTimer, rollouts: RolloutSet, s
         alone = measure(timer, plan_one_by_one(timer, samples, settings.own_tokens), settings)
         dense = of_mode("dense")
         for mode, row in ((ONE_BY_ONE, alone), (DENSE, dense), (PACKED, None), (TREES, None)):
-            found = row or of_mode("packed" if mode == PACKED else "dta")
+            measured = row or of_mode("packed" if mode == PACKED else "dta")
             rates = {}
-            if "seconds" in found and "seconds" in dense:
-                rates = compared(found, dense)
-            if "seconds" in found and "seconds" in alone:
-                rates["over_one_by_one"] = alone["seconds"] / found["seconds"]
-            report.add("modes", {**names, "mode": mode, **found, **rates})
+            if "seconds" in measured and "seconds" in dense:
+                rates = compared(measured, dense)
+            if "seconds" in measured and "seconds" in alone:
+                rates["over_one_by_one"] = alone["seconds"] / measured["seconds"]
+            report.add("modes", {**names, "mode": mode, **measured, **rates})
 
 
 def measure_sizes(report: PaperReport, timer: StepTimer, rollouts: RolloutSet, settings: StepSettings) -> None:

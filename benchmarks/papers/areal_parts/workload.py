@@ -72,7 +72,7 @@ def generated_set(seed: int, groups: int, trials: int, turns: int, scale: int) -
             for _ in range(max(1, int(generator.integers(turns // 2, turns + 1)) - kept)):
                 parts += [tokens(int(generator.integers(1, 2 * scale + 1))) for _ in range(2)]
             paths.append(parts)
-            trained = [np.full(len(part), place % 2 == 1) for place, part in enumerate(parts)]
+            trained = [np.full(len(part), index % 2 == 1) for index, part in enumerate(parts)]
             mask = np.concatenate([np.zeros(len(prompt), bool), *trained])
             trajectories.append(Rollout(np.concatenate([prompt, *parts]), mask, group_id=str(group)))
     cut = [turn for i, rollout in enumerate(trajectories) for turn in cut_turns(rollout, str(i))]
@@ -81,13 +81,13 @@ def generated_set(seed: int, groups: int, trials: int, turns: int, scale: int) -
 
 def _as_set(name: str, trajectories: Sequence[Rollout], turns: Sequence[Rollout], renumber: bool) -> RolloutSet:
     """Samples of both granularities; ``renumber``: number the tokens that occur from 0, which keeps the forest."""
-    found = np.unique(np.concatenate([rollout.token_ids for rollout in [*trajectories, *turns]]))
+    vocabulary = np.unique(np.concatenate([rollout.token_ids for rollout in [*trajectories, *turns]]))
 
     def sample(rollout: Rollout) -> TrainingSample:
         ids = rollout.token_ids
         return TrainingSample(
-            np.searchsorted(found, ids).astype(ids.dtype) if renumber else ids, np.asarray(rollout.loss_mask)
+            np.searchsorted(vocabulary, ids).astype(ids.dtype) if renumber else ids, np.asarray(rollout.loss_mask)
         )
 
-    most = len(found) - 1 if renumber else int(found[-1])
-    return RolloutSet(name, [sample(each) for each in trajectories], [sample(each) for each in turns], most)
+    most = len(vocabulary) - 1 if renumber else int(vocabulary[-1])
+    return RolloutSet(name, [sample(rollout) for rollout in trajectories], [sample(rollout) for rollout in turns], most)

@@ -77,7 +77,8 @@ def stored_history(path: Path, problems: int, samples: int, epochs: int) -> Hist
         groups.setdefault(sample.problem, []).append(sample)
     kept = list(groups.values())[:problems]
     batches = [
-        [sample for own in kept for sample in own[epoch * samples : (epoch + 1) * samples]] for epoch in range(epochs)
+        [sample for problem_samples in kept for sample in problem_samples[epoch * samples : (epoch + 1) * samples]]
+        for epoch in range(epochs)
     ]
     return History(path.stem, [batch for batch in batches if batch], 1)
 
@@ -135,7 +136,9 @@ def replay_row(history: History, setting: Setting) -> dict[str, Any]:
         "plain_makespan": plain,
         "makespan": report.makespan,
         "makespan_saved": 1 - report.makespan / plain,
-        "first_epoch_saved": 1 - sum(each.makespan for each in reports[:first]) / early if first else None,
+        "first_epoch_saved": 1 - sum(epoch_report.makespan for epoch_report in reports[:first]) / early
+        if first
+        else None,
         "drafted": drafted,
         "accepted": accepted,
         "accepted_share": accepted / drafted if drafted else 0.0,

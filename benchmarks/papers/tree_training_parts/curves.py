@@ -124,12 +124,12 @@ class CurveRun:
     def _solved(self, step: int) -> tuple[list[TrainingSample], np.ndarray]:
         """Trees of solved problems with one left operand each."""
         generator, settings = np.random.default_rng((self._seed, step, 21)), self._settings
-        operands = [name for name, own in self._by_operand.items() if len(own) >= settings.branches]
+        operands = [name for name, rows in self._by_operand.items() if len(rows) >= settings.branches]
         samples = []
         for operand in generator.choice(sorted(operands), settings.trees, replace=False):
-            own = self._by_operand[str(operand)]
-            for i in generator.choice(len(own), settings.branches, replace=False):
-                samples.append(self._sample(own[i], self._encode_answer(own[i])))
+            rows = self._by_operand[str(operand)]
+            for i in generator.choice(len(rows), settings.branches, replace=False):
+                samples.append(self._sample(rows[i], self._encode_answer(rows[i])))
         return samples, np.repeat(np.arange(settings.trees), settings.branches)
 
     def _sampled(self, step: int) -> tuple[list[TrainingSample], np.ndarray, float]:
@@ -159,7 +159,9 @@ class CurveRun:
     def _held_out_loss(self) -> float:
         samples = [self._sample(prompt, self._encode_answer(prompt)) for prompt in self._task.held_out_prompts]
         logprobs = self._engine.compute_logprobs(prepare_batch(samples, replace(self._tree, tree_mode="dta")))
-        return -float(sum(own.sum() for own in logprobs) / sum(sample.num_trained for sample in samples))
+        return -float(
+            sum(sample_logprobs.sum() for sample_logprobs in logprobs) / sum(sample.num_trained for sample in samples)
+        )
 
     def _solved_share(self, iteration: int) -> float:
         """Share of held-out problems whose sampled answer is right."""

@@ -57,13 +57,13 @@ class TreeSet:
 
     def first_tokens(self, limit: int) -> TreeSet | None:
         """The first sequences with up to ``limit`` tokens together; None if they are fewer than two."""
-        count = int(np.searchsorted(np.cumsum([len(each.token_ids) for each in self.samples]), limit, side="right"))
+        count = int(np.searchsorted(np.cumsum([len(sample.token_ids) for sample in self.samples]), limit, side="right"))
         return None if count < 2 else TreeSet(self.name, self.samples[:count], self.groups[:count])
 
     def renumbered(self) -> TreeSet:
         """The same forest with tokens numbered from 0, for a small vocabulary."""
         token_ids, _ = compact_vocabulary([sample.token_ids for sample in self.samples])
-        samples = [TrainingSample(ids, own.loss_mask) for ids, own in zip(token_ids, self.samples, strict=True)]
+        samples = [TrainingSample(ids, sample.loss_mask) for ids, sample in zip(token_ids, self.samples, strict=True)]
         return TreeSet(self.name, samples, self.groups)
 
 

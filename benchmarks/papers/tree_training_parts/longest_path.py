@@ -71,13 +71,15 @@ def gradient_row(trees: TreeSet, seed: int, capacity: int) -> dict[str, Any]:
     kept = longest_paths(np.array([len(sample.token_ids) for sample in trees.samples]), trees.groups)
     capacity = max(capacity, trees.longest)
     exact = _gradient(engine, trees.samples, TreeConfig(tree_mode="dense"))
-    found = {
+    gradients = {
         "longest_path": _gradient(engine, [trees.samples[i] for i in kept], TreeConfig(tree_mode="dense")),
         "packed": _gradient(engine, trees.samples, TreeConfig(tree_mode="packed", tree_segment_tokens=capacity)),
         "dta": _gradient(engine, trees.samples, TreeConfig(tree_mode="dta")),
     }
-    distances = {f"{name}_distance": float((own - exact).norm() / exact.norm()) for name, own in found.items()}
-    paths = found["longest_path"]
+    distances = {
+        f"{name}_distance": float((gradient - exact).norm() / exact.norm()) for name, gradient in gradients.items()
+    }
+    paths = gradients["longest_path"]
     cosine = float(paths @ exact / paths.norm() / exact.norm())
     return {"seed": seed, "gradient_tokens": trees.tokens, **distances, "longest_path_cosine": cosine}
 

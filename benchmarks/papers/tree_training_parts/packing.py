@@ -38,6 +38,6 @@ def packing_rows(trees: TreeSet, capacities: Iterable[int]) -> Iterator[dict[str
 
 def _of_better(trees: TreeSet, capacity: int) -> dict[str, int]:
     """Of what ``--tree-mode packed`` does, counted in the trees that it builds."""
-    found = pack_sequences(trees.tree, capacity)
-    packed = [build_prefix_tree([trees.samples[i].token_ids for i in pack]).num_tokens for pack in found]
+    packs = pack_sequences(trees.tree, capacity)
+    packed = [build_prefix_tree([trees.samples[i].token_ids for i in pack]).num_tokens for pack in packs]
     return {"better_tokens": sum(packed), "better_packs": len(packed), "fullest_pack": max(packed)}

@@ -18,13 +18,15 @@ WAY_LABELS = {"dense": "dense", "packed": "packed trees", "dta": "trees", "longe
 
 def plot_overlap(report: PaperReport, rows: dict[str, list[dict[str, Any]]]) -> None:
     """``tree_training-overlap.png``: one panel for random trees, one for rollout sets."""
-    shown = {part: own for part, own in rows.items() if own}
+    shown = {part: part_rows for part, part_rows in rows.items() if part_rows}
 
     def draw(axes: Sequence[Axes]) -> None:
-        for panel, (part, own) in zip(axes, shown.items(), strict=True):
+        for panel, (part, part_rows) in zip(axes, shown.items(), strict=True):
             for color, (mode, label) in zip(COLORS, LABELS.items(), strict=False):
                 for name, style in (("speed_up", "o-"), ("bound", "x--")):
-                    points = sorted((row["overlap"], row[f"{mode}_{name}"]) for row in own if row.get(f"{mode}_{name}"))
+                    points = sorted(
+                        (row["overlap"], row[f"{mode}_{name}"]) for row in part_rows if row.get(f"{mode}_{name}")
+                    )
                     text = label if name == "speed_up" else f"{label}, bound"
                     style = style if part == "overlap" else style[0]
                     panel.plot(*np.array(points).reshape(-1, 2).T, style, color=color, label=text, markersize=5)

@@ -68,24 +68,24 @@ class StepTimer:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         try:
             while mode != "packed" and self._first_steps:
                 self._tune(self._plan(trees, mode, capacity))
             batch = self._plan(trees, mode, capacity)
-            found["tflop"] = self._engine.operations(batch.plan)[0] / 1e12
+            figures["tflop"] = self._engine.operations(batch.plan)[0] / 1e12
             seconds = [self._step(batch) for _ in range(1 + self.steps)]
         except (InputError, torch.OutOfMemoryError) as error:
-            return found | {"error": str(error).splitlines()[0][:200]}
-        found |= {
+            return figures | {"error": str(error).splitlines()[0][:200]}
+        figures |= {
             "seconds": median(seconds[1:]),
             "computed_tokens": batch.plan.segments.tree.num_tokens,
             "segments": batch.plan.segments.num_segments,
             "largest_segment": int(batch.plan.segments.lengths.max()),
         }
         if self.device.type == "cuda":
-            found["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-        return found
+            figures["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        return figures
 
     def _plan(self, trees: TreeSet, mode: str, capacity: int) -> TreeBatch:
         size = capacity if mode == "packed" else None

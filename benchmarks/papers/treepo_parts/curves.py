@@ -39,15 +39,15 @@ class Curve:
 
     def reaches(self, axis: str, reward: float) -> float | None:
         """What had been spent when the reward was first reached, interpolated; None if it never was."""
-        places = np.flatnonzero(self.reward >= reward)
-        if not len(places):
+        above = np.flatnonzero(self.reward >= reward)
+        if not len(above):
             return None
-        place = int(places[0])
-        if place == 0:
+        index = int(above[0])
+        if index == 0:
             return float(self.spent[axis][0])
-        before, after = self.reward[place - 1], self.reward[place]
+        before, after = self.reward[index - 1], self.reward[index]
         share = (reward - before) / (after - before)
-        begin, end = self.spent[axis][place - 1 : place + 1]
+        begin, end = self.spent[axis][index - 1 : index + 1]
         return float(begin + share * (end - begin))
 
     def points(self) -> dict[str, list[float]]:
@@ -60,13 +60,13 @@ def read_curve(metrics: Path) -> Curve:
     records = read_metrics(metrics)
     steps = [record for record in records if "decoded_tokens" in record]
     spent = dict(zip(AXES, (_tokens(steps), _seconds(steps, "collect_seconds"), _seconds(steps)), strict=True))
-    places = [i for i, record in enumerate(records) if "eval_reward" in record]
-    if len(places) < 2 or not steps:
+    evaluated = [i for i, record in enumerate(records) if "eval_reward" in record]
+    if len(evaluated) < 2 or not steps:
         raise InputError(f"{metrics}: no metrics of a finished run")
     # Record 0 is the evaluation before the first step.
-    after = [records[i]["iteration"] for i in places]
+    after = [records[i]["iteration"] for i in evaluated]
     sums = {axis: np.concatenate([[0.0], np.cumsum(values)])[after] for axis, values in spent.items()}
-    return Curve(sums, np.array([records[i]["eval_reward"] for i in places]))
+    return Curve(sums, np.array([records[i]["eval_reward"] for i in evaluated]))
 
 
 def summary(metrics: Path, prompts: int, budget: float) -> dict[str, Any]:
@@ -111,14 +111,14 @@ def comparison(curves: Mapping[str, Mapping[int, Curve]], baseline: str, budget:
     )
     rows = []
     for method, of_method in curves.items():
-        found = list(of_method.values())
-        row: dict[str, Any] = {"method": method, "seeds": len(found), "tokens": round(budget), "target": target}
+        method_curves = list(of_method.values())
+        row: dict[str, Any] = {"method": method, "seeds": len(method_curves), "tokens": round(budget), "target": target}
         for share, name in ((0.25, "reward_quarter"), (0.5, "reward_half"), (1.0, "reward")):
-            row[name] = _average([curve.at("tokens", share * budget) for curve in found])
-        row["reward_spread"] = _spread([curve.at("tokens", budget) for curve in found])
+            row[name] = _average([curve.at("tokens", share * budget) for curve in method_curves])
+        row["reward_spread"] = _spread([curve.at("tokens", budget) for curve in method_curves])
         for axis in ("sampling", "seconds"):
-            row[f"reward_at_equal_{axis}"] = _average([curve.at(axis, common[axis]) for curve in found])
-            row[f"{axis}_of_run"] = _average([float(curve.spent[axis][-1]) for curve in found])
+            row[f"reward_at_equal_{axis}"] = _average([curve.at(axis, common[axis]) for curve in method_curves])
+            row[f"{axis}_of_run"] = _average([float(curve.spent[axis][-1]) for curve in method_curves])
             row[f"equal_{axis}"] = common[axis]
         for axis in AXES:
             row[f"{axis}_saved"] = _saved(of_method, curves[baseline], axis, target)
@@ -126,11 +126,11 @@ def comparison(curves: Mapping[str, Mapping[int, Curve]], baseline: str, budget:
     return rows
 
 
-def _saved(own: Mapping[int, Curve], baseline: Mapping[int, Curve], axis: str, target: float) -> float | None:
+def _saved(curves: Mapping[int, Curve], baseline: Mapping[int, Curve], axis: str, target: float) -> float | None:
     """Share of the cost of ``target`` that is saved, mean over the seeds in which both reach it."""
     shares = []
-    for seed in own:
-        cost, usual = own[seed].reaches(axis, target), baseline[seed].reaches(axis, target)
+    for seed in curves:
+        cost, usual = curves[seed].reaches(axis, target), baseline[seed].reaches(axis, target)
         if cost is not None and usual:
             shares.append(1 - cost / usual)
     return _average(shares) if shares else None
@@ -141,10 +141,10 @@ def _tokens(steps: Sequence[Mapping[str, Any]]) -> np.ndarray:
 
 
 def _seconds(steps: Sequence[Mapping[str, Any]], name: str = "step_seconds") -> np.ndarray:
-    found = np.array([step["timing"].get(name, 0.0) for step in steps])
-    if len(found) > 1:
-        found[0] = np.median(found[1:])
-    return found
+    seconds = np.array([step["timing"].get(name, 0.0) for step in steps])
+    if len(seconds) > 1:
+        seconds[0] = np.median(seconds[1:])
+    return seconds
 
 
 def _mean(steps: Sequence[Mapping[str, Any]], name: str) -> float:

@@ -163,8 +163,8 @@ class Ablation:
 
 def ablations(chosen: Scale) -> list[Ablation]:
     """All variants, without the setting that they vary."""
-    found = [Ablation(group, name, flags) for group, variants in _variants(chosen).items() for name, flags in variants]
-    return found if chosen is not _SMALLEST else [each for each in found if each.name == "size-weighted"]
+    result = [Ablation(group, name, flags) for group, variants in _variants(chosen).items() for name, flags in variants]
+    return result if chosen is not _SMALLEST else [ablation for ablation in result if ablation.name == "size-weighted"]
 
 
 def _variants(chosen: Scale) -> Mapping[str, list[tuple[str, str]]]:

@@ -25,9 +25,9 @@ def plot_curves(axes: Sequence[Axes], curves: Mapping[str, Mapping[int, Curve]])
     """Held-out reward over each kind of cost: the mean over the seeds, and the range of all seeds."""
     for panel, (axis, label) in zip(axes, AXES.items(), strict=True):
         for color, (method, of_method) in zip(COLORS, curves.items(), strict=False):
-            found = list(of_method.values())
-            spent = np.linspace(0, min(curve.spent[axis][-1] for curve in found), _POINTS)
-            rewards = np.array([np.interp(spent, curve.spent[axis], curve.reward) for curve in found])
+            method_curves = list(of_method.values())
+            spent = np.linspace(0, min(curve.spent[axis][-1] for curve in method_curves), _POINTS)
+            rewards = np.array([np.interp(spent, curve.spent[axis], curve.reward) for curve in method_curves])
             panel.plot(spent, rewards.mean(axis=0), color=color, label=method)
             panel.fill_between(spent, rewards.min(axis=0), rewards.max(axis=0), color=color, alpha=0.15, linewidth=0)
         panel.set(xlabel=label, ylabel="held-out reward", ylim=(0, None))
@@ -51,9 +51,9 @@ def sampling_panels(rates: Sequence[Mapping[str, Any]], votes: Sequence[Mapping[
 def _plot_rates(panel: Axes, trees: Sequence[Mapping[str, Any]]) -> None:
     width = 0.8 / max(1, len(trees))
     for number, (color, row) in enumerate(zip(COLORS, trees, strict=False)):
-        places = np.arange(len(_RATES)) + (number - (len(trees) - 1) / 2) * width
+        positions = np.arange(len(_RATES)) + (number - (len(trees) - 1) / 2) * width
         heights = [row[f"{name}_ratio"] for name in _RATES]
-        panel.bar(places, heights, width, color=color, label=f"segments of {row['segment']}")
+        panel.bar(positions, heights, width, color=color, label=f"segments of {row['segment']}")
     panel.axhline(1, color="black", linewidth=0.8)
     panel.set_xticks(range(len(_RATES)), list(_RATES.values()))
     panel.set(ylabel="trees / independent rollouts")
@@ -67,10 +67,10 @@ def _plot_votes(axes: Sequence[Axes], votes: Sequence[Mapping[str, Any]]) -> Non
     for panel, cost in zip(axes, _VOTE_COSTS, strict=True):
         for model, style in zip(models, ("-", "--", ":"), strict=False):
             for color, sampler in zip(COLORS, samplers, strict=False):
-                own = [row for row in votes if (row["model"], row["sampler"]) == (model, sampler)]
-                points = [row[cost] for row in own], [row["majority"] for row in own]
+                rows = [row for row in votes if (row["model"], row["sampler"]) == (model, sampler)]
+                points = [row[cost] for row in rows], [row["majority"] for row in rows]
                 panel.plot(*points, "o", linestyle=style, color=color, label=f"{model}, {sampler}")
-                for row in own:
+                for row in rows:
                     panel.annotate(f"k={row['k']}", (row[cost], row["majority"]), fontsize=6, xytext=(2, 3),
                                    textcoords="offset points")  # fmt: skip
         panel.set(xlabel=_VOTE_COSTS[cost], ylabel="maj@k", ylim=(0, None))

@@ -71,7 +71,7 @@ def votes(
     """
     config = parse_arguments(flags)
     engine, task = load_engine(config)
-    found = []
+    rows = []
     with torch.no_grad():
         for sampler, width, settings in _samplers(config.sampling.rollout_max_response_len, segment, widths, factors):
             seconds = []
@@ -81,7 +81,7 @@ def votes(
                 after = engine.statistics()
                 seconds.append(after["seconds"] - before["seconds"])
             judged = evaluate_answers(problems, [width], config.optimization.seed)
-            found.append(
+            rows.append(
                 {
                     "sampler": sampler,
                     "k": width,
@@ -91,12 +91,12 @@ def votes(
                     "sampling_seconds": median(seconds[1:]),
                 }
             )
-            print(found[-1], flush=True)
-    alone = {row["k"]: row for row in found if row["sampler"] == "independent"}
-    for row in found:
+            print(rows[-1], flush=True)
+    alone = {row["k"]: row for row in rows if row["sampler"] == "independent"}
+    for row in rows:
         for name in ("sampling_seconds", "decoded_tokens"):
             row[f"{name}_ratio"] = row[name] / alone[row["k"]][name]
-    return found
+    return rows
 
 
 def _samplers(

@@ -100,9 +100,9 @@ class Launcher:
         if not self.steps.runs_ahead or self.states.is_used:
             return None
         passes, scheduler = last.num_passes, self.scheduler
-        rooms = np.array([len(row.tokens) - row.num_tokens for row in last.rows])
+        tokens_left = np.array([len(row.tokens) - row.num_tokens for row in last.rows])
         live = np.array([row.is_running for row in last.rows])
-        goes_on = live & (rooms > passes)
+        goes_on = live & (tokens_left > passes)
         is_full = len(scheduler.running) >= scheduler.max_requests and (goes_on | ~live).all()
         takes_all = live.sum() == len(scheduler.running) and (is_full or not scheduler.waiting)
         if not goes_on.any() or not takes_all or (last.steps[goes_on] < passes).any():
@@ -110,10 +110,10 @@ class Launcher:
         columns = np.flatnonzero(goes_on)
         rows = [last.rows[i] for i in columns]
         steps = scheduler.max_burst_steps(rows, most, passes)
-        if (steps < np.minimum(most, rooms[columns] - passes)).any():
+        if (steps < np.minimum(most, tokens_left[columns] - passes)).any():
             return None
         starts = np.array([row.num_computed_tokens for row in rows]) + passes
         noise = noise_of(rows, [NO_DRAFT] * len(rows), self.params, self.iteration, passes + int(steps.max()))
-        tables, ones = [row.table for row in rows], np.ones(len(rows), np.int64)
-        burst = Burst(columns, starts, ones, tables, steps, noise[passes:], follows=last.running)
+        tables, counts = [row.table for row in rows], np.ones(len(rows), np.int64)
+        burst = Burst(columns, starts, counts, tables, steps, noise[passes:], follows=last.running)
         return Flight(rows, steps, len(noise) - passes, self.steps.launch(self.cache(), burst, self.params))

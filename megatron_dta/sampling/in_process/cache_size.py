@@ -117,6 +117,6 @@ def max_pages(
         return None
     page_bytes = PagedCache.page_bytes(layers, block_size, shape.num_groups, shape.head_size, parameter.dtype)
     # A stage of an uneven pipeline may have no layers.
-    own = budget // page_bytes if page_bytes else None
-    pages = min(pages for pages in current_mesh().gather_over_replica(own) if pages is not None)
+    rank_pages = budget // page_bytes if page_bytes else None
+    pages = min(pages for pages in current_mesh().gather_over_replica(rank_pages) if pages is not None)
     return max(pages, 0)

@@ -64,7 +64,7 @@ def why_not_captured(model: Model, attention_impl: str = "auto") -> str | None:
     reason = _why_not_on_this_rank(model, attention_impl)
     if not isinstance(model, StagedModel):
         return reason
-    return next((found for found in current_mesh().gather_over_replica(reason) if found is not None), None)
+    return next(filter(None, current_mesh().gather_over_replica(reason)), None)
 
 
 def _why_not_on_this_rank(model: Model, attention_impl: str) -> str | None:

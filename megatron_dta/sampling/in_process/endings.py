@@ -29,18 +29,18 @@ class Endings:
     ) -> bool:
         """Append the sampled tokens up to the first one that differs from the draft (None: no check). Returns whether
         the request has ended."""
-        room, values = len(sequence.tokens) - sequence.num_tokens, tokens.tolist()
+        most, values = len(sequence.tokens) - sequence.num_tokens, tokens.tolist()
         guesses = values if draft is None else draft.tolist()
-        if draft is None and not self._stops_degenerate and len(values) < room and ends.isdisjoint(values):
+        if draft is None and not self._stops_degenerate and len(values) < most and ends.isdisjoint(values):
             sequence.extend(tokens, logprobs)
             return False
-        taken, is_end = 0, False
+        count, is_end = 0, False
         for token in values:
-            taken += 1
-            is_end = token in ends or taken == room or self._degenerates(sequence, token)
-            if is_end or (taken <= len(guesses) and token != guesses[taken - 1]):
+            count += 1
+            is_end = token in ends or count == most or self._degenerates(sequence, token)
+            if is_end or (count <= len(guesses) and token != guesses[count - 1]):
                 break
-        sequence.extend(tokens[:taken], logprobs[:taken])
+        sequence.extend(tokens[:count], logprobs[:count])
         return is_end
 
     def forget(self, sequence: Request) -> None:

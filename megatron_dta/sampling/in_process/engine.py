@@ -316,12 +316,12 @@ class InProcessEngine(RolloutEngine):
         self._undrafted = self._undrafted + 1 if drafts is None else 0
         if not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")
-        for i, (sequence, (own, logprobs)) in enumerate(zip(rows, sampled, strict=True)):
+        for i, (sequence, (tokens, logprobs)) in enumerate(zip(rows, sampled, strict=True)):
             num_tokens_before = sequence.num_tokens
             draft, ends = None if drafts is None else drafts[i], self._params.eos_ids
-            is_end = self._endings.append(sequence, own, logprobs, draft, ends)
-            appended.append(own[: sequence.num_tokens - num_tokens_before])
-            if len(own) > 1 or ahead:
+            is_end = self._endings.append(sequence, tokens, logprobs, draft, ends)
+            appended.append(tokens[: sequence.num_tokens - num_tokens_before])
+            if len(tokens) > 1 or ahead:
                 kept = 0 if is_end else ahead.get(sequence, 0)
                 self._scheduler.commit_draft(sequence, len(appended[-1]) - 1, kept)
             if is_end:

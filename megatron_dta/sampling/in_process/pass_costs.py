@@ -61,7 +61,7 @@ def measure_passes(
         max_length: maximum number of tokens of a request.
     """
     params = SamplingParams(1, _NO_END, params.temperature, params.top_p, params.seed)
-    given, found = engine.drafting, []
+    drafting, measured = engine.drafting, []
     # On a GPU the first run compiles and captures, so its passes are not used.
     runs = 2 if torch.cuda.is_available() else 1
     try:
@@ -73,7 +73,7 @@ def measure_passes(
                     drafts = engine.drafting = _FixedDrafts(width)
                     with phase(engine, params, 0):
                         generate(engine, requests)
-                found += drafts.passes
+                measured += drafts.passes
     finally:
-        engine.drafting = given
-    return found
+        engine.drafting = drafting
+    return measured

@@ -157,18 +157,18 @@ def divided(burst: Burst, most: int) -> list[Burst]:
     num_rows = len(burst.starts)
     ends, groups = np.cumsum(burst.counts), []
     for rows in np.array_split(np.arange(num_rows), min(most, num_rows)):
-        own = slice(int(rows[0]), int(rows[-1]) + 1)
-        tokens = slice(int(ends[own.start] - burst.counts[own.start]), int(ends[own.stop - 1]))
-        steps, states = burst.steps[own], burst.states
+        group = slice(int(rows[0]), int(rows[-1]) + 1)
+        tokens = slice(int(ends[group.start] - burst.counts[group.start]), int(ends[group.stop - 1]))
+        steps, states = burst.steps[group], burst.states
         groups.append(
             Burst(
                 burst.token_ids[tokens],
-                burst.starts[own],
-                burst.counts[own],
-                burst.tables[own],
+                burst.starts[group],
+                burst.counts[group],
+                burst.tables[group],
                 steps,
                 burst.noise[: steps.max(), tokens],
-                None if states is None else (states[0], states[1][own]),
+                None if states is None else (states[0], states[1][group]),
             )
         )
     return groups

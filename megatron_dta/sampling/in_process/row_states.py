@@ -41,21 +41,21 @@ class StateScheduler(Scheduler):
 
     def _find_prefix(self, request: Request) -> StatePrefix:
         limit, end = request.num_tokens - 1, request.context_length - 1
-        found, parent = StatePrefix([], None, 0, False), request.parent
+        prefix, parent = StatePrefix([], None, 0, False), request.parent
         same_context = self._by_context.get(request.context_digest, [])
         sources = [(other, end) for other in same_context if other.is_running and other.num_computed_tokens == end]
         if parent is not None and not parent.is_running:
             sources.append((parent, min(request.common_with_parent, limit)))
         for source, most in sources:
             length = 0 if source.has_lost_state else source.num_computed_tokens
-            if found.length < length <= most:
+            if prefix.length < length <= most:
                 full, rest = divmod(length, request.page_size)
-                found = StatePrefix(
+                prefix = StatePrefix(
                     source.pages[:full], int(source.table[full]) if rest else None, length, False, source
                 )
         will_be_there = (other.is_running and other.num_computed_tokens < end for other in same_context)
-        found.is_pending = found.length < end and any(will_be_there)
-        return found
+        prefix.is_pending = prefix.length < end and any(will_be_there)
+        return prefix
 
     def _run_chunk(self, plan: Pass, request: Request, budget: int) -> int:
         missing = request.context_length - 1 - request.num_computed_tokens
@@ -73,7 +73,7 @@ class StateScheduler(Scheduler):
         return super()._admit(request, prefix, plan)
 
 
-class _Place(NamedTuple):
+class _RowState(NamedTuple):
     """A request's slot, and how many tokens its state has seen."""
 
     slot: int
@@ -98,7 +98,7 @@ class RowStates:
 
     def clear(self) -> None:
         """Drop all states."""
-        self._places: dict[Request, _Place] = {}
+        self._by_row: dict[Request, _RowState] = {}
         self._free: list[int] = []
         self._states: DecodeStates | None = None
         self._tentative: tuple[PassStates, list[Request]] | None = None
@@ -144,25 +144,25 @@ class RowStates:
         if self._states is None:
             parameter = next(self._model.parameters())
             self._states = DecodeStates(self._layers, parameter.dtype, parameter.device)
-        self._make_room(sum(row not in self._places for row in rows))
-        places = [self._place(row, start) for row, start in zip(rows, starts.tolist(), strict=True)]
-        self._places |= {
-            row: _Place(place.slot, place.num_tokens + count)
-            for row, place, count in zip(rows, places, counts.tolist(), strict=True)
+        self._make_room(sum(row not in self._by_row for row in rows))
+        states = [self._state_of(row, start) for row, start in zip(rows, starts.tolist(), strict=True)]
+        self._by_row |= {
+            row: _RowState(state.slot, state.num_tokens + count)
+            for row, state, count in zip(rows, states, counts.tolist(), strict=True)
         }
         # Of requests that have lost their pages nothing can be continued.
-        self._drop([row for row in self._places if not (row.is_running or row.num_pages)])
-        return np.array([place.slot for place in places])
+        self._drop([row for row in self._by_row if not (row.is_running or row.num_pages)])
+        return np.array([state.slot for state in states])
 
     def _drop(self, rows: Sequence[Request]) -> None:
-        self._free += [self._places.pop(row).slot for row in rows]
+        self._free += [self._by_row.pop(row).slot for row in rows]
 
     def commit(self) -> None:
         """Continue the states of the last pass's rows with drafts to the tokens that the scheduler has kept.
 
         A row that has ended before its burst did has a state past its end, which nothing can continue.
         """
-        lost = [row for row in self._advanced if row.num_computed_tokens != self._places[row].num_tokens]
+        lost = [row for row in self._advanced if row.num_computed_tokens != self._by_row[row].num_tokens]
         self._advanced = []
         for row in lost:
             row.has_lost_state = True
@@ -170,10 +170,10 @@ class RowStates:
         if self._tentative is None:
             return
         (states, rows), self._tentative = self._tentative, None
-        seen = [max(0, row.num_computed_tokens - self._places[row].num_tokens) for row in rows]
+        seen = [max(0, row.num_computed_tokens - self._by_row[row].num_tokens) for row in rows]
         states.commit(seen)
         for row, count in zip(rows, seen, strict=True):
-            self._places[row] = _Place(self._places[row].slot, self._places[row].num_tokens + count)
+            self._by_row[row] = _RowState(self._by_row[row].slot, self._by_row[row].num_tokens + count)
 
     def _make_room(self, count: int) -> None:
         if count > len(self._free):
@@ -181,15 +181,15 @@ class RowStates:
             self._free += range(self._states.num_slots, total)
             self._states.grow(total)
 
-    def _place(self, row: Request, start: int) -> _Place:
-        """The place of a request that continues after ``start`` tokens; its source's state is copied if it is new."""
-        place, (source, row.state_source) = self._places.get(row), (row.state_source, None)
-        if place is not None and place.num_tokens == start:
-            return place
-        place = _Place(self._free.pop() if place is None else place.slot, start)
+    def _state_of(self, row: Request, start: int) -> _RowState:
+        """The state of a request that continues after ``start`` tokens; its source's state is copied if it is new."""
+        state, (source, row.state_source) = self._by_row.get(row), (row.state_source, None)
+        if state is not None and state.num_tokens == start:
+            return state
+        state = _RowState(self._free.pop() if state is None else state.slot, start)
         if start:
-            origin = self._places[source]
+            origin = self._by_row[source]
             if origin.num_tokens != start:
                 raise AssertionError(f"a state of {origin.num_tokens} tokens cannot be continued after {start}")
-            self._states.copy(origin.slot, place.slot)
-        return place
+            self._states.copy(origin.slot, state.slot)
+        return state

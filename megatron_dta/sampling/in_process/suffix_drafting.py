@@ -250,9 +250,9 @@ class SuffixDrafting(Drafting):
         """Add what the other replicas have sampled since the last call. Collective over all ranks."""
         self._end_paths()
         speculator, mesh = self.speculator, current_mesh()
-        own = self._unshared, self._unshared_lengths
+        unshared = self._unshared, self._unshared_lengths
         self._unshared, self._unshared_lengths = [], []
-        for replica, (samples, lengths) in enumerate(mesh.gather_over_data(own)):
+        for replica, (samples, lengths) in enumerate(mesh.gather_over_data(unshared)):
             if replica != mesh.data_rank:
                 for problem, is_branch, context, response in samples:
                     speculator.learn(problem, context, response, is_branch)

@@ -114,12 +114,12 @@ class ChatTemplate:
 
         def shows(content: Any) -> bool:
             try:
-                found = self._render([{"role": "user", "content": content}], None, add_generation_prompt=True)
+                rendered = self._render([{"role": "user", "content": content}], None, add_generation_prompt=True)
             except TimeLimitError:
                 raise
             except InputError:
                 return False
-            return all(word in found for word in words) and "'text'" not in found and '"text"' not in found
+            return all(word in rendered for word in words) and "'text'" not in rendered and '"text"' not in rendered
 
         reads_parts = shows([{"type": "text", "text": word} for word in words])
         return ContentForm(reads_text=shows(" ".join(words)) or not reads_parts, reads_parts=reads_parts)
@@ -174,15 +174,15 @@ def date_of(text: str | None) -> datetime | None:
 def chat_template_settings(text: str | None) -> dict[str, Any]:
     """The variables of ``--apply-chat-template-kwargs``, a JSON object."""
     try:
-        found = json.loads(text or "{}")
+        settings = json.loads(text or "{}")
     except ValueError as error:
         raise InputError(f"--apply-chat-template-kwargs {text}: not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise InputError(f"--apply-chat-template-kwargs {text}: must be a JSON object")
-    reserved = sorted(_RESERVED & set(found))
+    reserved = sorted(_RESERVED & set(settings))
     if reserved:
         raise InputError(f"--apply-chat-template-kwargs: {reserved[0]} is not a setting of the template")
-    return found
+    return settings
 
 
 _RESERVED = {

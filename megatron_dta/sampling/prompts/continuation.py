@@ -38,10 +38,10 @@ def encode_after(tokenizer: Tokenizer, before: str, text: str) -> Continuation:
     return _rest(tokenizer, tokenizer.encode(before), tokenizer.encode(before + text), text)
 
 
-def _rest(tokenizer: Tokenizer, head: np.ndarray, whole: np.ndarray, text: str) -> Continuation:
+def _rest(tokenizer: Tokenizer, head: np.ndarray, token_ids: np.ndarray, text: str) -> Continuation:
     """The ids of ``text``, which ends a text with the ids ``whole`` and follows one with the ids ``head``."""
-    if _begins(whole, head):
-        return Continuation(whole[len(head) :], False)
+    if _begins(token_ids, head):
+        return Continuation(token_ids[len(head) :], False)
     for anchor in _ANCHORS:
         first, both = tokenizer.encode(anchor), tokenizer.encode(anchor + text)
         if _begins(both, first):
@@ -67,14 +67,14 @@ class PieceEncoder:
 
     def extend(self, text: str) -> int:
         """Make ``text``, which begins with the text so far, the text; returns the number of its ids."""
-        whole = self._tokenizer.encode(text)
+        token_ids = self._tokenizer.encode(text)
         if self.text:
-            rest = _rest(self._tokenizer, self._whole, whole, text[len(self.text) :])
+            rest = _rest(self._tokenizer, self._whole, token_ids, text[len(self.text) :])
         else:
-            rest = Continuation(whole, False)
+            rest = Continuation(token_ids, False)
         self.token_ids = np.concatenate([self.token_ids, rest.token_ids])
         self.crossings += rest.crosses
-        self.text, self._whole = text, whole
+        self.text, self._whole = text, token_ids
         return len(self.token_ids)
 
 

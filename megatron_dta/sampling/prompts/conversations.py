@@ -87,18 +87,18 @@ class ConversationEncoder:
             messages: as they stand in the file; ``talk``: the same, normalized.
         """
         self._template.text(talk, generation_prompt=False)
-        found = []
+        trained = []
         for index, message in enumerate(messages):
             try:
                 if is_trained(message) and index >= first and talk[index]["role"] == "assistant":
-                    found.append(index)
+                    trained.append(index)
             except InputError as error:
                 raise InputError(f"message {index + 1}: {error}") from None
-        if not found:
+        if not trained:
             raise InputError("has no message of the assistant to train")
-        if found[0] == 0:
+        if trained[0] == 0:
             raise InputError("message 1: is the assistant's; a turn needs a prompt before it")
-        return found
+        return trained
 
     def _rendered(
         self, talk: list[dict[str, Any]], number: int, tools: Any, begun: list[dict[str, Any]] | None = None

@@ -135,13 +135,13 @@ class PromptReader:
         if self._input_key is not None:
             named_value(record, self._input_key, "--input-key")
             return self._input_key
-        given = [name for name in _FIELDS if record.get(name) is not None]
-        if len(given) != 1:
+        present = [name for name in _FIELDS if record.get(name) is not None]
+        if len(present) != 1:
             raise InputError(
-                f"needs exactly one of the fields {', '.join(_FIELDS)}, got {', '.join(given) or 'none'}; --input-key "
-                "names another field"
+                f"needs exactly one of the fields {', '.join(_FIELDS)}, got {', '.join(present) or 'none'}; "
+                "--input-key names another field"
             )
-        return given[0]
+        return present[0]
 
     def _encode(self, name: str, value: Any, tools: Any) -> np.ndarray:
         if self._template is not None:
@@ -155,9 +155,13 @@ class PromptReader:
         """The record with the expected answer in ``answer``."""
         if self._label_key is not None:
             return {**record, "answer": named_value(record, self._label_key, "--label-key")}
-        found = record.get("reward_model")
-        if record.get("answer") is None and isinstance(found, dict) and found.get("ground_truth") is not None:
-            return {**record, "answer": found["ground_truth"]}
+        reward_model = record.get("reward_model")
+        if (
+            record.get("answer") is None
+            and isinstance(reward_model, dict)
+            and reward_model.get("ground_truth") is not None
+        ):
+            return {**record, "answer": reward_model["ground_truth"]}
         return record
 
 

@@ -48,13 +48,13 @@ def normalized(messages: Any, form: ContentForm = ContentForm()) -> list[dict[st
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not messages:
         raise InputError(f"must be text or a list of messages, got {type(messages).__name__}")
-    found = []
+    result = []
     for number, message in enumerate(messages, start=1):
         try:
-            found.append(_normalized(message, form))
+            result.append(_normalized(message, form))
         except InputError as error:
             raise InputError(f"message {number}: {error}") from None
-    return found
+    return result
 
 
 def with_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -122,10 +122,10 @@ def _arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        found = json.loads(arguments or "{}")
+        parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:

@@ -81,20 +81,20 @@ class TextReader:
         Args:
             pairs: whether the rows must be preferences; otherwise they must not be.
         """
-        path, found, cut_away, crossings = Path(path), [], 0, self._crossings
+        path, rollouts, cut_away, crossings = Path(path), [], 0, self._crossings
         for row, record in read_rows(path):
             try:
                 record = without_fillers(record) if path.suffix == ".parquet" else record
-                rollouts = self._rollouts(row, record, pairs)
+                row_rollouts = self._rollouts(row, record, pairs)
             except InputError as error:
                 raise InputError(f"{path}: row {row}: {error}") from None
-            kept = rollouts
+            kept = row_rollouts
             if self._max_length is not None:
-                kept = [cut for rollout in rollouts if (cut := cut_length(rollout, self._max_length)) is not None]
-            if pairs and len(kept) < len(rollouts):
+                kept = [cut for rollout in row_rollouts if (cut := cut_length(rollout, self._max_length)) is not None]
+            if pairs and len(kept) < len(row_rollouts):
                 kept = []
-            cut_away += len(rollouts) - len(kept)
-            found += kept
+            cut_away += len(row_rollouts) - len(kept)
+            rollouts += kept
         if cut_away:
             logger.warning(
                 "%s: left out %d samples: no trained token in their first %d", path, cut_away, self._max_length
@@ -106,10 +106,10 @@ class TextReader:
                 path,
                 self._crossings - crossings,
             )
-        if not found:
+        if not rollouts:
             reason = f"no sample has a trained token in its first {self._max_length} tokens" if cut_away else "no rows"
             raise InputError(f"{path}: {reason}")
-        return found
+        return rollouts
 
     @property
     def _crossings(self) -> int:
@@ -148,14 +148,14 @@ class TextReader:
             answer = next((n for n in _RESPONSES if record.get(n) is not None), None)
         if answer is None and isinstance(value, str):
             raise InputError(f"{name}: is text and needs a response; --label-key names its field")
-        said = None if answer is None else named_value(record, answer, "--label-key")
+        label = None if answer is None else named_value(record, answer, "--label-key")
         if self._encoder is None:
-            return [self._plain(name, value, answer, said)]
+            return [self._plain(name, value, answer, label)]
         messages = _named(name, lambda: _as_messages(value, "user"))
         first = 0
         if answer is not None:
             first = len(messages)
-            messages = messages + _named(answer, lambda: _as_messages(said, "assistant"))
+            messages = messages + _named(answer, lambda: _as_messages(label, "assistant"))
         if self._framing == "turn" and not first:
             return _named(name, lambda: self._encoder.turns(messages, tools))
         return [_named(name, lambda: self._encoder.whole(messages, tools, first, continues=bool(first)))]

@@ -137,7 +137,7 @@ class HuggingFaceTokenizer:
         # Added tokens may lie beyond the base vocabulary and leave holes, so the largest id counts.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special = {token: found.content for token, found in added.items() if found.special}
+        self._special = {token: entry.content for token, entry in added.items() if entry.special}
         config = file.with_name("tokenizer_config.json")
         self.ends = _ends(eos_ids, self.vocab_size, self._named_end(config), (file.parent, *folders))
         if not self.ends:
@@ -290,8 +290,8 @@ def declared_ends(folder: str | Path) -> dict[int, str]:
     without one, config.json."""
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
-        found = _json_object(file)
-        for part in (found, found.get("text_config")):
+        content = _json_object(file)
+        for part in (content, content.get("text_config")):
             ends = part.get("eos_token_id") if isinstance(part, dict) else None
             ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
             if any(not isinstance(token, int) or isinstance(token, bool) for token in ends):
@@ -322,10 +322,10 @@ def _json_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file; an empty one if there is no file."""
     if not file.is_file():
         return {}
-    found = read_json(file)
-    if not isinstance(found, dict):
+    content = read_json(file)
+    if not isinstance(content, dict):
         raise InputError(f"{file}: not a JSON object")
-    return found
+    return content
 
 
 def _require_file(file: Path) -> None:

@@ -47,37 +47,37 @@ def parse_call(text: str, schemas: Schemas) -> tuple[str, dict[str, Any]]:
     if match is not None:
         name = match[1].strip()
         return name, _parameters(match[2], schemas.get(name, {}))
-    found = json.loads(text)
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    call = json.loads(text)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError("a call is an object with a name and arguments")
-    arguments = found.get("arguments", found.get("parameters", {}))
+    arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, dict):
         raise ValueError("the arguments of a call are an object")
-    return found["name"], arguments
+    return call["name"], arguments
 
 
 def schemas_of(tools: Sequence[Any] | None) -> dict[str, dict[str, Any]]:
     """The schemas of the parameters of tools in OpenAI's form."""
-    found = {}
+    schemas = {}
     for tool in tools or ():
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             parameters = function.get("parameters")
             properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            found[function["name"]] = dict(properties) if isinstance(properties, Mapping) else {}
-    return found
+            schemas[function["name"]] = dict(properties) if isinstance(properties, Mapping) else {}
+    return schemas
 
 
 def _parameters(text: str, schemas: Mapping[str, Any]) -> dict[str, Any]:
-    found, at = {}, 0
+    parameters, at = {}, 0
     while match := _PARAMETER.match(text, at):
         # The template puts the value between line breaks of its own.
         value = match[2].removeprefix("\n").removesuffix("\n")
         name, at = match[1].strip(), match.end()
-        found[name] = _typed(value, _types(schemas.get(name)))
+        parameters[name] = _typed(value, _types(schemas.get(name)))
     if text[at:].strip():
         raise ValueError("text between the parameters of a call")
-    return found
+    return parameters
 
 
 def _types(schema: Any) -> list[str]:

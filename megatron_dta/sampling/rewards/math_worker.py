@@ -51,16 +51,16 @@ def compare(parse, verify, known, line):
     key = json.dumps(answer)
     if key not in known:
         try:
-            found = parse(answer_text(answer), parsing_timeout=None, raise_on_error=True)
+            parsed = parse(answer_text(answer), parsing_timeout=None, raise_on_error=True)
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
-        if not found:
+        if not parsed:
             return {"error": "it holds nothing that math-verify can compare"}
         known.clear()
-        known[key] = found
+        known[key] = parsed
     try:
-        found = parse(request["response"], parsing_timeout=None, raise_on_error=True)
-        return {"reward": float(verify(known[key], found, timeout_seconds=None, raise_on_error=True))}
+        parsed = parse(request["response"], parsing_timeout=None, raise_on_error=True)
+        return {"reward": float(verify(known[key], parsed, timeout_seconds=None, raise_on_error=True))}
     except MemoryError:
         raise
     except Exception as error:

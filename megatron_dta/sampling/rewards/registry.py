@@ -140,15 +140,17 @@ def compute_scores(function: RewardFunction, responses: Sequence[Response]) -> l
     """
     where = f"reward function, {len(responses)} responses"
     try:
-        each = [_arguments(function, response) for response in responses]
+        arguments = [_arguments(function, response) for response in responses]
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
-    values = _call(function, {name: [own[name] for own in each] for name in each[0]}, where)
+    values = _call(
+        function, {name: [values_by_name[name] for values_by_name in arguments] for name in arguments[0]}, where
+    )
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if not isinstance(values, list | tuple) or len(values) != len(responses):
-        found = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
-        raise InputError(f"{where}: must return a list of as many values, got {found}")
+        description = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
+        raise InputError(f"{where}: must return a list of as many values, got {description}")
     scores: list[Score | InputError] = []
     for response, value in zip(responses, values, strict=True):
         try:

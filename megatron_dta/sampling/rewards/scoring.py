@@ -109,8 +109,8 @@ class Scorer:
     def _batch(self, responses: Sequence[Response]) -> list[_Outcome]:
         """One call for all responses; if it fails, the reward of each response fails."""
         where = f"reward function, {len(responses)} responses"
-        found = self._in_time(lambda: compute_scores(self._function, responses), where)
-        return [found] * len(responses) if isinstance(found, InputError) else found
+        scores = self._in_time(lambda: compute_scores(self._function, responses), where)
+        return [scores] * len(responses) if isinstance(scores, InputError) else scores
 
     def _attempt(self, response: Response) -> _Outcome:
         return self._in_time(lambda: compute_score(self._function, response), response.where)
@@ -128,10 +128,10 @@ class Scorer:
             name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
             with slow_calls.reported(f"{where}: {name}", "--reward-timeout"):
                 return attempt()
-        found = in_daemon_thread(attempt, "reward")
-        wait([found], self._seconds)
-        if found.done():
-            return found.result()
+        future = in_daemon_thread(attempt, "reward")
+        wait([future], self._seconds)
+        if future.done():
+            return future.result()
         with self._lock:
             self._timeouts += 1
         return InputError(f"{where}: took longer than {self._seconds:g} s")
@@ -160,8 +160,8 @@ def counted(before: Tally, after: Tally, gather: Callable[[Any], list[Any]]) -> 
         if number > number_before:
             components[name] = total - total_before, number - number_before
     parts = gather((counts, components))
-    found = {name: float(sum(own.get(name, 0) for own, _ in parts)) for name in counts}
-    for name in sorted({name for _, own in parts for name in own}):
-        sums = [own[name] for _, own in parts if name in own]
-        found[f"reward/{name}"] = sum(total for total, _ in sums) / sum(number for _, number in sums)
-    return found
+    totals = {name: float(sum(rank_values.get(name, 0) for rank_values, _ in parts)) for name in counts}
+    for name in sorted({name for _, rank_values in parts for name in rank_values}):
+        sums = [rank_values[name] for _, rank_values in parts if name in rank_values]
+        totals[f"reward/{name}"] = sum(total for total, _ in sums) / sum(number for _, number in sums)
+    return totals

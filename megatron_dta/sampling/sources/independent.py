@@ -189,8 +189,10 @@ def _sample_and_score(
     share = np.array_split(np.arange(sequence_prompt.size), mesh.data_size)[mesh.data_rank]
     requests = [
         # The position in the batch is the identity of the sequence: every rank would draw the same numbers for it.
-        GenerationRequest(place, prompts[sequence_prompt[place]].token_ids, params.max_response_tokens, key=place)
-        for place in share.tolist()
+        GenerationRequest(
+            sequence, prompts[sequence_prompt[sequence]].token_ids, params.max_response_tokens, key=sequence
+        )
+        for sequence in share.tolist()
     ]
     with phase(engine, params, iteration):
         results = generate(engine, requests)

@@ -73,8 +73,8 @@ class Rank0Source(RolloutSource):
     def next_batch(self, step: int) -> list[Rollout]:
         current = self._current_step()
         self._offer_weights(current)
-        rollouts, found = self._from_first(self._taking(step, current))
-        self._statistics = dict(found)
+        rollouts, statistics = self._from_first(self._taking(step, current))
+        self._statistics = dict(statistics)
         if self._writer is not None:
             self._statistics["rollout_staleness"] = float(current - min(r.policy_version or 0 for r in rollouts))
         return rollouts
@@ -89,13 +89,13 @@ class Rank0Source(RolloutSource):
         """
         if self._engine is None:
             return {}
-        own = {} if self._inner is None else self._inner.timing()
+        inner = {} if self._inner is None else self._inner.timing()
         names = (
             "servers", "open_requests", "queued_requests", "retried_requests", "decoded_tokens", "reused_tokens",
             "weight_update_seconds", "rejected_tokens",
         )  # fmt: skip
-        found = self._engine.statistics()
-        return own | {f"rollout_{name}": found[name] for name in names if name in found}
+        engine = self._engine.statistics()
+        return inner | {f"rollout_{name}": engine[name] for name in names if name in engine}
 
     def state_dict(self) -> dict[str, Any]:
         """See ``RolloutSource``; the same on every rank."""
@@ -178,17 +178,17 @@ class Rank0Source(RolloutSource):
     def _from_first(self, ask: Callable[[], Answer | None]) -> Answer:
         """The first result of ``ask`` on rank 0 that is not None, on all ranks; its errors are raised on all ranks."""
         while True:
-            found: tuple[str, Any] = ("wait", None)
+            answer: tuple[str, Any] = ("wait", None)
             error: Exception | None = None
             if self._mesh.rank == 0:
                 try:
                     value = ask()
-                    found = ("wait", None) if value is None else ("done", value)
+                    answer = ("wait", None) if value is None else ("done", value)
                 except InputError as caught:
-                    found, error = ("refused", str(caught)), caught
+                    answer, error = ("refused", str(caught)), caught
                 except Exception as caught:
-                    found, error = ("failed", f"rank 0: {type(caught).__name__}: {caught}"), caught
-            kind, value = self._mesh.from_first(found)
+                    answer, error = ("failed", f"rank 0: {type(caught).__name__}: {caught}"), caught
+            kind, value = self._mesh.from_first(answer)
             if kind == "done":
                 return value
             if kind == "refused":

@@ -46,12 +46,12 @@ class SpeculatingSource(WrappedSource):
         return self._inner.state_dict() | {_STATE: current_mesh().from_first(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = state.get(_STATE)
+        saved = state.get(_STATE)
         self._inner.load_state_dict({name: value for name, value in state.items() if name != _STATE})
-        if own is not None:
+        if saved is not None:
             arrays = {
                 name: value.numpy() if isinstance(value, torch.Tensor) else np.array(value, dtype=np.str_)
-                for name, value in own.items()
+                for name, value in saved.items()
             }
             self._drafting.speculator.load_state_dict(arrays)
 

@@ -22,8 +22,8 @@ class StoppingSource(WrappedSource):
     def next_batch(self, step: int) -> list[Rollout]:
         before = self._engine.statistics()["stopped_degenerate"]
         rollouts = self._inner.next_batch(step)
-        own = self._engine.statistics()["stopped_degenerate"] - before
-        self._stopped = float(sum(current_mesh().gather_from_replicas(own)))
+        stopped = self._engine.statistics()["stopped_degenerate"] - before
+        self._stopped = float(sum(current_mesh().gather_from_replicas(stopped)))
         return rollouts
 
     def statistics(self) -> dict[str, float]:

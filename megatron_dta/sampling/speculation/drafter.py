@@ -118,16 +118,16 @@ class Drafter:
 
     def end_step(self, step: int) -> int:
         """Evict samples by age and token budget after policy step ``step``. Returns the number of evicted samples."""
-        gone = 0
+        evicted = 0
         for text in list(self._samples):  # in the order of their steps, so the first one to keep ends the search
-            made = self._samples[text].step
-            if made is None:
+            completed = self._samples[text].step
+            if completed is None:
                 continue
-            if made > step - self.params.window and self.stored_tokens <= self.params.max_tokens:
+            if completed > step - self.params.window and self.stored_tokens <= self.params.max_tokens:
                 break
             self.discard(text)
-            gone += 1
-        return gone
+            evicted += 1
+        return evicted
 
     @property
     def num_bytes(self) -> int:

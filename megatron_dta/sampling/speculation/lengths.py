@@ -77,8 +77,8 @@ class LengthHistory:
         """Classes of running samples by their first class and current length, int64 [n]."""
         if self._bounds is None:
             return first.astype(np.int64)
-        own = self._classes(so_far)
-        result = np.maximum(first, own)
+        reached = self._classes(so_far)
+        result = np.maximum(first, reached)
         for began in np.unique(first):
             rows = np.flatnonzero(first == began)
             alike = self._lengths[self._first == began]
@@ -87,7 +87,7 @@ class LengthHistory:
             counts = np.stack([_longer(alike[self._classes(alike) == c], so_far[rows]) for c in range(3)])
             predicted = 2 - counts[::-1].argmax(0)
             result[rows] = np.where(counts.any(0), predicted, result[rows])
-        return np.maximum(result, own)
+        return np.maximum(result, reached)
 
     def add(self, problem: str, first: int, length: int) -> None:
         self._new.append((problem, int(first), int(length)))
@@ -145,22 +145,22 @@ def _longer(lengths: np.ndarray, than: np.ndarray) -> np.ndarray:
     return len(lengths) - np.searchsorted(np.sort(lengths), than, side="left")
 
 
-def candidate_lengths(own: np.ndarray, others: np.ndarray) -> np.ndarray:
+def candidate_lengths(problem_lengths: np.ndarray, others: np.ndarray) -> np.ndarray:
     """float64 [CANDIDATES]: equally likely total lengths, ascending; all zero if there are no past samples.
 
     Args:
-        own: lengths of the problem's past samples.
+        problem_lengths: lengths of the problem's past samples.
         others: lengths of all recent samples.
     """
     if not len(others):
         return np.zeros(CANDIDATES)
-    share = len(own) / (len(own) + 2.0)
+    share = len(problem_lengths) / (len(problem_lengths) + 2.0)
     count = round(share * CANDIDATES)
     parts = []
     if count:
         # A few samples underestimate the spread of the next one.
         spread = np.geomspace(0.8, 1.25, count) if count > 1 else np.ones(1)
-        parts.append(_quantiles(own, count) * spread)
+        parts.append(_quantiles(problem_lengths, count) * spread)
     parts.append(_quantiles(others, CANDIDATES - count))
     return np.sort(np.concatenate(parts))
 

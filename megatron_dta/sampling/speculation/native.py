@@ -78,19 +78,19 @@ def _is_trusted(folder: Path, path: Path) -> bool:
 
 
 def _cache_folder() -> Path:
-    given = os.environ.get("MEGATRON_DTA_CACHE")
-    if given:
-        return Path(given)
+    folder = os.environ.get("MEGATRON_DTA_CACHE")
+    if folder:
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_dta"
 
 
 def _compiler() -> list[str]:
-    given = shlex.split(os.environ.get("CC", ""))
-    for candidate in [given] if given else [["cc"], ["gcc"], ["clang"]]:
+    command = shlex.split(os.environ.get("CC", ""))
+    for candidate in [command] if command else [["cc"], ["gcc"], ["clang"]]:
         if shutil.which(candidate[0]):
             return candidate
     raise InputError(
-        f"drafts need a C compiler, and none was found ({' '.join(given) or 'cc, gcc, clang'}); install one or set CC"
+        f"drafts need a C compiler, and none was found ({' '.join(command) or 'cc, gcc, clang'}); install one or set CC"
     )
 
 

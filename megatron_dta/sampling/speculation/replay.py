@@ -68,11 +68,11 @@ def split_history(samples: Sequence[RecordedSample], past: int) -> tuple[list[li
         problems.setdefault(sample.problem, []).append(sample)
     history: list[list[RecordedSample]] = [[] for _ in range(past)]
     now = []
-    for own in problems.values():
-        count = min(past, len(own) - 1)
-        for i, sample in enumerate(own[:count]):
+    for problem_samples in problems.values():
+        count = min(past, len(problem_samples) - 1)
+        for i, sample in enumerate(problem_samples[:count]):
             history[past - count + i].append(sample)
-        now += own[count:]
+        now += problem_samples[count:]
     return history, now
 
 
@@ -199,9 +199,9 @@ def _agreement(
     if not width:
         return np.zeros(len(lengths), np.int64)
     ahead = np.arange(width)
-    room = np.minimum(lengths, end - position)
+    tokens_left = np.minimum(lengths, end - position)
     at = np.minimum(position[:, None] + ahead, len(stream) - 1)
-    same = (stream[at] == drafts[:, :width]) & (ahead < room[:, None])
+    same = (stream[at] == drafts[:, :width]) & (ahead < tokens_left[:, None])
     return np.logical_and.accumulate(same, axis=1).sum(1)
 
 

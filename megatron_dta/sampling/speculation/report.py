@@ -208,7 +208,7 @@ class SpeculationReport:
         values["acceptance"] = _ratio(figures["accepted_tokens"], figures["drafted_tokens"])
         values |= dict(zip(("saved_forwards", "saved_seconds"), self.savings(), strict=True))
         for name in ("tokens_per_forward", "wasted_tokens"):
-            values |= {f"{name}_{each}": value for each, value in figures[f"{name}_by_class"].items()}
+            values |= {f"{name}_{length_class}": value for length_class, value in figures[f"{name}_by_class"].items()}
             by_decile = enumerate(figures[f"{name}_by_decile"], 1)
             values |= {f"{name}_decile_{decile}": value for decile, value in by_decile}
         over_time = enumerate(figures["live_batch_over_time"], 1)

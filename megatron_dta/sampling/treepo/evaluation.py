@@ -44,8 +44,8 @@ def sample_answers(
     params = evaluation_params(task, config.sampling, config.optimization.seed)
     prompts = task.eval_prompts[: config.logging.eval_iters]
     trees = sample_scored_trees(sampler, task, prompts, 0, params, 0)
-    found = []
+    answers = []
     for tree, rewards in trees:
         texts = [task.tokenizer.decode(tree.tokens(leaf)[tree.nodes[0].length :].tolist()) for leaf in tree.leaves]
-        found.append(Answers([answer_of(t) for t in texts], [rewards[i] for i in tree.leaves], tree.decoded_tokens))
-    return found
+        answers.append(Answers([answer_of(t) for t in texts], [rewards[i] for i in tree.leaves], tree.decoded_tokens))
+    return answers

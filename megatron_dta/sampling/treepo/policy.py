@@ -70,19 +70,19 @@ class QueryPolicy:
 
     def max_tokens(self, node: int) -> int:
         """Maximum number of tokens that the request of a new node may add."""
-        room = self._settings.max_response_tokens - self.tree.response_length(self.tree.nodes[node].parent)
-        return min(room, self._settings.segment_tokens or room)
+        tokens_left = self._settings.max_response_tokens - self.tree.response_length(self.tree.nodes[node].parent)
+        return min(tokens_left, self._settings.segment_tokens or tokens_left)
 
     def advance(self, node: int) -> list[int]:
         """The new nodes to decode after ``node`` has been decoded (``tree.fill``) and its ``end`` is set."""
         tree_node = self.tree.nodes[node]
         tree_node.reported = True
-        own = self._rounds[tree_node.round]
+        node_round = self._rounds[tree_node.round]
         started: list[int] = []
         if tree_node.end is not None:
-            own.finished += 1
+            node_round.finished += 1
         else:
-            own.alive.append(node)
+            node_round.alive.append(node)
             self._top_up(node, 1, started)
         self._start_what_is_certain(started)
         while not self.complete and self._is_complete(self._rounds[self._current]):

@@ -105,12 +105,12 @@ class TreeSampler:
     def _submit(self, started: Sequence[tuple[int, int]]) -> None:
         """Submit the requests of new nodes."""
         requests = []
-        for place, node in started:
-            growing = self._growing[place]
+        for query, node in started:
+            growing = self._growing[query]
             tree = growing.policy.tree
             request_id = len(self._requests)
-            self._requests[place, node] = request_id
-            self._nodes[request_id] = (place, node)
+            self._requests[query, node] = request_id
+            self._nodes[request_id] = (query, node)
             parent = tree.nodes[node].parent
             while parent > 0 and parent not in growing.held:
                 parent = tree.nodes[parent].parent
@@ -120,7 +120,7 @@ class TreeSampler:
                     tree.tokens(tree.nodes[node].parent),
                     growing.policy.max_tokens(node),
                     tree.nodes[node].key,
-                    parent=self._requests[place, parent] if parent > 0 else None,
+                    parent=self._requests[query, parent] if parent > 0 else None,
                     hold=True,
                     prompt_length=tree.nodes[0].length,
                     sampled_before=tree.sampled_length(tree.nodes[node].parent),
@@ -136,23 +136,23 @@ class TreeSampler:
         for result in results:
             if result.request_id not in self._nodes:
                 raise RuntimeError(f"the engine returned request {result.request_id}, which it was not given")
-            place, node = self._nodes.pop(result.request_id)
-            growing = self._growing[place]
+            query, node = self._nodes.pop(result.request_id)
+            growing = self._growing[query]
             self._check(result, growing.policy.max_tokens(node))
             growing.policy.tree.fill(node, result.token_ids, result.logprobs, result.policy_version)
             growing.held.add(node)
-            decoded.append((place, node, result.ended))
+            decoded.append((query, node, result.ended))
             if self._environments is not None and result.ended:
-                turns.append((place, node))
+                turns.append((query, node))
         outcomes = self._step(turns)
         started = []
-        for place, node, ended in decoded:
-            policy = self._growing[place].policy
-            policy.tree.nodes[node].end = self._end_of(policy.tree, node, ended, outcomes.get((place, node)))
-            started += [(place, child) for child in policy.advance(node)]
+        for query, node, ended in decoded:
+            policy = self._growing[query].policy
+            policy.tree.nodes[node].end = self._end_of(policy.tree, node, ended, outcomes.get((query, node)))
+            started += [(query, child) for child in policy.advance(node)]
         self._submit(started)
-        for place in sorted({place for place, _, _ in decoded}):
-            self._release(place)
+        for query in sorted({query for query, _, _ in decoded}):
+            self._release(query)
 
     @staticmethod
     def _check(result: GenerationResult, max_tokens: int) -> None:
@@ -177,8 +177,8 @@ class TreeSampler:
         if end is None and self._max_turns is not None and turns >= self._max_turns:
             end = EndReason.TURNS
         # An observation to which the model will not respond is left out.
-        room = settings.max_response_tokens - tree.response_length(node)
-        if end is None and len(outcome.observation) >= room:
+        tokens_left = settings.max_response_tokens - tree.response_length(node)
+        if end is None and len(outcome.observation) >= tokens_left:
             end = EndReason.LENGTH
         tree.observe(node, outcome.observation[:0] if end else outcome.observation, outcome.reward)
         return end or self._stops.end_of(tree, node, False, settings.max_response_tokens, settings.max_depth)
@@ -188,19 +188,19 @@ class TreeSampler:
         if not turns or self._environments is None:
             return {}
         states, actions = [], []
-        for place, node in turns:
-            growing = self._growing[place]
+        for query, node in turns:
+            growing = self._growing[query]
             above = next(i for i in growing.policy.tree.lineage(node)[-2::-1] if i in growing.environments)
             states.append(growing.environments[above])
             actions.append(growing.policy.tree.action(node))
         after, outcomes = self._environments.step(states, actions)
-        for (place, node), state in zip(turns, after, strict=True):
-            self._growing[place].environments[node] = state
+        for (query, node), state in zip(turns, after, strict=True):
+            self._growing[query].environments[node] = state
         return dict(zip(turns, outcomes, strict=True))
 
-    def _release(self, place: int) -> None:
+    def _release(self, query: int) -> None:
         """Release the K/V of nodes that get no more children."""
-        growing = self._growing[place]
+        growing = self._growing[query]
         nodes = growing.policy.tree.nodes
         over = [
             node
@@ -210,4 +210,4 @@ class TreeSampler:
         ]
         growing.held.difference_update(over)
         if over:
-            self._engine.release([self._requests[place, node] for node in over])
+            self._engine.release([self._requests[query, node] for node in over])

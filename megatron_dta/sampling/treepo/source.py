@@ -95,12 +95,12 @@ class TreeEvaluation(HeldOutEvaluation):
         sampler = TreeSampler(self._engine, settings, StopRules(), self._environments, turns)
         groups = sample_scored_trees(sampler, self._task, self._prompts, 0, self._params, 0, self._environments is None)
         of_prompts = [tree_rollouts(tree, "held out", rewards) for tree, rewards in groups]
-        rollouts = [rollout for own in of_prompts for rollout in own]
+        rollouts = [rollout for prompt_rollouts in of_prompts for rollout in prompt_rollouts]
         tokens = [np.count_nonzero(rollout.loss_mask) for rollout in rollouts]
         after = self._environments.counts if self._environments else {}
         return {
             **_total({name: value - before[name] for name, value in after.items()}),
-            **pass_rates([[r.reward for r in own] for own in of_prompts], self._samples),
+            **pass_rates([[r.reward for r in prompt_rollouts] for prompt_rollouts in of_prompts], self._samples),
             "reward": float(np.mean([rollout.reward for rollout in rollouts])) if rollouts else math.nan,
             "response_tokens": float(np.mean(tokens)) if rollouts else math.nan,
             "ended": ended_leaves([tree for tree, _ in groups]),

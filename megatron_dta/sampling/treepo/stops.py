@@ -75,15 +75,15 @@ def most_repeated(text: str, length: int) -> int:
 
 def boxed_answer(text: str) -> str | None:
     """Content of the last complete ``\\boxed{...}`` with balanced braces; None if there is none."""
-    found = None
+    answer = None
     for match in re.finditer(r"\\boxed\s*\{", text):
         depth, begin = 1, match.end()
-        for place in range(begin, len(text)):
-            depth += (text[place] == "{") - (text[place] == "}")
+        for end in range(begin, len(text)):
+            depth += (text[end] == "{") - (text[end] == "}")
             if depth == 0:
-                found = text[begin:place]
+                answer = text[begin:end]
                 break
-    return found
+    return answer
 
 
 def answer_rule(pattern: str | None) -> Callable[[str], bool] | None:

@@ -135,11 +135,11 @@ class SampledTree:
 
     def lineage(self, index: int) -> list[int]:
         """Nodes from the root to ``index``, both included."""
-        found = []
+        lineage = []
         while index >= 0:
-            found.append(index)
+            lineage.append(index)
             index = self.nodes[index].parent
-        return found[::-1]
+        return lineage[::-1]
 
     def tokens(self, index: int) -> np.ndarray:
         """All tokens from the beginning of the prompt to the end of a node, int32: a leaf's sequence."""
@@ -176,12 +176,12 @@ class SampledTree:
     def in_order(self) -> SampledTree:
         """The complete tree with its nodes in preorder, independent of the order in which they finished."""
         order = sorted(range(len(self.nodes)), key=lambda index: self.nodes[index].path)
-        place = {index: new for new, index in enumerate(order)}
+        new_index = {index: new for new, index in enumerate(order)}
         tree = SampledTree(self.query, self.nodes[0].token_ids)
         tree.nodes = [self.nodes[index] for index in order]
         for node in tree.nodes:
-            node.parent = place.get(node.parent, -1)
-            node.children = [place[child] for child in node.children]
+            node.parent = new_index.get(node.parent, -1)
+            node.children = [new_index[child] for child in node.children]
         return tree
 
     def leaf_weights(self) -> dict[int, float]:

@@ -41,9 +41,9 @@ def text(chat: Path) -> list[str]:
 
 
 def command(chat: Path, save: Path, what: str, *more: str) -> list[str]:
-    own = ["--prompt-data", str(chat / "prompts.jsonl"), "--agent-command", f"{sys.executable} {AGENT} {what}"]
+    task = ["--prompt-data", str(chat / "prompts.jsonl"), "--agent-command", f"{sys.executable} {AGENT} {what}"]
     sizes = f"--rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 6 --lr 1e-2 --save {save}"
-    return ["-m", "megatron_dta.train", *MODEL, *text(chat), *own, *sizes.split(), *more]
+    return ["-m", "megatron_dta.train", *MODEL, *text(chat), *task, *sizes.split(), *more]
 
 
 def rows(save: Path) -> list[dict]:
@@ -53,8 +53,8 @@ def rows(save: Path) -> list[dict]:
 def test_a_killed_run_continues(chat: Path, tmp_path: Path) -> None:
     """Killed while agents run, and started again: the steps and rewards of an unbroken run; no process is left."""
     more = ["--train-iters", "4", "--save-interval", "1", "--save-rollouts-interval", "1"]
-    whole = run_python(command(chat, tmp_path / "whole", "post", *more))
-    assert whole.returncode == 0, whole.stderr
+    unbroken = run_python(command(chat, tmp_path / "whole", "post", *more))
+    assert unbroken.returncode == 0, unbroken.stderr
     broken = Program(command(chat, tmp_path / "broken", "post", *more))
     metrics = tmp_path / "broken" / "metrics.jsonl"
     broken.wait_until(lambda: metrics.exists() and bool(metrics.read_text()))
@@ -62,14 +62,14 @@ def test_a_killed_run_continues(chat: Path, tmp_path: Path) -> None:
     broken.wait()
     done = run_python(command(chat, tmp_path / "broken", "post", *more))
     assert done.returncode == 0, done.stderr
-    found, expected = rows(tmp_path / "broken"), rows(tmp_path / "whole")
-    assert [row["iteration"] for row in found] == [1, 2, 3, 4]
+    continued, expected = rows(tmp_path / "broken"), rows(tmp_path / "whole")
+    assert [row["iteration"] for row in continued] == [1, 2, 3, 4]
     for name in ("reward", "loss", "grad_norm", "sessions", "agent_calls", "session_tokens"):
-        assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], abs=1e-5)
-    assert found[0]["sessions"] == 4
-    assert found[0]["agent_calls"] == 8
-    assert found[0]["failed_sessions"] == 0
-    assert found[0]["session_tokens"] < found[0]["session_row_tokens"]
+        assert [row[name] for row in continued] == pytest.approx([row[name] for row in expected], abs=1e-5)
+    assert continued[0]["sessions"] == 4
+    assert continued[0]["agent_calls"] == 8
+    assert continued[0]["failed_sessions"] == 0
+    assert continued[0]["session_tokens"] < continued[0]["session_row_tokens"]
     sessions = [json.loads(line) for line in (tmp_path / "whole/sessions/batch_0000001.jsonl").read_text().splitlines()]
     assert [call["parent"] for call in sessions[0]["calls"]] == [None, 0]
     report = run_python(["tools/report_run.py", tmp_path / "whole"])
@@ -81,8 +81,8 @@ def test_a_killed_run_continues(chat: Path, tmp_path: Path) -> None:
 
 def test_ranks_of_a_mesh(chat: Path, tmp_path: Path) -> None:
     """Replicas have gateways of their own and share the sessions; the ranks of a tensor group follow the first."""
-    one = run_python(command(chat, tmp_path / "one", "post", "--train-iters", "2"))
-    assert one.returncode == 0, one.stderr
+    single = run_python(command(chat, tmp_path / "one", "post", "--train-iters", "2"))
+    assert single.returncode == 0, single.stderr
     for name, flags in (("data", []), ("tensor", ["--tensor-model-parallel-size", "2"])):
         for rank in run_ranks(command(chat, tmp_path / name, "post", "--train-iters", "2", *flags), 2):
             assert rank.returncode == 0, rank.stderr
@@ -120,9 +120,11 @@ def test_the_gateway_as_a_command(chat: Path, tmp_path: Path) -> None:
     trained = run_python(command(chat, tmp_path / "run", "print", "--train-iters", "1"))
     assert trained.returncode == 0, trained.stderr
     output = tmp_path / "sessions.jsonl"
-    own = ["-m", "megatron_dta", "gateway", "--output", str(output), "--load", str(tmp_path / "run")]
+    arguments = ["-m", "megatron_dta", "gateway", "--output", str(output), "--load", str(tmp_path / "run")]
     for round_number in (1, 2):
-        process = Program([*own, *MODEL, *text(chat), "--rollout-max-response-len", "6", "--gateway-max-calls", "9"])
+        process = Program(
+            [*arguments, *MODEL, *text(chat), "--rollout-max-response-len", "6", "--gateway-max-calls", "9"]
+        )
         process.wait_until(lambda process=process: "sessions to" in process.stdout())
         line = next(line for line in process.stdout().splitlines() if line.startswith("gateway: http://127.0.0.1:"))
         url, key = line.split()[1], output.with_suffix(".key").read_text().strip()
@@ -136,9 +138,9 @@ def test_the_gateway_as_a_command(chat: Path, tmp_path: Path) -> None:
                 file.write('{"token_ids": [1, 2')  # a write that the kill has cut off
         else:
             os.kill(process.pid, signal.SIGTERM)
-            said = process.wait(60)
-            assert said.returncode == 0, said.stderr
-            assert "1 sessions recorded, 2 failed or unfinished ones dropped" in said.stdout
+            ended = process.wait(60)
+            assert ended.returncode == 0, ended.stderr
+            assert "1 sessions recorded, 2 failed or unfinished ones dropped" in ended.stdout
     (first, second) = load_rollouts(output)
     assert first.reward == second.reward == 0.5
     assert np.count_nonzero(first.loss_mask) > 1
@@ -146,8 +148,8 @@ def test_the_gateway_as_a_command(chat: Path, tmp_path: Path) -> None:
 
 
 def _drive(url: str, key: str) -> None:
-    def post(path: str, own: str, body: dict) -> dict:
-        request = urllib.request.Request(url + path, json.dumps(body).encode(), {"authorization": f"Bearer {own}"})
+    def post(path: str, key: str, body: dict) -> dict:
+        request = urllib.request.Request(url + path, json.dumps(body).encode(), {"authorization": f"Bearer {key}"})
         with urllib.request.urlopen(request, timeout=60) as reply:
             return json.loads(reply.read())
 

@@ -110,19 +110,19 @@ def test_70b_on_one_node_fits_as_its_page_says(row: str, more: str, monkeypatch:
     page = (REPOSITORY / "docs" / "one_node_70b.md").read_text()
     command = re.search(r"megatron_dta.train (@examples/llama3_70b_one_node.*?)```", page, re.DOTALL)[1]
     # Without the files that a run has of its own.
-    own = r"--(load-hf|tokenizer-type|tokenizer-model|prompt-data|reward-function|save) \S+"
-    flags = re.sub(own, "", command.replace("\\\n", " ")).replace("--async-save", "")
+    paths = r"--(load-hf|tokenizer-type|tokenizer-model|prompt-data|reward-function|save) \S+"
+    flags = re.sub(paths, "", command.replace("\\\n", " ")).replace("--async-save", "")
     flags = re.sub(r"--save-interval \d+", "--task arithmetic", flags)
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.chdir(REPOSITORY)
     lines = check(f"{flags} {more}", model="")
-    found = dict(re.findall(r"([a-z]+) ([\d.]+)(?:,|$)", line_of(lines, "memory").split(":")[1]))
-    found["together"] = re.search(r"about ([\d.]+) GiB", line_of(lines, "memory"))[1]
+    figures = dict(re.findall(r"([a-z]+) ([\d.]+)(?:,|$)", line_of(lines, "memory").split(":")[1]))
+    figures["together"] = re.search(r"about ([\d.]+) GiB", line_of(lines, "memory"))[1]
     host = lines[lines.index(line_of(lines, "memory")) + 1]
-    found["host"] = host.split()[0] if "host" in host else "0"
+    figures["host"] = host.split()[0] if "host" in host else "0"
     names = ("weights", "gradients", "optimizer", "values", "activations", "together", "host")
     expected = [float(cell) for cell in re.search(rf"^\| {row} \|(.*)\|$", page, re.MULTILINE)[1].split("|")]
-    assert [float(found.get(name, 0)) for name in names] == pytest.approx(expected, abs=0.05)
+    assert [float(figures.get(name, 0)) for name in names] == pytest.approx(expected, abs=0.05)
     assert expected[-2] < 0.94 * 140
 
 

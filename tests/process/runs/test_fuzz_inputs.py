@@ -86,8 +86,8 @@ def test_random_flags(tmp_path: Path) -> None:
         accepted += not message
         # A file that was typed says where, too.
         is_file = any(message.startswith(one_line(f"{Path(value)}: ")) for value in line)
-        places = ("--", str(tmp_path), "config.json", "objective", "memory")
-        assert not message or is_file or any(place in message for place in places), message
+        names = ("--", str(tmp_path), "config.json", "objective", "memory")
+        assert not message or is_file or any(name in message for name in names), message
     assert 3 < accepted < 140
 
 

@@ -57,8 +57,8 @@ def answer_with(server: RolloutServer, change: Callable[[bytes], web.StreamRespo
         good = await answer(path, request, body)
         if path != server.generate_path:
             return good
-        found = change(good.body)
-        return web.Response(body=found, content_type="application/json") if isinstance(found, bytes) else found
+        body = change(good.body)
+        return web.Response(body=body, content_type="application/json") if isinstance(body, bytes) else body
 
     server.answer = changed
 
@@ -204,19 +204,19 @@ def test_a_server_that_stops_at_strings_of_its_own_is_asked_to_go_on(setup: Setu
     cuts = random.Random(3)
 
     def stop_early(reply: bytes) -> bytes:
-        found = json.loads(reply)
+        answer = json.loads(reply)
         length = cuts.randrange(1, 4)
         if setup.kind == "vllm":
-            choice = found["choices"][0]
+            choice = answer["choices"][0]
             if len(choice["token_ids"]) > length:
                 choice |= {"finish_reason": "stop", "stop_reason": "\n\n", "token_ids": choice["token_ids"][:length]}
                 choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:length]
-        elif len(found["output_ids"]) > length:
-            found["output_ids"] = found["output_ids"][:length]
-            meta = found["meta_info"]
+        elif len(answer["output_ids"]) > length:
+            answer["output_ids"] = answer["output_ids"][:length]
+            meta = answer["meta_info"]
             meta["output_token_logprobs"] = meta["output_token_logprobs"][:length]
             meta["finish_reason"] = {"type": "stop", "matched": "\n\n"}
-        return json.dumps(found).encode()
+        return json.dumps(answer).encode()
 
     answer_with(setup.servers[0], stop_early)
     engine = setup.started()

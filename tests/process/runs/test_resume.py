@@ -75,9 +75,9 @@ def test_metrics_and_weights_are_those_of_an_unbroken_run(runs: tuple[Path, dict
     killed = statuses[f"{name}-killed"]
     assert killed[-1] == 0
     assert killed.count(-9) >= 2, killed
-    expected, found = (rows_without_timing(folder / f"{name}-{kind}") for kind in ("straight", "killed"))
+    expected, resumed = (rows_without_timing(folder / f"{name}-{kind}") for kind in ("straight", "killed"))
     assert [row["iteration"] for row in expected] == list(range(9))
-    assert found == expected
+    assert resumed == expected
     losses = [row["loss"] for row in expected[1:]]
     assert len(set(losses)) > 6, "a run that learns nothing would pass"
     left, right = (final_tensors(folder / f"{name}-{kind}") for kind in ("straight", "killed"))

@@ -40,7 +40,7 @@ def test_files_of_the_task(tmp_path: Path) -> None:
         name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("prompts", "held_out")
     }
-    assert [len(found) for found in rows.values()] == [50, 20]
+    assert [len(split) for split in rows.values()] == [50, 20]
     held_out = {row["prompt"][-24:] for row in rows["held_out"]}
     assert not any(problem in row["prompt"] for problem in held_out for row in rows["prompts"])
     reward = load_reward_function("examples/scratchpad.py:reward")
@@ -57,9 +57,9 @@ def test_files_of_the_task(tmp_path: Path) -> None:
         assert rollout.loss_mask[-1]
         assert rollout.token_ids[-1] == tokenizer.eos_id
         for i in range(3):
-            problem, found = text[48 * i : 48 * i + 23], text[48 * i + 24 : 48 * i + 47]
+            problem, split = text[48 * i : 48 * i + 23], text[48 * i + 24 : 48 * i + 47]
             pairs = np.array([pair.split("+") for pair in problem.split(" ")], dtype=int)
-            mistakes += found != scratchpad.solution_text(*pairs.T, 3)
+            mistakes += split != scratchpad.solution_text(*pairs.T, 3)
     assert 20 < mistakes < 115
 
 
@@ -71,14 +71,14 @@ def test_the_script_in_miniature(tmp_path: Path) -> None:
         assert done.returncode == 0 or command == commands[-1], done.stderr
     # A model this small learns nothing in six steps, and the report says so.
     assert "FAILED: the held-out reward rose by" in done.stdout, done.stdout + done.stderr
-    (found,) = json.loads((tmp_path / "summary.json").read_text())["runs"]
-    dense, trees = found["rows"]
+    (run,) = json.loads((tmp_path / "summary.json").read_text())["runs"]
+    dense, trees = run["rows"]
     assert (dense["mode"], trees["mode"], dense["steps"], trees["steps"]) == ("dense", "dta", 2, 2)
     assert dense["token_reuse"] == 1 < trees["token_reuse"]
     assert {"sampling", "logprobs", "training"} == {
         name.removesuffix("_tokens_per_second") for name in trees if name.endswith("_tokens_per_second")
     }
-    assert [step for step, _ in found["held_out_reward"]] == list(range(7))
+    assert [step for step, _ in run["held_out_reward"]] == list(range(7))
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
     assert "<html" in (tmp_path / "report.html").read_text()
 

@@ -98,12 +98,12 @@ class Site:
 def site(tmp_path_factory) -> Site:
     if missing_programs():
         pytest.skip("Slurm is not installed")
-    found = Site(tmp_path_factory.mktemp("jobs"))
+    jobs = Site(tmp_path_factory.mktemp("jobs"))
     try:
-        found.cluster.start()
-        yield found
+        jobs.cluster.start()
+        yield jobs
     finally:
-        found.cluster.stop()
+        jobs.cluster.stop()
 
 
 @needs_slurm
@@ -154,8 +154,8 @@ def test_a_sweep_trains_once_a_line(site):
     )
     assert site.cluster.wait_for_job(f"{job}_1", 60) == "COMPLETED"
     assert site.cluster.wait_for_job(f"{job}_2", 60) == "COMPLETED"
-    found = sorted({tuple(note["arguments"][4:]) for note in site.notes("sweep")})
-    assert found == [("--lr", "1e-5", "--save", "runs/a b"), ("--lr", "1e-6", "--save", "$(touch", "runs)")]
+    arguments = sorted({tuple(note["arguments"][4:]) for note in site.notes("sweep")})
+    assert arguments == [("--lr", "1e-5", "--save", "runs/a b"), ("--lr", "1e-6", "--save", "$(touch", "runs)")]
     missing = site.submit(
         "sweep", "--array=3-3", "--job-name=missing", "--nodes=1", "--", str(site.folder / "sweep.txt")
     )

@@ -78,7 +78,7 @@ def test_a_failure_in_a_site_file_ends_the_job(tmp_path, text, line, message):
     done = read_site(tmp_path, text + "true\n" if line else text)
     assert done.returncode == 2
     assert done.stdout == ""
-    told = [found for found in done.stderr.splitlines() if "job 7, start 1: " in found]
+    told = [message_line for message_line in done.stderr.splitlines() if "job 7, start 1: " in message_line]
     assert len(told) == 1, done.stderr
     assert message in told[0]
     if line:

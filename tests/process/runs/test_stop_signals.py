@@ -126,9 +126,9 @@ wait_for_step
 echo "status $step_status warned $warned"
 """
     )
-    found = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60)
     expected = ["ready", "got SIGUSR1: the processes save and end", "saved", "status 0 warned 1"]
-    assert found.stdout.splitlines() == expected, found.stderr
+    assert done.stdout.splitlines() == expected, done.stderr
 
 
 @pytest.mark.parametrize(("files", "early"), [({}, 3), ({"began": "1"}, 1), ({"began": "1", "early": "1"}, 2)])
@@ -145,5 +145,5 @@ launch --ntasks=1 -- 'exec "$@"' true
 wait_for_step
 echo "status $step_status early $early"
 """
-    found = subprocess.run(["bash", "-uc", script], capture_output=True, text=True, timeout=60)
-    assert found.stdout == f"status 137 early {early}\n", found.stderr
+    done = subprocess.run(["bash", "-uc", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"status 137 early {early}\n", done.stderr

@@ -111,9 +111,9 @@ def test_a_token_does_not_reach_over_the_beginning_of_a_turn(tmp_path: Path) -> 
     library = transformers.AutoTokenizer.from_pretrained(folder)
     talk = [user("hi"), assistant("\n\nwell")]
     (rollout,) = reader(folder).read(write(tmp_path / "t.jsonl", [{"messages": talk}]), pairs=False)
-    whole = library.apply_chat_template(talk, return_dict=False)
+    together = library.apply_chat_template(talk, return_dict=False)
     prompt = library.apply_chat_template(talk[:1], add_generation_prompt=True, return_dict=False)
-    assert whole[: len(prompt)] != prompt  # or this would test nothing
+    assert together[: len(prompt)] != prompt  # or this would test nothing
     assert rollout.token_ids[: len(prompt)].tolist() == prompt
     assert trained_text(folder, rollout) == "\n\nwell<|im_end|>"
     assert rollout.loss_mask.tolist() == [False] * len(prompt) + [True] * (len(rollout) - len(prompt))
@@ -155,8 +155,8 @@ def test_a_turn_may_end_with_every_token_that_ends_a_response(tmp_path: Path) ->
     assert trained_text(folder, rollout) == "b<s>"
     plain = TextReader(HuggingFaceTokenizer(folder))
     rows = [{"prompt": "a", "response": "b<s>"}, {"prompt": "a", "response": "b"}]
-    found = plain.read(write(tmp_path / "p.jsonl", rows), False)
-    assert [trained_text(folder, rollout) for rollout in found] == ["b<s>", "b<|im_end|>"]
+    rollouts = plain.read(write(tmp_path / "p.jsonl", rows), False)
+    assert [trained_text(folder, rollout) for rollout in rollouts] == ["b<s>", "b<|im_end|>"]
 
 
 def test_responses_and_other_names(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_responses_and_other_names(tmp_path: Path) -> None:
         for suffix in ("jsonl", "parquet"):
             file = write(tmp_path / f"{number}.{suffix}", [row])
             assert holds_text(file, settings.get("input_key"))
-            (found,) = reader(folder, **settings).read(file, pairs=False)
-            assert found.token_ids.tolist() == expected.token_ids.tolist()
-            assert found.loss_mask.tolist() == expected.loss_mask.tolist()
+            (rollout,) = reader(folder, **settings).read(file, pairs=False)
+            assert rollout.token_ids.tolist() == expected.token_ids.tolist()
+            assert rollout.loss_mask.tolist() == expected.loss_mask.tolist()
     plain = TextReader(CharacterTokenizer())
     (rollout,) = plain.read(write(tmp_path / "p.jsonl", [{"prompt": "1+1=", "response": "2"}]), pairs=False)
     assert CharacterTokenizer().decode(rollout.token_ids) == "1+1=2"
@@ -211,15 +211,15 @@ def test_preferences_of_all_forms(tmp_path: Path) -> None:
         {"chosen": [*talk, assistant("good")], "rejected": [*talk, assistant("bad")]},
         {"prompt": talk, "chosen": [*talk, assistant("good")], "rejected": [*talk, assistant("bad")]},
     ]
-    found = []
+    pairs = []
     for number, row in enumerate(rows):
         chosen, rejected = reader(folder).read(write(tmp_path / f"{number}.jsonl", [row]), pairs=True)
         assert (chosen.reward, rejected.reward) == (1.0, 0.0)
         assert chosen.group_id == rejected.group_id
         assert trained_text(folder, chosen) == "good<|im_end|>"  # not the turn of the prompt
         assert trained_text(folder, rejected) == "bad<|im_end|>"
-        found.append((chosen.token_ids.tolist(), rejected.token_ids.tolist()))
-    assert all(pair == found[0] for pair in found)
+        pairs.append((chosen.token_ids.tolist(), rejected.token_ids.tolist()))
+    assert all(pair == pairs[0] for pair in pairs)
 
 
 # --- prompts -------------------------------------------------------------------------------------------------------
@@ -241,11 +241,11 @@ def verl_rows(count: int) -> list[dict[str, Any]]:
 
 def test_prompts_in_parquet(tmp_path: Path) -> None:
     tokenizer, rows = CharacterTokenizer(), [{"question": "1+1=", "answer": "2"}, {"question": "2+2=", "answer": "4"}]
-    found = [
+    prompts = [
         [(p.prompt_id, p.token_ids.tolist(), dict(p.record)) for p in PromptReader(tokenizer).read(write(file, rows))]
         for file in (tmp_path / "p.jsonl", tmp_path / "p.parquet")
     ]
-    assert found[0] == found[1]
+    assert prompts[0] == prompts[1]
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "p.parquet").read_bytes()[:-20])
     with pytest.raises(InputError, match="cannot be read as Parquet"):
         PromptReader(tokenizer).read(tmp_path / "cut.parquet")

@@ -38,7 +38,7 @@ def test_distances_are_those_of_the_definitions() -> None:
     new, old = outcome(generator, 3.0), outcome(generator)
     masks = [generator.random(len(values)) < 0.6 for values in old.logprobs]
     masks[0][0] = True
-    found = report_precision(new, old, masks)
+    report = report_precision(new, old, masks)
     pairs = [
         (float(a), float(b))
         for x, y, m in zip(new.logprobs, old.logprobs, masks, strict=True)
@@ -46,23 +46,23 @@ def test_distances_are_those_of_the_definitions() -> None:
         if kept
     ]
     d = np.array([a - b for a, b in pairs])
-    assert found.logprobs.tokens == len(pairs)
-    assert found.logprobs.kl_k1 == pytest.approx(-d.mean()) == pytest.approx(-found.logprobs.mean)
-    assert found.logprobs.kl_k3 == pytest.approx(np.mean(np.exp(d) - 1 - d))
-    assert (found.logprobs.mean_absolute, found.logprobs.largest) == pytest.approx((abs(d).mean(), abs(d).max()))
-    assert found.logprobs.percentile_99 == pytest.approx(np.percentile(abs(d), 99))
+    assert report.logprobs.tokens == len(pairs)
+    assert report.logprobs.kl_k1 == pytest.approx(-d.mean()) == pytest.approx(-report.logprobs.mean)
+    assert report.logprobs.kl_k3 == pytest.approx(np.mean(np.exp(d) - 1 - d))
+    assert (report.logprobs.mean_absolute, report.logprobs.largest) == pytest.approx((abs(d).mean(), abs(d).max()))
+    assert report.logprobs.percentile_99 == pytest.approx(np.percentile(abs(d), 99))
     for name, gradient in old.gradients.items():
         a, b = new.gradients[name].flatten(), gradient.flatten()
-        each = found.parameters[name]
+        parameter = report.parameters[name]
         if name == "c":
-            assert (each.cosine, each.distance, each.norm_ratio) == (1.0, 0.0, 1.0)
+            assert (parameter.cosine, parameter.distance, parameter.norm_ratio) == (1.0, 0.0, 1.0)
             continue
-        assert each.cosine == pytest.approx(float(torch.nn.functional.cosine_similarity(a, b, 0)))
-        assert each.distance == pytest.approx(float((a - b).norm() / b.norm()))
-        assert each.norm_ratio == pytest.approx(float(a.norm() / b.norm()))
+        assert parameter.cosine == pytest.approx(float(torch.nn.functional.cosine_similarity(a, b, 0)))
+        assert parameter.distance == pytest.approx(float((a - b).norm() / b.norm()))
+        assert parameter.norm_ratio == pytest.approx(float(a.norm() / b.norm()))
     a, b = (torch.cat([x.flatten() for x in side.gradients.values()]) for side in (new, old))
-    assert found.gradient.distance == pytest.approx(float((a - b).norm() / b.norm()))
-    assert found.lowest_cosines(1)[0][0] == min(found.parameters, key=lambda name: found.parameters[name].cosine)
+    assert report.gradient.distance == pytest.approx(float((a - b).norm() / b.norm()))
+    assert report.lowest_cosines(1)[0][0] == min(report.parameters, key=lambda name: report.parameters[name].cosine)
 
 
 def test_a_nan_a_lost_gradient_and_a_missing_one_show() -> None:
@@ -70,9 +70,9 @@ def test_a_nan_a_lost_gradient_and_a_missing_one_show() -> None:
     masks = [np.ones(len(values), bool) for values in old.logprobs]
     broken = {name: values.clone() for name, values in old.gradients.items()}
     broken["b"][3] = float("nan")
-    found = report_precision(Outcome(0.0, old.logprobs, broken), old, masks)
-    assert found.lowest_cosines(1)[0][0] == "b"
-    assert np.isnan(found.gradient.cosine)
+    report = report_precision(Outcome(0.0, old.logprobs, broken), old, masks)
+    assert report.lowest_cosines(1)[0][0] == "b"
+    assert np.isnan(report.gradient.cosine)
     lost = old.gradients | {"b": torch.zeros(11)}
     assert report_precision(Outcome(0.0, old.logprobs, lost), old, masks).parameters["b"].cosine == 0.0
     del lost["a"]
@@ -91,18 +91,18 @@ def run(tool, monkeypatch: pytest.MonkeyPatch, capsys, *arguments: object) -> di
 def test_bfloat16_beside_float32(tool, monkeypatch, capsys, tmp_path: Path) -> None:
     file = rollout_file("math_qwen25_8x100.npz")
     small = ("--max-sequences", 3, "--max-length", 180, "--tree-segment-tokens", 64)
-    found = run(tool, monkeypatch, capsys, file, *small, "--reference", "fp32", "--output", tmp_path / "all.json")
-    (row,) = found["candidates"]
-    assert (found["reference"], row["candidate"]) == ("fp32 local", "bf16 local")
+    printed = run(tool, monkeypatch, capsys, file, *small, "--reference", "fp32", "--output", tmp_path / "all.json")
+    (row,) = printed["candidates"]
+    assert (printed["reference"], row["candidate"]) == ("fp32 local", "bf16 local")
     assert 1e-5 < row["logprobs"]["mean_absolute"] < 1e-2
     assert 0 < row["logprobs"]["kl_k3"] < 1e-4
     assert 0.999 < row["gradient"]["cosine"] < 1.0
     assert "parameters" not in row
     assert len(row["lowest_cosines"]) == 5
     written = json.loads((tmp_path / "all.json").read_text())
-    (whole,) = written["candidates"]
-    assert whole["gradient"] == row["gradient"]
-    assert row["lowest_cosines"][0]["parameter"] in whole["parameters"]
+    (candidate,) = written["candidates"]
+    assert candidate["gradient"] == row["gradient"]
+    assert row["lowest_cosines"][0]["parameter"] in candidate["parameters"]
     assert [path.name for path in tmp_path.iterdir()] == ["all.json"]
 
 

@@ -29,9 +29,9 @@ def test_against_all_choices_of_k(seed: int):
             votes = Counter(answers[i] for i in subset)
             best = [answer for answer, n in votes.items() if n == max(votes.values())]
             majority.append(np.mean([answer in ("0", "3") for answer in best]))
-        found = majority_at_k(answers, right, k, np.random.default_rng(1))
+        estimate = majority_at_k(answers, right, k, np.random.default_rng(1))
         tolerance = 1e-12 if k in (1, count) else 4 * np.std(majority) / np.sqrt(1000) + 1e-12
-        assert abs(found - np.mean(majority)) <= tolerance
+        assert abs(estimate - np.mean(majority)) <= tolerance
     with pytest.raises(ValueError, match="pass@3 of 2"):
         pass_at_k(2, 1, 3)
     with pytest.raises(ValueError, match="maj@3 of 2"):
@@ -70,15 +70,15 @@ def test_pass_rates_are_means_over_all_choices():
     rng = np.random.default_rng(1)
     samples = int(rng.integers(2, 8))
     rewards = [rng.random(samples - int(rng.integers(0, 2))).tolist() for _ in range(5)]
-    found = pass_rates(rewards, samples)
+    rates = pass_rates(rewards, samples)
     for k in {2, 4, samples} & set(range(2, samples + 1)):
         means = [
-            np.mean([max(choice) > 0.5 for choice in itertools.combinations(own, k)])
-            for own in rewards
-            if len(own) >= k
+            np.mean([max(choice) > 0.5 for choice in itertools.combinations(answers, k)])
+            for answers in rewards
+            if len(answers) >= k
         ]
         if means:
-            assert found.pop(f"pass@{k}") == pytest.approx(np.mean(means))
-    assert not found
+            assert rates.pop(f"pass@{k}") == pytest.approx(np.mean(means))
+    assert not rates
     assert pass_rates([[1.0], [0.0]], 1) == {}
     assert pass_rates([[1.0], []], 4) == {}

@@ -47,14 +47,14 @@ def test_figures(tmp_path: Path, seed: int) -> None:
         assert sum(method["sequences_per_rank"]) == len(sequences)
         assert method["seconds"] > 0
     assert max(values["cost_per_rank"]) >= values["least_slowest_cost"]
-    one = TOOL.json(path, "--data-parallel-size", 1)
-    assert one["total_cost"] == pytest.approx(
+    single = TOOL.json(path, "--data-parallel-size", 1)
+    assert single["total_cost"] == pytest.approx(
         cost(CostModel.from_shape(DecoderShape(64, 5120, 25600, 64, 8, 128, 151936)), sequences, masks)
     )
-    assert one["costs"].startswith("Qwen3-32B on an H200, operations at assumed rates")
-    assert one["duplicated_tokens"] == 0
-    whole = TOOL.json(path, "--data-parallel-size", 9, "--keep-together", "group")
-    assert whole["idle_ranks"] >= 9 - len(set(names))
+    assert single["costs"].startswith("Qwen3-32B on an H200, operations at assumed rates")
+    assert single["duplicated_tokens"] == 0
+    grouped = TOOL.json(path, "--data-parallel-size", 9, "--keep-together", "group")
+    assert grouped["idle_ranks"] >= 9 - len(set(names))
 
 
 def test_the_model_and_the_framing_are_used(tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def test_the_command_for_a_named_model_loads_the_published_one() -> None:
     source = output.cost_source(planner, arguments)
     assert all(word in source for word in (name, "h100", "700 TFLOP/s"))
     # A model of the user's own has no checkpoint to start from, and that is said.
-    own = SimpleNamespace(shape=replace(SHAPES["qwen3-8b"], num_layers=2, moe_layers=()), step=planner.step)
-    assert output.own_flags(own, arguments) == ["--save", "runs/planned"]
-    assert any("random weights" in note for note in output.placeholders(own, arguments))
+    custom = SimpleNamespace(shape=replace(SHAPES["qwen3-8b"], num_layers=2, moe_layers=()), step=planner.step)
+    assert output.own_flags(custom, arguments) == ["--save", "runs/planned"]
+    assert any("random weights" in note for note in output.placeholders(custom, arguments))
 
 
 def test_the_best_mesh_is_a_command_that_training_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ def test_an_example_is_submitted_with_its_nodes(name: str) -> None:
     assert done.returncode == 0, done.stderr
     assert f"--nodes {EXAMPLES[name][2] // 8} " in done.stdout
     words = shlex.split(done.stdout)
-    given = words[words.index(next(word for word in words if word.startswith("@"))) :]
-    settings = parse_settings([word for word in given if word not in ("--load-hf", "/models/x")])
+    flags = words[words.index(next(word for word in words if word.startswith("@"))) :]
+    settings = parse_settings([word for word in flags if word not in ("--load-hf", "/models/x")])
     assert settings.checkpoint.save == "runs/x"
     assert settings.optimization.lr == 1e-6
 

@@ -42,12 +42,12 @@ def train(folder: Path, steps: int, source: Path, *flags: str) -> tuple[object, 
     return trainer, printed.getvalue()
 
 
-def assert_carried(found: Path, source: Path) -> None:
+def assert_carried(folder: Path, source: Path) -> None:
     """The same tensors in the same files, and those beside the text model unchanged."""
-    expected, tensors = tensors_in(source), tensors_in(found)
+    expected, tensors = tensors_in(source), tensors_in(folder)
     assert tensors.keys() == expected.keys()
     assert (
-        json.loads((found / "model.safetensors.index.json").read_text())["weight_map"]
+        json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
         == (json.loads((source / "model.safetensors.index.json").read_text())["weight_map"])
     )
     beside = [name for name in expected if name.startswith(("mtp.", "model.visual."))]
@@ -55,7 +55,7 @@ def assert_carried(found: Path, source: Path) -> None:
     for name in beside:
         assert tensors[name].dtype is expected[name].dtype
         assert torch.equal(tensors[name], expected[name]), name
-    assert sorted(path.name for path in found.iterdir()) == sorted(path.name for path in source.iterdir())
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in source.iterdir())
 
 
 @pytest.mark.parametrize("case", CONFIGS)

@@ -35,8 +35,8 @@ def small_rollouts(seed: int, turns: bool = True) -> list[Rollout]:
     for problem in range(7):
         prompt, text = rng.integers(0, 50, 6), rng.integers(0, 50, 80)
         for _ in range(int(rng.integers(1, 6))):
-            own = np.where(rng.random(80) < 0.9, text, rng.integers(0, 50, 80))[: rng.integers(5, 80)]
-            tokens = np.concatenate([prompt, own]).astype(np.int32)
+            response = np.where(rng.random(80) < 0.9, text, rng.integers(0, 50, 80))[: rng.integers(5, 80)]
+            tokens = np.concatenate([prompt, response]).astype(np.int32)
             mask = np.arange(len(tokens)) >= 6
             if turns and len(tokens) > 20:
                 mask[12:15] = False

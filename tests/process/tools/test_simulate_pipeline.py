@@ -31,18 +31,18 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for _ in range(4):
         trunk = rng.integers(0, 999, 150).tolist()
         for _ in range(6):
-            own = rng.integers(0, 999, rng.integers(20, 250)).tolist()
-            mask = [0] * len(trunk) + [1] * len(own)
-            rows.append({"token_ids": trunk + own, "loss_mask": mask})
+            response = rng.integers(0, 999, rng.integers(20, 250)).tolist()
+            mask = [0] * len(trunk) + [1] * len(response)
+            rows.append({"token_ids": trunk + response, "loss_mask": mask})
     path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def test_figures(rollouts: Path) -> None:
-    one = TOOL.json(rollouts, P, 1, "--tree-segment-tokens", 64)
-    assert (one["utilisation"], one["ideal_utilisation"]) == (pytest.approx(1), 1)
-    assert one["peak_in_flight_tokens"] == [one["depth_first_in_flight_tokens"]]
+    single = TOOL.json(rollouts, P, 1, "--tree-segment-tokens", 64)
+    assert (single["utilisation"], single["ideal_utilisation"]) == (pytest.approx(1), 1)
+    assert single["peak_in_flight_tokens"] == [single["depth_first_in_flight_tokens"]]
     values = TOOL.json(rollouts, P, 4, "--tree-segment-tokens", 64)
     assert values.keys() >= KEYS
     assert values["ideal_utilisation"] == values["segments"] / (values["segments"] + 3)
@@ -51,13 +51,13 @@ def test_figures(rollouts: Path) -> None:
     assert max(values["peak_in_flight_tokens"]) <= values["in_flight_limit"]
     busy = np.asarray(values["busy_per_stage"])
     assert values["utilisation"] == pytest.approx(busy.sum() / (4 * values["makespan"]))
-    assert values["makespan"] < one["makespan"]
+    assert values["makespan"] < single["makespan"]
     assert values["digest"] == TOOL.json(rollouts, P, 4, "--tree-segment-tokens", 64)["digest"]
 
 
 def test_the_plan_of_training_is_reported(rollouts: Path) -> None:
     loaded = load_rollouts(rollouts)
-    samples = [TrainingSample(*each) for each in zip(*trained_parts(loaded), strict=True)]
+    samples = [TrainingSample(*parts) for parts in zip(*trained_parts(loaded), strict=True)]
     costs = CostModel.from_shape(DecoderShape(64, 5120, 25600, 64, 8, 128, 151936))
     for more, budget in ((), StepBudget()), (("--tree-activation-tokens", 0), StepBudget(None, None, 0)):
         values = TOOL.json(rollouts, P, 4, *more)
@@ -74,9 +74,9 @@ def test_layers(rollouts: Path) -> None:
     wide = ("--num-layers", 10, "--hidden-size", 64, "--ffn-hidden-size", 64, "--vocab-size", 10**9)
     for more in ((), ("--layers-per-stage", "auto")):
         assert TOOL.json(rollouts, P, 4, *wide, *more)["layers_per_stage"] == [3, 3, 3, 1]
-    given = TOOL.json(rollouts, P, 4, *wide, "--layers-per-stage", "4,3,2,1")
-    assert given["layers_per_stage"] == [4, 3, 2, 1]
-    busy = given["busy_per_stage"]
+    chosen = TOOL.json(rollouts, P, 4, *wide, "--layers-per-stage", "4,3,2,1")
+    assert chosen["layers_per_stage"] == [4, 3, 2, 1]
+    busy = chosen["busy_per_stage"]
     np.testing.assert_allclose(np.asarray(busy[:3]) / busy[0], [1, 3 / 4, 2 / 4])
 
 

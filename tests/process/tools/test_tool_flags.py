@@ -24,7 +24,7 @@ MODEL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-
 
 def settings() -> dict[str, tuple[str, str]]:
     """Flag and a value (maybe none) of every setting of training, by field."""
-    found = {}
+    flags = {}
     for topic in get_type_hints(TrainConfig).values():
         hints = get_type_hints(topic)
         for setting in fields(topic):
@@ -32,13 +32,13 @@ def settings() -> dict[str, tuple[str, str]]:
                 continue
             kind = hints[setting.name]
             if get_origin(kind) in (types.UnionType, Union):
-                (kind,) = (each for each in get_args(kind) if each is not type(None))
+                (kind,) = (option for option in get_args(kind) if option is not type(None))
             if get_origin(kind) is list:
                 (kind,) = get_args(kind)
             choices = setting.metadata["choices"]
             value = choices[0] if choices else {bool: "", int: "1", float: "1"}.get(kind, "x")
-            found[setting.name] = (flag_of(setting), value)
-    return found
+            flags[setting.name] = (flag_of(setting), value)
+    return flags
 
 
 @pytest.mark.parametrize("tool", TOOLS)

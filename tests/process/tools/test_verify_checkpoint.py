@@ -68,7 +68,7 @@ FAMILIES = {
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """(Hugging Face folder, Megatron folder) of every family, random weights everywhere."""
     folder, convert = tmp_path_factory.mktemp("checkpoints"), load_script("tools/convert_hf_to_megatron.py")
-    made = {}
+    folders = {}
     for seed, (name, (family, settings)) in enumerate(FAMILIES.items()):
         seed_all(seed)
         config = transformers.CONFIG_MAPPING[name.split()[0]].from_dict({**BASE, **settings})
@@ -82,8 +82,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["convert", *flags])
             convert.main()
-        made[name] = hf, megatron
-    return made
+        folders[name] = hf, megatron
+    return folders
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -93,9 +93,9 @@ def test_converted_checkpoints_agree(name, checkpoints, monkeypatch, capsys):
     assert ("pad_token_id" in out) == ("pad_token_id" in FAMILIES[name][1])
     assert summary["passed"] is True
     assert summary["tokens"] == 4 * 61
-    found = {row["name"] for row in summary["tensors"] if row["kind"] == "gradient"}
+    compared = {row["name"] for row in summary["tensors"] if row["kind"] == "gradient"}
     reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[name][0])
-    assert found == {parameter for parameter, _ in reference.named_parameters()}
+    assert compared == {parameter for parameter, _ in reference.named_parameters()}
     for kind in ("logits", "logprobs", "loss", "gradient", "weight"):
         assert 0 <= summary[f"max_{kind}_difference"] < 1e-5
 
@@ -146,16 +146,16 @@ def test_what_only_one_side_has_or_is_no_number_is_infinitely_far():
     def step(gradients: dict[str, torch.Tensor]) -> OneStep:
         return OneStep([torch.ones(2, 3)], [np.zeros(2)], 1.0, gradients, {})
 
-    zero, one, broken = torch.zeros(2), torch.ones(2), torch.tensor([0.0, float("nan")])
+    zero, unit, broken = torch.zeros(2), torch.ones(2), torch.tensor([0.0, float("nan")])
     rows = differences(
-        step({"a": zero, "b": one, "c": zero, "d": broken, "f": 2 * one, "g": torch.ones(3)}),
-        step({"a": zero, "b": one + 0.5, "c": one * 1e-20, "d": one, "e": one, "g": one}),
+        step({"a": zero, "b": unit, "c": zero, "d": broken, "f": 2 * unit, "g": torch.ones(3)}),
+        step({"a": zero, "b": unit + 0.5, "c": unit * 1e-20, "d": unit, "e": unit, "g": unit}),
     )
-    found = {row.name: row.relative for row in rows if row.kind == "gradient"}
+    distances = {row.name: row.relative for row in rows if row.kind == "gradient"}
     inf = float("inf")
-    assert found == {"a": 0, "b": pytest.approx(1 / 3), "c": 1, "d": inf, "e": inf, "f": inf, "g": inf}
+    assert distances == {"a": 0, "b": pytest.approx(1 / 3), "c": 1, "d": inf, "e": inf, "f": inf, "g": inf}
     assert rows[0] == Difference("logits", "", 0.0, 0.0)
-    backwards = differences(step({"c": one * 1e-20}), step({"c": zero}))
+    backwards = differences(step({"c": unit * 1e-20}), step({"c": zero}))
     assert backwards[-1].relative == inf
 
 

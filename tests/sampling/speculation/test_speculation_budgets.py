@@ -71,8 +71,8 @@ def test_samples_at_the_cap_are_long(share: float) -> None:
 def test_bounds_of_length_classes(seed: int) -> None:
     """Thirds where lengths differ; of ties, one class each: none of many short ones is long beside longer ones."""
     rng = seed_all(seed)
-    shares = [np.bincount(np.searchsorted(class_bounds(own), own, side="right"), minlength=3) / len(own)
-              for own in (rng.permutation(3000)[:301], rng.lognormal(7, 1, 301).astype(int))]  # fmt: skip
+    shares = [np.bincount(np.searchsorted(class_bounds(lengths), lengths, side="right"), minlength=3) / len(lengths)
+              for lengths in (rng.permutation(3000)[:301], rng.lognormal(7, 1, 301).astype(int))]  # fmt: skip
     np.testing.assert_allclose(shares, 1 / 3, atol=0.02)
     tied = np.concatenate([np.full(70, 20), rng.integers(21, 3000, 30)])
     medium, long = class_bounds(tied)
@@ -81,12 +81,12 @@ def test_bounds_of_length_classes(seed: int) -> None:
     assert class_bounds(np.full(9, 50)) == (50, 50)
 
 
-def candidates_one_by_one(own: list[int], others: list[int]) -> np.ndarray:
+def candidates_one_by_one(problem_lengths: list[int], others: list[int]) -> np.ndarray:
     """Possible lengths of one sample, from all lengths anew."""
     if not others:
         return np.zeros(CANDIDATES)
-    count = round(len(own) / (len(own) + 2.0) * CANDIDATES)
-    of_own = [np.quantile(own, (i + 0.5) / count) for i in range(count)]
+    count = round(len(problem_lengths) / (len(problem_lengths) + 2.0) * CANDIDATES)
+    of_own = [np.quantile(problem_lengths, (i + 0.5) / count) for i in range(count)]
     if count > 1:
         of_own = np.array(of_own) * np.geomspace(0.8, 1.25, count)
     rest = CANDIDATES - count
@@ -120,19 +120,19 @@ def test_possible_lengths_of_samples_follow_the_steps(seed: int) -> None:
 def test_who_is_last() -> None:
     """Against drawing ends at random; equal samples share, a certain straggler takes all."""
     rng = seed_all(5)
-    own = [rng.lognormal(np.log(300), 0.3, 6) for _ in range(9)]
-    others = np.concatenate(own)
-    candidates = np.stack([candidate_lengths(lengths, others) for lengths in own])
+    problems = [rng.lognormal(np.log(300), 0.3, 6) for _ in range(9)]
+    others = np.concatenate(problems)
+    candidates = np.stack([candidate_lengths(lengths, others) for lengths in problems])
     so_far, speed = rng.integers(0, 150, 9), rng.uniform(1, 4, 9)
-    found = completion_probability(candidates, so_far, speed)
+    probability = completion_probability(candidates, so_far, speed)
     ends = np.where(candidates > so_far[:, None], candidates, np.nan)
     ends = (ends - so_far[:, None]) / speed[:, None]
     ends = np.where(np.isnan(ends), 0, ends)
     draws = np.stack([rng.choice(row, 40000) for row in ends]) + rng.random((9, 40000)) * 1e-6
     counted = np.bincount(draws.argmax(0), minlength=9) / 40000
-    assert found.sum() == pytest.approx(1)
-    assert np.abs(found - counted).max() < 0.12
-    assert found.argmax() == counted.argmax()
+    assert probability.sum() == pytest.approx(1)
+    assert np.abs(probability - counted).max() < 0.12
+    assert probability.argmax() == counted.argmax()
     same = completion_probability(np.repeat(candidates[:1], 5, axis=0), np.full(5, 7), np.ones(5))
     assert np.allclose(same, 0.2)
     unknown = completion_probability(np.zeros((4, CANDIDATES)), np.arange(4), np.ones(4))
@@ -161,7 +161,7 @@ def opened(speculator: Speculator, so_far: int) -> np.ndarray:
     begun = [np.arange(1000, 1000 + so_far, dtype=np.int32)] * 3
     for i in range(so_far):
         proposal = speculator.propose(slots, np.zeros(3, np.int64))
-        tokens = np.array([own[i] for own in begun], np.int32)
+        tokens = np.array([tokens_of[i] for tokens_of in begun], np.int32)
         speculator.record(proposal, np.zeros(3, np.int64), tokens, np.arange(4), 1.0)
     speculator._next_plan = 0  # those that follow from the length so far
     return slots
@@ -201,13 +201,13 @@ def test_stop_by_scan_and_by_token(seed: int) -> None:
     tails = {"loop": np.tile(block, 600)[:900], "noise": rng.permutation(50000)[:400], "sane": rng.zipf(1.3, 400) % 400}
     for kind, tail in tails.items():
         tokens = np.concatenate([sane, tail])
-        end, detector, position, found = degenerate_length(tokens), DegenerateDetector(), 0, None
-        while found is None and position < len(tokens):
+        end, detector, position, stop = degenerate_length(tokens), DegenerateDetector(), 0, None
+        while stop is None and position < len(tokens):
             piece = tokens[position : position + int(rng.integers(1, 9))]
             at = detector.feed(piece)
-            found = None if at is None else position + at
+            stop = None if at is None else position + at
             position += len(piece)
-        assert found == end
+        assert stop == end
         assert (end is None) == (kind == "sane")
         assert end is None or 700 < end < 700 + 400
     # No more than what is needed.

@@ -47,19 +47,19 @@ def test_window_budget_and_state_of_the_drafter(max_tokens: int) -> None:
         assert drafter.stored_tokens <= max_tokens
         steps = [entry.step for entry in drafter._samples.values()]
         if max_tokens == 700:
-            assert set(steps) == {each for each in (step - 2, step - 1, step) if each >= 0}
+            assert set(steps) == {past for past in (step - 2, step - 1, step) if past >= 0}
         else:
             # The oldest left first: what stays are the last ones, and one more would have been too many.
-            assert steps == sorted(each for each in range(step + 1) for _ in range(1 + each % 3))[-len(steps) :]
-            assert drafter.stored_tokens > 260 - 2 * 60 or len(steps) == sum(1 + each % 3 for each in range(step + 1))
+            assert steps == sorted(past for past in range(step + 1) for _ in range(1 + past % 3))[-len(steps) :]
+            assert drafter.stored_tokens > 260 - 2 * 60 or len(steps) == sum(1 + past % 3 for past in range(step + 1))
     running = drafter.open("a", prompts["a"])
     restored = Drafter(drafter.params)
     restored.load_state_dict(drafter.state_dict())
     again = restored.open("a", prompts["a"])
     most = np.array([5], np.int32)
-    one, two = drafter.draft(np.array([running]), most), restored.draft(np.array([again]), most)
-    assert all(np.array_equal(a, b) for a, b in zip(vars(one).values(), vars(two).values(), strict=True))
-    assert one.lengths[0] > 0
+    first, second = drafter.draft(np.array([running]), most), restored.draft(np.array([again]), most)
+    assert all(np.array_equal(a, b) for a, b in zip(vars(first).values(), vars(second).values(), strict=True))
+    assert first.lengths[0] > 0
     assert drafter.stored_tokens == restored.stored_tokens
     drafter.discard(running)
     drafter.end_step(99)
@@ -82,18 +82,18 @@ def test_speculator_restored_and_repeated_proposes_alike() -> None:
     for step in range(4):
         slots = [np.array([s.open(str(i % 5), prompts[i % 5]) for i in range(20)]) for s in both]
         for _ in range(12):
-            proposals = [s.propose(own, np.full(20, 9)) for s, own in zip(both, slots, strict=True)]
+            proposals = [s.propose(numbers, np.full(20, 9)) for s, numbers in zip(both, slots, strict=True)]
             assert np.array_equal(proposals[0].lengths, proposals[1].lengths)
-            taken = np.arange(proposals[0].tokens.shape[1]) < proposals[0].lengths[:, None]
-            assert np.array_equal(proposals[0].tokens[taken], proposals[1].tokens[taken])
+            is_drafted = np.arange(proposals[0].tokens.shape[1]) < proposals[0].lengths[:, None]
+            assert np.array_equal(proposals[0].tokens[is_drafted], proposals[1].tokens[is_drafted])
             drafted += proposals[0].lengths.sum()
             accepted = rng.integers(0, proposals[0].lengths + 1)
             offsets = np.concatenate([[0], np.cumsum(accepted + 1)])
             tokens = rng.integers(0, 3, offsets[-1]).astype(np.int32)
             for speculator, proposal in zip(both, proposals, strict=True):
                 speculator.record(proposal, accepted, tokens, offsets, 1.0)
-        for speculator, own in zip(both, slots, strict=True):
-            for slot in own.tolist():
+        for speculator, numbers in zip(both, slots, strict=True):
+            for slot in numbers.tolist():
                 speculator.finish(slot)
             report = speculator.end_step(step)
             assert sum(report.drafted) >= sum(report.accepted) >= 0
@@ -109,11 +109,11 @@ class OneByOne(SuffixDrafting):
     def verified(self, done: Round) -> None:
         passes = max(map(len, done.appended))
         for i in range(passes):
-            live = [row for row, own in zip(done.rows, done.appended, strict=True) if len(own) > i]
+            live = [row for row, tokens in zip(done.rows, done.appended, strict=True) if len(tokens) > i]
             none = np.zeros(len(live), np.int64)
             if i:
                 self.propose(live, none)
-            new = [own[i : i + 1] for own in done.appended if len(own) > i]
+            new = [tokens[i : i + 1] for tokens in done.appended if len(tokens) > i]
             super().verified(Round(live, none, new, done.seconds / passes, done.num_tokens))
 
 
@@ -150,10 +150,10 @@ def test_a_burst_is_its_passes(seed: int):
                 if row.num_tokens == len(row.tokens):
                     drafting.finished(row)
         rows = [row for row in rows if row.num_tokens < len(row.tokens)]
-        one, other = (drafting.speculator._samples for drafting in both)
+        first, second = (drafting.speculator._samples for drafting in both)
         # Tokens, steps, drafts and pauses of the samples.
         for name in ("generated", "steps", "drafted", "accepted", "pause"):
-            assert np.array_equal(one[name], other[name])
+            assert np.array_equal(first[name], second[name])
     assert len(ended) == 9
     states = [drafting.speculator.drafter.state_dict() for drafting in both]
     assert states[0].keys() == states[1].keys()
@@ -179,8 +179,8 @@ def test_deferred_work_is_done_before_it_is_needed():
     initialize_parallel(11)
     cost = ForwardCost(base=1e-3, per_token=1e-6)
     params = DrafterParams(depth=10, window=2, max_tokens=3000)
-    made = [Speculator(params, SpeculationGate(cost, cost)) for _ in range(2)]
-    draftings = [SuffixDrafting(made[0]), AtOnce(made[1])]
+    speculators = [Speculator(params, SpeculationGate(cost, cost)) for _ in range(2)]
+    draftings = [SuffixDrafting(speculators[0]), AtOnce(speculators[1])]
     rows: list[Request] = []
     count = most_deferred = 0
     for step in range(80):
@@ -236,8 +236,8 @@ def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool):
     rng = seed_all(5)
     initialize_parallel(5)
     cost = ForwardCost(base=1e-3, per_token=1e-6)
-    made = [Speculator(DrafterParams(depth=10), SpeculationGate(cost, cost)) for _ in range(2)]
-    draftings = [SuffixDrafting(each, follows_clock) for each in made]
+    speculators = [Speculator(DrafterParams(depth=10), SpeculationGate(cost, cost)) for _ in range(2)]
+    draftings = [SuffixDrafting(speculator, follows_clock) for speculator in speculators]
     phrase, drafted = rng.integers(0, 50, 12).astype(np.int32), [[], []]
     for version in range(3):
         rows = [Request(GenerationRequest(i, phrase[:4], 60, i), i, 16, None) for i in range(4)]
@@ -248,9 +248,9 @@ def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool):
         while rows[0].num_tokens < len(rows[0].tokens):
             known, limits = rows[0].num_tokens, np.array([len(row.tokens) - row.num_tokens - 1 for row in rows])
             new = np.array([phrase[known % 12]], np.int32)
-            for drafting, found, slow in zip(draftings, drafted, (1.0, 100.0), strict=True):
+            for drafting, drafts_of, slow in zip(draftings, drafted, (1.0, 100.0), strict=True):
                 drafts = drafting.propose(rows, limits) if drafting.wants(4) else [NO_DRAFT] * 4
-                found.append([draft.tolist() for draft in drafts])
+                drafts_of.append([draft.tolist() for draft in drafts])
                 widths = np.array([len(draft) for draft in drafts])
                 seconds = (slow if widths.any() else 1.0) * 1e-3
                 told = widths if widths.any() else None

@@ -58,19 +58,21 @@ def test_calibration_learns_the_truth() -> None:
     """Tokens whose tree says 1.0 but that are right 70 times of 100, each given the one before."""
     rng = seed_all(2)
     table = AcceptanceTable()
-    matches, supports, ones = np.full(500, 5), np.ones(500, int), np.ones((500, 8))
+    matches, supports, probabilities = np.full(500, 5), np.ones(500, int), np.ones((500, 8))
     for _ in range(20):
         accepted = (rng.random((500, 8)) < 0.7).cumprod(axis=1).sum(axis=1)
-        table.update(matches, supports, ones, np.full(500, 8), accepted)
-    learned = table.probabilities(matches[:1], supports[:1], ones[:1])[0]
+        table.update(matches, supports, probabilities, np.full(500, 8), accepted)
+    learned = table.probabilities(matches[:1], supports[:1], probabilities[:1])[0]
     assert np.allclose(learned[:2], 0.7 ** np.arange(1, 3), atol=0.03)
     assert (np.diff(learned) <= 0).all()
     # Longer drafts are judged by all their positions, so none is believed more than what came in front of it.
-    other = table.probabilities(np.array([20]), np.array([9]), ones[:1])[0]
+    other = table.probabilities(np.array([20]), np.array([9]), probabilities[:1])[0]
     assert not np.allclose(other, learned)
     restored = AcceptanceTable()
     restored.load_state_dict(table.state_dict())
-    assert np.array_equal(restored.probabilities(matches, supports, ones), table.probabilities(matches, supports, ones))
+    assert np.array_equal(
+        restored.probabilities(matches, supports, probabilities), table.probabilities(matches, supports, probabilities)
+    )
 
 
 def warm(gate: SpeculationGate, live: int = 40) -> SpeculationGate:
@@ -93,9 +95,9 @@ def test_what_the_last_sample_saves_goes_down_once_it_drafts():
     assert price < 0.8 * 2e-3
     assert gate.gain(tokens, alone, 40) == pytest.approx(3 * (price + 1e-5), rel=1e-3)
     assert gate.saved(tokens, alone, 40) == pytest.approx(before)
-    whole = warm(SpeculationGate(PLAIN, DRAFTED, prices_whole=True))
-    whole.record_progress(8.0)
-    assert whole.gain(tokens, alone, 40) == pytest.approx(before)
+    gate_of_passes = warm(SpeculationGate(PLAIN, DRAFTED, prices_whole=True))
+    gate_of_passes.record_progress(8.0)
+    assert gate_of_passes.gain(tokens, alone, 40) == pytest.approx(before)
     # The token gate uses the same cost.
     assert gate.cost(40).base == pytest.approx(price, rel=1e-3)
     for _ in range(50):

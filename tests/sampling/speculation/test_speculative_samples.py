@@ -43,11 +43,11 @@ def test_a_forest_of_requests(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     for number, settings in enumerate(SETTINGS[name] for name in names):
         drafting = suffix_drafting() if kind == "suffix" else Adversary(kind, answers_of(reference), number)
         engine = started(model, **settings, drafting=drafting)
-        found = run_forest(engine, replace(drive, order=number))
-        assert_same(found, reference, 1e-12)
+        samples = run_forest(engine, replace(drive, order=number))
+        assert_same(samples, reference, 1e-12)
         statistics = engine.statistics()
         assert engine.pages_in_use == 0
-        assert statistics["decoded_tokens"] == sum(len(result.token_ids) for _, result in found.values())
+        assert statistics["decoded_tokens"] == sum(len(result.token_ids) for _, result in samples.values())
         if kind == "wrong":
             assert statistics["accepted_drafts"] == 0
         if kind == "right" and settings.get("max_tokens", 100) > 50 and "pages" not in settings:
@@ -76,16 +76,16 @@ def test_thousands_of_sequences_in_float32(temperature: float, top_p: float, see
             for i, prompt in enumerate(prompts)
             for j in range(8)
         ]
-        for each in (plain, engine):
-            each.start(params, step)
-            each.update_weights(step)
-        expected, found = generate(plain, requests), generate(engine, requests)
-        for one, other in zip(expected, found, strict=True):
-            assert one.token_ids.tolist() == other.token_ids.tolist()
-            assert one.finish_reason == other.finish_reason
-            assert np.allclose(one.logprobs, other.logprobs, rtol=0, atol=2e-5)
+        for sampler in (plain, engine):
+            sampler.start(params, step)
+            sampler.update_weights(step)
+        expected, samples = generate(plain, requests), generate(engine, requests)
+        for want, got in zip(expected, samples, strict=True):
+            assert want.token_ids.tolist() == got.token_ids.tolist()
+            assert want.finish_reason == got.finish_reason
+            assert np.allclose(want.logprobs, got.logprobs, rtol=0, atol=2e-5)
         compared += len(requests)
-        rows = zip(requests, found, strict=True)
+        rows = zip(requests, samples, strict=True)
         texts += [[*request.token_ids[1 - depth :], *result.token_ids] for request, result in rows]
     assert compared == 672
     statistics = engine.statistics()
@@ -207,7 +207,7 @@ def test_rounds_of_dynamic_sampling_are_no_collections(method: str, tmp_path: Pa
 
 def test_evaluations_leave_no_trace(tmp_path: Path) -> None:
     """Trees, lengths, estimates and figures are those of training, however often the weights are judged."""
-    found = []
+    outcomes = []
     evaluated = "--eval-interval 1 --eval-iters 4 --n-samples-per-eval-prompt 3"
     for flags in ("", evaluated, f"{evaluated} --eval-temperature 0"):
         command = f"{DATA_PARALLEL} --deterministic-mode --train-iters 3 {flags}"
@@ -218,12 +218,12 @@ def test_evaluations_leave_no_trace(tmp_path: Path) -> None:
             trainer.metrics.close()
         report = trainer.source._drafting.speculator.current_report()
         counts = report.live, report.tokens, report.lengths, report.drafted, report.accepted, report.plain_forwards
-        found.append(
+        outcomes.append(
             (trainer.source._drafting.speculator.state_dict(), known_lengths(trainer.source._drafting), counts)
         )
-    plain = found[0]
+    plain = outcomes[0]
     assert len(plain[1]) == 3 * 9
-    for other in found[1:]:
+    for other in outcomes[1:]:
         assert other[0].keys() == plain[0].keys()
         assert all(np.array_equal(other[0][name], value) for name, value in plain[0].items())
         assert other[1:] == plain[1:]

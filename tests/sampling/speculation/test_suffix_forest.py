@@ -22,14 +22,14 @@ class NaiveForest:
         self.texts: dict[int, list] = {}
 
     def runs(self, tree: int) -> list[tuple[int, ...]]:
-        found = []
+        result = []
         for trees, begin, tokens, finished in self.texts.values():
             end = len(tokens) if finished else len(tokens) - self.depth + 1
             early_end = 0 if finished else len(tokens) - self.early_depth + 1
-            own = [tuple(tokens[i : i + self.depth]) for i in range(begin, end)]
-            own += [tuple(tokens[i : i + self.early_depth]) for i in range(max(begin, end), early_end)]
-            found += own * trees.count(tree)
-        return found
+            text_runs = [tuple(tokens[i : i + self.depth]) for i in range(begin, end)]
+            text_runs += [tuple(tokens[i : i + self.early_depth]) for i in range(max(begin, end), early_end)]
+            result += text_runs * trees.count(tree)
+        return result
 
     def count(self, tree: int, pattern: tuple[int, ...]) -> int:
         return sum(run[: len(pattern)] == pattern for run in self.runs(tree))

@@ -101,7 +101,7 @@ def _tests(data: Any, field: str, function: str | None) -> ProgramTests:
             cases.append(read(*pair))
         except ValueError as error:
             raise InputError(f"{where}: entry {index}: {error}") from None
-    return ProgramTests(function, [given for given, _ in cases], [accepted for _, accepted in cases])
+    return ProgramTests(function, [test_input for test_input, _ in cases], [accepted for _, accepted in cases])
 
 
 def _function(case: Mapping[str, Any]) -> str | None:
@@ -109,18 +109,18 @@ def _function(case: Mapping[str, Any]) -> str | None:
     return case.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
 
 
-def _stdio(given: Any, output: Any) -> tuple[str, list[str]]:
-    texts = ["\n".join(map(str, text)) if isinstance(text, list) else text for text in (given, output)]
+def _stdio(stdin: Any, output: Any) -> tuple[str, list[str]]:
+    texts = ["\n".join(map(str, text)) if isinstance(text, list) else text for text in (stdin, output)]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("'input' and 'output' must both be text")
     return texts[0], [texts[1]]
 
 
-def _call(given: Any, output: Any) -> tuple[list[Any], list[Any]]:
-    if isinstance(given, str):  # LiveCodeBench: one argument a line, all as JSON
-        given = [json.loads(line) for line in given.splitlines() if line.strip()]
-        return given, [json.loads(output) if isinstance(output, str) else output]
-    if not isinstance(given, list):
+def _call(arguments: Any, output: Any) -> tuple[list[Any], list[Any]]:
+    if isinstance(arguments, str):  # LiveCodeBench: one argument a line, all as JSON
+        arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
+        return arguments, [json.loads(output) if isinstance(output, str) else output]
+    if not isinstance(arguments, list):
         raise ValueError("'input' must be a list of arguments")
     # TACO and APPS wrap most values in a list.
-    return given, [output, *(output if isinstance(output, list) and len(output) == 1 else [])]
+    return arguments, [output, *(output if isinstance(output, list) and len(output) == 1 else [])]

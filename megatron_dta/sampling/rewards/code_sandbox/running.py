@@ -59,9 +59,9 @@ class Sandbox:
         job = {"program": program, "function": tests.function, "inputs": tests.inputs}
         with ExitStack() as stack:
             stream, sink, errors = *_channel(stack), stack.enter_context(_file())
-            given = stack.enter_context(_file(json.dumps(job).encode()))
+            job_file = stack.enter_context(_file(json.dumps(job).encode()))
             limits = {"memory": self._settings.code_memory_mb << 20, "processes": self._settings.code_processes}
-            runner = self._start(stack, RUNNER, limits, stdin=given, stdout=sink, stderr=errors)
+            runner = self._start(stack, RUNNER, limits, stdin=job_file, stdout=sink, stderr=errors)
             judge, written = self._judge(stack, tests, stream, errors)
             stream.close(), sink.close()
             if self._watch(runner.pid, judge, len(tests.inputs)):  # maybe before the judge has started

@@ -40,13 +40,15 @@ class SandboxService:
 
     def score(self, program: str, tests: ProgramTests) -> dict[str, bool]:
         """Run ``program``: whether it ``passed``, and whether it was ``stopped``."""
-        return self._sandbox.judge(tests, (self._outcome(program, tests.function, given) for given in tests.inputs))
+        return self._sandbox.judge(
+            tests, (self._outcome(program, tests.function, test_input) for test_input in tests.inputs)
+        )
 
-    def _outcome(self, program: str, function: str | None, given: Any) -> bytes:
+    def _outcome(self, program: str, function: str | None, test_input: Any) -> bytes:
         """What ``run_program.py`` writes for a test."""
-        stdin = given
+        stdin = test_input
         if function is not None:
-            stdin = json.dumps(given)
+            stdin = json.dumps(test_input)
             call = f"write_result({program!r}, '/tmp/program.py', {function!r}, json.loads(sys.stdin.read()))"
             program = f"{(INSIDE / 'execute.py').read_text(encoding='utf-8')}\n{call}\n"
         settings = self._settings

@@ -59,7 +59,7 @@ def is_accepted(output, accepted, is_json):
 
 def same_text(text, expected):
     """Line by line, without blanks at the ends of lines and of the text; numbers may be written in other ways."""
-    lines, wanted = ([line.strip() for line in each.strip().splitlines()] for each in (text, expected))
+    lines, wanted = ([line.strip() for line in lines_of.strip().splitlines()] for lines_of in (text, expected))
     return len(lines) == len(wanted) and all(
         a == b or same_tokens(a.split(), b.split()) for a, b in zip(lines, wanted, strict=True)
     )

@@ -30,10 +30,10 @@ def unnamed():
     return file
 
 
-def start(given, limits, folder):
+def start(text, limits, folder):
     """A process for one test, and the file of its output; returns twice, in the process itself with the id 0."""
     stdin, output = unnamed(), unnamed()
-    text = given.encode()
+    text = text.encode()
     while text:
         text = text[os.write(stdin, text) :]
     os.lseek(stdin, 0, os.SEEK_SET)
@@ -87,14 +87,14 @@ def main():
     if job["function"] is not None:
         prelude()  # imports its modules once, before the processes of the tests start
     os.write(1, b"started\n")
-    for index, given in enumerate(job["inputs"]):
-        text = given if job["function"] is None else ""
+    for index, test_input in enumerate(job["inputs"]):
+        text = test_input if job["function"] is None else ""
         pid, output = start(text, limits, f"{os.path.dirname(path)}/{index}")
         if pid == 0:
             if job["function"] is None:
                 execute(job["program"], path)
             else:
-                write_result(job["program"], path, job["function"], given)
+                write_result(job["program"], path, job["function"], test_input)
             return
         if not finish(pid, output, limits):
             return
