@@ -37,9 +37,9 @@ class Launcher:
         self._binaries: dict[tuple, tuple] = {}
         self._is_quick = triton.__version__.startswith(_TRIED_VERSIONS) and isinstance(kernel, JITFunction)
         if self._is_quick:
-            given = [parameter for parameter in kernel.params if parameter.name not in constants]
-            self._compiled_in = tuple(not parameter.do_not_specialize for parameter in given)
-            compile_time = [parameter.name for parameter in kernel.params[len(given) :]]
+            runtime = [parameter for parameter in kernel.params if parameter.name not in constants]
+            self._compiled_in = tuple(not parameter.do_not_specialize for parameter in runtime)
+            compile_time = [parameter.name for parameter in kernel.params[len(runtime) :]]
             self._last = tuple(constants[name] for name in compile_time)
 
     def __call__(self, grid: tuple[int, ...], *arguments: object) -> None:
@@ -68,14 +68,14 @@ class Launcher:
             else:
                 is_known = False
             values.append(argument)
-        found = self._binaries.get(tuple(key)) if is_known else None
+        binary = self._binaries.get(tuple(key)) if is_known else None
         hooks = triton.knobs.runtime
-        if found is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        if binary is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             compiled = self._kernel[grid](*arguments, **self._constants)
             if is_known and compiled is not None:
                 self._binaries[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
             return
-        run, function, metadata = found
+        run, function, metadata = binary
         rows, planes = grid[1] if len(grid) > 1 else 1, grid[2] if len(grid) > 2 else 1
         stream = driver.get_current_stream(device)
         run(grid[0], rows, planes, stream, function, metadata, None, None, None, *values, *self._last)

@@ -100,7 +100,7 @@ def reference(stock: torch.nn.Module, data: dict[str, Tensor], loss: Any, size: 
                 packed[-1][name] = torch.cat([row[:length] for row, length in zip(values, lengths, strict=True)])
         weights.append(int(count_trained(packed[-1])))
         losses.append(loss(*(torch.cat(parts) for parts in zip(*computed, strict=True)), packed[-1]))
-        logprobs += [found.detach() for found, _ in computed]
+        logprobs += [actual.detach() for actual, _ in computed]
     total = sum(value * weight / sum(weights) for value, weight in zip(losses, weights, strict=True) if weight)
     total.backward()
     gradients = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
@@ -134,22 +134,22 @@ def train_rank(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     """One step of a rank on its rows: the summed gradients, the loss, and the rank's logprobs before the step."""
     actor = make_actor(case["folder"])
     begin, end = case["rows"][rank]
-    own = rows_of(case["data"], begin, end)
-    logprobs = actor.forward_batch(own)
-    return step(actor, own, case["loss"]) | {"logprobs": logprobs}
+    rank_rows = rows_of(case["data"], begin, end)
+    logprobs = actor.forward_batch(rank_rows)
+    return step(actor, rank_rows, case["loss"]) | {"logprobs": logprobs}
 
 
 def step(actor: Any, data: Any, loss: Any) -> dict[str, Any]:
     """``train_batch``, and the gradients that it applied."""
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     reduce = actor.optimizer.reduce_gradients
 
     def recording() -> None:
         reduce()
         for name, parameter in actor.model.named_parameters():
-            found[name] = parameter.main_grad.clone()
+            gradients[name] = parameter.main_grad.clone()
 
     actor.optimizer.reduce_gradients = recording
     stats = actor.train_batch(data, loss, count_trained)
     assert math.isfinite(stats["grad_norm"])
-    return {"gradients": found, "loss": actor._loss, "stats": stats}
+    return {"gradients": gradients, "loss": actor._loss, "stats": stats}

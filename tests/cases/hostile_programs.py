@@ -72,15 +72,15 @@ def _dressed(attack: str, draws: random.Random) -> str:
 
 def survivors() -> list[str]:
     """Command lines of processes that programs have left."""
-    found = []
+    lines = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:
             line = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if "sleep" in line and line.split()[-1:] == [MARK]:
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 def judge(function: CodeTests, hostile: Hostile) -> list[str]:
@@ -102,8 +102,8 @@ def attack(function: CodeTests, count: int, seed: int, folder: Path, workers: in
     checkpoint.write_text("weights")
     before = _listing(folder)
     with ThreadPoolExecutor(workers) as pool:
-        found = pool.map(lambda program: judge(function, program), programs(count, seed, str(checkpoint)))
-        wrong = [line for lines in found for line in lines]
+        verdicts = pool.map(lambda program: judge(function, program), programs(count, seed, str(checkpoint)))
+        wrong = [line for lines in verdicts for line in lines]
     wrong += [f"a process survived: {line}" for line in survivors()]
     if _listing(folder) != before or checkpoint.read_text() != "weights":
         wrong.append(f"files outside: {_listing(folder)}")

@@ -42,11 +42,11 @@ class Setup:
         for _ in range(count):
             self.servers.append(self._stack.enter_context(SERVERS[self.kind](self.table, **options)))
 
-    def restart(self, place: int, **options: object) -> None:
+    def restart(self, index: int, **options: object) -> None:
         """Start a server that has died again, on its port and with the weights that it began with."""
-        old = self.servers[place]
+        old = self.servers[index]
         port = int(old.url.rsplit(":", 1)[1])
-        self.servers[place] = self._stack.enter_context(type(old)(old.table, port=port, **options))
+        self.servers[index] = self._stack.enter_context(type(old)(old.table, port=port, **options))
 
     def engine(
         self,

@@ -10,10 +10,10 @@ from megatron_dta.core.planning.step.sample import TrainingSample
 from rollout_forest import PARAMS
 
 
-def trainers_logprobs(model, found: dict, tree: TreeConfig) -> list[np.ndarray]:
+def trainers_logprobs(model, results: dict, tree: TreeConfig) -> list[np.ndarray]:
     """What training computes for the tokens that each request has sampled."""
     samples = []
-    for request, result in found.values():
+    for request, result in results.values():
         token_ids = np.concatenate([request.token_ids, result.token_ids])
         samples.append(TrainingSample(token_ids, np.arange(len(token_ids)) >= len(request.token_ids)))
     engine = TreeEngine(model, temperature=PARAMS.temperature, logprob_chunk_tokens=50)

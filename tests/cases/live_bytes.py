@@ -27,11 +27,11 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves((arguments, keywords)):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor.untyped_storage(), 0)
-        made = function(*arguments, **(keywords or {}))
-        for tensor in tree_leaves(made):
+        outputs = function(*arguments, **(keywords or {}))
+        for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
-        return made
+        return outputs
 
     def _note(self, storage: torch.UntypedStorage, size: int) -> None:
         """What an op reads and was not made since then counts as nothing."""

@@ -13,13 +13,15 @@ from megatron_dta.core.rollouts.record import Rollout
 
 
 def hf_rollouts(path: Path, seed: int) -> None:
-    rng, found = seed_all(seed), []
+    rng, rollouts = seed_all(seed), []
     for group in range(4):
         prompt = rng.integers(0, 37, 4)
         for _ in range(3):
             tokens = np.concatenate([prompt, rng.integers(0, 37, rng.integers(2, 9))]).astype(np.int32)
-            found.append(Rollout(tokens, np.arange(len(tokens)) >= 4, reward=float(rng.normal()), group_id=str(group)))
-    write_rollouts(path, found)
+            rollouts.append(
+                Rollout(tokens, np.arange(len(tokens)) >= 4, reward=float(rng.normal()), group_id=str(group))
+            )
+    write_rollouts(path, rollouts)
 
 
 def convert(run_folder: Path, template: Path, target: Path, *flags: str) -> Path:

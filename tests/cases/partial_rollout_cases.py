@@ -30,26 +30,26 @@ QUICK = partial(HttpSettings, revisit_s=0.1, backoff_s=0.02, backoff_limit_s=0.2
 
 def record(trainer: Trainer) -> Batches:
     """For each rollout batch the steps done when it was taken and its rollouts, filled as the trainer runs."""
-    found: Batches = []
+    batches: Batches = []
     collect = trainer.source.next_batch
 
     def remember(number):
         rollouts = collect(number)
-        found.append((trainer.progress.iteration, rollouts))
+        batches.append((trainer.progress.iteration, rollouts))
         return rollouts
 
     trainer.source.next_batch = remember
-    return found
+    return batches
 
 
 def tables_of(servers: Sequence[RolloutServer], trainer: Trainer) -> dict[int, np.ndarray]:
     """The table from which servers sample at each version of a run; all servers must agree."""
-    run, found = trainer.source._engine._weights.run, {}
+    run, tables = trainer.source._engine._weights.run, {}
     for server in servers:
         for label, table in server.tables.items():
             if label.startswith(run):
-                assert np.array_equal(found.setdefault(int(label.rsplit("-", 1)[1]), table), table)
-    return found
+                assert np.array_equal(tables.setdefault(int(label.rsplit("-", 1)[1]), table), table)
+    return tables
 
 
 def check_batches(batches: Batches, tables: dict[int, np.ndarray], bound: int) -> None:
@@ -63,25 +63,27 @@ def check_batches(batches: Batches, tables: dict[int, np.ndarray], bound: int) -
     check_versions(batches, own, bound, 1e-5)
 
 
-def check_versions(batches: Batches, own: Callable[[int, Rollout], np.ndarray], bound: int, most_error: float) -> None:
+def check_versions(
+    batches: Batches, score: Callable[[int, Rollout], np.ndarray], bound: int, most_error: float
+) -> None:
     """Every token has the logprob of its version, versions rise along a rollout and are within the bound.
 
     Args:
-        own: the logprobs of a rollout's tokens by a version, of which those of sampled tokens are compared.
+        score: the logprobs of a rollout's tokens by a version, of which those of sampled tokens are compared.
     """
     for step, rollouts in batches:
         for rollout in rollouts:
-            places = np.flatnonzero(rollout.loss_mask)
-            versions = np.full(len(places), rollout.policy_version)
+            sampled = np.flatnonzero(rollout.loss_mask)
+            versions = np.full(len(sampled), rollout.policy_version)
             if rollout.token_versions is not None:
-                versions = rollout.token_versions[places]
+                versions = rollout.token_versions[sampled]
                 assert (rollout.token_versions[~rollout.loss_mask] == -1).all()
             assert (np.diff(versions) >= 0).all()
             assert rollout.policy_version == versions[0]
             assert 0 <= step - versions[-1] <= step - versions[0] <= bound
             for version in np.unique(versions):
-                chosen = places[versions == version]
-                assert np.abs(own(version, rollout)[chosen] - rollout.logprobs[chosen]).max() < most_error
+                chosen = sampled[versions == version]
+                assert np.abs(score(version, rollout)[chosen] - rollout.logprobs[chosen]).max() < most_error
 
 
 def groups_in(batches: Batches) -> Counter[int]:
@@ -144,8 +146,8 @@ def train_with_faults(runs: Runs, fleet: Fleet, steps: int, killed_after: int, f
     saved: list[dict[str, Any]] = []
 
     def trainer(killed_at: int | None) -> Trainer:
-        found = build_trainer(parse_arguments(command.split()), Console(file=io.StringIO()))
-        report, state_dict = found._report, found.source.state_dict
+        built = build_trainer(parse_arguments(command.split()), Console(file=io.StringIO()))
+        report, state_dict = built._report, built.source.state_dict
 
         def act(record):
             report(record)
@@ -154,8 +156,8 @@ def train_with_faults(runs: Runs, fleet: Fleet, steps: int, killed_after: int, f
             if record["iteration"] == killed_at:
                 raise KeyboardInterrupt
 
-        found._report, found.source.state_dict = act, lambda: saved.append(state_dict()) or saved[-1]
-        return found
+        built._report, built.source.state_dict = act, lambda: saved.append(state_dict()) or saved[-1]
+        return built
 
     first = trainer(killed_after + 1)
     lost = record(first)
@@ -172,49 +174,49 @@ def train_with_faults(runs: Runs, fleet: Fleet, steps: int, killed_after: int, f
     trained = lost[:killed_after]
     check_batches(trained, tables_of(fleet.servers, first), 2)
     tables = tables_of(fleet.servers, first) | tables_of(fleet.servers, second)
-    known = {each["group"]: [unpack_rollout(rollout) for rollout in each["rollouts"]] for each in kept["finished"]}
+    known = {group["group"]: [unpack_rollout(rollout) for rollout in group["rollouts"]] for group in kept["finished"]}
     for step, rollouts in rest:
         for rollout in rollouts:
             group = int(rollout.group_id.split(":")[0])
             # A group that the checkpoint kept is trained as it was, bit for bit.
-            same = [own for own in known.get(group, [rollout]) if np.array_equal(own.token_ids, rollout.token_ids)]
-            assert any(np.array_equal(own.logprobs, rollout.logprobs) for own in same)
-            assert any(np.array_equal(own.token_versions, rollout.token_versions) for own in same)
+            same = [kept for kept in known.get(group, [rollout]) if np.array_equal(kept.token_ids, rollout.token_ids)]
+            assert any(np.array_equal(kept.logprobs, rollout.logprobs) for kept in same)
+            assert any(np.array_equal(kept.token_versions, rollout.token_versions) for kept in same)
         check_batches([(step, [r for r in rollouts if int(r.group_id.split(":")[0]) not in known])], tables, 2)
     check_begun(kept["begun"], [rollout for _, rollouts in rest for rollout in rollouts])
     groups = groups_in(trained) + groups_in(rest)
     assert set(groups.values()) == {4}
     assert len(groups) == 3 * steps
     end = saved[-1]["stream"]
-    left = {each["group"] for each in end["finished"]} | set(end["unfinished"])
+    left = {group["group"] for group in end["finished"]} | set(end["unfinished"])
     assert not left & set(groups)
     assert left | set(groups) == set(range(end["next_group"]))
     every = [rollout for _, rollouts in trained + rest for rollout in rollouts]
     mixed = sum(len(np.unique(rollout.token_versions[rollout.loss_mask])) > 1 for rollout in every)
-    begun = sum(len(sample["token_ids"]) for each in kept["begun"] for sample in each["samples"])
+    begun = sum(len(sample["token_ids"]) for group in kept["begun"] for sample in group["samples"])
     return {"groups": len(groups), "mixed rollouts": mixed, "kept groups": len(known), "kept tokens of others": begun}
 
 
 def check_begun(begun: list[dict[str, Any]], trained: list[Rollout]) -> None:
     """What a checkpoint kept of unfinished groups is in what was trained, bit for bit."""
     for group in begun:
-        own = [rollout for rollout in trained if int(rollout.group_id.split(":")[0]) == group["group"]]
+        of_group = [rollout for rollout in trained if int(rollout.group_id.split(":")[0]) == group["group"]]
         for sample in group["samples"]:
-            count, found = len(sample["token_ids"]), False
-            for rollout in own:
-                places = np.flatnonzero(rollout.loss_mask)
-                is_whole = "finish" not in sample or len(places) == count
+            count, is_trained = len(sample["token_ids"]), False
+            for rollout in of_group:
+                sampled = np.flatnonzero(rollout.loss_mask)
+                is_whole = "finish" not in sample or len(sampled) == count
                 same = [
-                    np.array_equal(values[places[:count]], sample[name].numpy())
+                    np.array_equal(values[sampled[:count]], sample[name].numpy())
                     for name, values in (
                         ("token_ids", np.array(rollout.token_ids)),
                         ("logprobs", rollout.logprobs),
                         ("versions", rollout.token_versions),
                     )
                 ]
-                found |= all(same) and is_whole
+                is_trained |= all(same) and is_whole
             # A group may be left over at the end.
-            assert found or not own
+            assert is_trained or not of_group
 
 
 def assert_equal(left: Any, right: Any) -> None:
@@ -224,8 +226,8 @@ def assert_equal(left: Any, right: Any) -> None:
         assert left.keys() == right.keys()
     if isinstance(left, dict | list):
         pairs = [(left[key], right[key]) for key in left] if isinstance(left, dict) else zip(left, right, strict=True)
-        for one, other in pairs:
-            assert_equal(one, other)
+        for first, other in pairs:
+            assert_equal(first, other)
     elif isinstance(left, torch.Tensor):
         assert torch.equal(left, right)
     else:

@@ -141,15 +141,15 @@ def _tensors(config: dict[str, Any]) -> dict[str, Tensor]:
 
 def _separate_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Qwen3-Next's checkpoints hold every expert's matrices by themselves, whatever transformers keeps in memory."""
-    found = {}
+    separate = {}
     for name, values in tensors.items():
         if name.endswith("experts.gate_up_proj"):
             for expert, (gate, up) in enumerate(matrix.chunk(2) for matrix in values):
                 prefix = name.removesuffix("gate_up_proj") + str(expert)
-                found |= {f"{prefix}.gate_proj.weight": gate.clone(), f"{prefix}.up_proj.weight": up.clone()}
+                separate |= {f"{prefix}.gate_proj.weight": gate.clone(), f"{prefix}.up_proj.weight": up.clone()}
         elif name.endswith("experts.down_proj"):
             prefix = name.removesuffix("down_proj")
-            found |= {f"{prefix}{expert}.down_proj.weight": matrix.clone() for expert, matrix in enumerate(values)}
+            separate |= {f"{prefix}{expert}.down_proj.weight": matrix.clone() for expert, matrix in enumerate(values)}
         else:
-            found[name] = values
-    return found
+            separate[name] = values
+    return separate

@@ -95,8 +95,8 @@ def slow_sample(
         if params.temperature == 0:
             token = int(np.argmax(row))
         else:
-            place = (np.array([key]), np.array([len(tokens)]))
-            number = keyed_uniform(params.seed, params.domain, iteration, *place)[0]
+            position = (np.array([key]), np.array([len(tokens)]))
+            number = keyed_uniform(params.seed, params.domain, iteration, *position)[0]
             token = slow_draw(slow_nucleus(probabilities, params.top_p), number)
         tokens.append(token)
         logprobs.append(row[token])

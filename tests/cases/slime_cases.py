@@ -70,8 +70,8 @@ def random_samples(seed: int) -> list[dict[str, Any]]:
 
 def data_of_rank(samples: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
     """What slime's ``process_rollout_data`` returns on a rank."""
-    own = samples[rank * len(samples) // size : (rank + 1) * len(samples) // size]
-    data: dict[str, Any] = {name: [sample[name] for sample in own] for name in samples[0]}
+    rank_samples = samples[rank * len(samples) // size : (rank + 1) * len(samples) // size]
+    data: dict[str, Any] = {name: [sample[name] for sample in rank_samples] for name in samples[0]}
     data["rollout_mask_sums"] = torch.stack(data["rollout_mask_sums"])
     steps = RANKS[size][rank]
     return data | {
@@ -101,7 +101,7 @@ def train(rank: int, case: dict[str, Any]) -> dict[str, Any]:
         mock.patch.object(module.TrainRayActor, "init", TrainRayActor.init),
         mock.patch.object(module, "process_rollout_data", return_value=data_of_rank(case["samples"], rank, size)),
         mock.patch.object(module.logging_utils, "init_tracking", return_value=None),
-        mock.patch.object(module.logging_utils, "log", lambda args, found, step_key: logged.append(found)),
+        mock.patch.object(module.logging_utils, "log", lambda args, metrics, step_key: logged.append(metrics)),
     ):
         actor = object.__new__(module.TreeActor)
         assert actor.init(case["args"], "actor", with_ref=case["args"].use_kl_loss) == 0

@@ -44,8 +44,8 @@ class Adversary(Drafting):
             self.accepted += sum(len(tokens) - 1 for tokens in done.appended)
 
 
-def answers_of(found: dict) -> dict:
-    return {(request.token_ids.tobytes(), request.key): result.token_ids for request, result in found.values()}
+def answers_of(results: dict) -> dict:
+    return {(request.token_ids.tobytes(), request.key): result.token_ids for request, result in results.values()}
 
 
 class NoProbes(SpeculationGate):

@@ -66,7 +66,7 @@ def siblings(changed: bool) -> list:
 
 def check_siblings(before: list[np.ndarray], after: list[np.ndarray]) -> None:
     """The middle one of ``siblings`` changed; no bit of the logprobs of the others did."""
-    same = [np.array_equal(one, other) for one, other in zip(before, after, strict=True)]
+    same = [np.array_equal(first, other) for first, other in zip(before, after, strict=True)]
     assert same == [True, False, True]
 
 

@@ -48,16 +48,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     parallel = {"tp2": TP2, "dp2": ONE}
     pairs, alone = [], []
     for case, meshes in MESHES.items():
-        own = {case: CASES[case]}
-        alone += stretches(folder, own, (ONE, "one-4", "one"), (ONE, "one-6", "one-4"))
+        one_case = {case: CASES[case]}
+        alone += stretches(folder, one_case, (ONE, "one-4", "one"), (ONE, "one-6", "one-4"))
         for mesh in meshes:
-            here, there = parallel[mesh], parallel[MOVED[mesh]]
-            legs = ((here, "4", "one"), (here, "6", f"{mesh}-4"), (there, MOVED[mesh], f"{mesh}-4"))
-            pairs += stretches(folder, own, *((on, f"{mesh}-{name}", load) for on, name, load in legs))
-            alone += stretches(folder, own, (ONE, f"{mesh}-one", f"{mesh}-4"))
-    found = {"two": run_on_ranks(run_stretches, pairs, 2, folder / "b")}
-    found["one"] = run_on_ranks(run_stretches, alone, 1, folder / "c")
-    return folder, found
+            here, moved = parallel[mesh], parallel[MOVED[mesh]]
+            legs = ((here, "4", "one"), (here, "6", f"{mesh}-4"), (moved, MOVED[mesh], f"{mesh}-4"))
+            pairs += stretches(folder, one_case, *((on, f"{mesh}-{name}", load) for on, name, load in legs))
+            alone += stretches(folder, one_case, (ONE, f"{mesh}-one", f"{mesh}-4"))
+    results = {"two": run_on_ranks(run_stretches, pairs, 2, folder / "b")}
+    results["one"] = run_on_ranks(run_stretches, alone, 1, folder / "c")
+    return folder, results
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +83,11 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", WITH_EXPERTS)
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("actual", "expected"),
     [("ep2", "one"), ("ep2-4", "one-4"), ("ep2-6", "one-6"), ("ep2-dp2", "one-6"), ("ep2-one", "one-6")],
 )
-def test_every_division_of_the_experts_goes_on_alike(experts: Path, case: str, found: str, expected: str) -> None:
-    assert_same_tensors(experts / case / found, experts / case / expected)
+def test_every_division_of_the_experts_goes_on_alike(experts: Path, case: str, actual: str, expected: str) -> None:
+    assert_same_tensors(experts / case / actual, experts / case / expected)
 
 
 @pytest.mark.parametrize(("case", "name"), STARTED)
@@ -101,14 +101,14 @@ def test_every_mesh_continues_every_other(runs: tuple[Path, dict], case: str, na
 
 
 def test_another_mesh_is_told(runs: tuple[Path, dict]) -> None:
-    one, names = "TP 1 PP 1 DP 1", {"tp2": "TP 2 PP 1 DP 1", "dp2": "TP 1 PP 1 DP 2"}
+    alone, names = "TP 1 PP 1 DP 1", {"tp2": "TP 2 PP 1 DP 1", "dp2": "TP 1 PP 1 DP 2"}
     for results in runs[1]["two"]:
         notes = [[line for line in result["changed"] if line.startswith("mesh: ")] for result in results]
         begun = [mesh for meshes in MESHES.values() for mesh in meshes]
         for mesh, (first, same, moved) in zip(begun, zip(*[iter(notes)] * 3, strict=True), strict=True):
             assert same == []
             # The last one has as many processes as before.
-            for lines, before, now in ((first, one, mesh), (moved, mesh, MOVED[mesh])):
+            for lines, before, now in ((first, alone, mesh), (moved, mesh, MOVED[mesh])):
                 before, now = (names.get(name, name) for name in (before, now))
                 assert len(lines) == 1
                 assert lines[0].startswith(f"mesh: saved with {before}, continued with {now}; random states start from")

@@ -127,7 +127,7 @@ def test_biases_of_experts_move_by_the_loads_of_all_tokens(suite, results):
     ranks = [results[f"{mesh} deepseek dta-mixed"] for mesh in ("cp2", "cp2-ep2", "cp2-dp2-ep4")]
     for name, bias in ranks[0][0].expert_biases.items():
         assert not torch.equal(bias, suite.weights["deepseek"][name])
-        assert all(torch.equal(rank.expert_biases[name], bias) for each in ranks for rank in each)
+        assert all(torch.equal(rank.expert_biases[name], bias) for replica in ranks for rank in replica)
 
 
 def test_sizes_that_do_not_divide_are_refused():

@@ -51,7 +51,7 @@ def on_mesh(rank: int, jobs: list[tuple[Path, ParallelConfig]]) -> list[dict[str
     from megatron_dta.core.model.parallel.mesh import current_mesh, destroy_parallel, initialize_parallel
     from megatron_dta.training.checkpoint.save_load import load_weights, save_weights
 
-    found = []
+    results = []
     for folder, parallel in jobs:
         destroy_parallel()
         device = initialize_parallel(3, parallel)
@@ -76,26 +76,26 @@ def on_mesh(rank: int, jobs: list[tuple[Path, ParallelConfig]]) -> list[dict[str
                 parameter.fill_(float("nan"))
         load_weights(folder / "megatron" / "release", config, model)
         same = all(torch.equal(a, b) for a, b in zip(loaded, model.parameters(), strict=True))
-        saved = folder / f"saved-{len(found)}"
+        saved = folder / f"saved-{len(results)}"
         save_weights(saved, TrainConfig(model=config, parallel=parallel), model)
-        found.append({"same": same, "shards": shards, "first": first, "all": everywhere, "saved": saved})
-    return found
+        results.append({"same": same, "shards": shards, "first": first, "all": everywhere, "saved": saved})
+    return results
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, values in expected.items():
-        assert torch.equal(found[name], values), name
+        assert torch.equal(actual[name], values), name
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
+    folder_of_case = {}
     for index, case in enumerate(MODELS):
-        made[case] = tmp_path_factory.mktemp(case)
-        save_huggingface(made[case] / "hf", case, 20 + index)
-        to_megatron(made[case] / "hf", made[case] / "megatron")
-    return made
+        folder_of_case[case] = tmp_path_factory.mktemp(case)
+        save_huggingface(folder_of_case[case] / "hf", case, 20 + index)
+        to_megatron(folder_of_case[case] / "hf", folder_of_case[case] / "megatron")
+    return folder_of_case
 
 
 def check_mesh(folders: dict[str, Path], cases: list[tuple[str, ParallelConfig]], world: int, folder: Path) -> None:
@@ -104,11 +104,11 @@ def check_mesh(folders: dict[str, Path], cases: list[tuple[str, ParallelConfig]]
     for index, (source, _) in enumerate(jobs):
         ranks, expected = [result[index] for result in results], tensors_in(source / "hf")
         covered = {name: torch.zeros_like(values) for name, values in expected.items()}
-        for rank, found in enumerate(ranks):
-            assert found["same"]
-            assert_same(found["all"], expected)
-            assert_same(found["first"], expected if rank == 0 else {})
-            for name, shape, offsets, values in found["shards"]:
+        for rank, rank_result in enumerate(ranks):
+            assert rank_result["same"]
+            assert_same(rank_result["all"], expected)
+            assert_same(rank_result["first"], expected if rank == 0 else {})
+            for name, shape, offsets, values in rank_result["shards"]:
                 assert shape == tuple(expected[name].shape)
                 where = tuple(slice(start, start + size) for start, size in zip(offsets, values.shape, strict=True))
                 assert torch.equal(expected[name][where], values), name
@@ -151,7 +151,7 @@ def train(rank: int, commands: list[str]) -> list[tuple[dict[str, torch.Tensor],
     from megatron_dta.wiring.setup import build_trainer
 
     os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size()) if torch.distributed.is_initialized() else "1"
-    found = []
+    results = []
     for command in commands:
         if torch.distributed.is_initialized():
             destroy_parallel()
@@ -160,8 +160,8 @@ def train(rank: int, commands: list[str]) -> list[tuple[dict[str, torch.Tensor],
         trainer.run()
         trainer.metrics.close()
         weights = hf_weights(trainer.config, trainer.model).iterate()
-        found.append(({name: values.detach().clone() for name, values in weights}, output.getvalue()))
-    return found
+        results.append(({name: values.detach().clone() for name, values in weights}, output.getvalue()))
+    return results
 
 
 @pytest.fixture(scope="module")

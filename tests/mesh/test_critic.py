@@ -95,9 +95,9 @@ def test_values_and_gradients_equal_single_sequences(case, cut):
     loss, values, expected = reference(case)
     critic, engine = critic_engine(case)
     batch = prepare_batch(case[2], tree_config(*cut))
-    for found, value, sample in zip(engine.compute_logprobs(batch), values, case[2], strict=True):
-        np.testing.assert_allclose(found[sample.loss_mask], value, rtol=1e-12, atol=1e-13)
-        assert (found[~sample.loss_mask] == 0).all()
+    for actual, value, sample in zip(engine.compute_logprobs(batch), values, case[2], strict=True):
+        np.testing.assert_allclose(actual[sample.loss_mask], value, rtol=1e-12, atol=1e-13)
+        assert (actual[~sample.loss_mask] == 0).all()
     result = engine.forward_backward(batch, make_value_objective(CLIP))
     assert float(result.loss) == pytest.approx(loss, rel=1e-12)
     assert largest_error({name: p.grad for name, p in critic.named_parameters()}, expected) < 1e-12
@@ -134,9 +134,9 @@ def on_mesh(rank: int, argument: tuple) -> dict[str, Any]:
     # Tensor-parallel ranks divide the value head by its columns.
     copy_shards(critic, weights, model, own={HEAD: weights[HEAD][:, columns]})
     optimizer = TrainingOptimizer(critic, OptimizationConfig(train_iters=1, lr=1e-3), parallel)
-    engine, own = TreeEngine(optimizer.chunks, 1.0, 5), partition[mesh.data_rank]
+    engine, indices = TreeEngine(optimizer.chunks, 1.0, 5), partition[mesh.data_rank]
     counts = count_trained([sample.num_trained for sample in samples])
-    mine, part = [samples[i] for i in own], StepPart(counts)
+    mine, part = [samples[i] for i in indices], StepPart(counts)
     batch = prepare_batch(mine, tree_config("dta", 6), pipeline=engine.pipeline(6), part=part)
     values = engine.compute_logprobs(batch)
     optimizer.zero_grad()
@@ -145,7 +145,7 @@ def on_mesh(rank: int, argument: tuple) -> dict[str, Any]:
     gradients = {name: p.main_grad.clone() for name, p in named_parameters(critic).items()}
     optimizer.optimizer.prepare_grads()
     return {
-        "values": dict(zip(own, values, strict=True)),
+        "values": dict(zip(indices, values, strict=True)),
         "loss": float(result.loss),
         "gradients": gradients,
         "norm": float(optimizer.optimizer.get_grad_norm()),
@@ -161,15 +161,15 @@ def check_ranks(case, ranks: list[dict[str, Any]]) -> dict[str, int]:
     for rank in ranks:
         assert rank["loss"] == pytest.approx(loss, rel=1e-12)
         assert rank["norm"] == pytest.approx(norm, rel=1e-6)  # Megatron computes it in float32
-        for number, found in rank["values"].items():
-            np.testing.assert_allclose(found[case[2][number].loss_mask], values[number], rtol=1e-12, atol=1e-13)
+        for number, actual in rank["values"].items():
+            np.testing.assert_allclose(actual[case[2][number].loss_mask], values[number], rtol=1e-12, atol=1e-13)
         for name, gradient in rank["gradients"].items():
-            whole = expected[name][:, rank["columns"]] if name == HEAD else expected[name]
+            unsharded = expected[name][:, rank["columns"]] if name == HEAD else expected[name]
             seen[name] = seen.get(name, 0) + 1
-            if gradient.shape == whole.shape:  # the rest of a tensor group's parts is tested by its norm
+            if gradient.shape == unsharded.shape:  # the rest of a tensor group's parts is tested by its norm
                 # An expert that no token went to has a gradient of 0.
-                scale = float(whole.abs().max()) or 1.0
-                assert float((gradient - whole).abs().max()) < 1e-11 * scale, name
+                scale = float(unsharded.abs().max()) or 1.0
+                assert float((gradient - unsharded).abs().max()) < 1e-11 * scale, name
     assert seen.keys() == expected.keys()
     return seen
 

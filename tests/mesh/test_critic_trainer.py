@@ -42,9 +42,9 @@ def folder(tmp_path_factory) -> Path:
             weights += f" --eval-rollouts {path}/train.jsonl --eval-interval 1 --eval-iters 5"
         return f"{common} {objective} {flags} {weights} --train-iters {iters} --save {path}/{name}", None
 
-    ones = [(f"{common} {PPO} --train-iters 1 --save {path}/start", None), job("ppo-1", "", iters=4)]
-    ones += [(f"{common} {moe} --train-iters 1 --save {path}/start-moe", None), job("moe-1", "", moe, iters=4)]
-    ones += [job("moe-moved", "", moe, iters=2), job("dpo-1", "", DPO)]
+    on_one_rank = [(f"{common} {PPO} --train-iters 1 --save {path}/start", None), job("ppo-1", "", iters=4)]
+    on_one_rank += [(f"{common} {moe} --train-iters 1 --save {path}/start-moe", None), job("moe-1", "", moe, iters=4)]
+    on_one_rank += [job("moe-moved", "", moe, iters=2), job("dpo-1", "", DPO)]
     twos = [
         job("ppo-dp", SHARDED),
         job("ppo-cut", SHARDED, iters=2),
@@ -56,24 +56,24 @@ def folder(tmp_path_factory) -> Path:
         job("moe-dp", f"{EP} {SHARDED}", moe),
         job("moe-moved", EP, moe, iters=4),
     ]
-    for jobs, world_size in ((ones, 1), (twos, 2)):
+    for jobs, world_size in ((on_one_rank, 1), (twos, 2)):
         run_on_ranks(train_on_rank, jobs, world_size, path / f"ranks-{world_size}")
     return path
 
 
 @pytest.mark.parametrize("name", ["ppo-dp", "ppo-cp", "ppo-moved", "dpo-pp", "moe-dp", "moe-moved"])
 def test_a_mesh_trains_as_one_process(folder: Path, name: str) -> None:
-    expected, found = rows_without_timing(folder / f"{name[:3]}-1"), rows_without_timing(folder / name)
+    expected, actual = rows_without_timing(folder / f"{name[:3]}-1"), rows_without_timing(folder / name)
     # Of two steps behind a move the second shows what the first did to the weights.
-    assert [row["iteration"] for row in found][-3:] == ([2, 3, 4] if "moved" in name else [1, 2, 3])
-    for left, right in zip(expected[: len(found)], found, strict=True):
+    assert [row["iteration"] for row in actual][-3:] == ([2, 3, 4] if "moved" in name else [1, 2, 3])
+    for left, right in zip(expected[: len(actual)], actual, strict=True):
         assert left.keys() == right.keys()
         for key in left.keys() - OWN:
             assert right[key] == pytest.approx(left[key], rel=2e-3, abs=2e-5), (name, key)
     if name.startswith("moe"):
-        assert {"critic_seq_load_balancing_loss", "critic_z_loss"} <= found[-1].keys()
+        assert {"critic_seq_load_balancing_loss", "critic_z_loss"} <= actual[-1].keys()
     if name.startswith("ppo"):
-        assert {"value_loss", "explained_variance", "tis_weight", "sampler_probability_ratio"} <= found[-1].keys()
+        assert {"value_loss", "explained_variance", "tis_weight", "sampler_probability_ratio"} <= actual[-1].keys()
 
 
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(folder: Path) -> None:

@@ -88,8 +88,8 @@ def test_a_teacher_alone_and_refusals(task: Path, tmp_path: Path) -> None:
     """Without rewards the divergence falls; unknown names and other vocabularies are refused in a line."""
     done = run_python(command(task, "full-vocabulary", tmp_path / "alone", "--teacher-only", "--lr", "3e-3"))
     assert done.returncode == 0, done.stderr
-    found = [row["teacher_kl"] for row in rows(tmp_path / "alone")]
-    assert found[-1] < found[0]
+    divergences = [row["teacher_kl"] for row in rows(tmp_path / "alone")]
+    assert divergences[-1] < divergences[0]
     for changes, says in (
         (["--teacher-load-hf", f"c={task}/a", "--train-iters", "1"], "is not one of --teacher-load-hf: c"),
         (["--teacher-load-hf", f"a={task}/b"], "give NAME=FOLDER, each name once"),
@@ -151,9 +151,9 @@ def check_refusals(url: str) -> None:
 @contextmanager
 def served_teacher(flags: list[str]) -> Iterator[str]:
     """Two ranks of ``megatron-dta teacher``; yields its address."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     ranks = [
         Program(

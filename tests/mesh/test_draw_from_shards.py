@@ -37,19 +37,19 @@ def logits_of(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
 
 
 def drawn_on_rank(rank: int, _: Any) -> dict[tuple, tuple[torch.Tensor, torch.Tensor]]:
-    found = {}
+    draws = {}
     for name, (size, width) in SIZES.items():
         first = rank * width
-        own = max(0, min(width, size - first))
+        in_shard = max(0, min(width, size - first))
         for dtype, temperature in DRAWS:
             logits, noise = logits_of(name, dtype)
             # Padding holds anything.
             padded = torch.full((ROWS, width), 1e4, dtype=dtype)
-            padded[:, :own] = logits[:, first : first + own]
+            padded[:, :in_shard] = logits[:, first : first + in_shard]
             shard = VocabularyShard(first, torch.distributed.group.WORLD)
-            drawn = max(0, min(own, size - LAST[name] - first))
-            found[name, dtype, temperature] = draw_from_shards(padded, (own, drawn), noise, temperature, shard)
-    return found
+            drawn = max(0, min(in_shard, size - LAST[name] - first))
+            draws[name, dtype, temperature] = draw_from_shards(padded, (in_shard, drawn), noise, temperature, shard)
+    return draws
 
 
 @interpreter

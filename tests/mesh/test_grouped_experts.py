@@ -70,7 +70,9 @@ def test_a_lost_group_is_noticed(references, monkeypatch):
     monkeypatch.setattr(
         PlainRows,
         "input_gradient",
-        lambda self, grad, each, indexed=False: product(self, grad, [each[1], each[0], *each[2:]], indexed),
+        lambda self, grad, matrices, indexed=False: product(
+            self, grad, [matrices[1], matrices[0], *matrices[2:]], indexed
+        ),
     )
     outcome, _ = run_tree(grouped(model), weights, samples, GRPO, tree_config("dta", 9), TEMPERATURE)
     assert compare_outcomes(outcome, expected).gradient > 1e-3
@@ -84,9 +86,9 @@ def test_gradients_go_straight_into_buffers(references, cut, recompute):
         wrapped = Wrapped(model, weights, parallel)
         wrapped.gradients(samples, tree)
         wrapped.optimizer.reduce_gradients()
-        found = wrapped.gradients(samples, tree)
+        gradients = wrapped.gradients(samples, tree)
         wrapped.optimizer.reduce_gradients()
-        assert distance(found, expected.gradients) < 1e-12
+        assert distance(gradients, expected.gradients) < 1e-12
         routed = [p for name, p in wrapped.model.named_parameters() if ".local_experts." in name]
         # Autograd has heard of them only where their hooks had something to do.
         assert {p.grad_added_to_main_grad for p in routed} == {parallel.overlap_grad_reduce}
@@ -101,14 +103,14 @@ def test_adapters_of_experts_on_the_kernels_in_float32():
     weights = {key: weight.float() for key, weight in lora_weights(plain, seed=9).items()}
     expected, _ = run_tree(plain, weights, samples, GRPO, tree, TEMPERATURE)
     with poisoned_memory():
-        found, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
-    assert any("linear_fc1_adapter.lora_B" in name for name in found.gradients)
-    assert compare_outcomes(found, expected).largest() < 1e-5
+        actual, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
+    assert any("linear_fc1_adapter.lora_B" in name for name in actual.gradients)
+    assert compare_outcomes(actual, expected).largest() < 1e-5
 
 
 def test_checkpoints_go_on_either_way(tmp_path):
     model = in_bf16(EXPERTS)
-    one = ParallelConfig(use_distributed_optimizer=True)
+    parallel = ParallelConfig(use_distributed_optimizer=True)
     legs = []
     for name, first, then in (
         ("alone", model, model),
@@ -116,8 +118,8 @@ def test_checkpoints_go_on_either_way(tmp_path):
         ("out", grouped(model), model),
     ):
         legs += [
-            Stretch(one, 2, tmp_path / f"{name}-2", seed=17, model=first),
-            Stretch(one, 2, tmp_path / f"{name}-4", tmp_path / f"{name}-2", seed=18, model=then),
+            Stretch(parallel, 2, tmp_path / f"{name}-2", seed=17, model=first),
+            Stretch(parallel, 2, tmp_path / f"{name}-4", tmp_path / f"{name}-2", seed=18, model=then),
         ]
     run_on_ranks(run_stretches, legs, 1, tmp_path / "ranks")
     for name in ("in", "out"):
@@ -148,7 +150,7 @@ def test_on_the_kernels_in_float32(references, name, buffers):
     with poisoned_memory():
         if buffers:
             wrapped = Wrapped(model, weights, DIRECT)
-            assert {type(each) for each in experts_of(wrapped.model)} == {FusedGroupedExperts}
+            assert {type(module) for module in experts_of(wrapped.model)} == {FusedGroupedExperts}
             assert distance(wrapped.gradients(samples, tree), expected.gradients) < 5e-5
         else:
             outcome, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
@@ -164,7 +166,7 @@ def test_rows_beyond_the_expected_number_are_computed_again():
 @pytest.mark.parametrize(("mesh", "name"), [("ep2-idle", "qwen3"), ("cp2-ep2", "balanced")])
 def test_layers_as_one_function_exchange_tokens(tmp_path, mesh, name):
     settings = {"qwen3": QWEN3_MOE, "balanced": QWEN3_BALANCED}
-    models = {key: grouped(fused(vocab_size=8, **each)) for key, each in settings.items()}
+    models = {key: grouped(fused(vocab_size=8, **options)) for key, options in settings.items()}
     samples = random_training_samples(branching_sequences(seed_all(61), count=6, longest=9), seed=61)
     ep2 = ParallelConfig(expert_model_parallel_size=2)
     meshes = {"ep2-idle": (2, ep2, [0, 0])}

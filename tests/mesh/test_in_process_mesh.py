@@ -32,7 +32,7 @@ def forest_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tenso
     from megatron_dta.core.model.parallel.mesh import current_mesh, destroy_parallel, initialize_parallel
 
     config, weights, jobs = argument
-    found = {}
+    results = {}
     for name, job in jobs.items():
         destroy_parallel()
         model = build_model(config, initialize_parallel(5, job.parallel), job.parallel)
@@ -44,15 +44,15 @@ def forest_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tenso
         engine.start(NEVER, 4)
         if job.drafts:
             engine.update_weights(1)
-        found[name] = (forest, run_long(engine, LONG), engine.statistics())
-    return found
+        results[name] = (forest, run_long(engine, LONG), engine.statistics())
+    return results
 
 
 def test_meshes_give_the_samples_of_one_process(tmp_path):
     config = sampling_config(**GROUPED, num_layers=4)
-    whole = make_model(9, **GROUPED, num_layers=4)
-    weights = {name: p.detach().clone() for name, p in named_parameters(whole).items()}
-    expected, expected_long = run_forest(started(whole), DRIVE), run_long(started(whole, NEVER), LONG)
+    model = make_model(9, **GROUPED, num_layers=4)
+    weights = {name: p.detach().clone() for name, p in named_parameters(model).items()}
+    expected, expected_long = run_forest(started(model), DRIVE), run_long(started(model, NEVER), LONG)
     tensor = dict(tensor_model_parallel_size=2)
     stages = dict(pipeline_model_parallel_size=2)
     meshes = {
@@ -64,7 +64,7 @@ def test_meshes_give_the_samples_of_one_process(tmp_path):
     jobs = {name: MeshJob(parallel, SETTINGS["small pool"]) for name, parallel in meshes.items()}
     # In this memory the stage with one layer could hold three times as many pages as the other; both take the fewer.
     small = {name: value for name, value in SETTINGS["small pool"].items() if name != "pages"}
-    gib = 0.75 * pool_gb(whole, small["block_size"], SETTINGS["small pool"]["pages"])
+    gib = 0.75 * pool_gb(model, small["block_size"], SETTINGS["small pool"]["pages"])
     jobs["pp2-uneven"] = MeshJob(meshes["pp2-uneven"], small | {"buffer_size_gb": gib})
     # Ranks draft alike, after each has measured its own passes too.
     for name, parallel in (("tp2", ParallelConfig(**tensor)), ("pp2", ParallelConfig(**stages))):
@@ -72,8 +72,8 @@ def test_meshes_give_the_samples_of_one_process(tmp_path):
     ranks = run_on_ranks(forest_on_rank, (config, weights, jobs), 2, tmp_path / "mesh")
     for name, job in jobs.items():
         for rank in ranks:
-            found, found_long, statistics = rank[name]
-            assert_same(found, expected, 1e-12)
+            actual, found_long, statistics = rank[name]
+            assert_same(actual, expected, 1e-12)
             assert_same(found_long, expected_long, 1e-12)
             assert statistics["accepted_drafts" if job.drafts else "preemptions"] > 0
         if name != "dp2":

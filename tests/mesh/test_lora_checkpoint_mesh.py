@@ -42,14 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     meshes = {"tp2": TP2, "pp2": PP2, "dp2": ONE, "ep2": EP2}
 
     def run(name: str, world_size: int, *legs: tuple[ParallelConfig, str, str | None]) -> None:
-        own = [
+        jobs = [
             stretch
             for case in CASES
             for stretch in stretches(
                 folder, {case: CASES[case]}, *(leg for leg in legs if leg[1][:3] in ("one", *_meshes_of(case)))
             )
         ]
-        run_on_ranks(run_stretches, own, world_size, folder / name)
+        run_on_ranks(run_stretches, jobs, world_size, folder / name)
 
     run("a", 1, (ONE, "one", None))
     continued = {"tp2": "pp2", "pp2": "tp2", "dp2": "dp2", "ep2": "dp2"}
@@ -71,8 +71,8 @@ def _meshes_of(case: str) -> tuple[str, ...]:
 def test_every_mesh_continues_every_other(folder: Path, case: str) -> None:
     for steps in (4, 6):
         for mesh in _meshes_of(case):
-            found = assert_same_tensors(folder / case / f"{mesh}-{steps}", folder / case / f"one-{steps}")
-            assert any("lora_B" in name for name in found)
+            tensors = assert_same_tensors(folder / case / f"{mesh}-{steps}", folder / case / f"one-{steps}")
+            assert any("lora_B" in name for name in tensors)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -80,7 +80,7 @@ def test_the_base_stays_the_same(folder: Path, case: str) -> None:
     expected = tensors_of(folder / case / "one" / "base")
     assert not any("_adapter" in name for name in expected)
     for path in (folder / case).iterdir():
-        found = tensors_of(path / "base")
-        assert found.keys() == expected.keys()
+        actual = tensors_of(path / "base")
+        assert actual.keys() == expected.keys()
         for name, values in expected.items():
-            assert torch.equal(values, found[name]), f"{path.name} {name}"
+            assert torch.equal(values, actual[name]), f"{path.name} {name}"

@@ -103,5 +103,5 @@ def test_first_adapters_are_the_same_on_every_mesh(suite, results, mesh):
     expected = {name: values for name, values in weights_of(model, seed=5).items() if is_adapter(name)}
     assert parts.keys() == expected.keys()
     for name, values in expected.items():
-        whole = join_shards([{name: parts[name][rank]} for rank in sorted(parts[name])], model)
-        assert torch.equal(whole[name], values), name
+        unsharded = join_shards([{name: parts[name][rank]} for rank in sorted(parts[name])], model)
+        assert torch.equal(unsharded[name], values), name

@@ -131,13 +131,13 @@ def test_metrics_and_the_gradient_norm_are_of_the_whole_step(suite, results):
 def test_a_mean_over_sequences_has_one_denominator_too(suite, results):
     model, weights = suite.models["qwen3"], suite.weights["qwen3"]
     expected = run_stock(model, weights, suite.samples[""], suite.objective, TEMPERATURE, "sequence-mean")
-    found = joined(results["dp4-idle sequence-mean"], model, suite.partition("dp4-idle"))
-    assert compare_outcomes(found, expected).largest() < 1e-12
+    actual = joined(results["dp4-idle sequence-mean"], model, suite.partition("dp4-idle"))
+    assert compare_outcomes(actual, expected).largest() < 1e-12
 
 
 def test_a_last_backward_without_logprobs_starts_every_reduction(suite, results):
-    found = joined(results["dp2-overlap untrained root"], suite.models["qwen2"], [[2], [0, 1]])
-    assert compare_outcomes(found, suite.outcome("qwen2", "untrained trunk")).largest() < 1e-12
+    actual = joined(results["dp2-overlap untrained root"], suite.models["qwen2"], [[2], [0, 1]])
+    assert compare_outcomes(actual, suite.outcome("qwen2", "untrained trunk")).largest() < 1e-12
 
 
 @pytest.mark.parametrize("segment_tokens", [5, 200])
@@ -162,10 +162,10 @@ def test_lost_communication_would_be_seen(suite, results, mesh, left_out):
 def test_initial_weights_do_not_depend_on_the_tensor_size(suite, results):
     """On a CPU every rank draws the whole weights from one random state and keeps its part."""
     model = _with_even_vocabulary(suite)
-    whole = join_shards([rank.initial for rank in results["tp2-sp initial"]], model)
+    unsharded = join_shards([rank.initial for rank in results["tp2-sp initial"]], model)
     expected = weights_of(model, seed=5)
-    assert whole.keys() == expected.keys()
-    assert all(torch.equal(whole[name], weight) for name, weight in expected.items())
+    assert unsharded.keys() == expected.keys()
+    assert all(torch.equal(unsharded[name], weight) for name, weight in expected.items())
 
 
 def _with_even_vocabulary(suite: MeshSuite) -> ModelConfig:

@@ -73,9 +73,9 @@ def _train(
         optimizer.load_state_dict(state)
     for step in steps:
         cut = len(samples) if step == 2 or mesh.data_size == 1 else 4
-        own = samples[:cut] if mesh.data_rank == 0 else samples[cut:]
+        rank_samples = samples[:cut] if mesh.data_rank == 0 else samples[cut:]
         optimizer.zero_grad()
-        batch = prepare_batch(own, tree_config("dta", 9), pipeline=engine.pipeline(9), part=StepPart(counts))
+        batch = prepare_batch(rank_samples, tree_config("dta", 9), pipeline=engine.pipeline(9), part=StepPart(counts))
         loss = float(engine.forward_backward(batch, GRPO).loss)
         record.append((loss, optimizer.step(loss).grad_norm))
     if save is not None:
@@ -98,14 +98,14 @@ def _resume_on_rank(rank: int, folder: Path) -> dict[str, Any]:
     from megatron_dta.core.model.parallel import megatron_patches
 
     megatron_patches.write_checkpoints_in_process()
-    found, unbroken = {}, {}
+    resumed, unbroken = {}, {}
     for name, (before, after, dtype, _) in RESUMED.items():
-        one, other = (ParallelConfig(**sizes) for sizes in (before, after))
-        _train(one, QWEN3, dtype, range(2), save=folder / name)
+        first, other = (ParallelConfig(**sizes) for sizes in (before, after))
+        _train(first, QWEN3, dtype, range(2), save=folder / name)
         key = str((after, dtype))
         unbroken[key] = unbroken.get(key) or _train(other, QWEN3, dtype)
-        found[name] = (_train(other, QWEN3, dtype, range(2, 4), load=folder / name), unbroken[key])
-    return found
+        resumed[name] = (_train(other, QWEN3, dtype, range(2, 4), load=folder / name), unbroken[key])
+    return resumed
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +125,8 @@ def test_its_state_goes_through_a_checkpoint(resumed, name):
         else:
             # bfloat16 rounds its activations otherwise on another mesh, and Adam's steps follow the gradients' signs.
             tolerance = 1e-4 if dtype == torch.float32 else 0.2
-            for found, wanted in zip(record, expected_record[2:], strict=True):
-                assert found == pytest.approx(wanted, rel=tolerance)
+            for actual, wanted in zip(record, expected_record[2:], strict=True):
+                assert actual == pytest.approx(wanted, rel=tolerance)
 
 
 @pytest.fixture(scope="module")

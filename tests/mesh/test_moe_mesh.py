@@ -63,16 +63,16 @@ MESHES = {
 
 def _combinations() -> list[tuple[str, ...]]:
     """(mesh, model, cut), and the forest if it is another one."""
-    found = [("ep2", "qwen3", cut) for cut in ("dense", "packed", "dta-recomputed")]
-    found += [("ep2", name, "dta-mixed") for name in ("deepseek", "recompute")]
-    found += [("ep2-shapes", "deepseek", "dta-slots", "shapes"), ("ep2-idle", "deepseek", "dta")]
-    found += [("etp1-tp2", "qwen3-balanced", "dta-mixed"), ("ep2-overlap", "qwen3", "dta")]
-    found += [("ep2-etp2", "qwen3-balanced", "dta-mixed"), ("ep2-over-tp2", "qwen3", "dta")]
-    found += [("ep2-dp4-overlap", "qwen3", "dta"), ("ep2-tp2", "deepseek", "dense"), ("ep2-dp4", "deepseek", "packed")]
-    found += [(mesh, "grouped", "dta-mixed") for mesh in ("ep2", "ep2-over-tp2", "ep2-etp2")]
-    found += [("ep2-idle", "grouped", "dta"), ("ep2-overlap", "grouped-recompute", "dta"), ("ep4", "grouped", "packed")]
-    found += [("ep2", "qwen3", "dta", "unlike"), ("ep4", "deepseek", "dta-mixed")]
-    return found
+    cases = [("ep2", "qwen3", cut) for cut in ("dense", "packed", "dta-recomputed")]
+    cases += [("ep2", name, "dta-mixed") for name in ("deepseek", "recompute")]
+    cases += [("ep2-shapes", "deepseek", "dta-slots", "shapes"), ("ep2-idle", "deepseek", "dta")]
+    cases += [("etp1-tp2", "qwen3-balanced", "dta-mixed"), ("ep2-overlap", "qwen3", "dta")]
+    cases += [("ep2-etp2", "qwen3-balanced", "dta-mixed"), ("ep2-over-tp2", "qwen3", "dta")]
+    cases += [("ep2-dp4-overlap", "qwen3", "dta"), ("ep2-tp2", "deepseek", "dense"), ("ep2-dp4", "deepseek", "packed")]
+    cases += [(mesh, "grouped", "dta-mixed") for mesh in ("ep2", "ep2-over-tp2", "ep2-etp2")]
+    cases += [("ep2-idle", "grouped", "dta"), ("ep2-overlap", "grouped-recompute", "dta"), ("ep4", "grouped", "packed")]
+    cases += [("ep2", "qwen3", "dta", "unlike"), ("ep4", "deepseek", "dta-mixed")]
+    return cases
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +120,9 @@ def test_a_sibling_changes_no_bit_of_another_rank(results):
     """
     before, after = results["ep2 siblings False"], results["ep2 siblings True"]
     for rank in range(2):
-        for sequence, (one, other) in enumerate(zip(before[rank].logprobs, after[rank].logprobs, strict=True)):
+        for sequence, (first, other) in enumerate(zip(before[rank].logprobs, after[rank].logprobs, strict=True)):
             is_changed = rank == 1 and sequence == 0
-            assert np.array_equal(one, other) != is_changed
+            assert np.array_equal(first, other) != is_changed
 
 
 def test_lost_communication_would_be_seen(suite, results):
@@ -130,17 +130,17 @@ def test_lost_communication_would_be_seen(suite, results):
 
 
 def test_initial_weights_do_not_depend_on_the_division(suite, results):
-    whole = moe_weights(suite.models["qwen3"], seed=5)
+    expected = moe_weights(suite.models["qwen3"], seed=5)
     names = ["ep2 qwen3 dense", "ep2-over-tp2 qwen3 dta", "ep2-dp4-overlap qwen3 dta"]
     for name in [*names, "ep2-overlap grouped-recompute dta"]:
-        found = {}
+        parts_by_name = {}
         for rank in results[name]:
             for key, weight in rank.initial.items():
-                place = rank.expert_tensor_rank if ".local_experts." in key else rank.tensor_rank
-                found.setdefault(key, {})[place] = weight
-        for key, parts in found.items():
-            joined_ = join_shards([{key: parts[place]} for place in sorted(parts)], suite.models["qwen3"])
-            assert torch.equal(joined_[key], whole[key]), key
+                shard_rank = rank.expert_tensor_rank if ".local_experts." in key else rank.tensor_rank
+                parts_by_name.setdefault(key, {})[shard_rank] = weight
+        for key, parts in parts_by_name.items():
+            joined_ = join_shards([{key: parts[shard_rank]} for shard_rank in sorted(parts)], suite.models["qwen3"])
+            assert torch.equal(joined_[key], expected[key]), key
 
 
 PROMPTS = [np.arange(length) % 7 for length in (3, 9, 1, 5)]
@@ -160,15 +160,15 @@ def sample_on_rank(
     device = initialize_parallel(3, parallel)
     model = build_model(model_config, device, parallel)
     copy_shards(model, weights, model_config)
-    own = shares[current_mesh().data_rank]
+    indices = shares[current_mesh().data_rank]
     params = SamplingParams(max_response_tokens=12, eos_id=2, seed=4)
-    engine, found = InProcessEngine(model, EngineSettings(max_requests=5)), []
+    engine, sampled = InProcessEngine(model, EngineSettings(max_requests=5)), []
     for iteration in range(2):
         with phase(engine, params, iteration):
-            requests = [GenerationRequest(i, PROMPTS[i % len(PROMPTS)], 12, key=i) for i in own]
+            requests = [GenerationRequest(i, PROMPTS[i % len(PROMPTS)], 12, key=i) for i in indices]
             results = generate(engine, requests)
-        found += [(iteration, i, result.token_ids, result.logprobs) for i, result in zip(own, results, strict=True)]
-    return found
+        sampled += [(iteration, i, r.token_ids, r.logprobs) for i, r in zip(indices, results, strict=True)]
+    return sampled
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +191,8 @@ def test_ranks_that_share_experts_sample_synchronously(suite, sampled_alone, tmp
     model, weights, expected = suite.models["qwen3"], suite.weights["qwen3"], sampled_alone
     ranks = run_on_ranks(sample_on_rank, (model, parallel, weights, shares), world_size, tmp_path / "ranks")
     assert len({len(tokens) for tokens, _ in expected.values()}) > 2
-    found = {(iteration, sequence): rest for rank in ranks for iteration, sequence, *rest in rank}
-    assert found.keys() == expected.keys()
-    for key, (tokens, logprobs) in found.items():
+    actual = {(iteration, sequence): rest for rank in ranks for iteration, sequence, *rest in rank}
+    assert actual.keys() == expected.keys()
+    for key, (tokens, logprobs) in actual.items():
         assert np.array_equal(tokens, expected[key][0])
         np.testing.assert_allclose(logprobs, expected[key][1], rtol=1e-10, atol=1e-13)

@@ -76,10 +76,10 @@ def test_routing_of_the_rollouts_is_replayed(folder: Path, tmp_path: Path) -> No
     command = f"{STORED} {flags} --rollouts {tmp_path}/routed.jsonl"
     run_on_ranks(train_on_rank, [(f"{command} --save {tmp_path}/one", None)], 1, tmp_path / "ranks-1")
     run_on_ranks(train_on_rank, [(f"{command} {EP} --save {tmp_path}/two", None)], 2, tmp_path / "ranks-2")
-    one, two = (rows_without_timing(tmp_path / run) for run in ("one", "two"))
-    assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-3, abs=2e-5)
-    assert all(0 < row["routing_replaced"] < 1 for row in one)
-    assert [row["routing_replaced"] for row in one] == [row["routing_replaced"] for row in two]
+    alone, two = (rows_without_timing(tmp_path / run) for run in ("one", "two"))
+    assert [row["loss"] for row in alone] == pytest.approx([row["loss"] for row in two], rel=1e-3, abs=2e-5)
+    assert all(0 < row["routing_replaced"] < 1 for row in alone)
+    assert [row["routing_replaced"] for row in alone] == [row["routing_replaced"] for row in two]
     run_on_ranks(
         train_on_rank,
         [(f"{command} --moe-routing-conflicts fork --save {tmp_path}/fork", None)],
@@ -88,8 +88,8 @@ def test_routing_of_the_rollouts_is_replayed(folder: Path, tmp_path: Path) -> No
     )
     fork = rows_without_timing(tmp_path / "fork")
     assert all(row["routing_replaced"] == 0 for row in fork)
-    assert [row["routing_forked_tokens"] for row in fork] == [row["routing_forked_tokens"] for row in one]
-    assert all(row["unique_tokens"] > other["unique_tokens"] for row, other in zip(fork, one, strict=True))
+    assert [row["routing_forked_tokens"] for row in fork] == [row["routing_forked_tokens"] for row in alone]
+    assert all(row["unique_tokens"] > other["unique_tokens"] for row, other in zip(fork, alone, strict=True))
     unrouted = command.replace("routed.jsonl", "plain.jsonl")
     write_rollouts(tmp_path / "plain.jsonl", rollouts)
     with pytest.raises(RuntimeError, match="field 'routed_experts': missing"):

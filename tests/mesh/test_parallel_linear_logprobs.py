@@ -28,7 +28,7 @@ def _inputs(dtype: torch.dtype, chunk_rows: int) -> tuple:
 
 def _on_rank(rank: int, cases: list) -> list[dict[str, Any]]:
     shard = VocabularyShard(BOUNDS[rank], torch.distributed.group.WORLD)
-    found = []
+    results = []
     for case in cases:
         hidden, weight, edge_row, target, chunks, gradients = _inputs(*case)
         part = weight.detach()[BOUNDS[rank] : BOUNDS[rank + 1]].requires_grad_()
@@ -44,8 +44,8 @@ def _on_rank(rank: int, cases: list) -> list[dict[str, Any]]:
         no_rows = hidden[:0]
         empty = linear_logprobs(no_rows, part, edge_row[:0], target[:0], [], TEMPERATURE, shard=shard)
         result["empty"] = [tuple(output.shape) for output in empty]
-        found.append(result)
-    return found
+        results.append(result)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def test_equals_one_rank(results, index):
         assert rank["empty"] == [(0,), (0,)]
     one_rank, truth = (_on_one_rank(*CASES[index], computed_in) for computed_in in (dtype, torch.float64))
     for name, wanted in truth.items():
-        found = ranks[0][name] if name == "outputs" else (ranks[0][name][0], torch.cat([r[name][1] for r in ranks]))
-        for actual, same_dtype, exact in zip(found, one_rank[name], wanted, strict=True):
+        gathered = ranks[0][name] if name == "outputs" else (ranks[0][name][0], torch.cat([r[name][1] for r in ranks]))
+        for actual, same_dtype, exact in zip(gathered, one_rank[name], wanted, strict=True):
             assert actual.dtype == same_dtype.dtype
             error, error_of_one = (float((x.double() - exact).abs().max()) for x in (actual, same_dtype))
             # Roundings of its own, but none worse than one rank's; 1e-13 is float64's.

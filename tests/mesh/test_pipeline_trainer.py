@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
         weights = f"{path}/{name.split('-')[0]}-start --finetune"
         return f"{base} {flags} --load {weights} --save {path}/{name}", terminated
 
-    ones = [start("stored", stored), start("sampled", SAMPLED), job("stored-1", stored), job("sampled-1", SAMPLED)]
+    alone = [start("stored", stored), start("sampled", SAMPLED), job("stored-1", stored), job("sampled-1", SAMPLED)]
     twos = [
         job("stored-pp2", stored, f"{PP} --pipeline-model-parallel-layout Ettt|tL"),
         job("stored-vpp2", stored, f"{VPP} --timeline-dir {path}/timelines"),
@@ -58,7 +58,7 @@ def folder(tmp_path_factory) -> Path:
     moved = [job("stored-moved", half, VPP), (f"{stored} --save {path}/stored-moved", None)]
     fours = [job("stored-pp2-tp2", stored, f"{PP} {TP}"), job("sampled-pp2-dp2", SAMPLED, f"{PP} {SHARDED}")]
     for name, jobs, world_size in (
-        ("one", ones, 1),
+        ("one", alone, 1),
         ("two", twos, 2),
         ("leave", moved[:1], 2),
         ("arrive", moved[1:], 1),
@@ -90,8 +90,8 @@ def test_a_run_goes_on_bit_for_bit_on_the_same_stages(folder):
 
 def test_a_steps_timeline_is_written_beside_its_plan(folder):
     """The same ops on the same stages, in the same order on each; a stage does one thing at a time."""
-    found = sorted(path.name for path in (folder / "timelines").iterdir())
-    assert found == ["step_2.json"]
+    names = sorted(path.name for path in (folder / "timelines").iterdir())
+    assert names == ["step_2.json"]
     for step in (2,):
         timelines = read_timelines(folder / "timelines" / f"step_{step}.json")
         measured, planned = timelines["measured"], timelines["planned"]
@@ -101,7 +101,7 @@ def test_a_steps_timeline_is_written_beside_its_plan(folder):
         for stage in (0, 1):
             everything = [event for event in measured if event.stage == stage]
             assert all(before.end <= after.start for before, after in pairwise(everything))
-            own = [event for event in everything if event.kind in WORK_KINDS]
-            ops = [(event.kind, event.segment, event.chunk) for event in own]
+            work = [event for event in everything if event.kind in WORK_KINDS]
+            ops = [(event.kind, event.segment, event.chunk) for event in work]
             assert ops == [(event.kind, event.segment, event.chunk) for event in planned if event.stage == stage]
-            assert all(event.start < event.end for event in own)
+            assert all(event.start < event.end for event in work)

@@ -70,8 +70,8 @@ def _sample(result: GenerationResult) -> tuple[list[int], np.ndarray]:
     return result.token_ids.tolist(), result.logprobs
 
 
-def assert_near(found: Samples, expected: Samples) -> None:
-    for (tokens, logprobs), (others, their_logprobs) in zip(found, expected, strict=True):
+def assert_near(actual: Samples, expected: Samples) -> None:
+    for (tokens, logprobs), (others, their_logprobs) in zip(actual, expected, strict=True):
         assert tokens == others
         assert np.abs(logprobs - their_logprobs).max() <= 2e-5
 
@@ -95,21 +95,21 @@ def engine_on(model: Any, job: Job) -> Any:
 
 def samples_on_rank(rank: int, argument: tuple[Case, dict[str, Job]]) -> dict[str, tuple]:
     (config, weights), jobs = argument
-    found = {}
+    results = {}
     with small_parts():
         for name, job in jobs.items():
             engine = engine_on(build_on(replace(config, **job.changes), weights, job.parallel), job)
-            found[name] = sampled(engine), engine.statistics(), [key[:-1] for key in engine._steps._passes]
+            results[name] = sampled(engine), engine.statistics(), [key[:-1] for key in engine._steps._passes]
             assert engine.pages_in_use == 0
-    return found
+    return results
 
 
 def expected_of(model: Any) -> dict[bool, Samples]:
     """From a nucleus, and not."""
-    found = {True: sampled(started(model, FROM_NUCLEUS)), False: sampled(started(model, DRAWN_BY_KERNELS))}
+    by_nucleus = {True: sampled(started(model, FROM_NUCLEUS)), False: sampled(started(model, DRAWN_BY_KERNELS))}
     # Some rows end before their length.
-    assert any(len(tokens) < length for (tokens, _), length in zip(found[False], LENGTHS, strict=True))
-    return found
+    assert any(len(tokens) < length for (tokens, _), length in zip(by_nucleus[False], LENGTHS, strict=True))
+    return by_nucleus
 
 
 def compare(case: Case, jobs: dict[str, Job], expected: dict[bool, Samples], world_size: int, folder: Path) -> None:
@@ -130,8 +130,8 @@ def compare(case: Case, jobs: dict[str, Job], expected: dict[bool, Samples], wor
 
 @interpreter
 def test_two_stages_give_the_samples_of_one_process(tmp_path):
-    whole = fused_model("QK-norm", num_layers=2)
-    expected = expected_of(whole)
+    model = fused_model("QK-norm", num_layers=2)
+    expected = expected_of(model)
     stages = ParallelConfig(**STAGES)
     jobs = {
         "bursts": Job(stages),
@@ -142,26 +142,26 @@ def test_two_stages_give_the_samples_of_one_process(tmp_path):
         "drafts": Job(stages, drafts=expected[False]),
         "modules": Job(stages, dict(fused_layer_impl="reference"), is_nucleus=True),
     }
-    compare(case_of(whole, num_layers=2), jobs, expected, 2, tmp_path / "mesh")
+    compare(case_of(model, num_layers=2), jobs, expected, 2, tmp_path / "mesh")
 
 
 @interpreter
 def test_stages_with_experts(tmp_path):
-    whole = fused_model("QK-norm", **EXPERTS)
+    model = fused_model("QK-norm", **EXPERTS)
     jobs = {"experts": Job(ParallelConfig(**STAGES))}
-    compare(case_of(whole, **EXPERTS), jobs, expected_of(whole), 2, tmp_path / "mesh")
+    compare(case_of(model, **EXPERTS), jobs, expected_of(model), 2, tmp_path / "mesh")
 
 
 @interpreter
 def test_four_ranks_give_the_samples_of_one_process(tmp_path):
-    whole = fused_model("QK-norm", num_layers=4, **TIED)
+    model = fused_model("QK-norm", num_layers=4, **TIED)
     both = ParallelConfig(**STAGES, **TENSOR)
     jobs = {
         "PP 4": Job(ParallelConfig(pipeline_model_parallel_size=4)),
         "SP": Job(replace(both, sequence_parallel=True, pipeline_model_parallel_layout="Ettt|tL")),
         "virtual stages, DP": Job(ParallelConfig(**STAGES, num_virtual_stages_per_pipeline_rank=2)),
     }
-    compare(case_of(whole, num_layers=4, **TIED), jobs, expected_of(whole), 4, tmp_path / "mesh")
+    compare(case_of(model, num_layers=4, **TIED), jobs, expected_of(model), 4, tmp_path / "mesh")
 
 
 def poisoned(self: DecodeStates, num_slots: int, grow: Any = DecodeStates.grow) -> None:
@@ -175,21 +175,21 @@ def poisoned(self: DecodeStates, num_slots: int, grow: Any = DecodeStates.grow) 
 def forests_on_rank(rank: int, argument: tuple[Case, Drive, dict[str, Job]]) -> dict[str, tuple]:
     """Forks, continuations and ends inside bursts on each job's mesh, and the statistics; states begin with NaN."""
     (config, weights), drive, jobs = argument
-    found = {}
+    results = {}
     with small_parts(), mock.patch.object(DecodeStates, "grow", poisoned):
         for name, job in jobs.items():
             engine = engine_on(build_on(replace(config, **job.changes), weights, job.parallel), job)
-            found[name] = run_forest(engine, drive), engine.statistics()
+            results[name] = run_forest(engine, drive), engine.statistics()
             assert engine.pages_in_use == 0
-    return found
+    return results
 
 
 @interpreter
 def test_stages_change_the_states_of_their_layers_in_place(tmp_path):
-    whole, drive = make_model(5, torch.float32, **STATES), Drive(seed=9, prompts=2, depth=1, longest=14)
+    model, drive = make_model(5, torch.float32, **STATES), Drive(seed=9, prompts=2, depth=1, longest=14)
     with torch.no_grad():
-        spread(dict(whole.named_parameters()), 5)
-    weights = {name: parameter.detach().clone() for name, parameter in named_parameters(whole).items()}
+        spread(dict(model.named_parameters()), 5)
+    weights = {name: parameter.detach().clone() for name, parameter in named_parameters(model).items()}
     apart = ParallelConfig(**STAGES, pipeline_model_parallel_layout="Ettt|tL")
     jobs = {
         # The first stage has no attention, the last one no states.
@@ -201,16 +201,16 @@ def test_stages_change_the_states_of_their_layers_in_place(tmp_path):
             ParallelConfig(**STAGES, num_virtual_stages_per_pipeline_rank=2), dict(fused_layer_impl="reference")
         ),
     }
-    expected = run_forest(started(whole, DRAWN_BY_KERNELS), drive)
+    expected = run_forest(started(model, DRAWN_BY_KERNELS), drive)
     case = sampling_config(torch.float32, **STATES), weights
     ranks = run_on_ranks(forests_on_rank, (case, drive, jobs), 2, tmp_path / "mesh")
     for name in jobs:
         for rank in ranks:
-            found, statistics = rank[name]
-            assert_same(found, expected, 2e-5)
+            actual, statistics = rank[name]
+            assert_same(actual, expected, 2e-5)
             assert statistics["static_forwards"] > 0.5 * statistics["forwards"]
             assert statistics["reused_tokens"] > 0
-            for request_id, (_, result) in found.items():
+            for request_id, (_, result) in actual.items():
                 assert np.array_equal(result.logprobs, ranks[0][name][0][request_id][1].logprobs)
 
 
@@ -248,19 +248,19 @@ def phases_on_rank(rank: int, argument: Case) -> tuple[list[Samples], list[float
 
 @interpreter
 def test_phases_are_repeatable_and_use_the_present_weights(tmp_path):
-    whole = fused_model("QK-norm", num_layers=2)
-    case = case_of(whole, num_layers=2)
-    before = sampled(started(whole, DRAWN_BY_KERNELS), ALIKE)
+    model = fused_model("QK-norm", num_layers=2)
+    case = case_of(model, num_layers=2)
+    before = sampled(started(model, DRAWN_BY_KERNELS), ALIKE)
     with torch.no_grad():
-        for parameter in whole.parameters():
+        for parameter in model.parameters():
             parameter.mul_(1.1)
-    after = sampled(started(whole, DRAWN_BY_KERNELS), ALIKE)
+    after = sampled(started(model, DRAWN_BY_KERNELS), ALIKE)
     ranks = run_on_ranks(phases_on_rank, case, 2, tmp_path / "mesh")
     for samples, captures, reasons, seconds in ranks:
-        for found, expected in zip(samples, (before, before, after, after), strict=True):
-            assert_near(found, expected)
-        for one, other in ((0, 1), (2, 3)):
-            for (_, logprobs), (_, again) in zip(samples[one], samples[other], strict=True):
+        for actual, expected in zip(samples, (before, before, after, after), strict=True):
+            assert_near(actual, expected)
+        for first, other in ((0, 1), (2, 3)):
+            for (_, logprobs), (_, again) in zip(samples[first], samples[other], strict=True):
                 assert np.array_equal(logprobs, again)
         assert captures[0] == captures[1] == captures[2] < captures[3]
         assert seconds == ranks[0][3] > 0

@@ -57,17 +57,17 @@ def factors(dtype: torch.dtype) -> Tensor:
     return torch.sin(torch.arange(E * C).view(E, C) + 1.0).to(dtype)
 
 
-def plain(given: Given) -> list[Tensor]:
+def plain(case: Given) -> list[Tensor]:
     """Output, and gradients of tokens and weights, without any exchange."""
-    x, chosen, weights, grad = given
+    x, chosen, weights, grad = case
     inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
     output = (inputs[0] * factors(x.dtype)[chosen] * inputs[1].unsqueeze(-1)).sum(1, keepdim=True)
     return [output.detach(), *torch.autograd.grad(output, inputs, grad)]
 
 
-def through(layer: TreeMoELayer, given: Given, rows_per_rank: int) -> list[Tensor]:
+def through(layer: TreeMoELayer, case: Given, rows_per_rank: int) -> list[Tensor]:
     """The same through the layer."""
-    x, chosen, weights, grad = given
+    x, chosen, weights, grad = case
     inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
     layer.router.forward = lambda _: (inputs[1], chosen)
     layer.experts = Scaling(layer.local_expert_indices[0], 1 / layer.token_dispatcher.tp_size)
@@ -82,17 +82,17 @@ def exchange(rank: int, meshes: dict[str, tuple[ParallelConfig, list[int]]]) -> 
     from megatron_dta.core.model.build import build_model
     from megatron_dta.core.model.parallel.mesh import destroy_parallel, initialize_parallel
 
-    found = {}
+    results = {}
     for number, (name, (parallel, tokens)) in enumerate(meshes.items()):
         layer = build_model(MODEL, initialize_parallel(3, parallel), parallel).decoder.layers[0].mlp
         for kind in ("any", "few", "skewed"):
-            given = random_tokens(tokens[rank], kind, seed=7 * number + rank)
+            case = random_tokens(tokens[rank], kind, seed=7 * number + rank)
             most = max(tokens) + (kind == "few")
-            found[f"{name} {kind}"] = [through(layer, given, most), through(layer, given, most), plain(given)]
+            results[f"{name} {kind}"] = [through(layer, case, most), through(layer, case, most), plain(case)]
         with pytest.raises(ValueError, match=r"\d+ rows in a pass planned for at most \d+"):
             RowExchange(layer.token_dispatcher.tp_ep_group, max(tokens) + 1, max(tokens), reference.sum_rows)
         destroy_parallel()
-    return found
+    return results
 
 
 MESHES = {
@@ -112,10 +112,10 @@ MESHES = {
 @pytest.mark.parametrize("world_size", MESHES)
 def test_several_ranks_sum_over_all_experts(world_size, tmp_path):
     ranks = run_on_ranks(exchange, MESHES[world_size], world_size, tmp_path / "ranks")
-    for rank, found in enumerate(ranks):
-        assert len(found) == 3 * len(MESHES[world_size])
-        for name, (own, again, expected) in found.items():
-            for tensor, other, wanted in zip(own, again, expected, strict=True):
+    for rank, results in enumerate(ranks):
+        assert len(results) == 3 * len(MESHES[world_size])
+        for name, (first, again, expected) in results.items():
+            for tensor, other, wanted in zip(first, again, expected, strict=True):
                 assert torch.equal(tensor, other), (rank, name)
                 torch.testing.assert_close(tensor, wanted, rtol=1e-14, atol=1e-14, msg=f"{rank} {name}")
 
@@ -129,37 +129,37 @@ def layer_here() -> TreeMoELayer:
 @pytest.mark.parametrize(("num_tokens", "kind"), [(61, "any"), (7, "few"), (1, "skewed")])
 def test_one_rank_gets_the_bits_of_megatrons_dispatcher(num_tokens, kind):
     dtype = torch.float32
-    x, chosen, weights, grad = given = random_tokens(num_tokens, kind, num_tokens, dtype)
+    x, chosen, weights, grad = case = random_tokens(num_tokens, kind, num_tokens, dtype)
     layer = layer_here()
-    found = through(layer, given, num_tokens)
+    actual = through(layer, case, num_tokens)
     inputs = x.clone().requires_grad_(), torch.zeros(num_tokens, E, dtype=dtype).scatter(1, chosen, weights)
     inputs[1].requires_grad_()
     routed, dispatcher = torch.zeros(num_tokens, E, dtype=torch.bool).scatter(1, chosen, True), layer.token_dispatcher
     rows, counts, row_weights = dispatcher.dispatch_postprocess(
         *dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(inputs[0], routed, inputs[1]))
     )
-    made, _ = Scaling(0, 1)(rows, counts, row_weights)
-    output = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(made)))
+    scaled, _ = Scaling(0, 1)(rows, counts, row_weights)
+    output = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(scaled)))
     *expected, by_map = output.detach(), *torch.autograd.grad(output, inputs, grad)
-    for own, other in zip(found, [*expected, by_map.gather(1, chosen)], strict=True):
-        assert torch.equal(own, other)
+    for tensor, other in zip(actual, [*expected, by_map.gather(1, chosen)], strict=True):
+        assert torch.equal(tensor, other)
 
 
-@pytest.mark.parametrize("wrong", ["tokens", "places"])
+@pytest.mark.parametrize("wrong", ["tokens", "token_rows"])
 def test_a_lost_place_is_noticed(wrong, monkeypatch):
     """The control of the tests above."""
-    made = rows_module.expert_rows
+    original = rows_module.expert_rows
 
     def spoilt(*arguments: object) -> rows_module.ExpertRows:
-        rows = made(*arguments)
+        rows = original(*arguments)
         spoilt_one = getattr(rows, wrong).clone()
         spoilt_one.view(-1)[[2, 40]] = spoilt_one.view(-1)[[40, 2]]
         return rows._replace(**{wrong: spoilt_one})
 
     monkeypatch.setattr("megatron_dta.core.model.experts.routed_layer.expert_rows", spoilt)
-    given = random_tokens(61, "any", 4)
-    pairs = zip(through(layer_here(), given, 61), plain(given), strict=True)
-    assert not all(torch.allclose(found, wanted) for found, wanted in pairs)
+    case = random_tokens(61, "any", 4)
+    pairs = zip(through(layer_here(), case, 61), plain(case), strict=True)
+    assert not all(torch.allclose(actual, wanted) for actual, wanted in pairs)
 
 
 @interpreter
@@ -170,19 +170,21 @@ def test_the_kernel_orders_rows_as_its_twin(sizes):
 
 @interpreter
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float16, 5e-4)])
-@pytest.mark.parametrize(("num_rows", "num_sums", "each", "width"), [(50, 9, 5, 67), (8, 3, 1, 2050), (0, 3, 2, 5)])
-def test_sums_of_rows_on_the_kernel(num_rows, num_sums, each, width, dtype, bound):
-    """Some places are of no row."""
+@pytest.mark.parametrize(
+    ("num_rows", "num_sums", "rows_per_sum", "width"), [(50, 9, 5, 67), (8, 3, 1, 2050), (0, 3, 2, 5)]
+)
+def test_sums_of_rows_on_the_kernel(num_rows, num_sums, rows_per_sum, width, dtype, bound):
+    """Some slots hold no row."""
     from dta_kernels.experts.row_sums import sum_rows
 
     seed_all(width)
     rows = torch.randn(num_rows + 1, width).to(dtype)
-    places = torch.randint(-1, num_rows, (num_sums, each))
-    exact = (rows.double()[places] * (places >= 0).unsqueeze(-1)).sum(1)
+    rows_of_sums = torch.randint(-1, num_rows, (num_sums, rows_per_sum))
+    exact = (rows.double()[rows_of_sums] * (rows_of_sums >= 0).unsqueeze(-1)).sum(1)
     rows = rows[:num_rows]
     with poisoned_memory():
-        found = sum_rows(rows, places)
-        twin = reference.sum_rows(rows, places)
-    assert found.dtype == twin.dtype == dtype
-    for sums in (found, twin):
+        actual = sum_rows(rows, rows_of_sums)
+        twin = reference.sum_rows(rows, rows_of_sums)
+    assert actual.dtype == twin.dtype == dtype
+    for sums in (actual, twin):
         torch.testing.assert_close(sums.double(), exact, rtol=bound, atol=4 * bound)

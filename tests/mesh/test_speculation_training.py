@@ -57,7 +57,7 @@ def test_trees_are_in_the_checkpoint(tmp_path: Path) -> None:
     with ExitStack() as stack:
         runs = Runs(stack, tmp_path, seed_all(5))
         base = "--rollout-speculation das --save-interval 2 --old-logprobs recompute"
-        whole, _ = runs.run(f"{base} --train-iters 4 --save {tmp_path / 'whole'}", "in-process")
+        unbroken, _ = runs.run(f"{base} --train-iters 4 --save {tmp_path / 'whole'}", "in-process")
         first, _ = runs.run(f"{base} --train-iters 2 --save {tmp_path / 'parts'}", "in-process")
         stored = first.source.timing()["speculation_drafter_tokens"]
         trainer, _ = runs.trainer(f"{base} --train-iters 4 --save {tmp_path / 'parts'}", "in-process")
@@ -66,8 +66,8 @@ def test_trees_are_in_the_checkpoint(tmp_path: Path) -> None:
             trainer.run()
         finally:
             trainer.metrics.close()
-        assert_same_weights(weights_of(whole), weights_of(trainer))
-        tokens = [t.source.timing()["speculation_drafter_tokens"] for t in (whole, trainer)]
+        assert_same_weights(weights_of(unbroken), weights_of(trainer))
+        tokens = [t.source.timing()["speculation_drafter_tokens"] for t in (unbroken, trainer)]
         assert tokens[0] == tokens[1] > stored
     assert records(tmp_path / "whole" / "metrics.jsonl")[0] == records(tmp_path / "parts" / "metrics.jsonl")[0]
 
@@ -139,8 +139,8 @@ def test_replicas_share_what_they_have_sampled(method: str, tmp_path: Path) -> N
         return run_on_ranks(trained_samples, (f"{DATA_PARALLEL} {method} {flags}", runs), count, tmp_path / name)
 
     (alone,) = ranks("--train-iters 2", 1, True, "alone")
-    found = ranks(f"--train-iters 2 --save {tmp_path / 'run'}", 2, True, "two")
-    assert found == [alone, alone]
+    paired = ranks(f"--train-iters 2 --save {tmp_path / 'run'}", 2, True, "two")
+    assert paired == [alone, alone]
     assert len(alone) > 10
     for count in () if method else (1, 3):
         again = ranks(f"--train-iters 3 --save {tmp_path / 'run'}", count, False, f"again{count}")

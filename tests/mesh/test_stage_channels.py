@@ -63,7 +63,7 @@ def watch_messages(rank: int, case: MeshCase) -> tuple[list[tuple[str, int, int,
     def counted(self: Any, *arguments: Any, **keywords: Any) -> None:
         nonlocal alive
         forward(self, *arguments, **keywords)
-        alive = max(alive, sum(each() is not None for each in outputs))
+        alive = max(alive, sum(output() is not None for output in outputs))
 
     with (
         mock.patch.object(transport.StageTransport, "send", watched_send),

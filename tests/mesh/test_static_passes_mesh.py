@@ -44,7 +44,7 @@ LAYERS = [*((name, "tp2") for name in MODELS), ("QK-norm", "tp2-sp"), ("biases",
 def layers_on_rank(rank: int, cases: dict[str, dict[str, torch.Tensor]]) -> dict[tuple[str, str], tuple]:
     from megatron_dta.core.model.layers.fused_layer import FusedLayer
 
-    found = {}
+    results = {}
     with small_parts():
         for name, mesh in LAYERS:
             model = build_on(config_of(name), cases[name], MESHES[mesh])
@@ -53,8 +53,8 @@ def layers_on_rank(rank: int, cases: dict[str, dict[str, torch.Tensor]]) -> dict
             with mock.patch.object(FusedLayer, "decodes_directly", False):
                 modules, contexts = passes(model)
             assert all(context.direct_until is None for context in contexts)
-            found[name, mesh] = direct, modules
-    return found
+            results[name, mesh] = direct, modules
+    return results
 
 
 @interpreter
@@ -65,14 +65,14 @@ def test_layers_without_modules_give_the_modules_numbers(tmp_path):
     ranks = run_on_ranks(layers_on_rank, cases, 2, tmp_path / "mesh")
     for (name, mesh), (direct, modules) in ranks[0].items():
         tolerance = 1e-2 if name == "float16" else 3e-6
-        for i, one in enumerate(direct):
+        for i, output in enumerate(direct):
             if mesh == "tp2":
-                assert torch.equal(one, modules[i])
+                assert torch.equal(output, modules[i])
             # With sequence parallelism modules compute a row of padding besides, which changes roundings.
-            assert (one - modules[i]).abs().max() < tolerance * one.abs().max()
-            assert torch.equal(one, ranks[0][name, "tp2"][0][i])
-            assert torch.equal(one, ranks[1][name, mesh][0][i])
-            assert (one - expected[name][i]).abs().max() < tolerance * one.abs().max()
+            assert (output - modules[i]).abs().max() < tolerance * output.abs().max()
+            assert torch.equal(output, ranks[0][name, "tp2"][0][i])
+            assert torch.equal(output, ranks[1][name, mesh][0][i])
+            assert (output - expected[name][i]).abs().max() < tolerance * output.abs().max()
 
 
 JOBS = {
@@ -84,7 +84,7 @@ JOBS = {
 
 def samples_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor]]) -> dict[str, tuple]:
     config, weights = argument
-    found = {}
+    results = {}
     with small_parts():
         for name, job in JOBS.items():
             model = build_on(replace(config, **job.changes), weights, job.parallel)
@@ -92,19 +92,19 @@ def samples_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tens
             settings = dict(attention_impl="triton", static_passes=True, max_tokens=11) | job.settings
             engine = started(model, drafting=drafting, **settings)
             forest = run_forest(engine, replace(DRIVE, order=1))
-            found[name] = forest, engine.statistics(), list(engine._steps._passes)
+            results[name] = forest, engine.statistics(), list(engine._steps._passes)
             assert engine.pages_in_use == 0
-    return found
+    return results
 
 
 @interpreter
 def test_static_passes_give_the_samples_of_one_process(tmp_path):
     """The vocabulary has an odd number of tokens, so that of the last rank is padded."""
-    whole = fused_model("QK-norm", num_layers=1)
+    model = fused_model("QK-norm", num_layers=1)
     config = replace(config_of("QK-norm"), num_layers=1)
-    with mock.patch.object(type(whole), "decodes_directly", False):
-        expected = run_forest(started(whole, attention_impl="triton"), DRIVE)
-    ranks = run_on_ranks(samples_on_rank, (config, weights_of(whole)), 2, tmp_path / "mesh")
+    with mock.patch.object(type(model), "decodes_directly", False):
+        expected = run_forest(started(model, attention_impl="triton"), DRIVE)
+    ranks = run_on_ranks(samples_on_rank, (config, weights_of(model)), 2, tmp_path / "mesh")
     for name, job in JOBS.items():
         for rank in ranks:
             forest, statistics, _ = rank[name]
@@ -115,8 +115,8 @@ def test_static_passes_give_the_samples_of_one_process(tmp_path):
         assert ranks[0][name][2] == ranks[1][name][2]
         assert ranks[0][name][1]["captures"] == ranks[1][name][1]["captures"]
         for request_id in expected:
-            one, other = (rank[name][0][request_id][1] for rank in ranks)
-            assert np.array_equal(one.logprobs, other.logprobs)
+            first, other = (rank[name][0][request_id][1] for rank in ranks)
+            assert np.array_equal(first.logprobs, other.logprobs)
 
 
 def moved_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor]]) -> list[tuple[int, list]]:
@@ -126,7 +126,7 @@ def moved_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor
     model = build_on(*argument, MESHES["tp2"])
     prompts = random_prompts(np.random.default_rng(3), [4, 4])
     requests = [GenerationRequest(i, prompt, 6, i) for i, prompt in enumerate(prompts)]
-    found = []
+    results = []
     with small_parts():
         engine = started(model, NEVER, attention_impl="triton", static_passes=True)
         for move in (None, 1, None):
@@ -135,15 +135,15 @@ def moved_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor
                 parameter.data = parameter.data.clone()
             engine.start(NEVER, 4)
             tokens = [result.token_ids.tolist() for result in generate(engine, requests)]
-            found.append((engine._steps.captures, tokens))
-    return found
+            results.append((engine._steps.captures, tokens))
+    return results
 
 
 @interpreter
 def test_ranks_capture_again_together(tmp_path):
-    whole = fused_model("QK-norm", num_layers=1)
+    model = fused_model("QK-norm", num_layers=1)
     config = replace(config_of("QK-norm"), num_layers=1)
-    ranks = run_on_ranks(moved_on_rank, (config, weights_of(whole)), 2, tmp_path / "mesh")
+    ranks = run_on_ranks(moved_on_rank, (config, weights_of(model)), 2, tmp_path / "mesh")
     assert ranks[0] == ranks[1]
     captures = [count for count, _ in ranks[0]]
     assert captures[0] < captures[1] == captures[2]

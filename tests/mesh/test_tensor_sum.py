@@ -24,18 +24,18 @@ def sums_on_rank(rank: int, _: Any) -> dict[str, Any]:
     from megatron_dta.core.model.parallel.mesh import destroy_parallel, initialize_parallel
 
     initialize_parallel(5, ParallelConfig(tensor_model_parallel_size=2))
-    found = module.tensor_sum()
-    assert found.reads_peers is None
+    tensor_sum = module.tensor_sum()
+    assert tensor_sum.reads_peers is None
     weight = torch.randn(5, 33, generator=torch.Generator().manual_seed(10 + rank))
     results = {
-        "sums": [found(term) for term in terms(rank)],
-        "product": found.product(terms(rank)[5], weight),
-        "peers": found.reads_peers,
-        "is one": module.tensor_sum() is found,
+        "sums": [tensor_sum(term) for term in terms(rank)],
+        "product": tensor_sum.product(terms(rank)[5], weight),
+        "peers": tensor_sum.reads_peers,
+        "is one": module.tensor_sum() is tensor_sum,
     }
     destroy_parallel()
     initialize_parallel(5, ParallelConfig(tensor_model_parallel_size=2))
-    return results | {"is another": module.tensor_sum() is not found}
+    return results | {"is another": module.tensor_sum() is not tensor_sum}
 
 
 def test_sums_over_gloo(tmp_path):
@@ -47,7 +47,7 @@ def test_sums_over_gloo(tmp_path):
         assert rank["peers"] is False
         assert rank["is one"]
         assert rank["is another"]
-        assert all(torch.equal(total, one + other) for total, one, other in zip(rank["sums"], *both, strict=True))
+        assert all(torch.equal(total, first + other) for total, first, other in zip(rank["sums"], *both, strict=True))
         assert torch.equal(rank["product"], product)
 
 

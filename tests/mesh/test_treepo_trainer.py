@@ -88,9 +88,9 @@ def test_ratios_are_one_at_the_samplers_weights(folder: Path):
 
 def test_a_continued_run_is_the_unbroken_one(folder: Path):
     """The checkpoint falls between steps of a rollout batch: prepared samples keep their weights."""
-    broken, whole = rows_without_timing(folder / "broken"), rows_without_timing(folder / "one")
-    assert [row["iteration"] for row in broken] == [row["iteration"] for row in whole]
-    for row, other in zip(broken, whole, strict=True):
+    broken, unbroken = rows_without_timing(folder / "broken"), rows_without_timing(folder / "one")
+    assert [row["iteration"] for row in broken] == [row["iteration"] for row in unbroken]
+    for row, other in zip(broken, unbroken, strict=True):
         for key in ("loss", "grad_norm", "reward", "decoded_tokens"):
             assert row.get(key) == other.get(key), (row["iteration"], key)
 

@@ -43,8 +43,8 @@ def _rows_kernel(
     matrix = tl.load(matrices_in + group).to(tl.pointer_type(like_in.dtype.element_ty))
     if ALIGNED:
         matrix = tl.multiple_of(matrix, 16)
-    own = first + tl.arange(0, ROWS)
-    row = tl.minimum(own, end - 1).to(tl.int64)
+    unbounded = first + tl.arange(0, ROWS)
+    row = tl.minimum(unbounded, end - 1).to(tl.int64)
     if INDEXED:
         row = tl.load(index_in + row).to(tl.int64)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
@@ -68,8 +68,8 @@ def _rows_kernel(
         total = tl.dot(x, weight, total, input_precision="ieee")
         x_at += STEP
         matrix_at += STEP * OUT if BACKWARD else STEP
-    target = y_out + own.to(tl.int64)[:, None] * OUT + column[None, :]
-    tl.store(target, total.to(y_out.dtype.element_ty), mask=(own < end)[:, None] & (column < OUT)[None, :])
+    target = y_out + unbounded.to(tl.int64)[:, None] * OUT + column[None, :]
+    tl.store(target, total.to(y_out.dtype.element_ty), mask=(unbounded < end)[:, None] & (column < OUT)[None, :])
 
 
 @triton.jit
@@ -111,16 +111,17 @@ def _gradients_kernel(
 def _table_kernel(
     counts_in, table_out, num_tiles, num_groups, SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    own = tl.program_id(0)
-    each = tl.arange(0, GROUPS)
-    counts = tl.load(counts_in + each, mask=each < num_groups, other=0).to(tl.int32)
+    program = tl.program_id(0)
+    candidate = tl.arange(0, GROUPS)
+    counts = tl.load(counts_in + candidate, mask=candidate < num_groups, other=0).to(tl.int32)
     tiles = (counts + SIZE - 1) // SIZE
-    begin, tile = tl.sum(tl.where(each < own, counts, 0), 0), tl.sum(tl.where(each < own, tiles, 0), 0)
-    tl.store(table_out + own, begin)
+    is_before = candidate < program
+    begin, tile = tl.sum(tl.where(is_before, counts, 0), 0), tl.sum(tl.where(is_before, tiles, 0), 0)
+    tl.store(table_out + program, begin)
     # The last program belongs to no group: it marks the unused tiles.
-    last = own == num_groups
-    group = tl.where(last, -1, own)
-    number = tl.where(last, num_tiles - tile, tl.sum(tl.where(each == own, tiles, 0), 0))
+    last = program == num_groups
+    group = tl.where(last, -1, program)
+    number = tl.where(last, num_tiles - tile, tl.sum(tl.where(candidate == program, tiles, 0), 0))
     for first in range(0, number, BLOCK):
         index = first + tl.arange(0, BLOCK)
         target = table_out + num_groups + 1 + tile + index

@@ -39,8 +39,8 @@ class PlainRows:
     ) -> None:
         """``sum += grad.T @ x`` over each group's rows; ``indexed`` is "grad" or "x" for the indexed tensor."""
         grads, inputs = self._groups(grad_RN, indexed == "grad"), self._groups(x_RK, indexed == "x")
-        for each, grad, x in zip(sums_NK, grads, inputs, strict=True):
-            add_weight_gradient(each, grad, x)
+        for sums, grad, x in zip(sums_NK, grads, inputs, strict=True):
+            add_weight_gradient(sums, grad, x)
 
     def _groups(self, rows: Tensor, indexed: bool) -> Sequence[Tensor]:
         return (rows.index_select(0, self._index) if indexed else rows).split(self._counts)
@@ -55,9 +55,9 @@ def sum_rows(rows_RC: Tensor, places_NK: Tensor) -> Tensor:
     total = torch.zeros(len(places_NK), rows_RC.shape[1], dtype=dtype, device=rows_RC.device)
     if not len(rows_RC):
         return total.to(rows_RC.dtype)
-    for place in places_NK.unbind(1):
-        row = rows_RC.index_select(0, place.clamp(min=0)).to(dtype)
-        total += row.masked_fill_((place < 0).unsqueeze(1), 0)
+    for rank_rows in places_NK.unbind(1):
+        row = rows_RC.index_select(0, rank_rows.clamp(min=0)).to(dtype)
+        total += row.masked_fill_((rank_rows < 0).unsqueeze(1), 0)
     return total.to(rows_RC.dtype)
 
 

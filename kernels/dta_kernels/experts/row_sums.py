@@ -21,22 +21,22 @@ _BLOCK = 2048
 
 @triton.jit
 def _kernel(rows_in, places_in, sums_out, EACH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    own = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     for begin in range(0, WIDTH, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         exists = column < WIDTH
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for k in tl.static_range(EACH):
-            row = tl.load(places_in + own * EACH + k).to(tl.int64)
+            row = tl.load(places_in + token * EACH + k).to(tl.int64)
             is_read = column < tl.where(row >= 0, WIDTH, 0)
             total += tl.load(rows_in + row * WIDTH + column, mask=is_read, other=0.0).to(tl.float32)
-        tl.store(sums_out + own * WIDTH + column, total.to(sums_out.dtype.element_ty), mask=exists)
+        tl.store(sums_out + token * WIDTH + column, total.to(sums_out.dtype.element_ty), mask=exists)
 
 
 @lru_cache
-def _launcher(each: int, width: int) -> Launcher:
+def _launcher(rows_per_token: int, width: int) -> Launcher:
     block = min(_BLOCK, triton.next_power_of_2(width))
-    return Launcher(_kernel, EACH=each, WIDTH=width, BLOCK=block, num_warps=max(1, min(8, block // 256)))
+    return Launcher(_kernel, EACH=rows_per_token, WIDTH=width, BLOCK=block, num_warps=max(1, min(8, block // 256)))
 
 
 def sum_rows(rows_RC: Tensor, places_NK: Tensor) -> Tensor:

@@ -76,8 +76,8 @@ def _product_kernel(
     if GATED:
         gate, up = acc.to(element).to(tl.float32), up.to(element).to(tl.float32)
         acc = gate * tl.sigmoid(gate) * up
-    place = (tl.program_id(1) * num_rows + row) * N + output
-    tl.store(out + place, acc.to(element), mask=exists)
+    offset = (tl.program_id(1) * num_rows + row) * N + output
+    tl.store(out + offset, acc.to(element), mask=exists)
 
 
 @lru_cache

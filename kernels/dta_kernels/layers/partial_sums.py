@@ -54,7 +54,7 @@ def add_partial_sums(sums_C: tuple[Tensor, Tensor], partials_PC: tuple[Tensor, T
         partials_PC: float32, contiguous; both of one shape.
     """
     P, C = partials_PC[0].shape
-    if partials_PC[1].shape != (P, C) or any(each.shape != (C,) for each in sums_C):
+    if partials_PC[1].shape != (P, C) or any(sums.shape != (C,) for sums in sums_C):
         raise ValueError("both sums must be vectors with a column's entry for each column of the partial sums")
     if P:
         _add_pair()((ceil_div(C, _COLUMNS), 2), *partials_PC, *sums_C, P, C)

@@ -318,7 +318,9 @@ class _QKVRope(torch.autograd.Function):
         rows = MixedQKV(*ctx.saved_tensors, ctx.layout, ctx.eps)
         grad_mixed_NW, partial = rows.partial_gradients(grad_q_NHD, grad_k_NGD, grad_v_NGD)
         weight_D = rows.q_weight
-        grad_weights = (None, None) if weight_D is None else (each.sum(0).to(weight_D.dtype) for each in partial)
+        grad_weights = (
+            (None, None) if weight_D is None else (partial_sums.sum(0).to(weight_D.dtype) for partial_sums in partial)
+        )
         return grad_mixed_NW, None, None, *grad_weights, None, None
 
 

@@ -63,7 +63,7 @@ def gradient_placeholder(weight: Tensor) -> Tensor:
     """
     key = (tuple(weight.shape), weight.dtype, weight.device)
     if key not in _placeholders:
-        made = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        made.untyped_storage().resize_(0)
-        _placeholders[key] = made
+        placeholder = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        placeholder.untyped_storage().resize_(0)
+        _placeholders[key] = placeholder
     return _placeholders[key].detach()

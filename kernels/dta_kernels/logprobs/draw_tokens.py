@@ -94,13 +94,13 @@ def _draw_kernel(
     token = (block - first_block) * BLOCK + i
     x = _scaled(logits_in + row * row_stride + token, temperature, SCALE, (token >= 0) & (token < num_drawn))
     if GREEDY:
-        own = tl.min(tl.where(x == best, i, BLOCK - 1), 0)
+        index = tl.min(tl.where(x == best, i, BLOCK - 1), 0)
     else:
         weight = tl.exp(x.to(tl.float64) - shift)
         rest = threshold - tl.sum(tl.where(k == block - 1, until, 0.0), 0)
         last = tl.max(tl.where(weight > 0, i, 0), 0)
-        own = tl.minimum(tl.min(tl.where((tl.cumsum(weight, 0) > rest) & (weight > 0), i, BLOCK), 0), last)
-    drawn = tl.minimum((block - first_block) * BLOCK + own, num_drawn - 1)
+        index = tl.minimum(tl.min(tl.where((tl.cumsum(weight, 0) > rest) & (weight > 0), i, BLOCK), 0), last)
+    drawn = tl.minimum((block - first_block) * BLOCK + index, num_drawn - 1)
     chosen = tl.sum(tl.where(token == drawn, x, 0.0), 0)
     logprob = (chosen.to(tl.float64) - shift - tl.log(total)).to(tl.float32)
     is_own = (block >= first_block) & (block < first_block + OWN_BLOCKS)
@@ -150,10 +150,10 @@ def draw_from_shards(
     gathered = own_3BK.new_empty(3 * ranks, *largest_BK.shape)
     distributed.all_gather_into_tensor(gathered, own_3BK, group=shard.group)
     largest_BJ, *sums = gathered.view(ranks, *own_3BK.shape).permute(1, 2, 0, 3).flatten(2).contiguous()
-    place = shard.group.rank() * largest_BK.shape[1], shard.first_token
-    found = _drawn(logits_BV, sizes[1], (largest_BJ.float(), *sums), noise_B, temperature, place)
+    shard_begin = shard.group.rank() * largest_BK.shape[1], shard.first_token
+    drawn = _drawn(logits_BV, sizes[1], (largest_BJ.float(), *sums), noise_B, temperature, shard_begin)
     # All ranks but one add zero.
-    both_2B = torch.stack([part.double() for part in found])
+    both_2B = torch.stack([part.double() for part in drawn])
     distributed.all_reduce(both_2B, group=shard.group)
     return both_2B[0].long(), both_2B[1].float()
 
@@ -181,9 +181,9 @@ def _drawn(
     sums: tuple[Tensor, Tensor, Tensor],
     noise_B: Tensor,
     temperature: float,
-    place: tuple[int, int] = (0, 0),
+    shard_begin: tuple[int, int] = (0, 0),
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and logprobs by the ``sums`` of all blocks; ``place``: this rank's first block and token."""
+    """Tokens and logprobs by the ``sums`` of all blocks; ``shard_begin``: the rank's first block and token."""
     (B, V), J = logits_BV.shape, sums[0].shape[1]
     tokens = torch.empty(B, dtype=torch.int64, device=logits_BV.device)
     logprobs = torch.empty(B, dtype=torch.float32, device=logits_BV.device)
@@ -191,7 +191,7 @@ def _drawn(
         shape = triton.next_power_of_2(J), ceil_div(V, _BLOCK)
         _draws(temperature not in (0, 1), temperature == 0, *shape)(
             (B,), logits_BV, *sums, noise_B, tokens, logprobs, num_drawn, J, logits_BV.stride(0), float(temperature),
-            *place
+            *shard_begin
         )  # fmt: skip
     return tokens, logprobs
 
@@ -211,8 +211,8 @@ def draw_tokens_reference(
     else:
         until = logprobs_BV.exp().cumsum(dim=-1)
         above = until > noise_B[:, None] * until[:, -1:]
-        places = torch.arange(x.shape[1], device=x.device)
-        tokens = torch.where(above & (logprobs_BV > float("-inf")), places, x.shape[1] - 1).amin(dim=-1)
+        token_ids = torch.arange(x.shape[1], device=x.device)
+        tokens = torch.where(above & (logprobs_BV > float("-inf")), token_ids, x.shape[1] - 1).amin(dim=-1)
     return tokens, logprobs_BV.gather(1, tokens[:, None]).squeeze(1).float()
 
 

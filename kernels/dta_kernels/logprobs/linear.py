@@ -124,7 +124,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 edges.of(chunk),
                 None if grad_logprobs_E is None else grad_logprobs_E[of_chunk].to(dtype),
                 None if grad_entropy_R is None else grad_entropy_R[rows].to(dtype),
-                RowStatistics(*(each[rows] for each in statistics)),
+                RowStatistics(*(statistic[rows] for statistic in statistics)),
                 ctx.temperature,
             )
             grad_hidden_RC[rows] = grad_logits_BV @ weight_VC

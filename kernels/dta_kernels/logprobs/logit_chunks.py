@@ -150,7 +150,7 @@ def fused_gradient(
     row_sum_B = _row_sums(grad_edges_e, edges, statistics.entropy)
     if grad_edges_e is not None:
         # Gradients of targets are computed separately, before the logits are overwritten, to round p - 1 only once.
-        largest_e, log_mass_e, entropy_e = (each[edges.row] for each in statistics)
+        largest_e, log_mass_e, entropy_e = (statistic[edges.row] for statistic in statistics)
         logprob = logits_BV[edges.row, edges.column].float() * (1.0 / temperature) - largest_e - log_mass_e
         factor = row_sum_B[edges.row]
         if grad_entropy_B is not None:

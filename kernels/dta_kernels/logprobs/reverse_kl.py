@@ -129,7 +129,7 @@ def linear_reverse_kl(
 
 def reverse_kl_reference(logits_RV: Tensor, teacher_logits_RV: Tensor, temperature: float = 1.0) -> Tensor:
     """The same from whole logits, by autograd."""
-    log_p, log_q = (torch.log_softmax(each / temperature, -1) for each in (logits_RV, teacher_logits_RV))
+    log_p, log_q = (torch.log_softmax(x / temperature, -1) for x in (logits_RV, teacher_logits_RV))
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 

@@ -56,13 +56,13 @@ def _attend_part(
     for start in tl.range(begin, stop, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         inside = key < stop
-        place = (page * S + key % S) * STRIDE
+        offset = (page * S + key % S) * STRIDE
         if BLOCK_D == D:
             loaded = inside[:, None]
         else:
             loaded = inside[:, None] & (channel < D)[None, :]
-        k = tl.load(keys_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
-        v = tl.load(values_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
+        k = tl.load(keys_of + offset[:, None] + channel[None, :], mask=loaded, other=0.0)
+        v = tl.load(values_of + offset[:, None] + channel[None, :], mask=loaded, other=0.0)
         # The pages of the next block are known before its keys are needed.
         page = tl.load(table + (key + BLOCK_N) // S, mask=key + BLOCK_N < stop, other=0)
         scores = product(q, k.T, None, PRECISION, UPCAST)
@@ -91,10 +91,10 @@ def _merged_parts(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     for part in tl.range(0, parts):
-        place = at + part * size
+        row = at + part * size
         # Not from the processor's own cache, which knows nothing of what other programs have stored.
-        lse = tl.load(part_lse + place, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        values = tl.load(part_out + place[:, None] * D + channel[None, :], mask=stored, other=0.0, cache_modifier=".cg")
+        lse = tl.load(part_lse + row, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(part_out + row[:, None] * D + channel[None, :], mask=stored, other=0.0, cache_modifier=".cg")
         new_largest = tl.maximum(largest, lse)
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         decay, weight = tl.exp2(largest - shift), tl.exp2(lse - shift)

@@ -254,8 +254,8 @@ def paged_attention_reference(
             for pool in (keys_PSGD, values_PSGD)
         )
         scores_HQK = torch.einsum("qhd,khd->hqk", query_NHD[first : first + count].to(dtype), key) * scale
-        own, seen = torch.arange(position, end, device=key.device), torch.arange(end, device=key.device)
-        scores_HQK = scores_HQK.masked_fill(seen > own[:, None], float("-inf"))
+        query_position, seen = torch.arange(position, end, device=key.device), torch.arange(end, device=key.device)
+        scores_HQK = scores_HQK.masked_fill(seen > query_position[:, None], float("-inf"))
         out = torch.einsum("hqk,khd->qhd", torch.softmax(scores_HQK, dim=-1), value)
         out_NHD[first : first + count] = out.to(out_NHD.dtype)
 

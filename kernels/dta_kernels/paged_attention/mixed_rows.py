@@ -52,19 +52,19 @@ def _turned(
     # The compiler knows that remainders of neighbors are neighbors.
     angle, partner = channel % HALF, (channel + HALF) % (2 * HALF)
     stored, turns = (row <= J) & (channel < D), (row <= J) & (channel < 2 * HALF)
-    own = sum_of_terms(source + row * D + channel, stored, size, TERMS, element)
+    value = sum_of_terms(source + row * D + channel, stored, size, TERMS, element)
     other = sum_of_terms(source + row * D + partner, turns, size, TERMS, element)
     cos = tl.load(cos_of + angle, mask=turns, other=1.0)
     sin = tl.load(sin_of + angle, mask=turns, other=0.0)
     if NORM:
         of_own = _weights(q_weight_in, k_weight_in, channel, stored & (row < J), stored & (row == J))
         of_other = _weights(q_weight_in, k_weight_in, partner, turns & (row < J), turns & (row == J))
-        total = _squares(own, channel, 0, HALF) + _squares(own, channel, HALF, 2 * HALF)
+        total = _squares(value, channel, 0, HALF) + _squares(value, channel, HALF, 2 * HALF)
         if D > 2 * HALF:
-            total += _squares(own, channel, 2 * HALF, D)
+            total += _squares(value, channel, 2 * HALF, D)
         rstd = (1.0 / tl.sqrt(total / D + eps))[:, None]
-        own, other = own * rstd * of_own, other * rstd * of_other
-    return tl.fma(own, cos, other * tl.where(channel < HALF, -sin, sin)).to(element)
+        value, other = value * rstd * of_own, other * rstd * of_other
+    return tl.fma(value, cos, other * tl.where(channel < HALF, -sin, sin)).to(element)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["tiles", "tables", "addresses", "slots"])

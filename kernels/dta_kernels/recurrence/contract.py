@@ -40,8 +40,8 @@ class Runs(NamedTuple):
         offsets = (0, *accumulate(lengths))
         chunks = [(run, chunk) for run, length in enumerate(lengths) for chunk in range(-(-length // CHUNK))]
         on_gpu = torch.device(device).type == "cuda"
-        tensors = (torch.tensor(each, dtype=torch.int64, pin_memory=on_gpu) for each in (offsets, chunks))
-        return cls(offsets, *(each.to(device, non_blocking=True) for each in tensors))
+        tensors = (torch.tensor(array, dtype=torch.int64, pin_memory=on_gpu) for array in (offsets, chunks))
+        return cls(offsets, *(tensor.to(device, non_blocking=True) for tensor in tensors))
 
     @property
     def lengths(self) -> list[int]:

@@ -25,11 +25,11 @@ _TOKENS, _CHANNELS = 32, 128
 def _row(rows_in, before_in, source, channel, exists, num_tokens, num_rows, row_stride, num_channels):
     """Rows ``source`` [BT] in float32, [BT, BC]; zeros for number ``num_rows``."""
     is_own = source < num_tokens
-    own = tl.load(rows_in + source[:, None] * row_stride + channel, mask=exists & is_own[:, None], other=0.0)
+    within = tl.load(rows_in + source[:, None] * row_stride + channel, mask=exists & is_own[:, None], other=0.0)
     is_before = (source >= num_tokens) & (source < num_rows)
-    place = (source - num_tokens)[:, None] * num_channels + channel
-    before = tl.load(before_in + place, mask=exists & is_before[:, None], other=0.0)
-    return own.to(tl.float32) + before.to(tl.float32)
+    offset = (source - num_tokens)[:, None] * num_channels + channel
+    before = tl.load(before_in + offset, mask=exists & is_before[:, None], other=0.0)
+    return within.to(tl.float32) + before.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
@@ -66,15 +66,15 @@ def _mixed_gradient_kernel(
         weight = tl.load(weight_in + channel * WIDTH + w, mask=channel < num_channels, other=0.0).to(tl.float32)
         mixed += x * weight
     gate = tl.sigmoid(mixed)
-    place = token[:, None] * num_channels + channel
-    grad = tl.load(grad_in + place, mask=exists, other=0.0).to(tl.float32) * gate * (1 + mixed * (1 - gate))
-    tl.store(grad_out + place, grad, mask=exists)
+    offset = token[:, None] * num_channels + channel
+    grad = tl.load(grad_in + offset, mask=exists, other=0.0).to(tl.float32) * gate * (1 + mixed * (1 - gate))
+    tl.store(grad_out + offset, grad, mask=exists)
     for w in tl.static_range(WIDTH):
         source = tl.load(taps_in + token * WIDTH + w, mask=token < num_tokens, other=0)
         x = _row(rows_in, before_in, source, channel, exists, num_tokens, num_rows, row_stride, num_channels)
         total = tl.sum(grad * x, 0)[None, :]
-        place = (program * num_channels + channel) * WIDTH + w
-        tl.store(grad_weight_out + place, total, mask=channel < num_channels)
+        offset = (program * num_channels + channel) * WIDTH + w
+        tl.store(grad_weight_out + offset, total, mask=channel < num_channels)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -91,8 +91,8 @@ def _row_gradient_kernel(
         later = token + back
         is_in_run = exists & (later < end)[:, None]
         grad = tl.load(grad_in + later[:, None] * num_channels + channel, mask=is_in_run, other=0.0)
-        place = channel * WIDTH + (WIDTH - 1 - back)
-        total += grad * tl.load(weight_in + place, mask=channel < num_channels, other=0.0).to(tl.float32)
+        offset = channel * WIDTH + (WIDTH - 1 - back)
+        total += grad * tl.load(weight_in + offset, mask=channel < num_channels, other=0.0).to(tl.float32)
     tl.store(grad_out + token[:, None] * num_channels + channel, total, mask=exists)
 
 

@@ -54,9 +54,9 @@ def _delta_kernel(
     key, value = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
     slot, begun = tl.load(slots + row), tl.load(positions + row) > 0
     states = tl.load(address).to(tl.pointer_type(tl.float32))
-    place = states + (tl.maximum(slot, 0) * J + head) * (K * V) + key[:, None] * V + value[None, :]
+    state_address = states + (tl.maximum(slot, 0) * J + head) * (K * V) + key[:, None] * V + value[None, :]
     exists = (key < K)[:, None] & (value < V)[None, :] & (slot >= 0)
-    state = tl.load(place, mask=exists & begun, other=0.0)
+    state = tl.load(state_address, mask=exists & begun, other=0.0)
     key_head = head // (J // H)
     q = tl.load(q_in + row * q_stride + key_head * K + key, mask=key < K, other=0.0).to(tl.float32)
     k = tl.load(k_in + row * k_stride + key_head * K + key, mask=key < K, other=0.0).to(tl.float32)
@@ -68,7 +68,7 @@ def _delta_kernel(
     state = state * tl.exp(g)
     held = tl.sum(k[:, None] * state, 0)
     state += k[:, None] * (beta * (v - held))[None, :]
-    tl.store(place, state, mask=exists)
+    tl.store(state_address, state, mask=exists)
     y = tl.sum(q[:, None] * state, 0)
     tl.store(out + (row * J + head) * V + value, y.to(out.dtype.element_ty), mask=value < V)
 

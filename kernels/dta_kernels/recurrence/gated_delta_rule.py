@@ -50,7 +50,7 @@ def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs)
     pulls = (beta.unsqueeze(-1) * (k @ k.transpose(-1, -2)) * decay).tril(-1)
     right = torch.cat([beta.unsqueeze(-1) * v, (beta * kept).unsqueeze(-1) * k], dim=-1)
     solved = torch.linalg.solve_triangular(pulls, right, upper=False, unitriangular=True)
-    update, taken = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    update, removal = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores = (q @ k.transpose(-1, -2)) * decay
     reads = q * kept.unsqueeze(-1)
     last = total[..., -1:]
@@ -61,7 +61,7 @@ def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs)
     state, outputs, first = entry_RJKV.to(dtype).index_select(0, order), [], 0
     for count in active.tolist():
         here, entered = slice(first, first + count), state[:count]
-        change = update[here] - taken[here] @ entered
+        change = update[here] - removal[here] @ entered
         outputs.append(reads[here] @ entered + scores[here] @ change)
         left = fade[here] * entered + writes[here] @ change
         state = left if count == state.shape[0] else torch.cat([left, state[count:]])

@@ -28,8 +28,8 @@ def _forward_kernel(
     channel = tl.arange(0, BV)[None, :]
     exists = (row < num_rows)[:, None] & (channel < size)
     x = tl.load(x_in + row[:, None] * size + channel, mask=exists, other=0.0).to(tl.float32)
-    place = (row // num_heads)[:, None] * z_stride + (row % num_heads)[:, None] * size + channel
-    z = tl.load(z_in + place, mask=exists, other=0.0).to(tl.float32)
+    z_offset = (row // num_heads)[:, None] * z_stride + (row % num_heads)[:, None] * size + channel
+    z = tl.load(z_in + z_offset, mask=exists, other=0.0).to(tl.float32)
     weight = tl.load(weight_in + channel, mask=channel < size, other=0.0).to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / size + eps)
     y = x * rstd[:, None] * weight * (z * tl.sigmoid(z))
@@ -45,11 +45,11 @@ def _backward_kernel(
     row = program * BR + tl.arange(0, BR)
     channel = tl.arange(0, BV)[None, :]
     exists = (row < num_rows)[:, None] & (channel < size)
-    own = row[:, None] * size + channel
-    x = tl.load(x_in + own, mask=exists, other=0.0).to(tl.float32)
-    place = (row // num_heads)[:, None] * z_stride + (row % num_heads)[:, None] * size + channel
-    z = tl.load(z_in + place, mask=exists, other=0.0).to(tl.float32)
-    grad = tl.load(grad_in + own, mask=exists, other=0.0).to(tl.float32)
+    offset = row[:, None] * size + channel
+    x = tl.load(x_in + offset, mask=exists, other=0.0).to(tl.float32)
+    z_offset = (row // num_heads)[:, None] * z_stride + (row % num_heads)[:, None] * size + channel
+    z = tl.load(z_in + z_offset, mask=exists, other=0.0).to(tl.float32)
+    grad = tl.load(grad_in + offset, mask=exists, other=0.0).to(tl.float32)
     weight = tl.load(weight_in + channel, mask=channel < size, other=0.0).to(tl.float32)
     rstd = (1.0 / tl.sqrt(tl.sum(x * x, 1) / size + eps))[:, None]
     hat, sigmoid = x * rstd, tl.sigmoid(z)
@@ -57,8 +57,8 @@ def _backward_kernel(
     grad_z = grad * hat * weight * (sigmoid * (1 + z * (1 - sigmoid)))
     grad_hat = grad_normed * weight
     grad_x = (grad_hat - hat * (tl.sum(grad_hat * hat, 1) / size)[:, None]) * rstd
-    tl.store(grad_x_out + own, grad_x.to(grad_x_out.dtype.element_ty), mask=exists)
-    tl.store(grad_z_out + own, grad_z.to(grad_z_out.dtype.element_ty), mask=exists)
+    tl.store(grad_x_out + offset, grad_x.to(grad_x_out.dtype.element_ty), mask=exists)
+    tl.store(grad_z_out + offset, grad_z.to(grad_z_out.dtype.element_ty), mask=exists)
     total = tl.sum(grad_normed * hat, 0)[None, :]
     tl.store(grad_weight_out + program * size + channel, total, mask=channel < size)
 

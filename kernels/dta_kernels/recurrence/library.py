@@ -32,37 +32,37 @@ def installed_version() -> str | None:
         return None
 
 
-def is_supported(found: str) -> bool:
+def is_supported(version: str) -> bool:
     """Whether a version is new enough; development versions count as the release that they precede."""
-    return _numbers(found) >= OLDEST
+    return _numbers(version) >= OLDEST
 
 
 def why_triton_is_wrong(capability: tuple[int, int]) -> str | None:
     """Why the kernels' gradients would be wrong on a GPU of this compute capability, and what helps; None if not."""
-    found = _triton_version()
-    if capability[0] != 9 or not _WRONG_TRITON <= _numbers(found) < _RIGHT_TRITON:
+    version = _triton_version()
+    if capability[0] != 9 or not _WRONG_TRITON <= _numbers(version) < _RIGHT_TRITON:
         return None
     has_tilelang = find_spec("tilelang")
     if has_tilelang and _has_compiler():
         return None
     missing = "a CUDA toolkit with nvcc for tilelang" if has_tilelang else "tilelang"
-    return f"Triton {found} compiles its backward wrongly for Hopper GPUs; install {missing}, or triton>=3.7.1"
+    return f"Triton {version} compiles its backward wrongly for Hopper GPUs; install {missing}, or triton>=3.7.1"
 
 
 def _has_compiler() -> bool:
     """Whether the package finds the compiler without which it leaves TileLang aside."""
     import fla.utils
 
-    found = getattr(fla.utils, "has_usable_nvcc", None)
-    return found is None or found()
+    has_nvcc = getattr(fla.utils, "has_usable_nvcc", None)
+    return has_nvcc is None or has_nvcc()
 
 
 def _triton_version() -> str:
     return version("triton")
 
 
-def _numbers(found: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", found)[:3])
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 @lru_cache
@@ -82,7 +82,7 @@ def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs)
     _prepare((k.shape[2], v.shape[2]), torch.cuda.get_device_capability(q.device))
     q, k = unit_heads(q), unit_heads(k)
     output, exits = chunk_gated_delta_rule(
-        *(each.unsqueeze(0) for each in (q, k, v)),
+        *(x.unsqueeze(0) for x in (q, k, v)),
         g=g.unsqueeze(0),
         beta=beta.unsqueeze(0),
         initial_state=entry_RJKV,

@@ -41,14 +41,14 @@ def tuners() -> dict[str, Any]:
     """The library's tuners by the names of their kernels."""
     from triton.runtime.autotuner import Autotuner
 
-    found = {}
+    autotuners = {}
     for module in _MODULES:
         for name, kernel in vars(import_module(f"fla.ops.{module}")).items():
             while hasattr(kernel, "fn") and not isinstance(kernel, Autotuner):
                 kernel = kernel.fn
             if isinstance(kernel, Autotuner):
-                found[name] = kernel
-    return found
+                autotuners[name] = kernel
+    return autotuners
 
 
 def fix_settings(settings: dict[str, LaunchSettings]) -> None:
@@ -56,10 +56,10 @@ def fix_settings(settings: dict[str, LaunchSettings]) -> None:
 
     A candidate that this version of the library does not have is left to its tuner.
     """
-    found = tuners()
+    autotuners = tuners()
     for name, chosen in settings.items():
-        if name in found:
-            tuner = found[name]
+        if name in autotuners:
+            tuner = autotuners[name]
             tuner.configs = [config for config in tuner.configs if settings_of(config) == chosen] or tuner.configs
 
 

@@ -26,25 +26,25 @@ class PathLayout(NamedTuple):
 
     Attributes:
         source: int64 [M], for each row of the layout one of the S rows, or S for a row of zeros (before a root).
-        place: int64 [N], each token's row in the layout; the W - 1 rows before it are its predecessors.
+        token_row: int64 [N], each token's row in the layout; the W - 1 rows before it are its predecessors.
         head: int64 [R], first token of each run.
         run_end: int64 [N], one past the last token of each token's run.
         uses_kernels: whether the kernels run instead of plain PyTorch.
     """
 
     source: Tensor
-    place: Tensor
+    token_row: Tensor
     head: Tensor
     run_end: Tensor
     uses_kernels: bool = False
 
     def taps(self, width: int) -> Tensor:
         """The rows that each token sees, itself last, int64 [N, W]."""
-        return self.source[self.place.unsqueeze(1) + torch.arange(1 - width, 1, device=self.place.device)]
+        return self.source[self.token_row.unsqueeze(1) + torch.arange(1 - width, 1, device=self.token_row.device)]
 
     def sources_before(self, width: int) -> Tensor:
         """The rows before each run, int64 [R, W - 1]."""
-        first = self.place[self.head].unsqueeze(1)
+        first = self.token_row[self.head].unsqueeze(1)
         return self.source[first + torch.arange(1 - width, 0, device=first.device)]
 
 
@@ -61,7 +61,7 @@ def short_convolution(rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout
         return convolution_forward(rows_NC, before, weight_CW, layout.taps(weight_CW.shape[1]))
     dtype = accumulation_dtype(rows_NC.dtype)
     mixed = _convolved(_laid_out(rows_NC, before, layout), weight_CW.to(dtype))
-    return F.silu(mixed.index_select(0, layout.place)).to(rows_NC.dtype)
+    return F.silu(mixed.index_select(0, layout.token_row)).to(rows_NC.dtype)
 
 
 def short_convolution_gradients(
@@ -76,8 +76,8 @@ def short_convolution_gradients(
     else:
         grad_rows, grad_before, grad_weight = _gradients(grad_out_NC, rows_NC, before, weight_CW, layout)
     num_rows = num_tokens + before.shape[0]
-    found = sum_rows_by_source(grad_before, layout.sources_before(W).flatten(), num_rows + 1, grad_rows)
-    return found[:num_tokens], found[num_tokens:num_rows], grad_weight.to(weight_CW.dtype)
+    grad_x = sum_rows_by_source(grad_before, layout.sources_before(W).flatten(), num_rows + 1, grad_rows)
+    return grad_x[:num_tokens], grad_x[num_tokens:num_rows], grad_weight.to(weight_CW.dtype)
 
 
 def sum_rows_by_source(rows: Tensor, source: Tensor, num_sources: int, onto: Tensor | None = None) -> Tensor:
@@ -99,17 +99,17 @@ def _gradients(
     """Gradients of the tokens' rows from their own runs, of the rows before each run [R (W - 1), C], of the weight."""
     dtype, width = accumulation_dtype(rows_NC.dtype), weight_CW.shape[1]
     weight, laid = weight_CW.to(dtype), _laid_out(rows_NC, before, layout)
-    mixed = _convolved(laid, weight).index_select(0, layout.place)
+    mixed = _convolved(laid, weight).index_select(0, layout.token_row)
     gate = mixed.sigmoid()
     grad = torch.zeros(laid.shape, dtype=dtype, device=laid.device)
-    grad[layout.place] = grad_out_NC.to(dtype) * gate * (1 + mixed * (1 - gate))
+    grad[layout.token_row] = grad_out_NC.to(dtype) * gate * (1 + mixed * (1 - gate))
     grad_laid, grad_weight, M = torch.zeros_like(grad), torch.empty_like(weight), laid.shape[0]
     for w in range(width):
         back = width - 1 - w
         grad_laid[: M - back] += weight[:, w] * grad[back:]
         grad_weight[:, w] = (grad[back:] * laid[: M - back].to(dtype)).sum(0)
-    first = layout.place[layout.head].unsqueeze(1) + torch.arange(1 - width, 0, device=laid.device)
-    return grad_laid.index_select(0, layout.place), grad_laid.index_select(0, first.flatten()), grad_weight
+    first = layout.token_row[layout.head].unsqueeze(1) + torch.arange(1 - width, 0, device=laid.device)
+    return grad_laid.index_select(0, layout.token_row), grad_laid.index_select(0, first.flatten()), grad_weight
 
 
 def _gradients_by_kernels(

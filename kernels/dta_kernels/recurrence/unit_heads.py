@@ -26,8 +26,8 @@ def _forward_kernel(x_in, y_out, num_rows, x_stride, num_heads, size, eps, BR: t
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     channel = tl.arange(0, BK)[None, :]
     exists = (row < num_rows)[:, None] & (channel < size)
-    place = (row // num_heads)[:, None] * x_stride + (row % num_heads)[:, None] * size + channel
-    x = tl.load(x_in + place, mask=exists, other=0.0).to(tl.float32)
+    x_offset = (row // num_heads)[:, None] * x_stride + (row % num_heads)[:, None] * size + channel
+    x = tl.load(x_in + x_offset, mask=exists, other=0.0).to(tl.float32)
     y = x / tl.sqrt(tl.sum(x * x, 1) + eps)[:, None]
     tl.store(y_out + row[:, None] * size + channel, y.to(y_out.dtype.element_ty), mask=exists)
 
@@ -39,14 +39,14 @@ def _backward_kernel(
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     channel = tl.arange(0, BK)[None, :]
     exists = (row < num_rows)[:, None] & (channel < size)
-    place = (row // num_heads)[:, None] * x_stride + (row % num_heads)[:, None] * size + channel
-    own = row[:, None] * size + channel
-    x = tl.load(x_in + place, mask=exists, other=0.0).to(tl.float32)
-    grad = tl.load(grad_in + own, mask=exists, other=0.0).to(tl.float32)
+    x_offset = (row // num_heads)[:, None] * x_stride + (row % num_heads)[:, None] * size + channel
+    offset = row[:, None] * size + channel
+    x = tl.load(x_in + x_offset, mask=exists, other=0.0).to(tl.float32)
+    grad = tl.load(grad_in + offset, mask=exists, other=0.0).to(tl.float32)
     inverse = (1.0 / tl.sqrt(tl.sum(x * x, 1) + eps))[:, None]
     y = x * inverse
     grad_x = (grad - y * tl.sum(grad * y, 1)[:, None]) * inverse
-    tl.store(grad_out + own, grad_x.to(grad_out.dtype.element_ty), mask=exists)
+    tl.store(grad_out + offset, grad_x.to(grad_out.dtype.element_ty), mask=exists)
 
 
 _KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel}

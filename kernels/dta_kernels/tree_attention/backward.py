@@ -40,10 +40,10 @@ def prepare_kernel(
     offsets = row[:, None] * D + channel[None, :]
     grad_out = tl.load(grad_out_NHD + offsets, mask=inside, other=0.0)
     out = tl.load(out_NHD + offsets, mask=inside, other=0.0)
-    place = (head // PACK) * chunk_stride + query * PACK + head % PACK
-    tl.store(delta + place, tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1), mask=exists)
+    offset = (head // PACK) * chunk_stride + query * PACK + head % PACK
+    tl.store(delta + offset, tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1), mask=exists)
     lse = tl.load(lse_HN + head * num_queries + query, mask=exists, other=0.0)
-    tl.store(lse_2 + place, lse * 1.4426950408889634, mask=exists)
+    tl.store(lse_2 + offset, lse * 1.4426950408889634, mask=exists)
     if COPY:
         packed_row = ((head // PACK) * num_queries + query) * PACK + head % PACK
         packed_offsets = packed_row[:, None] * D + channel[None, :]

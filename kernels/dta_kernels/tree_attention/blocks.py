@@ -216,8 +216,8 @@ def _visits(live: np.ndarray, full: np.ndarray, runs: np.ndarray) -> tuple[np.nd
     """``(row, kind, column)`` of all live pairs, row by row: the run (0), other full blocks (1), partial ones (2)."""
     in_run = _in_runs(runs, live.shape[1])
     # Flat indices, divided afterwards: several times as fast as indices along three axes.
-    found = np.flatnonzero(np.stack([in_run, full & ~in_run, live & ~full], axis=1))
-    row_and_kind, column = np.divmod(found, live.shape[1])
+    visit = np.flatnonzero(np.stack([in_run, full & ~in_run, live & ~full], axis=1))
+    row_and_kind, column = np.divmod(visit, live.shape[1])
     return row_and_kind // 3, row_and_kind % 3, column
 
 
@@ -253,11 +253,11 @@ def _joined_rows(tile: np.ndarray, together: int) -> BlockTable:
     padded[:num_rows] = tile
     of_each = [padded[index::together] for index in range(together)]
     live = np.maximum.reduce(of_each) >= 0
-    found = np.flatnonzero(live)
-    program, column = np.divmod(found, num_columns)
-    tiles = np.stack([rows.ravel()[found] for rows in of_each], axis=1).ravel()
+    visit = np.flatnonzero(live)
+    program, column = np.divmod(visit, num_columns)
+    tiles = np.stack([rows.ravel()[visit] for rows in of_each], axis=1).ravel()
     no_runs = np.zeros((num_programs, 2), dtype=np.int64)
-    return _table(live, np.zeros_like(live), no_runs, (program, np.full(len(found), 2), column), tiles)
+    return _table(live, np.zeros_like(live), no_runs, (program, np.full(len(visit), 2), column), tiles)
 
 
 def _work(programs: np.ndarray) -> np.ndarray:

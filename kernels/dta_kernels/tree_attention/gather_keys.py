@@ -32,8 +32,8 @@ def _gather_kernel(
     tl.store(keys_out + target, tl.load(keys_in + source, mask=inside), mask=inside)
     if OWN:
         is_own = inside & (row >= num_ancestors)[:, None]
-        own = (row - num_ancestors).to(tl.int64)[:, None] * row_stride
-        own_source = own_values_in + own + (column // D * group_stride + column % D)[None, :]
+        offset = (row - num_ancestors).to(tl.int64)[:, None] * row_stride
+        own_source = own_values_in + offset + (column // D * group_stride + column % D)[None, :]
         value = tl.load(own_source, mask=is_own)
         tl.store(values_io + source, value, mask=is_own)
         tl.store(values_out + target, value, mask=is_own)
@@ -48,10 +48,10 @@ def _rows(num_groups: int, head_size: int) -> int:
 
 
 @lru_cache
-def _gather(num_groups: int, head_size: int, own: bool) -> Launcher:
+def _gather(num_groups: int, head_size: int, has_segment_values: bool) -> Launcher:
     block = triton.next_power_of_2(num_groups * head_size)
     sizes = dict(D=head_size, WIDTH=num_groups * head_size, BLOCK=block, ROWS=_rows(num_groups, head_size))
-    return Launcher(_gather_kernel, **sizes, OWN=own, num_warps=4)
+    return Launcher(_gather_kernel, **sizes, OWN=has_segment_values, num_warps=4)
 
 
 def gather_keys(
@@ -72,14 +72,14 @@ def gather_keys(
     """
     G, D = keys_SGD.shape[1:]
     M = slots_M.shape[0]
-    own = own_values_NGD is not None
-    values = own_values_NGD if own else values_SGD
+    has_segment_values = own_values_NGD is not None
+    values = own_values_NGD if has_segment_values else values_SGD
     if M == 0:
         return
     if values.stride(2) != 1:
         raise ValueError("the channels of a head's values must be neighbors")
-    num_ancestors = M - values.shape[0] if own else M
-    _gather(G, D, own)(
+    num_ancestors = M - values.shape[0] if has_segment_values else M
+    _gather(G, D, has_segment_values)(
         (ceil_div(M, _rows(G, D)),), keys_SGD, values_SGD, slots_M, values, *out_MGD, num_ancestors, M,
         values.stride(0), values.stride(1),
     )  # fmt: skip

@@ -34,15 +34,15 @@ def _producer(q_desc, do_desc, lse_desc, delta_desc, q_smem, do_smem, lse_smem, 
             t = chunk * count + index
             block = _block_of(index, run_begin, run_length, list_begin, blocks)
             row = ((first_chunk + chunk) * num_queries + block * (64 // PACK)) * PACK
-            place = (first_chunk + chunk) * ((num_queries * PACK + 3) // 4 * 4) + block * 64
+            statistic = (first_chunk + chunk) * ((num_queries * PACK + 3) // 4 * 4) + block * 64
             stage = t % STAGES
             mbarrier.wait(empty.index(stage), ((t // STAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(q_desc, [row, 0], q_full.index(stage), q_smem.index(stage))
-            tma.async_copy_global_to_shared(lse_desc, [place], q_full.index(stage), lse_smem.index(stage))
+            tma.async_copy_global_to_shared(lse_desc, [statistic], q_full.index(stage), lse_smem.index(stage))
             mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(do_desc, [row, 0], do_full.index(stage), do_smem.index(stage))
-            tma.async_copy_global_to_shared(delta_desc, [place], do_full.index(stage), delta_smem.index(stage))
+            tma.async_copy_global_to_shared(delta_desc, [statistic], do_full.index(stage), delta_smem.index(stage))
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dta_kernels.tree_attention.hopper_shares import leave_sums, lower_flag, place_of, raise_flag, take_sums
+from dta_kernels.tree_attention.hopper_shares import leave_sums, lower_flag, raise_flag, slot_of, take_sums
 
 
 @gluon.jit
@@ -80,11 +80,11 @@ def _finish(acc, largest, total, programs, partial, flags, out, lse_HN, first_qu
     """Write the output of a block, with what its other programs have left, or leave the sums for the last of them."""
     RS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RO: gl.constexpr = gl.SliceLayout(1, OUT)
-    place, number, is_last = place_of(programs, WG)
+    slot, number, is_last = slot_of(programs, WG)
     row_s = gl.arange(0, 64, layout=RS)
     if is_last:
         for index in range(number):
-            other = place - (number - index) * 2 * gl.num_programs(0)
+            other = slot - (number - index) * 2 * gl.num_programs(0)
             other_acc, statistics = take_sums(partial, flags, other, D, OUT)
             other_largest = gl.load(partial + statistics + row_s, cache_modifier=".cg")
             other_total = gl.load(partial + statistics + 64 + row_s, cache_modifier=".cg")
@@ -109,10 +109,10 @@ def _finish(acc, largest, total, programs, partial, flags, out, lse_HN, first_qu
         offsets = (query_o.to(gl.int64) * (H * D) + (head + row_o % PACK) * D)[:, None] + channel[None, :]
         gl.store(out + offsets, acc.to(out.dtype.element_ty), mask=(query_o < num_queries)[:, None])
     else:
-        statistics = leave_sums(acc, partial, place, D, OUT)
+        statistics = leave_sums(acc, partial, slot, D, OUT)
         gl.store(partial + statistics + row_s, largest)
         gl.store(partial + statistics + 64 + row_s, total)
-        raise_flag(flags, place)
+        raise_flag(flags, slot)
 
 
 @gluon.jit

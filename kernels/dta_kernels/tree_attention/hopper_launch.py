@@ -122,9 +122,9 @@ def _room_for_shares(
     rows: DeviceTable, heads: int, head_size: int, float32: Tensor, shared: SharedByLayers
 ) -> tuple[Tensor, Tensor]:
     """Memory for the sums of programs that share rows, and their flags, which every launch leaves at zero."""
-    places = rows.num_unfinished * heads * 2
-    flags = shared.get(("flags", places), lambda: float32.new_zeros(places, dtype=torch.int32))
-    return float32.new_empty(places * (64 * head_size + 128)), flags
+    num_slots = rows.num_unfinished * heads * 2
+    flags = shared.get(("flags", num_slots), lambda: float32.new_zeros(num_slots, dtype=torch.int32))
+    return float32.new_empty(num_slots * (64 * head_size + 128)), flags
 
 
 @lru_cache

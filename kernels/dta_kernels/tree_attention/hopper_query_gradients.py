@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from dta_kernels.tree_attention.hopper_shares import leave_sums, lower_flag, place_of, raise_flag, take_sums
+from dta_kernels.tree_attention.hopper_shares import leave_sums, lower_flag, raise_flag, slot_of, take_sums
 
 _STAGES = gl.constexpr(6)
 
@@ -53,10 +53,10 @@ def _consumer(WG: gl.constexpr, ds_smem, k_smem, full, empty, dq_NHD, partial, f
         if t > 0:
             mbarrier.arrive(empty.index((t - 1) % _STAGES), count=1)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-    place, number, is_last = place_of(programs, WG)
+    slot, number, is_last = slot_of(programs, WG)
     if is_last:
         for index in range(number):
-            other = place - (number - index) * 2 * gl.num_programs(0)
+            other = slot - (number - index) * 2 * gl.num_programs(0)
             other_acc, _ = take_sums(partial, flags, other, D, SUMS)
             acc += other_acc
             lower_flag(flags, other)
@@ -66,8 +66,8 @@ def _consumer(WG: gl.constexpr, ds_smem, k_smem, full, empty, dq_NHD, partial, f
         offsets = (query.to(gl.int64) * (H * D) + (head + row % PACK) * D)[:, None] + channel[None, :]
         gl.store(dq_NHD + offsets, (acc * scale).to(dq_NHD.dtype.element_ty), mask=(query < num_queries)[:, None])
     else:
-        leave_sums(acc, partial, place, D, SUMS)
-        raise_flag(flags, place)
+        leave_sums(acc, partial, slot, D, SUMS)
+        raise_flag(flags, slot)
 
 
 @gluon.jit(

@@ -4,7 +4,7 @@ All but the last program of a block leave their sums in memory and raise a flag.
 turn, adds its sums in their order, which keeps results reproducible bit for bit, and lowers the flag. The programs of a
 block start in their order, so the ones that it waits for have started.
 
-Each group of four warps has 64 rows and its own place: ``64 * D`` sums, then two statistics of each row.
+Each group of four warps has 64 rows and a slot of its own: ``64 * D`` sums, then two statistics of each row.
 """
 
 from __future__ import annotations
@@ -14,52 +14,52 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def place_of(programs, WG: gl.constexpr):
-    """``(place, number, is_last)``: where a program leaves its sums, its number within its block, whether it ends it.
+def slot_of(programs, WG: gl.constexpr):
+    """``(slot, number, is_last)``: the slot of a program's sums, its number within its block, whether it ends it.
 
-    The place of an earlier program of the block is smaller by ``2 * num_programs(0)`` for each.
+    The slot of an earlier program of the block is smaller by ``2 * num_programs(0)`` for each.
     """
     program = programs + gl.program_id(1) * 8
     share = gl.load(program + 7)
-    place = (gl.load(program + 6) * gl.num_programs(0) + gl.program_id(0)) * 2 + WG
-    return place, share // 2, share % 2 == 1
+    slot = (gl.load(program + 6) * gl.num_programs(0) + gl.program_id(0)) * 2 + WG
+    return slot, share // 2, share % 2 == 1
 
 
 @gluon.jit
-def _offsets(place, D: gl.constexpr, LAYOUT: gl.constexpr):
+def _offsets(slot, D: gl.constexpr, LAYOUT: gl.constexpr):
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     channel = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    first = place.to(gl.int64) * (64 * D + 128)
+    first = slot.to(gl.int64) * (64 * D + 128)
     return first + row[:, None] * D + channel[None, :], first + 64 * D
 
 
 @gluon.jit
-def leave_sums(sums, partial, place, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Store sums [64, D] in LAYOUT; the place of the row statistics."""
-    offsets, statistics = _offsets(place, D, LAYOUT)
+def leave_sums(sums, partial, slot, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Store sums [64, D] in LAYOUT; returns the offset of the row statistics."""
+    offsets, statistics = _offsets(slot, D, LAYOUT)
     gl.store(partial + offsets, sums)
     return statistics
 
 
 @gluon.jit
-def raise_flag(flags, place):
-    """Tell that everything at this place is stored."""
+def raise_flag(flags, slot):
+    """Announce that everything in this slot is stored."""
     gl.thread_barrier()
-    gl.atomic_xchg(flags + place, 1)
+    gl.atomic_xchg(flags + slot, 1)
 
 
 @gluon.jit
-def take_sums(partial, flags, place, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Wait for the sums at a place; they, and the place of the row statistics."""
-    while gl.atomic_add(flags + place, 0) == 0:
+def take_sums(partial, flags, slot, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Wait for the sums of a slot; returns them and the offset of the row statistics."""
+    while gl.atomic_add(flags + slot, 0) == 0:
         pass
-    offsets, statistics = _offsets(place, D, LAYOUT)
+    offsets, statistics = _offsets(slot, D, LAYOUT)
     # Another program wrote them: only the L2 cache is the same for all.
     return gl.load(partial + offsets, cache_modifier=".cg"), statistics
 
 
 @gluon.jit
-def lower_flag(flags, place):
+def lower_flag(flags, slot):
     """Leave the flag as the next launch expects it."""
     gl.thread_barrier()
-    gl.atomic_xchg(flags + place, 0)
+    gl.atomic_xchg(flags + slot, 0)

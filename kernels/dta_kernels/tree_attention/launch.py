@@ -172,8 +172,8 @@ def tree_attention_backward(
         return dq_NHD, dk, dv
     if into is None:
         return dq_NHD, target.keys, target.values
-    own = into.slots[plan.num_ancestors :]
-    return dq_NHD, *(sums.index_select(0, own).to(q_NHD.dtype) for sums in (into.keys, into.values))
+    segment_slots = into.slots[plan.num_ancestors :]
+    return dq_NHD, *(sums.index_select(0, segment_slots).to(q_NHD.dtype) for sums in (into.keys, into.values))
 
 
 def _zeros_like(k_MGD: Tensor) -> KeyGradients:

@@ -22,14 +22,14 @@ class SharedByLayers:
 
     def get(self, name: object, make: Callable[[], Made]) -> Made:
         """The object that ``make`` returned at the first request for this name."""
-        made = self._made.get(name)
-        if made is None:
-            made = self._made[name] = make()
-        return made
+        cached = self._made.get(name)
+        if cached is None:
+            cached = self._made[name] = make()
+        return cached
 
     def of_tensor(self, name: object, x: Tensor, make: Callable[[Tensor], Made]) -> Made:
         """Like ``get``, for a descriptor (with ``base``) of a tensor at its address; one shape for each name."""
-        made = self._made.get(name)
-        if made is None or made.base.data_ptr() != x.data_ptr():
-            made = self._made[name] = make(x)
-        return made
+        cached = self._made.get(name)
+        if cached is None or cached.base.data_ptr() != x.data_ptr():
+            cached = self._made[name] = make(x)
+        return cached

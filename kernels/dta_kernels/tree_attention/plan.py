@@ -141,7 +141,7 @@ def plan_tree_attention(
     heads = shape.num_heads // config.forward.pack(shape.group_size)
     chunks = stored_groups * shape.group_size // backward.pack(shape.group_size)
     last = _rows_at_once(config.query_gradients, chunks)
-    parts = [by_keys.tables(each, most_blocks, together, last) for each in rows]
+    parts = [by_keys.tables(chunk_rows, most_blocks, together, last) for chunk_rows in rows]
     tables = [matrix(config.forward).rows(_rows_at_once(config.forward, heads))]
     tables += [table for part in parts for table in (part.columns, part.rows)]
     forward, *by_part = _upload_tables(tables, device)

@@ -88,15 +88,15 @@ class BalanceLoss:
         """Gradient [n, E] by the scores of a segment's tokens in one layer."""
         layer = self.layer_numbers.index(layer_number)
         begin, end = self.plan.start[segment], self.plan.start[segment + 1]
-        own = slice(*np.searchsorted(self.last, [begin, self.reach[segment]]).tolist())
+        ending = slice(*np.searchsorted(self.last, [begin, self.reach[segment]]).tolist())
         token_n1, end_n1 = self.plan.stream[begin:end, None], self.plan.subtree_end[begin:end, None]
-        passes = (token_n1 <= self.last_Q[own]) & (self.last_Q[own] < end_n1)
-        return passes.to(self.weights_Q.dtype) @ (self.weights_Q[own, None] * self.loads_QLE[own, layer])
+        passes = (token_n1 <= self.last_Q[ending]) & (self.last_Q[ending] < end_n1)
+        return passes.to(self.weights_Q.dtype) @ (self.weights_Q[ending, None] * self.loads_QLE[ending, layer])
 
 
 def _joined(experts_LrK: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """The rows of all ranks of ``group``, in rank order."""
-    own = experts_LrK.transpose(0, 1).to(torch.int32).contiguous()
-    whole = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
-    torch.distributed.all_gather_into_tensor(whole, own, group=group)
-    return whole.transpose(0, 1)
+    local = experts_LrK.transpose(0, 1).to(torch.int32).contiguous()
+    gathered = local.new_empty(group.size() * local.shape[0], *local.shape[1:])
+    torch.distributed.all_gather_into_tensor(gathered, local, group=group)
+    return gathered.transpose(0, 1)

@@ -74,8 +74,8 @@ class DevicePlan:
         self.slot_start = [starts.tolist() for starts in program.slot_start]
         self.segment_rows = plan.segment_rows.tolist()
         self.segment_edges = plan.segment_edges.tolist()
-        own_begin = segments.segment_start[:-1] + np.array([own.start for own in own_tokens], dtype=np.int64)
-        own_end = own_begin + np.array([len(own) for own in own_tokens], dtype=np.int64)
+        own_begin = segments.segment_start[:-1] + np.array([tokens.start for tokens in own_tokens], dtype=np.int64)
+        own_end = own_begin + np.array([len(tokens) for tokens in own_tokens], dtype=np.int64)
         self.own_rows, self.own_edges, self.own_pairs = _ranges(plan, own_begin, own_end)
         self.segment_runs = plan.paths.segment_runs.tolist()
         self.path_lengths = plan.paths.lengths.tolist()
@@ -136,8 +136,8 @@ def _ranges(plan: StepPlan, begin: np.ndarray, end: np.ndarray) -> tuple[list[sl
     pairs = np.concatenate([[0], np.cumsum(plan.pairs_per_edge)])
     rows = [np.searchsorted(plan.row_stream, bound) for bound in (begin, end)]
     edges = [np.searchsorted(plan.edge_row, bound) for bound in rows]
-    found = (rows, edges, [pairs[bound] for bound in edges])
-    return tuple([slice(a, b) for a, b in zip(*(each.tolist() for each in both), strict=True)] for both in found)
+    ranges = (rows, edges, [pairs[bound] for bound in edges])
+    return tuple([slice(a, b) for a, b in zip(*(bound.tolist() for bound in both), strict=True)] for both in ranges)
 
 
 def _logit_chunks(plan: StepPlan, rows: slice, edge_begin: int, rows_per_chunk: int) -> list[RowChunk]:
@@ -145,4 +145,4 @@ def _logit_chunks(plan: StepPlan, rows: slice, edge_begin: int, rows_per_chunk: 
     edges = np.searchsorted(plan.edge_row, bounds) - edge_begin
     local = np.array(bounds) - rows.start
     ends = (local[:-1], local[1:], edges[:-1], edges[1:])
-    return [RowChunk(*chunk) for chunk in zip(*(each.tolist() for each in ends), strict=True)]
+    return [RowChunk(*chunk) for chunk in zip(*(bound.tolist() for bound in ends), strict=True)]

@@ -192,8 +192,8 @@ class TreeEngine(RankModel):
 
             result = with_auxiliary_losses(result, run.experts, self.mesh)
         if pair_metrics:
-            found = {name: result.loss.new_tensor(value) for name, value in pair_metrics.items()}
-            result = replace(result, metrics=result.metrics | found)
+            tensors = {name: result.loss.new_tensor(value) for name, value in pair_metrics.items()}
+            result = replace(result, metrics=result.metrics | tensors)
         if return_outputs:
             result = replace(result, outputs=self._outputs(run, batch))
         if run.clock is None:
@@ -293,7 +293,7 @@ def _result(run: StageRun, batch: TreeBatch, mesh: Mesh) -> StepResult:
     )
     peak, metric_sums, maxima = run.peak_tokens // num_parts, run.loss.metric_sums, run.loss.maxima
     if mesh.data_size > 1 or mesh.pipeline_size > 1:
-        named = [{name: float(value) for name, value in found.items()} for found in (metric_sums, maxima)]
+        named = [{name: float(value) for name, value in metrics.items()} for metrics in (metric_sums, maxima)]
         gathered = mesh.gather_over_stages((float(loss), *named, counts, peak))
         losses, sums, largest, all_counts, _ = zip(*(stages[-1] for stages in gathered), strict=True)
         names = next((list(of_rank) for of_rank in sums if of_rank), [])

@@ -54,8 +54,8 @@ class ExpertPass:
         device, dtype = plan.stream.device, accumulation_dtype(self.config.params_dtype)
         tree, num_sequences = batch.plan.segments.tree, max(1, batch.num_sequences)
         if self.config.moe_router_enable_expert_bias:
-            ones = np.ones(tree.num_sequences)
-            self.multiplicity_N = torch.from_numpy(token_weights(tree, ones)).to(device, torch.float32)
+            weight_of_sequences = np.ones(tree.num_sequences)
+            self.multiplicity_N = torch.from_numpy(token_weights(tree, weight_of_sequences)).to(device, torch.float32)
         if self.config.moe_z_loss_coeff:
             lengths = np.asarray(tree.sequence_lengths, dtype=np.float64)
             weights = token_weights(tree, self.config.moe_z_loss_coeff / num_sequences / lengths)
@@ -67,12 +67,12 @@ class ExpertPass:
         """Routing of a segment; the first forward and a recomputation share it."""
         if not self.counts and self.replay_NLK is None:
             return None
-        own = slice(self.plan.start[segment], self.plan.start[segment + 1])
+        tokens = slice(self.plan.start[segment], self.plan.start[segment + 1])
         return TokenRouting(
-            multiplicity=None if self.multiplicity_N is None else self.multiplicity_N[own],
-            z_weights=None if self.z_weights_N is None else self.z_weights_N[own],
+            multiplicity=None if self.multiplicity_N is None else self.multiplicity_N[tokens],
+            z_weights=None if self.z_weights_N is None else self.z_weights_N[tokens],
             balance=None if self.balance is None else partial(self.balance.gradient, segment),
-            replay=None if self.replay_NLK is None else self.replay_NLK[own],
+            replay=None if self.replay_NLK is None else self.replay_NLK[tokens],
             context_rank=self.context_rank,
             losses=self.losses,
         )
@@ -95,8 +95,8 @@ def with_auxiliary_losses(result: StepResult, passes: Sequence[ExpertPass], mesh
     used = {name: coefficient for name, coefficient in coefficients.items() if coefficient}
     if not used:
         return result
-    own = {name: sum(float(of_part.losses.get(name, 0)) for of_part in passes) for name in used}
-    of_ranks, layers = mesh.gather_from_all(own), sum(config.moe_layer_freq)
+    rank_losses = {name: sum(float(of_part.losses.get(name, 0)) for of_part in passes) for name in used}
+    of_ranks, layers = mesh.gather_from_all(rank_losses), sum(config.moe_layer_freq)
     losses = {
         name: result.loss.new_tensor(sum(of_rank[name] for of_rank in of_ranks) / (coefficient * layers))
         for name, coefficient in used.items()

@@ -66,10 +66,10 @@ class LossPass:
         # Each with a 0 for the pad index.
         named = {"weights": batch.loss_weights, "owned": batch.owned} | batch.fields
         arrays = {name: np.append(values, 0.0) for name, values in named.items() if values is not None}
-        found = dict(zip(arrays, upload(list(arrays.values()), device, dtype), strict=True))
-        self.weights_P = found["weights"]
-        self.owned_P = None if batch.owned is None else found["owned"] > 0
-        self.fields_P = {name: found.get(name) for name in batch.fields}
+        uploaded = dict(zip(arrays, upload(list(arrays.values()), device, dtype), strict=True))
+        self.weights_P = uploaded["weights"]
+        self.owned_P = None if batch.owned is None else uploaded["owned"] > 0
+        self.fields_P = {name: uploaded.get(name) for name in batch.fields}
 
     def store(self, segment: int, logprobs: Tensor, entropy: Tensor) -> None:
         """Store a segment's logprobs and entropies, given those of the rank's tokens."""

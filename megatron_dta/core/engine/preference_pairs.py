@@ -29,10 +29,10 @@ def with_pair_terms(
     reference = batch.fields["ref_logprobs"]
     if reference is None and len(logprobs):
         raise ValueError("the objective compares with a reference, but the samples have no ref_logprobs")
-    own = [] if reference is None else batch.per_sequence(reference)
+    references = [] if reference is None else batch.per_sequence(reference)
     sums = [
         (int(number), float(np.sum(present, dtype=np.float64) - np.sum(ref, dtype=np.float64)))
-        for number, present, ref in zip(batch.sequences, logprobs, own, strict=True)
+        for number, present, ref in zip(batch.sequences, logprobs, references, strict=True)
     ]
     of_all = dict(pair for part in mesh.gather_over_data(sums) for pair in part)
     totals = np.zeros(max(of_all) + 1)

@@ -150,11 +150,11 @@ class StageRun:
         from megatron_dta.core.model.hybrid.state_pool import StatePool
 
         slots = state_slots(step.runs, self.pass_plan, self.model.mesh.pipeline_rank)
-        found = []
+        states = []
         for of_chunk, (slot_start, num_slots) in zip(layers, slots, strict=True):
             pool = StatePool(of_chunk, num_slots, self.model.dtype, self.model.device, self.training)
-            found.append(StepStates(step.runs, slot_start, pool, self.model.tree_models[0].has_fused_layers))
-        return found
+            states.append(StepStates(step.runs, slot_start, pool, self.model.tree_models[0].has_fused_layers))
+        return states
 
     def walk(self) -> None:
         """Run all ops; an overlapped reduction of gradients happens in the last backward of each model chunk."""
@@ -320,15 +320,15 @@ class StageRun:
 
     def _context(self, op: PipelineOp) -> SegmentContext:
         plan, segment, chunk = self.plan, op.segment, op.chunk
-        own = slice(plan.start[segment], plan.start[segment + 1])
+        tokens = slice(plan.start[segment], plan.start[segment + 1])
         path = plan.path_of(segment)
         slot = plan.slot_start[chunk][segment]
-        slots = slice(slot, slot + own.stop - own.start)
+        slots = slice(slot, slot + tokens.stop - tokens.start)
         runs = None
         if self.model.kv_on_host is not None:
             runs = SlotRuns.of(plan.host_slots[chunk][self.paths.stream_indices(segment)], slots)
         return SegmentContext(
-            position_ids=plan.positions[own],
+            position_ids=plan.positions[tokens],
             step=self.identity,
             routing=self.experts[chunk].routing(segment) if self.experts else None,
             context_group=self.model.context_group,
@@ -338,9 +338,9 @@ class StageRun:
             slots=slots,
             slot_runs=runs,
             ancestor_slots=plan.token_slot[chunk][path],
-            query_index=plan.stream[own],
-            key_index=torch.cat([path, plan.stream[own]]),
-            key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[own]]),
+            query_index=plan.stream[tokens],
+            key_index=torch.cat([path, plan.stream[tokens]]),
+            key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[tokens]]),
             attention_plan=self.attention_plans.of_segment(segment) if self.attention_plans is not None else None,
             runs_hooks=self.model.syncs_in_backward and self.last_backward.get(chunk) == segment,
         )

@@ -57,34 +57,34 @@ class TeacherPass:
         """The divergence from each teacher at its rows of the rank's tokens of a segment; ``hidden`` holds all rows of
         these tokens.
         """
-        found, rows = [], self._plan.own_rows[segment]
+        divergences, rows = [], self._plan.own_rows[segment]
         for number, target in enumerate(self._targets):
-            own = self._span(number, rows)
-            if own.start == own.stop:
+            span = self._span(number, rows)
+            if span.start == span.stop:
                 continue
-            states = target.states[own].to(hidden.device, non_blocking=True)
-            local = self._rows[number][own] - rows.start
+            states = target.states[span].to(hidden.device, non_blocking=True)
+            local = self._rows[number][span] - rows.start
             teacher = TeacherRows(states, target.head)
-            found.append(part.row_reverse_kl(hidden.index_select(0, local), teacher, rows_per_chunk, temperature))
-        return found
+            divergences.append(part.row_reverse_kl(hidden.index_select(0, local), teacher, rows_per_chunk, temperature))
+        return divergences
 
     def gradients(self, segment: int) -> list[Tensor]:
         """The gradient of the step's loss by what ``divergences`` returned."""
         spans = [self._span(number, self._plan.own_rows[segment]) for number in range(len(self._targets))]
-        return [weights[own] for weights, own in zip(self._weights, spans, strict=True) if own.start != own.stop]
+        return [weights[span] for weights, span in zip(self._weights, spans, strict=True) if span.start != span.stop]
 
     def add(self, segment: int, divergences: Sequence[Tensor], loss: LossPass) -> None:
         """Add a segment's divergences to the loss and its metrics."""
         rows, own_rows = slice(*self._plan.segment_rows[segment : segment + 2]), self._plan.own_rows[segment]
         remaining = iter(divergences)
         for number in range(len(self._targets)):
-            span, own = self._span(number, rows), self._span(number, own_rows)
+            span, own_span = self._span(number, rows), self._span(number, own_rows)
             if span.start == span.stop:
                 continue
             none = loss.loss.new_zeros(0)
-            values = next(remaining).detach() if own.start != own.stop else none
+            values = next(remaining).detach() if own_span.start != own_span.stop else none
             if self._group is not None:
-                begin, length = own.start - span.start, span.stop - span.start
+                begin, length = own_span.start - span.start, span.stop - span.start
                 (values,) = self._group.joined([values.to(none.dtype)], [begin], [length])
             loss.loss += (values * self._weights[number][span]).sum()
             total = (values * self._counts[number][span]).sum()

@@ -69,40 +69,40 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.weight, ctx.has_bias = weight, bias is not None
         ctx.reduces_input_gradient, ctx.sequence_parallel, ctx.group = reduces_input_gradient, sequence_parallel, group
-        whole = _start_gather(input, group)[0] if sequence_parallel else input
-        output = torch.matmul(whole, weight.t())
+        rows = _start_gather(input, group)[0] if sequence_parallel else input
+        output = torch.matmul(rows, weight.t())
         return output if bias is None else output + bias
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple:
         input, weight = ctx.saved_tensors
-        whole, handle = input, None
+        rows, handle = input, None
         if ctx.sequence_parallel:
-            whole, handle = _start_gather(input, ctx.group, wait=False)
+            rows, handle = _start_gather(input, ctx.group, wait=False)
         grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
         grad_input = (grad_rows @ weight).view(*grad_output.shape[:-1], weight.shape[1])
         # The sum over the ranks overlaps with the product of the weight gradient.
         if handle is not None:
             handle.wait()
-            own = torch.empty_like(input, memory_format=torch.contiguous_format)
-            handle = distributed.reduce_scatter_tensor(own, grad_input, group=ctx.group, async_op=True)
+            grad_local = torch.empty_like(input, memory_format=torch.contiguous_format)
+            handle = distributed.reduce_scatter_tensor(grad_local, grad_input, group=ctx.group, async_op=True)
         elif ctx.reduces_input_gradient:
-            own, handle = grad_input, distributed.all_reduce(grad_input, group=ctx.group, async_op=True)
+            grad_local, handle = grad_input, distributed.all_reduce(grad_input, group=ctx.group, async_op=True)
         else:
-            own = grad_input
-        add_weight_gradient(ctx.weight.main_grad, grad_rows, whole.reshape(-1, whole.shape[-1]))
+            grad_local = grad_input
+        add_weight_gradient(ctx.weight.main_grad, grad_rows, rows.reshape(-1, rows.shape[-1]))
         grad_bias = grad_rows.sum(0) if ctx.has_bias else None
         if handle is not None:
             handle.wait()
-        return own, added_to_main_grad(ctx.weight), grad_bias, None, None, None
+        return grad_local, added_to_main_grad(ctx.weight), grad_bias, None, None, None
 
 
 def _start_gather(
     input: Tensor, group: distributed.ProcessGroup, wait: bool = True
 ) -> tuple[Tensor, distributed.Work | None]:
     """The rows of all ranks of a tensor group; if a handle is returned, they are ready when the handle is."""
-    whole = input.new_empty(input.shape[0] * group.size(), *input.shape[1:])
-    return whole, distributed.all_gather_into_tensor(whole, input.contiguous(), group=group, async_op=not wait)
+    gathered = input.new_empty(input.shape[0] * group.size(), *input.shape[1:])
+    return gathered, distributed.all_gather_into_tensor(gathered, input.contiguous(), group=group, async_op=not wait)
 
 
 class _IntoMainGrad:
@@ -131,8 +131,8 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, row: Tensor, is_own: Tensor | None, weight: Parameter) -> Tensor:
         ctx.save_for_backward(row, is_own)
         ctx.weight = weight
-        found = torch.nn.functional.embedding(row, weight)
-        return found if is_own is None else found.masked_fill_(~is_own.unsqueeze(-1), 0)
+        embedding = torch.nn.functional.embedding(row, weight)
+        return embedding if is_own is None else embedding.masked_fill_(~is_own.unsqueeze(-1), 0)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple:
@@ -155,10 +155,12 @@ class MainGradEmbedding(VocabParallelEmbedding):
             is_own = (row >= 0) & (row < self.num_embeddings_per_partition)
             # Tokens of other ranks add zeros; spread over the rows, because adding all of them to one row is slow.
             row = row.remainder(self.num_embeddings_per_partition)
-        own = _Lookup.apply(row, is_own, self.weight)
+        embedding = _Lookup.apply(row, is_own, self.weight)
         if self.reduce_scatter_embeddings:
-            return reduce_scatter_to_sequence_parallel_region(own.transpose(0, 1).contiguous(), group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(own, group=self.tp_group)
+            return reduce_scatter_to_sequence_parallel_region(
+                embedding.transpose(0, 1).contiguous(), group=self.tp_group
+            )
+        return reduce_from_tensor_model_parallel_region(embedding, group=self.tp_group)
 
 
 class _OutputRows(torch.autograd.Function):

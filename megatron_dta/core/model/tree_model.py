@@ -121,7 +121,7 @@ class TreeGPTModel(GPTModel):
     def counts_on_host(self) -> bool:
         """Whether the host has to know how many tokens each expert gets."""
         experts = [getattr(layer.mlp, "experts", None) for layer in self.decoder.layers]
-        return any(each is not None and getattr(each, "counts_on_host", True) for each in experts)
+        return any(module is not None and getattr(module, "counts_on_host", True) for module in experts)
 
     def forward(self, input_ids: Tensor, context: AttentionContext, **kwargs: object) -> Tensor:
         """Hidden states [n, hidden size] after the final norm; in a context group, those of the rank's share.

@@ -32,19 +32,19 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         ranks, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
         # All weights are drawn, so that a random state gives the same head on any number of ranks.
-        whole = torch.empty(1, config.hidden_size, dtype=torch.float32)
-        config.init_method(whole)
+        weight = torch.empty(1, config.hidden_size, dtype=torch.float32)
+        config.init_method(weight)
         self.part = config.hidden_size // ranks
         self.begin = rank * self.part
-        own = whole[:, self.begin : self.begin + self.part].to(config.params_dtype)
-        self.weight = torch.nn.Parameter(own.clone())
+        columns = weight[:, self.begin : self.begin + self.part].to(config.params_dtype)
+        self.weight = torch.nn.Parameter(columns.clone())
         tensor_parallel.set_tensor_model_parallel_attributes(self.weight, is_parallel=ranks > 1, dim=1, stride=1)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values [n] in the accumulation precision, the same on every rank of a tensor group."""
         dtype = accumulation_dtype(hidden.dtype)
-        own = hidden[:, self.begin : self.begin + self.part].to(dtype)
-        partial = own @ self.weight[0].to(dtype)
+        columns = hidden[:, self.begin : self.begin + self.part].to(dtype)
+        partial = columns @ self.weight[0].to(dtype)
         if self.part == hidden.shape[1]:
             return partial
         return tensor_parallel.reduce_from_tensor_model_parallel_region(partial)

@@ -53,8 +53,8 @@ def estimate_advantages(
             raise InputError(f"rollout {i + 1}: has neither a reward nor advantages, and the objective needs one")
     result = [rollout.advantages for rollout in rollouts]
     if rewarded:
-        own = None if penalties is None else [penalties[i] for i in rewarded]
-        values = _Estimate([rollouts[i] for i in rewarded], settings, own).token_advantages()
+        rewarded_penalties = None if penalties is None else [penalties[i] for i in rewarded]
+        values = _Estimate([rollouts[i] for i in rewarded], settings, rewarded_penalties).token_advantages()
         for i, value in zip(rewarded, values, strict=True):
             result[i] = value.astype(np.float32)
     return result
@@ -146,7 +146,7 @@ class _Estimate:
 
                 later = later_penalties(self.rollouts, self.penalties)
                 to_come = [np.cumsum(p[::-1])[::-1] + rest for p, rest in zip(self.penalties, later, strict=True)]
-                advantages = [own - penalty for own, penalty in zip(advantages, to_come, strict=True)]
+                advantages = [advantage - penalty for advantage, penalty in zip(advantages, to_come, strict=True)]
         else:
             from megatron_dta.core.objectives.tree_advantages import LevelOptions, tree_advantages
 

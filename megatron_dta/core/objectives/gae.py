@@ -33,8 +33,8 @@ def token_rewards(rollout: Rollout) -> np.ndarray:
     if rollout.segment_rewards is None or rollout.segment_ends is None:
         rewards[trained[-1]] = rollout.reward
         return rewards
-    place = np.maximum(np.searchsorted(trained, rollout.segment_ends, side="left") - 1, 0)
-    np.add.at(rewards, trained[place], rollout.segment_rewards.astype(np.float64))
+    index = np.maximum(np.searchsorted(trained, rollout.segment_ends, side="left") - 1, 0)
+    np.add.at(rewards, trained[index], rollout.segment_rewards.astype(np.float64))
     return rewards
 
 
@@ -79,17 +79,17 @@ def generalized_advantages(
     shape = len(trained), longest + 1
     reward_QT, value_QT, advantage_QT = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     for q, where in enumerate(trained):
-        own = slice(longest - len(where), longest)
-        reward_QT[q, own], value_QT[q, own] = rewards[q][where], values[q][where]
+        columns = slice(longest - len(where), longest)
+        reward_QT[q, columns], value_QT[q, columns] = rewards[q][where], values[q][where]
     for t in range(longest - 1, -1, -1):
         delta = reward_QT[:, t] + gamma * value_QT[:, t + 1] - value_QT[:, t]
         advantage_QT[:, t] = delta + gamma * lam * advantage_QT[:, t + 1]
     advantages = [np.zeros(len(mask)) for mask in loss_masks]
     returns = [np.zeros(len(mask)) for mask in loss_masks]
     for q, where in enumerate(trained):
-        own = slice(longest - len(where), longest)
-        advantages[q][where] = advantage_QT[q, own]
-        returns[q][where] = advantage_QT[q, own] + value_QT[q, own]
+        columns = slice(longest - len(where), longest)
+        advantages[q][where] = advantage_QT[q, columns]
+        returns[q][where] = advantage_QT[q, columns] + value_QT[q, columns]
     return advantages, returns
 
 

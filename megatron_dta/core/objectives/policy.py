@@ -61,19 +61,19 @@ def policy_loss(
     present = masked(logprobs, mask)
     old = present.detach() if fields.old_logprobs is None else masked(fields.old_logprobs.to(present.dtype), mask)
     advantages = masked(fields.advantages.to(present.dtype), mask)
-    found = surrogate(present, old, advantages, mask, clip or Clip())
+    surrogates = surrogate(present, old, advantages, mask, clip or Clip())
     log_ratio = (present - old).detach()
     is_far = (log_ratio.abs() > MOST_LOG_RATIO).to(present.dtype)
     log_ratio = bounded(log_ratio)
     metrics = {
         "ratio_bounded": masked(is_far, mask),
-        "ratio": masked(found.ratio, mask),
-        "clip_fraction": masked(found.clipped.to(present.dtype), mask),
+        "ratio": masked(surrogates.ratio, mask),
+        "clip_fraction": masked(surrogates.clipped.to(present.dtype), mask),
         "approx_kl": masked(torch.expm1(log_ratio) - log_ratio, mask),
         "entropy": masked(entropy.detach(), mask),
     }
     maxima = {"ratio_max": metrics["ratio"]}
-    loss = -found.value
+    loss = -surrogates.value
     if fields.rollout_logprobs is not None:
         rollout = masked(fields.rollout_logprobs.to(present.dtype), mask)
         maxima["sampler_logprob_gap_max"] = metrics["sampler_logprob_gap"] = (present.detach() - rollout).abs()

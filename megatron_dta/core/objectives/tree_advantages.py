@@ -53,14 +53,14 @@ def tree_advantages(
         rewards: float [Q]; weights: float [Q], weight of each leaf in the means, equal where leaves count equally.
         counted: bool [Q], False for samples whose trajectory is represented by another sample.
     """
-    found = tree_paths(rollouts)
-    below = _Leaves(found, rewards, weights, counted)
+    tree = tree_paths(rollouts)
+    below = _Leaves(tree, rewards, weights, counted)
     result = []
-    for rollout, path, spans, reward in zip(rollouts, found.paths, found.spans, rewards, strict=True):
+    for rollout, path, spans, reward in zip(rollouts, tree.paths, tree.spans, rewards, strict=True):
         if per_segment:
             values = np.zeros(len(path))
-            for place in range(1, len(path)):
-                values[place] = below.compare(below.mean[path[place]], path[:place], options)
+            for depth in range(1, len(path)):
+                values[depth] = below.compare(below.mean[path[depth]], path[:depth], options)
             result.append(np.repeat(values, np.diff(spans)))
         else:
             result.append(np.full(len(rollout), below.compare(reward, path[:-1], options)))
@@ -70,11 +70,11 @@ def tree_advantages(
 class _Leaves:
     """For each node: number of leaves below it, weighted mean of their rewards, and whether these differ."""
 
-    def __init__(self, found: TreePaths, rewards: np.ndarray, weights: np.ndarray, counted: np.ndarray) -> None:
-        use = [(path, i) for i, path in enumerate(found.paths) if counted[i]]
+    def __init__(self, tree: TreePaths, rewards: np.ndarray, weights: np.ndarray, counted: np.ndarray) -> None:
+        use = [(path, i) for i, path in enumerate(tree.paths) if counted[i]]
         nodes = np.concatenate([path for path, _ in use])
         leaf = np.repeat([i for _, i in use], [len(path) for path, _ in use])
-        count = found.num_nodes
+        count = tree.num_nodes
         self.size = np.bincount(nodes, minlength=count)
         total = np.bincount(nodes, weights[leaf], count)
         # A node whose leaves all have weight 0 has no weighted mean; there the leaves count equally.

@@ -108,7 +108,7 @@ def trajectory_names(rollouts: Sequence[Rollout]) -> list[Hashable]:
 def trajectory_shares(trained_tokens: np.ndarray, trajectories: Sequence[Hashable]) -> np.ndarray:
     """float64 [Q]: each sequence's share of its trajectory's trained tokens; 0 if there are none."""
     numbers: dict[Hashable, int] = {}
-    own = np.array([numbers.setdefault(name, len(numbers)) for name in trajectories], np.int64)
+    trajectory = np.array([numbers.setdefault(name, len(numbers)) for name in trajectories], np.int64)
     trained = np.asarray(trained_tokens, np.float64)
-    total = np.bincount(own, trained, len(numbers))[own]
+    total = np.bincount(trajectory, trained, len(numbers))[trajectory]
     return np.divide(trained, total, out=np.zeros(len(trained)), where=total > 0)

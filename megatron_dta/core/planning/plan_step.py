@@ -69,12 +69,14 @@ def _agreed(
     rank with the longest paths, which the merged segment tree has in any case, the segments of the others are as full.
     """
     has_tokens = choice.segments.num_segments > 0
-    found = pipeline.group.gather((choice.segments.segment_tokens, choice.memory_tokens) if has_tokens else None)
-    limits = [each for each in found if each is not None]
-    size = budget.segment_tokens or min((each for each, _ in limits), default=None)
-    if not has_tokens or len(found) == 1:
+    limits_of_ranks = pipeline.group.gather(
+        (choice.segments.segment_tokens, choice.memory_tokens) if has_tokens else None
+    )
+    limits = [limit for limit in limits_of_ranks if limit is not None]
+    size = budget.segment_tokens or min((tokens for tokens, _ in limits), default=None)
+    if not has_tokens or len(limits_of_ranks) == 1:
         return choice, size
-    sized, most = replace(budget, segment_tokens=size), max(each for _, each in limits)
+    sized, most = replace(budget, segment_tokens=size), max(in_flight for _, in_flight in limits)
     # On one stage with a limit in bytes, in-flight tokens cost activations.
     is_free = budget.memory_tokens is None and (pipeline.num_stages > 1 or pipeline.memory is None)
     if is_free and choice.memory_tokens < most:

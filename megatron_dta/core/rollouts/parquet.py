@@ -131,8 +131,8 @@ def decode_parquet(path: Path, rows_read: int, call: Callable[[], Any]) -> Any:
         raise
     except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
         reason = printable(str(error).split("\n")[0], limit=160)
-        place = f"{path}: cannot be read as Parquet after row {rows_read}"
-        raise InputError(f"{place} (cut short or damaged): {reason}") from None
+        message = f"{path}: cannot be read as Parquet after row {rows_read}"
+        raise InputError(f"{message} (cut short or damaged): {reason}") from None
 
 
 def _check_schema(path: Path, schema: pa.Schema) -> None:

@@ -90,8 +90,8 @@ class NodeCheck:
             if known is not None:
                 common = min(len(tokens), len(known[1]))
                 # A path may be cut within its last node.
-                whole = (last or len(tokens) >= len(known[1])) and (known[2] or len(known[1]) >= len(tokens))
-                if not whole or not np.array_equal(tokens[:common], known[1][:common]):
+                reaches_end = (last or len(tokens) >= len(known[1])) and (known[2] or len(known[1]) >= len(tokens))
+                if not reaches_end or not np.array_equal(tokens[:common], known[1][:common]):
                     raise field_error(
                         "branches", f"node {level} has other tokens than in row {known[3]}, which names the same node"
                     )
@@ -102,10 +102,10 @@ class NodeCheck:
 
 def decoded_tokens(rollouts: Sequence[Rollout]) -> int:
     """Tokens that were sampled for the rollouts: those of a shared node once."""
-    found = tree_paths(rollouts)
+    tree = tree_paths(rollouts)
     seen: set[int] = set()
     total = 0
-    for rollout, path, spans in zip(rollouts, found.paths, found.spans, strict=True):
+    for rollout, path, spans in zip(rollouts, tree.paths, tree.spans, strict=True):
         for node, begin, end in zip(path.tolist(), spans[:-1], spans[1:], strict=True):
             if node not in seen:
                 seen.add(node)

@@ -93,8 +93,8 @@ class Rollout:
         if "token_versions" in values:
             oldest = int(values["token_versions"][loss_mask].min())
             if values.setdefault("policy_version", oldest) != oldest:
-                given = values["policy_version"]
-                raise field_error("policy_version", f"is {given}, but the oldest of token_versions is {oldest}")
+                version = values["policy_version"]
+                raise field_error("policy_version", f"is {version}, but the oldest of token_versions is {oldest}")
         values |= _checked_tree_fields(self, len(token_ids))
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -220,8 +220,8 @@ _FLAGS = _Entries("biu", ({bool}, {int}), np.int64, "true or false (or 1 or 0) l
 
 def _list_to_array(value: list | tuple, name: str, entries: _Entries) -> np.ndarray:
     """A list as an array. Types are compared first, because NumPy would convert True, '3' and 2.0."""
-    found = set(map(type, value))
-    if not any(found <= kinds for kinds in entries.types):
+    present = set(map(type, value))
+    if not any(present <= kinds for kinds in entries.types):
         kinds = max(entries.types, key=lambda kinds: sum(type(entry) in kinds for entry in value[:1]))
         at = next(i for i, entry in enumerate(value) if type(entry) not in kinds)
         raise field_error(name, f"entry {at} is {_describe(value[at])}, not {entries.what}")

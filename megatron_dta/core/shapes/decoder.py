@@ -195,25 +195,25 @@ class DecoderShape:
         """(index of a layer, number of such layers) for the ``layers`` without and with experts, each with attention or
         with gated delta net.
         """
-        found: dict[tuple[bool, bool], list[int]] = {}
+        by_kind: dict[tuple[bool, bool], list[int]] = {}
         for layer in layers:
-            found.setdefault((self.moe_layers[layer], self.is_linear(layer)), []).append(layer)
-        return [(found[kind][0], len(found[kind])) for kind in sorted(found)]
+            by_kind.setdefault((self.moe_layers[layer], self.is_linear(layer)), []).append(layer)
+        return [(by_kind[kind][0], len(by_kind[kind])) for kind in sorted(by_kind)]
 
     def layer_parameters(self, layer: int, tensor: int = 1, experts: int = 1, expert_tensor: int = 1) -> RankParameters:
         """Parameters of a layer (from 0) on one rank."""
         if self.is_linear(layer):
-            whole = 2 * self.hidden_size + self.linear_value_head_dim
+            undivided = 2 * self.hidden_size + self.linear_value_head_dim
             divided = self.linear_attention_weights + self.linear_conv_kernel_dim * self.linear_channels
             divided += 2 * self.linear_num_value_heads
         else:
-            whole = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
+            undivided = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
             divided = self.attention_weights + (self.query_width + 2 * self.kv_width) * self.add_qkv_bias
         if not self.moe_layers[layer]:
-            return RankParameters(whole + (divided + self._ffn(self.ffn_hidden_size)) // tensor)
-        whole += self.num_experts * self.hidden_size + self.hidden_size * self.moe_shared_expert_gate
+            return RankParameters(undivided + (divided + self._ffn(self.ffn_hidden_size)) // tensor)
+        undivided += self.num_experts * self.hidden_size + self.hidden_size * self.moe_shared_expert_gate
         routed = self.num_experts // experts * self._ffn(self.expert_width) // expert_tensor
-        return RankParameters(whole + (divided + self._shared) // tensor, routed)
+        return RankParameters(undivided + (divided + self._shared) // tensor, routed)
 
     def stage_parameters(
         self, layers: Sequence[int], virtual_stage: int, tensor: int = 1, experts: int = 1, expert_tensor: int = 1
@@ -224,14 +224,14 @@ class DecoderShape:
         the embedding if the two share their weights.
         """
         first = sum(layers[:virtual_stage])
-        found = RankParameters(0)
+        total = RankParameters(0)
         for layer, count in self.kinds(range(first, first + layers[virtual_stage])):
             of_layer = self.layer_parameters(layer, tensor, experts, expert_tensor)
-            found += RankParameters(count * of_layer.dense, count * of_layer.experts)
+            total += RankParameters(count * of_layer.dense, count * of_layer.experts)
         table = -(-self.vocab_size // tensor) * self.hidden_size
         is_first, is_last = virtual_stage == 0, virtual_stage == len(layers) - 1
         tables = is_first + (is_last and (self.untie_embeddings_and_output_weights or not is_first))
-        return found + RankParameters(tables * table + self.hidden_size * is_last)
+        return total + RankParameters(tables * table + self.hidden_size * is_last)
 
     @property
     def num_parameters(self) -> int:
@@ -284,6 +284,6 @@ def linear_heads_refusal(tensor: int, context: int, key_heads: int, value_heads:
     for flag, count in (("linear_num_key_heads", key_heads), ("linear_num_value_heads", value_heads)):
         if count % (tensor * context):
             sizes = (("--tensor-model-parallel-size", tensor), ("--context-parallel-size", context))
-            given = " x ".join(f"{name} {size}" for name, size in sizes if size > 1)
-            return f"{given} does not divide {flag} {count}; lower it to a divisor of {count}"
+            flags = " x ".join(f"{name} {size}" for name, size in sizes if size > 1)
+            return f"{flags} does not divide {flag} {count}; lower it to a divisor of {count}"
     return None

@@ -35,30 +35,30 @@ def parse_linear_attention_freq(text: str, num_layers: int) -> list[bool]:
     """
     forms = "a number N for attention in every N-th layer, or a list of 0 and 1 like ([1]*3+[0])*2"
     none = "no layer has linear attention; leave experimental_attention_variant out"
-    given = f"linear_attention_freq {text}"
-    return _entries(given, text, num_layers, lambda layer, every: (layer + 1) % every != 0, forms, none)
+    flag_and_value = f"linear_attention_freq {text}"
+    return _entries(flag_and_value, text, num_layers, lambda layer, every: (layer + 1) % every != 0, forms, none)
 
 
 def _entries(
-    given: str, text: str, num_layers: int, is_chosen: Callable[[int, int], bool], forms: str, none: str
+    flag_and_value: str, text: str, num_layers: int, is_chosen: Callable[[int, int], bool], forms: str, none: str
 ) -> list[bool]:
     """The list that ``text`` writes out or, for a number, the layers for which ``is_chosen(layer, number)`` holds.
 
     Args:
-        given: flag and value, for messages, like ``forms`` of a value and what it means that ``none`` is chosen.
+        flag_and_value: for messages, like ``forms`` of a value and what it means that ``none`` is chosen.
     """
     try:
         value = _value(ast.parse(text.strip(), mode="eval").body, num_layers)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise InputError(f"{given}: give {forms}") from None
+        raise InputError(f"{flag_and_value}: give {forms}") from None
     if isinstance(value, int):
         if value < 1:
-            raise InputError(f"{given}: must be at least 1")
+            raise InputError(f"{flag_and_value}: must be at least 1")
         value = [int(is_chosen(layer, value)) for layer in range(num_layers)]
     if len(value) != num_layers:
-        raise InputError(f"{given}: has {len(value)} entries for --num-layers {num_layers}")
+        raise InputError(f"{flag_and_value}: has {len(value)} entries for --num-layers {num_layers}")
     if not any(value):
-        raise InputError(f"{given}: {none}")
+        raise InputError(f"{flag_and_value}: {none}")
     return [entry == 1 for entry in value]
 
 

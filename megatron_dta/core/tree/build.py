@@ -102,7 +102,7 @@ def sort_sequences(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     comparisons = _Comparisons(shared)
     groups = [(list(range(len(arrays))), 0, 0, FIRST_BLOCK_TOKENS)]  # members, first place in order, depth, block width
     while groups:
-        members, place, depth, width = groups.pop()
+        members, position, depth, width = groups.pop()
         end = depth + width
         firsts: dict[bytes, int] = {}  # block -> the first member that has it
         followers: dict[int, list[int]] = {}  # first member -> all members with its block, if there are several
@@ -114,24 +114,24 @@ def sort_sequences(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
                 else:
                     followers[first] = [first, member]
         blocks = sorted(firsts)
-        places = []
+        positions = []
         for block in blocks:
             first = firsts[block]
-            places.append(place)
+            positions.append(position)
             if first not in followers:
-                order[place] = first
-                place += 1
+                order[position] = first
+                position += 1
                 continue
             bucket = followers[first]
             count = len(bucket)
             if len(block) == 4 * width:
-                groups.append((bucket, place, end, 2 * width))
+                groups.append((bucket, position, end, 2 * width))
             else:  # All sequences end inside this block: duplicates.
-                order[place : place + count] = bucket
-                shared[place + 1 : place + count] = [depth + len(block) // 4] * (count - 1)
-            place += count
+                order[position : position + count] = bucket
+                shared[position + 1 : position + count] = [depth + len(block) // 4] * (count - 1)
+            position += count
         if len(blocks) > 1:
-            comparisons.add(blocks, places, depth, width)
+            comparisons.add(blocks, positions, depth, width)
     comparisons.finish()
     return np.asarray(order, dtype=np.int64), np.asarray(shared, dtype=np.int64)
 
@@ -146,12 +146,12 @@ class _Comparisons:
         self._shared = shared
         self._waiting: dict[int, tuple[int, list[bytes], list[int]]] = {}  # width -> depth, blocks, places
 
-    def add(self, blocks: list[bytes], places: list[int], depth: int, width: int) -> None:
+    def add(self, blocks: list[bytes], positions: list[int], depth: int, width: int) -> None:
         """Add the sorted blocks of one group; all groups of a width have the same depth."""
         _, waiting, waiting_places = self._waiting.setdefault(width, (depth, [], []))
         waiting.extend(blocks)
         waiting_places.append(-1)  # The first block of a group has no neighbour.
-        waiting_places.extend(places[1:])
+        waiting_places.extend(positions[1:])
         if 4 * width * len(waiting) >= COMPARED_AT_ONCE_BYTES:
             self._compare(width)
 
@@ -160,7 +160,7 @@ class _Comparisons:
             self._compare(width)
 
     def _compare(self, width: int) -> None:
-        depth, blocks, places = self._waiting.pop(width)
+        depth, blocks, positions = self._waiting.pop(width)
         rows = max(2, COMPARED_AT_ONCE_BYTES // (4 * width))
         for begin in range(0, len(blocks) - 1, rows):
             batch = blocks[begin : begin + rows + 1]
@@ -171,9 +171,9 @@ class _Comparisons:
             first = different.argmax(axis=1)
             first[~different[np.arange(len(first)), first]] = width
             common = np.minimum(first, np.minimum(sizes[1:], sizes[:-1])) + depth
-            for place, length in zip(places[begin + 1 : begin + rows + 1], common.tolist(), strict=True):
-                if place >= 0:
-                    self._shared[place] = length
+            for position, length in zip(positions[begin + 1 : begin + rows + 1], common.tolist(), strict=True):
+                if position >= 0:
+                    self._shared[position] = length
 
 
 def _tree_of_runs(token_ids: np.ndarray, order: np.ndarray, lengths: np.ndarray, shared: np.ndarray) -> PrefixTree:
@@ -222,9 +222,9 @@ def _previous_below(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         half = minima[-1]
         reach = 1 << (len(minima) - 1)
         minima.append(np.minimum(half[:-reach], half[reach:]))  # minima[w][j] = min(values[j : j + 2**w])
-    place = np.arange(count)
+    index = np.arange(count)
     for level in reversed(range(len(minima))):
-        start = place - (1 << level)
+        start = index - (1 << level)
         window = minima[level][np.maximum(start, 0)] if count else values
-        place = np.where((start >= 0) & (window >= bounds), start, place)
-    return place - 1
+        index = np.where((start >= 0) & (window >= bounds), start, index)
+    return index - 1

@@ -59,8 +59,8 @@ def _sorted(arrays: list[np.ndarray], nodes: list[list[int]], ends: list[list[in
     while waiting:
         members, depth, level, before = waiting.pop()
         if level == _UNKNOWN:
-            places, common = sort_sequences([arrays[i][depth:] for i in members])
-            order += [members[place] for place in places.tolist()]
+            indices, common = sort_sequences([arrays[i][depth:] for i in members])
+            order += [members[index] for index in indices.tolist()]
             shared += [before, *(depth + common[1:]).tolist()]
             continue
         branches: dict[int, list[int]] = {}
@@ -102,15 +102,15 @@ def _distinguish(
         return [(branches, None)]
     slices = [arrays[branch[0]][depth:end] for branch, end in zip(branches, node_ends, strict=True)]
     order, common = sort_sequences(slices)
-    found: list[tuple[list[list[int]], int | None]] = []
+    groups: list[tuple[list[list[int]], int | None]] = []
     shortest = 0
-    for place, shared in zip(order.tolist(), common.tolist(), strict=True):
-        if found and shared >= shortest:
-            found[-1][0].append(branches[place])
+    for index, shared in zip(order.tolist(), common.tolist(), strict=True):
+        if groups and shared >= shortest:
+            groups[-1][0].append(branches[index])
         else:
-            found.append(([branches[place]], depth + shared if found else None))
-            shortest = len(slices[place])
-    return found
+            groups.append(([branches[index]], depth + shared if groups else None))
+            shortest = len(slices[index])
+    return groups
 
 
 def _within(
@@ -118,9 +118,9 @@ def _within(
 ) -> list[tuple[list[int], int, int, int]]:
     """Stack entries, in order, for sequences that all run through one node: first those that end within it."""
     end = max(ends[i][level] for i in members)  # a cut path ends where its sequence does
-    found = []
+    groups = []
     for i in sorted((i for i in members if len(arrays[i]) < end), key=lambda i: len(arrays[i])):
-        found.append(([i], len(arrays[i]), level, before))
+        groups.append(([i], len(arrays[i]), level, before))
         before = len(arrays[i])
     outside = [i for i in members if len(arrays[i]) >= end]
-    return [*found, (outside, end, level + 1, before)] if outside else found
+    return [*groups, (outside, end, level + 1, before)] if outside else groups

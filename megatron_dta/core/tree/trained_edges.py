@@ -115,6 +115,6 @@ def split_edges(
     cover = np.cumsum(np.bincount(begin, minlength=len(points)) - np.bincount(end, minlength=len(points)))[:-1]
     alone = np.concatenate([[0], np.cumsum(np.where(cover == 1, np.diff(points), 0))])
     several = np.concatenate([[0], np.cumsum(np.where(cover > 1, np.diff(points), 0))])
-    own = np.zeros(num_owners, dtype=np.int64)
-    np.add.at(own, owner, alone[end] - alone[begin])
-    return own, np.diff(several[np.searchsorted(points, tree.node_start)])
+    unshared = np.zeros(num_owners, dtype=np.int64)
+    np.add.at(unshared, owner, alone[end] - alone[begin])
+    return unshared, np.diff(several[np.searchsorted(points, tree.node_start)])

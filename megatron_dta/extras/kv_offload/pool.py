@@ -178,7 +178,7 @@ class OffloadedKVPool(KVPool):
     def begin(self, runs: SlotRuns, descending: bool) -> None:
         self._now = _Traversal(runs, descending)
         if descending:
-            self._now.gradient_runs = _by_flag([*runs.ancestors, runs.own], self._has_gradients)
+            self._now.gradient_runs = _by_flag([*runs.ancestors, runs.segment], self._has_gradients)
             for run in runs.ancestors:
                 self._has_gradients[run] = True
         if self._offloaded:
@@ -211,7 +211,9 @@ class OffloadedKVPool(KVPool):
         # A recomputed forward writes the same K and V again.
         if layer not in runs.stored:
             runs.stored.add(layer)
-            self._store(buffer, [(on_host.keys, buffer.slots.keys), (on_host.values, buffer.slots.values)], [runs.own])
+            self._store(
+                buffer, [(on_host.keys, buffer.slots.keys), (on_host.values, buffer.slots.values)], [runs.segment]
+            )
 
     def close(self) -> None:
         if self._host.is_cuda:
@@ -248,7 +250,7 @@ class OffloadedKVPool(KVPool):
         self._buffers.remove(buffer)
         self._buffers.append(buffer)
         if now.descending and not buffer.has_own_keys:
-            keys.append(now.runs.own)
+            keys.append(now.runs.segment)
             buffer.has_own_keys = True
         gradients = now.gradient_runs if now.descending and not buffer.has_gradients else []
         buffer.has_gradients |= now.descending

@@ -34,8 +34,8 @@ def small_parts() -> Iterator[None]:
     config = HeadShape.config
 
     def small(shape: HeadShape, run: int):
-        found = config(shape, run)
-        return replace(found, parts=min(found.parts, 2), keys=16, min_part=16)
+        settings = config(shape, run)
+        return replace(settings, parts=min(settings.parts, 2), keys=16, min_part=16)
 
     with mock.patch.object(HeadShape, "config", small):
         yield
@@ -71,17 +71,17 @@ def passes(
     cache = PagedCache(model.attention_layers, PAGE, shape.num_groups, shape.head_size, shape.dtype, device)
     cache.grow(9)
     tables = [np.array([0, 4, 7]), np.array([1, 5, 8]), np.array([2, 3, 6])]
-    found, contexts, starts = [], [], np.zeros(3, np.int64)
+    outputs, contexts, starts = [], [], np.zeros(3, np.int64)
     for counts in (np.array([5, 1, 7]), np.array([1, 1, 1])):
         context, _ = paged_context(cache, starts, counts, tables, shape)
         tokens = torch.from_numpy(rng.integers(0, VOCAB, counts.sum())).to(device)
         with torch.no_grad():
-            found.append(model(tokens[None], context))
+            outputs.append(model(tokens[None], context))
         contexts.append(context)
         starts = starts + counts
     # As after an error inside a layer: what was left behind by the pass before belongs to nobody.
-    context.carried = torch.full_like(found[-1].unsqueeze(1), float("nan"))
+    context.carried = torch.full_like(outputs[-1].unsqueeze(1), float("nan"))
     with torch.no_grad():
-        found.append((again or model)(tokens[None], context))
-    assert torch.equal(found[-1], found[-2])
-    return found, contexts
+        outputs.append((again or model)(tokens[None], context))
+    assert torch.equal(outputs[-1], outputs[-2])
+    return outputs, contexts

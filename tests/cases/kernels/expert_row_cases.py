@@ -27,16 +27,16 @@ def check_row_order(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.de
     """The kernels' order against that of their reference, with tokens of no expert if not all experts are here."""
     from dta_kernels.experts.row_order import order_rows
 
-    tokens, each, experts, first, local = sizes
+    tokens, experts_per_token, experts, first, local = sizes
     seed_all(tokens)
-    chosen = torch.rand(tokens, experts).argsort(dim=1)[:, :each].to(device, dtype)
+    chosen = torch.rand(tokens, experts).argsort(dim=1)[:, :experts_per_token].to(device, dtype)
     if local < experts:
         chosen[::7] = -1
-    most = tokens * min(each, local)
+    most = tokens * min(experts_per_token, local)
     with poisoned_memory():
-        found, twin = (order(chosen, first, local, most) for order in (order_rows, reference.order_rows))
-    for one, other in zip(found, twin, strict=True):
-        assert torch.equal(one, other)
+        ordered, twin = (order(chosen, first, local, most) for order in (order_rows, reference.order_rows))
+    for actual, other in zip(ordered, twin, strict=True):
+        assert torch.equal(actual, other)
 
 
 def check_expected_rows(dtype: torch.dtype, device: torch.device) -> None:
@@ -57,7 +57,7 @@ def check_expected_rows(dtype: torch.dtype, device: torch.device) -> None:
             output = experts(*inputs, expert_rows(chosen, 0, 8, are_all_here=False))
             return [output.detach(), *torch.autograd.grad(output, (*inputs, *experts.parameters()), grad)]
 
-    found, number, seed = [], 24, seed_all(8)
+    passes, number, seed = [], 24, seed_all(8)
     for share in (0.6, 0.6, 0.62, 1.0, 0.3, 0.0, 0.0, 0.0, 0.3, 0.4):
         chosen = torch.from_numpy(np.stack([seed.permutation(8)[:2] for _ in range(number)]))
         if share == 1.0:
@@ -72,7 +72,7 @@ def check_expected_rows(dtype: torch.dtype, device: torch.device) -> None:
                 mock.patch.object(experts, "products", lambda *args: runs.append(args) or products(*args)),
             ):
                 outcomes.append(one_pass(chosen.to(device), x, weights, grad))
-        assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
-        found.append(len(runs))
+        assert all(torch.equal(first, other) for first, other in zip(*outcomes, strict=True))
+        passes.append(len(runs))
     # The first pass waits; 18 of 48 rows more than in the four before are too many, and so are 2.
-    assert found == [1, 1, 1, 2, 1, 1, 1, 1, 1, 2]
+    assert passes == [1, 1, 1, 2, 1, 1, 1, 1, 1, 2]

@@ -23,15 +23,15 @@ def product_errors(n: int, sizes: tuple[int, int], tiles: Tiles, dtype: torch.dt
     x[:n] = torch.randn(n, K, device=device)
     weight = (torch.randn((2 if gated else 1) * N, K, device=device) * K**-0.5).to(dtype)
     run = gated_product if gated else few_rows_product
-    found = run(x[:n], weight, tiles)
-    assert torch.equal(found, run(x[:n], weight, tiles))
-    assert torch.equal(found[..., n // 2, :], run(x[n // 2 : n // 2 + 1], weight, tiles)[..., 0, :])
+    product = run(x[:n], weight, tiles)
+    assert torch.equal(product, run(x[:n], weight, tiles))
+    assert torch.equal(product[..., n // 2, :], run(x[n // 2 : n // 2 + 1], weight, tiles)[..., 0, :])
     exact = x[:n].double() @ weight.double().t()
     if not gated:
-        assert found.shape == (tiles.terms, n, N)
-        assert found.dtype == torch.float32
-        return relative_error(found.sum(0), exact)
-    return relative_error(found, reference.swiglu(exact.to(dtype)))
+        assert product.shape == (tiles.terms, n, N)
+        assert product.dtype == torch.float32
+        return relative_error(product.sum(0), exact)
+    return relative_error(product, reference.swiglu(exact.to(dtype)))
 
 
 def check_pages(
@@ -57,13 +57,13 @@ def check_pages(
     addresses = torch.tensor([pool.data_ptr() for pool in pools], device=device)
     query = torch.full((n, G * P, D), NAN, dtype=dtype, device=device)
     write_to_pages(MixedQKV(mixed, angle.cos(), angle.sin(), *weights, layout, EPS), query, addresses, slots)
-    whole = mixed.sum(0).to(dtype) if terms > 1 else mixed
+    total = mixed.sum(0).to(dtype) if terms > 1 else mixed
     doubles = (None if weight is None else weight.double() for weight in weights)
     table = angle.cos().double(), angle.sin().double()
-    q, k, v = reference.qkv_rope(whole.double(), *table, *doubles, G, P, EPS)
+    q, k, v = reference.qkv_rope(total.double(), *table, *doubles, G, P, EPS)
     expected = [torch.full_like(pool, NAN, dtype=torch.float64) for pool in pools]
     write_pages_reference(k, v, *expected, slots)
-    for found, wanted in zip(pools, expected, strict=True):
-        assert torch.equal(found.isnan(), wanted.isnan())
+    for actual, wanted in zip(pools, expected, strict=True):
+        assert torch.equal(actual.isnan(), wanted.isnan())
     pairs = zip((query, *pools), (q, *expected), strict=True)
-    return max(relative_error(found.nan_to_num(0), wanted.nan_to_num(0)) for found, wanted in pairs)
+    return max(relative_error(actual.nan_to_num(0), wanted.nan_to_num(0)) for actual, wanted in pairs)

@@ -69,10 +69,10 @@ def outputs_and_gradients(run: Run, inputs: list[Tensor], grads: list[Tensor] | 
     return [out.detach() for out in outputs] + list(torch.autograd.grad(outputs, inputs, grads))
 
 
-def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+def errors(actual: list[Tensor], wanted: list[Tensor]) -> list[float]:
     """Largest error of each tensor, relative to the largest entry; 0 for empty ones, infinite where one is NaN."""
     result = []
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(actual, wanted, strict=True):
         assert got.shape == want.shape
         scale = want.abs().max() if want.numel() else torch.ones(())
         difference = (got.double() - want.double()).abs()
@@ -85,7 +85,7 @@ def check_float32(kernel: Run, twin: Run, inputs: list[Tensor], bound: float) ->
     """The kernel's outputs and gradients are those of the twin in float64, and a repeat changes no bit."""
     first, again = (outputs_and_gradients(kernel, inputs, None) for _ in range(2))
     assert max(errors(first, outputs_and_gradients(twin, [tensor.double() for tensor in inputs], None))) < bound
-    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    assert all(torch.equal(first_output, other) for first_output, other in zip(first, again, strict=True))
 
 
 def check_recomputed_bits(
@@ -114,9 +114,9 @@ def check_recomputed_bits(
     assert torch.equal(again, query)
 
 
-def mean_errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+def mean_errors(actual: list[Tensor], wanted: list[Tensor]) -> list[float]:
     """Root mean square error of each tensor, relative to its entries'."""
-    pairs = zip(found, wanted, strict=True)
+    pairs = zip(actual, wanted, strict=True)
     return [float((got.double() - want.double()).norm() / want.double().norm()) for got, want in pairs]
 
 
@@ -125,8 +125,8 @@ def check_16_bits(kernel: Run, twin: Run, inputs: list[Tensor], dtype: torch.dty
     inputs = [tensor.to(dtype) for tensor in inputs]
     # All three take the same rounded gradients.
     grads = [torch.randn(out.shape).to(out) for out in twin(*inputs)]
-    found, plain = (outputs_and_gradients(run, inputs, grads) for run in (kernel, twin))
+    actual, plain = (outputs_and_gradients(run, inputs, grads) for run in (kernel, twin))
     exact = outputs_and_gradients(twin, [tensor.double() for tensor in inputs], grads)
-    for own, own_tensor, twins in zip(mean_errors(found, exact), found, mean_errors(plain, exact), strict=True):
+    for error, own_tensor, twins in zip(mean_errors(actual, exact), actual, mean_errors(plain, exact), strict=True):
         assert own_tensor.dtype == dtype
-        assert own <= bound * twins + 1e-5, (own, twins)
+        assert error <= bound * twins + 1e-5, (error, twins)

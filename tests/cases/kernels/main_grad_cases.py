@@ -59,11 +59,11 @@ class Wrapped:
         return {name: p.main_grad.clone() for name, p in self.model.named_parameters() if p.requires_grad}
 
 
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def distance(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Largest error of a parameter's gradient, relative to its norm."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     return max(
-        float((found[name].double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
+        float((actual[name].double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
         for name, wanted in expected.items()
     )
 

@@ -57,27 +57,27 @@ def mixed_error(
         attend_mixed(rows, out, case.addresses, slots, 4, tiles, case.tables, case.scale, config, parts)
         return out
 
-    found = run()
-    assert torch.equal(found[:n], run()[:n])
-    assert found[n:].isnan().all()
+    actual = run()
+    assert torch.equal(actual[:n], run()[:n])
+    assert actual[n:].isnan().all()
     assert parts.arrived is None or not parts.arrived.any()
     pages = case.keys.clone(), case.values.clone()
     case.keys.copy_(pools[0])
     case.values.copy_(pools[1])
     if same_bits:
-        query, one_by_one = torch.empty_like(found), torch.empty_like(found)
+        query, one_by_one = torch.empty_like(actual), torch.empty_like(actual)
         write_to_pages(rows, query, case.addresses, slots)
         of_paged = query[:n], one_by_one[:n], case.addresses, G, 4, tiles, case.tables, case.scale, config, Parts()
         paged_attention(*of_paged)
-        assert torch.equal(found[:n], one_by_one[:n])
-    whole = mixed.sum(0).to(dtype) if terms > 1 else mixed
+        assert torch.equal(actual[:n], one_by_one[:n])
+    total = mixed.sum(0).to(dtype) if terms > 1 else mixed
     doubles = (None if weight is None else weight.double() for weight in weights)
     tables = angle.cos().double(), angle.sin().double()
-    q, k, v = reference.qkv_rope(whole.double(), *tables, *doubles, G, P, EPS)
+    q, k, v = reference.qkv_rope(total.double(), *tables, *doubles, G, P, EPS)
     expected, out = [pool.double() for pool in pools], torch.zeros(n, G * P, D, dtype=torch.float64, device=device)
     write_pages_reference(k, v, *expected, slots)
     for page, wanted in zip(pages, expected, strict=True):
         assert torch.equal(page.isnan(), wanted.isnan())
         assert relative_error(page.nan_to_num(0), wanted.nan_to_num(0)) < (1e-6 if dtype == torch.float32 else 2e-2)
     paged_attention_reference(q[:n], out, *expected, case.tiles(1), case.tables, case.scale)
-    return relative_error(found[:n], out)
+    return relative_error(actual[:n], out)

@@ -66,8 +66,8 @@ class PagedCase:
         for i, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
             table = order[begins[i] : begins[i] + widths[i]]
             held = np.arange(start)
-            place = torch.from_numpy(table[held // page_size] * page_size + held % page_size).to(device)
-            keys.flatten(0, 1)[place], values.flatten(0, 1)[place] = draw(start, G, D), draw(start, G, D)
+            index = torch.from_numpy(table[held // page_size] * page_size + held % page_size).to(device)
+            keys.flatten(0, 1)[index], values.flatten(0, 1)[index] = draw(start, G, D), draw(start, G, D)
             new = np.arange(start, start + count)
             positions.append(new)
             slots.append(table[new // page_size] * page_size + new % page_size)

@@ -34,8 +34,8 @@ class Segment:
 
     def local_key_end(self) -> np.ndarray:
         """``key_end`` in positions of the keys."""
-        ancestors, own = np.split(self.key_end, [self.num_ancestors])
-        return local_key_end(int(self.query_index[0]), len(self.query_index), ancestors, own)
+        ancestors, segment = np.split(self.key_end, [self.num_ancestors])
+        return local_key_end(int(self.query_index[0]), len(self.query_index), ancestors, segment)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         return tuple(torch.from_numpy(a).to(device) for a in (self.query_index, self.key_index, self.key_end))
@@ -188,7 +188,9 @@ def check_accumulation(case: Case, config: TreeAttentionConfig | None, generator
     # Sums may be rounded in another order.
     tolerance = 4e-6
     assert all(torch.equal(x, y) for x, y in zip(again[:3], (out, lse, dq), strict=True))
-    for accumulator, old, own, all_keys in zip((into.keys, into.values), before, again[3:], plain, strict=True):
+    for accumulator, old, segment_gradient, all_keys in zip(
+        (into.keys, into.values), before, again[3:], plain, strict=True
+    ):
         ancestors, owners = into.slots[:A], into.slots[A:]
         torch.testing.assert_close(
             accumulator[ancestors], all_keys[:A] + old[ancestors], rtol=tolerance, atol=tolerance
@@ -196,9 +198,9 @@ def check_accumulation(case: Case, config: TreeAttentionConfig | None, generator
         untouched = torch.ones(len(old), dtype=torch.bool, device=old.device)
         untouched[into.slots] = False
         assert torch.equal(accumulator[untouched], old[untouched])
-        assert own.dtype == case.shape.dtype
-        rounding = max(tolerance, 2 * torch.finfo(own.dtype).eps)
-        torch.testing.assert_close(own.float(), all_keys[A:] + old[owners], rtol=rounding, atol=tolerance)
+        assert segment_gradient.dtype == case.shape.dtype
+        rounding = max(tolerance, 2 * torch.finfo(segment_gradient.dtype).eps)
+        torch.testing.assert_close(segment_gradient.float(), all_keys[A:] + old[owners], rtol=rounding, atol=tolerance)
 
 
 def check_sibling_changes_no_bit(

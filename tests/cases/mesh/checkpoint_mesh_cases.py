@@ -55,9 +55,9 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_tensors(left: Path, right: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors, among which are those of the optimizer."""
-    found, expected = tensors_of(left), tensors_of(right)
-    assert found.keys() == expected.keys()
-    assert any(key.startswith("optimizer.") and "exp_avg_sq" in key for key in found)
-    for key, values in found.items():
+    actual, expected = tensors_of(left), tensors_of(right)
+    assert actual.keys() == expected.keys()
+    assert any(key.startswith("optimizer.") and "exp_avg_sq" in key for key in actual)
+    for key, values in actual.items():
         assert torch.equal(values, expected[key]), f"{left.name} {key}"
-    return found
+    return actual

@@ -62,15 +62,15 @@ def _samples_on_rank(rank: int, argument: tuple[ModelConfig, Weights, Mapping[st
     from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
 
     config, weights, jobs, params = argument
-    found = {}
+    results = {}
     for name, job in jobs.items():
         model = build_on(replace(config, **job.changes), weights, job.parallel)
         assert why_not_captured(model) is None
         drafting = suffix_drafting(follows_clock=True) if job.drafts else None
         engine = started(model, params, drafting=drafting, **dict(static_passes=True) | job.settings)
-        found[name] = run_forest(engine, replace(DRIVE, order=1)), engine.statistics()
+        results[name] = run_forest(engine, replace(DRIVE, order=1)), engine.statistics()
         assert engine.pages_in_use == 0
-    return found
+    return results
 
 
 def compare(
@@ -108,7 +108,7 @@ def _moved_on_rank(
     model = build_on(*built)
     prompts = random_prompts(np.random.default_rng(3), [4] * rows)
     requests = [GenerationRequest(i, prompt, 40, i) for i, prompt in enumerate(prompts)]
-    engine, found = started(model, NEVER, static_passes=True), []
+    engine, results = started(model, NEVER, static_passes=True), []
     for turn in range(3):
         if turn == 1:
             with torch.no_grad():
@@ -120,8 +120,8 @@ def _moved_on_rank(
         engine.start(NEVER, 4)
         tokens = [result.token_ids.tolist() for result in generate(engine, requests)]
         assert tokens == [result.token_ids.tolist() for result in generate(started(model, NEVER, **plain), requests)]
-        found.append((engine._steps.captures, tokens))
-    return found
+        results.append((engine._steps.captures, tokens))
+    return results
 
 
 def check_moved_weights(

@@ -38,8 +38,8 @@ def check_both_ways(suite: MeshSuite, mesh: str, model: str, folder: Path, fores
     assert not any(rank["modules"][0] for rank in ranks)
     outcome = joined(direct, suite.models[model], suite.partition(mesh, forest))
     assert compare_outcomes(outcome, _in_float64(suite, model, forest)).largest() < 1e-4
-    for one, other in zip(modules, direct, strict=True):
-        for name, gradient in one.gradients.items():
+    for stock, other in zip(modules, direct, strict=True):
+        for name, gradient in stock.gradients.items():
             if "norm" not in name and "router" not in name:
                 assert torch.equal(other.gradients[name], gradient), name
     return direct
@@ -49,19 +49,19 @@ def _with_kernels(rank: int, case: MeshCase) -> dict[str, tuple[int, RankResult]
     """Layers as modules and as one function: how many passes took the latter, and what came out."""
     from megatron_dta.core.model.layers.fused_autograd_layer import FusedAutogradLayer
 
-    found = {}
+    results = {}
     for way in ("modules", "direct"):
         count, takes = [0], FusedAutogradLayer.takes
 
         def counted(layer, *arguments, way=way, count=count, takes=takes):
-            taken = way == "direct" and takes(layer, *arguments)
-            count[0] += taken
-            return taken
+            is_taken = way == "direct" and takes(layer, *arguments)
+            count[0] += is_taken
+            return is_taken
 
         with mock.patch.object(FusedAutogradLayer, "takes", counted):
             result = run_cases(rank, {"": case})[""]
-        found[way] = count[0], result
-    return found
+        results[way] = count[0], result
+    return results
 
 
 def _in_float64(suite: MeshSuite, name: str, forest: str) -> Outcome:

@@ -49,12 +49,12 @@ def joined(ranks: list[RankResult], model: ModelConfig, partition: list[list[int
     parts: dict[str, dict[int, torch.Tensor]] = {}
     for rank in ranks:
         for name, gradient in rank.gradients.items():
-            place = rank.expert_tensor_rank if ".local_experts." in name else rank.tensor_rank
+            shard_rank = rank.expert_tensor_rank if ".local_experts." in name else rank.tensor_rank
             # On all replicas the same, a tied weight also on the first and the last stage.
-            assert torch.equal(parts.setdefault(name, {}).setdefault(place, gradient), gradient), name
+            assert torch.equal(parts.setdefault(name, {}).setdefault(shard_rank, gradient), gradient), name
     gradients = {}
     for name, by_rank in parts.items():
-        gradients |= join_shards([{name: by_rank[place]} for place in sorted(by_rank)], model)
+        gradients |= join_shards([{name: by_rank[shard_rank]} for shard_rank in sorted(by_rank)], model)
     logprobs: dict[int, np.ndarray] = {}
     for rank in ranks:
         assert len(rank.logprobs) == len(partition[rank.data_rank])
@@ -118,12 +118,12 @@ class MeshSuite:
             more: further cases by name; the name's first word is the mesh.
         """
         cases = {" ".join(combination): self.case(*combination) for combination in combinations} | (more or {})
-        found = {}
+        results = {}
         for world_size in sorted({size for size, *_ in self.meshes.values()}):
-            own = {name: case for name, case in cases.items() if self.meshes[name.split()[0]][0] == world_size}
-            ranks = run_on_ranks(run_cases, own, world_size, folder / str(world_size))
-            found |= {name: [rank[name] for rank in ranks] for name in own}
-        return found
+            rank_cases = {name: case for name, case in cases.items() if self.meshes[name.split()[0]][0] == world_size}
+            ranks = run_on_ranks(run_cases, rank_cases, world_size, folder / str(world_size))
+            results |= {name: [rank[name] for rank in ranks] for name in rank_cases}
+        return results
 
     def check(self, ranks: list[RankResult], mesh: str, model: str, forest: str = "") -> Outcome:
         """Compare the ranks of one case with one process; returns its outcome."""

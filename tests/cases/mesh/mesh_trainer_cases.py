@@ -49,7 +49,7 @@ def train_on_rank(rank: int, jobs: list[tuple[str, str | None]]) -> list[dict[st
     from megatron_dta.wiring.setup import build_trainer
 
     os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size())
-    found = []
+    results = []
     for arguments, terminated in jobs:
         destroy_parallel()
         output = io.StringIO()
@@ -65,8 +65,8 @@ def train_on_rank(rank: int, jobs: list[tuple[str, str | None]]) -> list[dict[st
             trainer._report = report_and_stop
         trainer.run()
         trainer.metrics.close()
-        found.append({"iteration": trainer.progress.iteration, "output": output.getvalue()})
-    return found
+        results.append({"iteration": trainer.progress.iteration, "output": output.getvalue()})
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def folder(tmp_path_factory) -> Path:
     # Two ranks pad the vocabulary to an even size. One rank draws the same random weights if it does, too.
     even = f"{stored} --make-vocab-size-divisible-by 2"
     half = stored.replace("--train-iters 4", "--train-iters 2")
-    ones = [job("stored-1", even), job("sampled-1", SAMPLED)]
+    on_one_rank = [job("stored-1", even), job("sampled-1", SAMPLED)]
     twos = [
         job("stored-sp2", stored, SP),
         job("stored-dp2", even),
@@ -103,7 +103,7 @@ def folder(tmp_path_factory) -> Path:
         job("moved", stored),
     ]
     fours = [job("sampled-tp2-dp2", SAMPLED, TP)]
-    for jobs, world_size in ((ones, 1), (twos, 2), (fours, 4)):
+    for jobs, world_size in ((on_one_rank, 1), (twos, 2), (fours, 4)):
         for rank in run_on_ranks(train_on_rank, jobs, world_size, path / f"ranks-{world_size}"):
             expected = [2 if cut or "--train-iters 2" in name else 4 for name, cut in jobs]
             assert [run["iteration"] for run in rank] == expected

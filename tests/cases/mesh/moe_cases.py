@@ -49,11 +49,11 @@ CUTS = [("dense", 9, None), ("dense", 64, 0), ("packed", 45, None), ("packed", 4
 def moe_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     """Parameters, and biases of experts that differ."""
     built = build_model(model, initialize_parallel(seed))
-    found = {name: p.detach() for name, p in built.named_parameters()}
+    weights = {name: p.detach() for name, p in built.named_parameters()}
     for name, bias in built.named_buffers():
         if name.endswith("expert_bias"):
-            found[name] = torch.randn_like(bias, dtype=torch.float32) / 8
-    return found
+            weights[name] = torch.randn_like(bias, dtype=torch.float32) / 8
+    return weights
 
 
 def make_reference(name: str) -> tuple:
@@ -73,9 +73,9 @@ def updated_expert_biases(model: ModelConfig, weights: dict, samples: list) -> d
         length = tokens.shape[1]
         hidden_from = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
         stock(tokens, torch.arange(length)[None], hidden_from)
-    found = {}
+    biases = {}
     for name, module in stock.named_modules():
         if isinstance(module, PlainRouter):
             loads, key = module.loads.double(), f"{name}.expert_bias"
-            found[key] = weights[key] + model.moe_router_bias_update_rate * torch.sign(loads.mean() - loads).float()
-    return found
+            biases[key] = weights[key] + model.moe_router_bias_update_rate * torch.sign(loads.mean() - loads).float()
+    return biases

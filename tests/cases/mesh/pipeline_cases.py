@@ -63,8 +63,8 @@ def slow_times(
     while moved:
         moved = False
         for stage, ops in enumerate(schedule.ops):
-            for place, op in enumerate(ops):
-                start = times[stage, ops[place - 1]][1] if place else 0.0
+            for index, op in enumerate(ops):
+                start = times[stage, ops[index - 1]][1] if index else 0.0
                 for need in needs_of(op, stage, schedule, parents.tolist(), children):
                     start = max(start, times[need][1] + (send_seconds if need[0] != stage else 0.0))
                 end = start + tables[op.kind.value][schedule.virtual_stage(stage, op.chunk), op.segment]
@@ -75,11 +75,11 @@ def slow_times(
 
 def interleavings(parents: list[int], lengths: list[int], limit: int) -> list[list[PipelineOp]]:
     """All ways to interleave forwards and backwards on one rank within the limit."""
-    backwards, found = backward_order(parents), []
+    backwards, orders = backward_order(parents), []
 
     def extend(forwards: int, done: int, alive: int, ops: list[PipelineOp]) -> None:
         if done == len(parents):
-            found.append(ops)
+            orders.append(ops)
             return
         if forwards < len(parents) and alive + lengths[forwards] <= limit:
             extend(forwards + 1, done, alive + lengths[forwards], [*ops, PipelineOp(F, forwards)])
@@ -87,7 +87,7 @@ def interleavings(parents: list[int], lengths: list[int], limit: int) -> list[li
             extend(forwards, done + 1, alive - lengths[backwards[done]], [*ops, PipelineOp(B, backwards[done])])
 
     extend(0, 0, 0, [])
-    return found
+    return orders
 
 
 def all_schedules(parents: list[int], lengths: list[int], num_stages: int, limit: int) -> list[PipelineSchedule]:

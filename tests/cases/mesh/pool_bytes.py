@@ -11,7 +11,7 @@ from megatron_dta.core.planning.step.passes import stage_chunks
 
 
 @contextlib.contextmanager
-def noting_pools(engine: Any, batch: Any, found: list[tuple[float, int]]) -> Any:
+def noting_pools(engine: Any, batch: Any, noted_pools: list[tuple[float, int]]) -> Any:
     """Note the pools of each model chunk in a step of limited memory: counted bytes, and those of their tensors."""
     walk = StageRun.walk
 
@@ -23,7 +23,7 @@ def noting_pools(engine: Any, batch: Any, found: list[tuple[float, int]]) -> Any
             if run.states:
                 pool = run.states[number].pool
                 tensors += [pool.states, pool.rows, pool.grad_states, pool.grad_rows]
-            found.append((chunk.pool_bytes, sum(tensor.nbytes for tensor in tensors)))
+            noted_pools.append((chunk.pool_bytes, sum(tensor.nbytes for tensor in tensors)))
         walk(run)
 
     with mock.patch.object(StageRun, "walk", noted) if engine.memory is not None else contextlib.nullcontext():

@@ -32,12 +32,12 @@ from tree_engine_cases import (
 @pytest.fixture(scope="module")
 def references():
     samples = random_training_samples(branching_sequences(seed_all(13), count=8, longest=24), seed=13)
-    found = {}
+    cases = {}
     for name, settings in (("dense", HYBRID), ("experts", HYBRID | EXPERTS)):
         model = model_config(**settings)
         weights = spread(weights_of(model, seed=5), seed=3)
-        found[name] = (model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE))
-    return found
+        cases[name] = (model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE))
+    return cases
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,9 @@ def test_no_op_holds_more_than_is_counted(layers: str, dtype: torch.dtype, more:
     with mode:
         run.walk()
     forward, backward = (run.clock.ops[kind, 0] for kind in (OpKind.FORWARD, OpKind.BACKWARD))
-    each = engine.counted_bytes()
-    activations, room = each.kept(model.num_layers) * tokens, float(each.work(tokens, tokens))
-    parts = forward.filled / activations, forward.peak / (activations + room), backward.peak / room
+    sizes = engine.counted_bytes()
+    activations, working = sizes.kept(model.num_layers) * tokens, float(sizes.work(tokens, tokens))
+    parts = forward.filled / activations, forward.peak / (activations + working), backward.peak / working
     print("parts of what is counted: kept, most in the forward, most in the backward:", parts)
     assert 0.93 <= parts[0] <= 1
     assert max(parts[1:]) <= 1

@@ -49,13 +49,13 @@ SHAPE = dict(hidden_size=48, ffn_hidden_size=128, num_attention_heads=4, kv_chan
 
 
 def samples_of(generator: np.random.Generator) -> list[TrainingSample]:
-    trunk, found = generator.integers(0, VOCABULARY, 24), []
+    trunk, samples = generator.integers(0, VOCABULARY, 24), []
     for length in (16, 19):
         tokens = np.append(trunk, generator.integers(0, VOCABULARY, length)).astype(np.int32)
         mask = generator.random(len(tokens)) < 0.5
         mask[0], mask[-1] = False, True
-        found.append(TrainingSample(tokens, mask))
-    return found
+        samples.append(TrainingSample(tokens, mask))
+    return samples
 
 
 @interpreter
@@ -122,7 +122,7 @@ def check_ops(
     """Check what every op holds; returns the parts of the counted room that backwards took."""
     wrapped = Wrapped(model, weights, parallel)
     engine = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16, tree_attention_impl="triton")
-    each, layers = engine.counted_bytes(), SHAPE["num_layers"]
+    sizes, layers = engine.counted_bytes(), SHAPE["num_layers"]
     tree = TreeConfig(tree_mode="dta", tree_segment_tokens=24, tree_activation_tokens=activation_tokens)
     samples = samples_of(seed_all(61))
     # What stays for ever is made: tables and sums.
@@ -144,15 +144,15 @@ def check_ops(
         forward, backward = (run.clock.ops[kind, segment] for kind in (OpKind.FORWARD, OpKind.BACKWARD))
         # Gathered keys are the pool's; the attention's blocks, and positions of those in flight, are in what is fixed.
         # The output is dropped right behind the op.
-        once = each.kv_per_token * segments.peak_in_flight_tokens + 4096
-        once += (4 * SHAPE["kv_channels"] + each.input_per_token) * tokens
-        activations = each.kept(layers) * tokens
-        room = float(each.work(tokens, path))
+        once = sizes.kv_per_token * segments.peak_in_flight_tokens + 4096
+        once += (4 * SHAPE["kv_channels"] + sizes.input_per_token) * tokens
+        activations = sizes.kept(layers) * tokens
+        working = float(sizes.work(tokens, path))
         assert forward.filled <= kept[segment] * activations + 64 * path + once
-        assert forward.peak <= activations + room + once
+        assert forward.peak <= activations + working + once
         built = 0.0 if kept[segment] else activations
-        assert backward.peak <= built + room
-        used.append((backward.peak - built) / room)
+        assert backward.peak <= built + working
+        used.append((backward.peak - built) / working)
         if kept[segment]:
             print(f"{forward.filled / activations:.3f} of what is counted as kept")
             assert forward.filled >= 0.94 * activations

@@ -55,16 +55,16 @@ def test_sequence_loss_equals_token_losses(mode: str, segment: int, with_entropy
         result = engine.forward_backward(batch, objective, return_outputs=True)
         results.append((result, _gradients(model), engine.compute_outputs(batch)))
     assert sorted(seen) == list(range(count))
-    (tokens, expected, outputs), (groups, found, _) = results
+    (tokens, expected, outputs), (groups, actual, _) = results
     assert float(groups.loss) == pytest.approx(float(tokens.loss), rel=1e-12)
     for name, gradient in expected.items():
-        assert torch.allclose(found[name], gradient, rtol=1e-12, atol=1e-12), name
+        assert torch.allclose(actual[name], gradient, rtol=1e-12, atol=1e-12), name
     # The outputs of the training pass are those of a pass without gradients, 0 where nothing is trained.
-    for sample, own, other, entropy in zip(
+    for sample, actual, other, entropy in zip(
         samples, groups.outputs.logprobs, outputs.logprobs, groups.outputs.entropy, strict=True
     ):
-        assert np.allclose(own, other, rtol=0, atol=1e-13)
-        assert not own[~sample.loss_mask].any()
+        assert np.allclose(actual, other, rtol=0, atol=1e-13)
+        assert not actual[~sample.loss_mask].any()
         assert (entropy[sample.loss_mask] > 0).all()
 
 
@@ -90,10 +90,10 @@ def test_entropies_and_sequences_that_some_groups_leave_out(segment: int, seed: 
         result = TreeEngine(model, TEMPERATURE).forward_backward(batch, SequenceLoss(loss))
         return float(result.loss), _gradients(model)
 
-    (expected_loss, expected), (found_loss, found) = run(False), run(True)
+    (expected_loss, expected), (found_loss, actual) = run(False), run(True)
     assert found_loss == expected_loss
     for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
+        assert torch.equal(actual[name], gradient), name
 
 
 def test_padding_of_a_group_is_never_used():
@@ -115,14 +115,14 @@ def test_padding_of_a_group_is_never_used():
 
     TreeEngine(model, TEMPERATURE).forward_backward(batch, SequenceLoss(poisoned))
     assert any(hooked), "no row is shorter than its group"
-    found = _gradients(model)
-    assert all(torch.isfinite(gradient).all() for gradient in found.values())
+    gradients = _gradients(model)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
     plain = build_model(config, torch.device("cpu"))
     plain.load_state_dict(weights)
-    ones = replace(batch, loss_weights=np.ones(batch.plan.num_pairs))
+    with_unit_weights = replace(batch, loss_weights=np.ones(batch.plan.num_pairs))
     TreeEngine(plain, TEMPERATURE).forward_backward(
-        ones,
+        with_unit_weights,
         Objective("sum", lambda logprobs, entropy, fields: TokenLosses(torch.where(fields.loss_mask, logprobs, 0.0))),
     )
     for name, gradient in _gradients(plain).items():
-        assert torch.allclose(found[name], gradient, rtol=1e-12, atol=1e-12), name
+        assert torch.allclose(gradients[name], gradient, rtol=1e-12, atol=1e-12), name

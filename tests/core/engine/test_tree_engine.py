@@ -35,12 +35,12 @@ from tree_engine_cases import (
 def references():
     """Samples, weights and reference outcome for each kind of model, computed once."""
     samples = random_training_samples(branching_sequences(seed_all(11), count=9, longest=20), seed=11)
-    found = {}
+    cases = {}
     for name, settings in (("qwen3", QWEN3), ("qwen2", QWEN2), ("llama", LLAMA)):
         model = model_config(**settings)
         weights = weights_of(model, seed=5)
-        found[name] = (model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE))
-    return found
+        cases[name] = (model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE))
+    return cases
 
 
 CUTS = [("dense", 9), ("dense", 64), ("packed", 45), ("dta", 6), ("dta", 1000)]
@@ -97,15 +97,15 @@ def test_cutting_and_order_change_nothing(references):
     model, weights, samples, expected = references["qwen3"]
     longest = max(len(sample.token_ids) for sample in samples)
     shuffled = [samples[i] for i in np.random.default_rng(0).permutation(len(samples))]
-    for given, tree in (
+    for ordered, tree in (
         (samples, tree_config("dta", 5)),
         (samples, tree_config("dta", 13, tree_memory_tokens=longest + 13)),
         (samples, tree_config("dta", 13, tree_memory_tokens=400)),
         (shuffled, tree_config("dta", 13)),
         (shuffled, tree_config("packed", 60)),
     ):
-        outcome, _ = run_tree(model, weights, given, GRPO, tree, TEMPERATURE)
-        if given is shuffled:
+        outcome, _ = run_tree(model, weights, ordered, GRPO, tree, TEMPERATURE)
+        if ordered is shuffled:
             outcome = replace(outcome, logprobs=expected.logprobs)
         errors = compare_outcomes(outcome, expected)
         assert errors.largest() < 1e-12, (tree, errors)

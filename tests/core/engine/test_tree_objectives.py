@@ -208,18 +208,18 @@ def test_only_the_first_path_trains_a_shared_token(case, aggregation):
 
 def test_metrics_are_means_over_what_counts(case):
     model, weights, samples = case
-    found = {}
+    expected = {}
 
     def note(sequences: list[Alone]) -> Tensor:
         ratios = torch.cat([(s.logprobs - s.old).exp() for s in sequences]).detach()
         gaps = torch.cat([(s.logprobs - s.rollout).abs() for s in sequences]).detach()
-        found.update(ratio=ratios.mean(), ratio_max=ratios.max(), sampler_logprob_gap=gaps.mean())
-        found["sampler_logprob_gap_max"] = gaps.max()
+        expected.update(ratio=ratios.mean(), ratio_max=ratios.max(), sampler_logprob_gap=gaps.mean())
+        expected["sampler_logprob_gap_max"] = gaps.max()
         return sequences[0].logprobs.sum()
 
     reference_gradients(model, weights, samples, note)
     result, _ = train(case, {}, CUTS[2])
-    for name, value in found.items():
+    for name, value in expected.items():
         assert float(result.metrics[name]) == pytest.approx(float(value), rel=1e-12), name
 
 
@@ -248,24 +248,24 @@ def on_mesh(rank: int, argument: tuple) -> dict[str, dict]:
     copy_shards(tree_model, weights, model)
     optimizer = TrainingOptimizer(tree_model, OptimizationConfig(train_iters=1, lr=1e-3), parallel)
     engine = TreeEngine(optimizer.chunks, TEMPERATURE, 5)
-    own = partition[mesh.data_rank]
-    found = {}
+    indices = partition[mesh.data_rank]
+    metrics_of_settings = {}
     for name, options in settings.items():
         aggregation, ownership = options.pop("aggregation", "token-mean"), options.pop("owned", None)
-        given = (
+        step_samples = (
             samples
             if ownership is None
             else [replace(sample, owned=mask) for sample, mask in zip(samples, ownership, strict=True)]
         )
         batch = prepare_batch(
-            [given[i] for i in own],
+            [step_samples[i] for i in indices],
             tree_config("dta", 6),
             aggregation,
             engine.pipeline(6),
             13.0,
             StepPart(
-                count_trained([sample.num_counted for sample in given]),
-                own,
+                count_trained([sample.num_counted for sample in step_samples]),
+                indices,
                 PAIRS if options["objective"] == "dpo" else None,
             ),
         )
@@ -275,8 +275,8 @@ def on_mesh(rank: int, argument: tuple) -> dict[str, dict]:
         optimizer.optimizer.prepare_grads()
         norm = float(optimizer.optimizer.get_grad_norm())
         metrics = {metric: float(value) for metric, value in result.metrics.items()}
-        found[name] = {"loss": float(result.loss), "norm": norm, **metrics}
-    return found
+        metrics_of_settings[name] = {"loss": float(result.loss), "norm": norm, **metrics}
+    return metrics_of_settings
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -294,13 +294,13 @@ def test_meshes_give_the_same(case, mesh, tmp_path):
     argument = (case, ParallelConfig(**options), partition, {name: dict(value) for name, value in settings.items()})
     ranks = run_on_ranks(on_mesh, argument, 2, tmp_path / "mesh")
     for name, value in settings.items():
-        own = dict(value)
-        aggregation = own.pop("aggregation", "token-mean")
-        given = case
-        if own.pop("owned", None) is not None:
-            given = (model, weights, [replace(s, owned=mask) for s, mask in zip(samples, owned, strict=True)])
+        remaining = dict(value)
+        aggregation = remaining.pop("aggregation", "token-mean")
+        variant = case
+        if remaining.pop("owned", None) is not None:
+            variant = (model, weights, [replace(s, owned=mask) for s, mask in zip(samples, owned, strict=True)])
         result, gradients = train(
-            given, own, CUTS[0], aggregation, part=StepPart(preference_pairs=PAIRS) if name == "dpo" else None
+            variant, remaining, CUTS[0], aggregation, part=StepPart(preference_pairs=PAIRS) if name == "dpo" else None
         )
         norm = sum(float((gradient**2).sum()) for gradient in gradients.values()) ** 0.5
         for rank in ranks:

@@ -78,8 +78,8 @@ def test_a_residual_without_use_and_a_norm_without_use_have_their_gradients():
         for run, dtype in ((kernel, torch.float32), (twin, torch.float64)):
             leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
             out = run(*leaves)[used]
-            found = torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
-            gradients.append([torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves, strict=True)])
+            grads = torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
+            gradients.append([torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)])
         assert max(errors(*gradients)) < 1e-6
 
 

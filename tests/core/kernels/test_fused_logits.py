@@ -87,9 +87,9 @@ def test_bfloat16_is_as_near_to_float64_as_the_plain_twin():
     which = "both"
     case = random_case(3, torch.bfloat16, spread=1)
     fused, plain, exact = run(case, which, 6, True), run(case, which, 6, False), truth(case, which)
-    for one, other, wanted in zip(fused, plain, exact, strict=True):
-        assert one.dtype == other.dtype
-        errors = [float((x.double() - wanted).norm()) for x in (one, other)]
+    for actual, other, wanted in zip(fused, plain, exact, strict=True):
+        assert actual.dtype == other.dtype
+        errors = [float((x.double() - wanted).norm()) for x in (actual, other)]
         # The interpreter rounds to bfloat16 towards zero, twice the error of rounding to nearest.
         assert errors[0] <= (2.2 if DEVICE.type == "cpu" else 1.1) * errors[1] + 1e-6, errors
 
@@ -104,7 +104,7 @@ def test_large_logits_stay_finite_and_a_repeat_changes_no_bit():
 def _on_rank(rank: int, cases: list) -> list:
     bounds = [0, 31, 75]
     shard = VocabularyShard(bounds[rank], torch.distributed.group.WORLD)
-    found = []
+    outcomes = []
     for seed in cases:
         hidden, weight, edge_row, target, *upstream = random_case(seed, torch.float32)
         hidden = hidden.requires_grad_()
@@ -113,8 +113,8 @@ def _on_rank(rank: int, cases: list) -> list:
         outputs = linear_logprobs(hidden, part, edge_row, target, chunks, TEMPERATURE, fused=True, shard=shard)
         grad_hidden, grad_weight = torch.autograd.grad(outputs, (hidden, part), upstream)
         torch.distributed.all_reduce(grad_hidden)
-        found.append([x.detach() for x in (*outputs, grad_hidden, grad_weight)])
-    return found
+        outcomes.append([x.detach() for x in (*outputs, grad_hidden, grad_weight)])
+    return outcomes
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="its ranks are processes on a CPU")
@@ -125,6 +125,6 @@ def test_a_divided_vocabulary(tmp_path):
         logprobs, entropy, grad_hidden, grad_weight = truth(random_case(seed, torch.float32), "both")
         first, second = ranks[0][index], ranks[1][index]
         assert all(torch.equal(a, b) for a, b in zip(first[:3], second[:3], strict=True))
-        found = (*first[:3], torch.cat([first[3], second[3]]))
-        for actual, wanted in zip(found, (logprobs, entropy, grad_hidden, grad_weight), strict=True):
+        joined = (*first[:3], torch.cat([first[3], second[3]]))
+        for actual, wanted in zip(joined, (logprobs, entropy, grad_hidden, grad_weight), strict=True):
             torch.testing.assert_close(actual.double(), wanted, rtol=2e-5, atol=2e-5)

@@ -43,23 +43,23 @@ def inputs(name: str, dtype: torch.dtype) -> tuple[list[int], Tensor, Tensor, li
 def by_row(counts: list[int], x: Tensor, grad: Tensor, matrices: list[Tensor], sums: list[Tensor]) -> Products:
     """The slow twin: one product per row, in float64."""
     group = [index for index, count in enumerate(counts) for _ in range(count)]
-    product = [matrices[each].double() @ row for each, row in zip(group, x.double(), strict=True)]
-    back = [matrices[each].double().t() @ row for each, row in zip(group, grad.double(), strict=True)]
-    sums = [each.double().clone() for each in sums]
-    for each, row, own in zip(group, x.double(), grad.double(), strict=True):
-        sums[each] += torch.outer(own, row)
+    product = [matrices[expert].double() @ row for expert, row in zip(group, x.double(), strict=True)]
+    back = [matrices[expert].double().t() @ row for expert, row in zip(group, grad.double(), strict=True)]
+    sums = [total.double().clone() for total in sums]
+    for expert, row, grad_row in zip(group, x.double(), grad.double(), strict=True):
+        sums[expert] += torch.outer(grad_row, row)
     empty_y, empty_x = grad.new_empty(0, grad.shape[1]).double(), x.new_empty(0, x.shape[1]).double()
     return torch.stack(product) if product else empty_y, torch.stack(back) if back else empty_x, sums
 
 
 def by_loop(counts: list[int], x: Tensor, grad: Tensor, matrices: list[Tensor], sums: list[Tensor]) -> Products:
-    rows, sums = PlainRows(counts), [each.clone() for each in sums]
+    rows, sums = PlainRows(counts), [total.clone() for total in sums]
     rows.add_weight_gradients(sums, grad, x)
     return rows.product(x, matrices), rows.input_gradient(grad, matrices), sums
 
 
 def by_kernels(counts: list[int], x: Tensor, grad: Tensor, matrices: list[Tensor], sums: list[Tensor]) -> Products:
-    rows, table, sums = grouped_rows(counts, x), MatrixTable(matrices), [each.clone() for each in sums]
+    rows, table, sums = grouped_rows(counts, x), MatrixTable(matrices), [total.clone() for total in sums]
     rows.add_weight_gradients(MatrixTable(sums), grad, x)
     return rows.product(x, table), rows.input_gradient(grad, table), sums
 
@@ -68,8 +68,8 @@ def through_an_index(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """An index, and tensors of which it reads ``x`` and ``grad``: every other row, backwards."""
     index = torch.arange(2 * len(x) - 2, -2, -2)
     spread = [rows.new_full((2 * len(x), rows.shape[1]), torch.nan) for rows in (x, grad)]
-    for each, rows in zip(spread, (x, grad), strict=True):
-        each[index] = rows
+    for target, rows in zip(spread, (x, grad), strict=True):
+        target[index] = rows
     return index, *spread
 
 
@@ -84,11 +84,11 @@ def test_rows_are_read_through_an_index(name, dtype):
         plain, indexed, tables = PlainRows(counts), PlainRows(counts, index), list
     else:
         plain, indexed, tables = grouped_rows(counts, x), grouped_rows(counts, x, index), MatrixTable
-    sums = [[torch.zeros_like(each) for each in matrices] for _ in range(3)]
+    sums = [[torch.zeros_like(matrix) for matrix in matrices] for _ in range(3)]
     with poisoned_memory():
         assert torch.equal(indexed.product(spread_x, tables(matrices), True), plain.product(x, tables(matrices)))
-        found = indexed.input_gradient(spread_grad, tables(matrices), indexed=True)
-        assert torch.equal(found, plain.input_gradient(grad, tables(matrices)))
+        gradient = indexed.input_gradient(spread_grad, tables(matrices), indexed=True)
+        assert torch.equal(gradient, plain.input_gradient(grad, tables(matrices)))
         plain.add_weight_gradients(tables(sums[0]), grad, x)
         indexed.add_weight_gradients(tables(sums[1]), spread_grad, x, "grad")
         indexed.add_weight_gradients(tables(sums[2]), grad, spread_x, "x")
@@ -99,24 +99,24 @@ def test_rows_are_read_through_an_index(name, dtype):
 @interpreter
 def test_rows_beyond_the_counts_are_not_computed():
     counts, x, grad, matrices, sums = inputs("odd", torch.float32)
-    wanted, more = [each.clone() for each in sums], torch.full((9, x.shape[1]), torch.nan)
+    wanted, more = [total.clone() for total in sums], torch.full((9, x.shape[1]), torch.nan)
     exact = grouped_rows(counts, x)
     rows = grouped_products.GroupedRows(torch.tensor(counts), x, sum(counts) + 9)
-    found = rows.product(torch.cat([x, more]), MatrixTable(matrices))[: sum(counts)]
-    assert torch.equal(found, exact.product(x, MatrixTable(matrices)))
+    product = rows.product(torch.cat([x, more]), MatrixTable(matrices))[: sum(counts)]
+    assert torch.equal(product, exact.product(x, MatrixTable(matrices)))
     zeros = grad.new_zeros(9, grad.shape[1])
     rows.add_weight_gradients(MatrixTable(sums), torch.cat([grad, zeros]), torch.cat([x, more]))
     exact.add_weight_gradients(MatrixTable(wanted), grad, x)
-    assert all(torch.equal(each, other) for each, other in zip(sums, wanted, strict=True))
+    assert all(torch.equal(total, other) for total, other in zip(sums, wanted, strict=True))
     with pytest.raises(ValueError, match="through an index, and there is none"):
         rows.product(x, MatrixTable(matrices), indexed=True)
 
 
 def worst(run: Callable[..., Products], name: str, dtype: torch.dtype) -> float:
-    given = inputs(name, dtype)
+    arguments = inputs(name, dtype)
     with poisoned_memory():
-        found, wanted = run(*given), by_row(*given)
-    pairs = zip([*found[:2], *found[2]], [*wanted[:2], *wanted[2]], strict=True)
+        actual, wanted = run(*arguments), by_row(*arguments)
+    pairs = zip([*actual[:2], *actual[2]], [*wanted[:2], *wanted[2]], strict=True)
     errors = [float((got.double() - want).norm() / want.norm()) for got, want in pairs if want.numel()]
     assert not any(error != error for error in errors)
     return max(errors)
@@ -137,10 +137,10 @@ def test_the_kernels_round_once(name):
 @interpreter
 def test_sums_of_16_bits_are_rounded_once():
     counts, x, grad, matrices, sums = inputs("odd", torch.float16)
-    rounded = [each.half() for each in sums]
-    *_, found = by_kernels(counts, x, grad, matrices, rounded)
+    rounded = [total.half() for total in sums]
+    *_, actual = by_kernels(counts, x, grad, matrices, rounded)
     *_, wanted = by_row(counts, x, grad, matrices, rounded)
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(actual, wanted, strict=True):
         torch.testing.assert_close(got, want.half(), rtol=1e-3, atol=1e-3)
 
 
@@ -180,9 +180,9 @@ def test_weighted_swiglu(rows, width, weight_dtype):
     wanted = torch.nn.functional.silu(gate) * up * exact[1].unsqueeze(-1)
     grads = torch.autograd.grad(wanted, exact, grad.double())
     with poisoned_memory():
-        found, own = weighted_swiglu(x, weight), weighted_swiglu_backward(grad, x, weight)
-    assert own[1].dtype == weight_dtype
+        actual, gradients = weighted_swiglu(x, weight), weighted_swiglu_backward(grad, x, weight)
+    assert gradients[1].dtype == weight_dtype
     tolerance = 1e-5 if weight_dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(own[0].double(), grads[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(own[1].double(), grads[1], rtol=tolerance, atol=10 * tolerance)
+    torch.testing.assert_close(actual.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients[0].double(), grads[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients[1].double(), grads[1], rtol=tolerance, atol=10 * tolerance)

@@ -42,24 +42,24 @@ def test_every_launch_equals_the_twin(twice):
     for attempt in range(30):
         count, stride, begin = int(generator.integers(1, 70)), int(generator.choice([1, 2, 16])), attempt % 3
         dtype, factor = dtypes[int(generator.integers(2))], float(generator.normal())
-        whole = torch.randn(begin + count * stride, device=DEVICE).to(dtype)
-        x = whole[begin:]  # begins at any address
+        storage = torch.randn(begin + count * stride, device=DEVICE).to(dtype)
+        x = storage[begin:]  # begins at any address
         more = torch.randn(count, device=DEVICE) if generator.random() < 0.5 else None
         x = torch.nn.Parameter(x) if generator.random() < 0.3 else x
         programs = ceil_div(count, 16)
-        found = torch.full((programs, 2), float("nan"), device=DEVICE)
-        launch((programs, 2), x, more, found, count, stride, factor)
+        actual = torch.full((programs, 2), float("nan"), device=DEVICE)
+        launch((programs, 2), x, more, actual, count, stride, factor)
         rows = torch.nn.functional.pad(x.detach()[::stride].double() + (0 if more is None else more), (0, -count % 16))
         sums = rows.view(programs, 16).sum(1) * (2 if twice else 1) * factor
-        torch.testing.assert_close(found.double(), torch.stack([sums, sums + 1], 1), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(actual.double(), torch.stack([sums, sums + 1], 1), rtol=1e-5, atol=1e-4)
 
 
 def test_what_it_does_not_know_is_launched_ordinarily():
     launch = Launcher(_kernel, BLOCK=16, TWICE=False)
-    x, found = torch.ones(16, device=DEVICE), torch.zeros(1, 2, device=DEVICE)
+    x, out = torch.ones(16, device=DEVICE), torch.zeros(1, 2, device=DEVICE)
     for count in (16, 2**40):
-        launch((1, 2), x, None, found, count, 1, 0.5)
-        assert found.tolist() == [[8.0, 9.0]]
+        launch((1, 2), x, None, out, count, 1, 0.5)
+        assert out.tolist() == [[8.0, 9.0]]
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter has no binaries")
@@ -67,20 +67,20 @@ def test_a_binary_is_found_again_and_a_profiler_is_told(monkeypatch):
     launch = Launcher(_kernel, BLOCK=16, TWICE=False)
     if not launch._is_quick:
         pytest.skip(f"not tried with Triton {triton.__version__}")
-    x, found = torch.ones(64, device=DEVICE), torch.zeros(2, 2, device=DEVICE)
+    x, out = torch.ones(64, device=DEVICE), torch.zeros(2, 2, device=DEVICE)
     for count in (3, 5, 32, 7):
-        launch((2, 2), x, None, found, count, 1, 1.0)
+        launch((2, 2), x, None, out, count, 1, 1.0)
     assert len(launch._binaries) == 1
-    launch((2, 2), x[1:], None, found, 3, 1, 1.0)
+    launch((2, 2), x[1:], None, out, 3, 1, 1.0)
     assert len(launch._binaries) == 2
     ordinary, told = [], []
     monkeypatch.setattr(launch, "_kernel", type("Noted", (), {"__getitem__": lambda _, grid: _note(ordinary, grid)})())
-    launch((2, 2), x, None, found, 9, 1, 1.0)
+    launch((2, 2), x, None, out, 9, 1, 1.0)
     assert not ordinary
     hook = told.append
     triton.knobs.runtime.launch_enter_hook.add(hook)
     try:
-        launch((2, 2), x, None, found, 9, 1, 1.0)
+        launch((2, 2), x, None, out, 9, 1, 1.0)
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(hook)
     assert told

@@ -66,10 +66,10 @@ def test_float32_logits_are_not_rounded(fused):
     expected, wanted = run(wide, fused=False)
     outputs, gradients = run((hidden, weight), fused=fused, in_float32=True)
     rounded, _ = run((hidden, weight), fused=fused)
-    for found, exact, coarse in zip(outputs, expected, rounded, strict=True):
-        torch.testing.assert_close(found, exact, rtol=1e-5, atol=2e-6)
+    for actual, exact, coarse in zip(outputs, expected, rounded, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-5, atol=2e-6)
         assert (coarse - exact).abs().max() > 1e-3
-    for found, exact in zip(gradients, wanted, strict=True):
+    for actual, exact in zip(gradients, wanted, strict=True):
         # The gradient of the logits, and what follows, is rounded to bfloat16 as before.
-        assert found.dtype == torch.bfloat16
-        assert (found.float() - exact).norm() < 4e-3 * exact.norm()
+        assert actual.dtype == torch.bfloat16
+        assert (actual.float() - exact).norm() < 4e-3 * exact.norm()

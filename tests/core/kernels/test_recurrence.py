@@ -27,8 +27,8 @@ def rule_inputs(lengths: list[int], dtype: torch.dtype, strong_decay: float = 1.
 def by_token(inputs: list[torch.Tensor], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     *tokens, entry = inputs
     pieces = zip(*(x.split(lengths) for x in tokens), strict=True)
-    found = [gated_delta_rule_by_token(*piece, entry[r]) for r, piece in enumerate(pieces)]
-    return torch.cat([out for out, _ in found]), torch.stack([state for _, state in found])
+    results = [gated_delta_rule_by_token(*piece, entry[r]) for r, piece in enumerate(pieces)]
+    return torch.cat([out for out, _ in results]), torch.stack([state for _, state in results])
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -39,10 +39,12 @@ def test_outputs_exits_and_all_gradients_of_the_rule(lengths):
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(exits, expected_exits, rtol=1e-12, atol=1e-13)
     weights = torch.randn_like(out), torch.randn_like(exits)
-    found = torch.autograd.grad([out, exits], inputs, weights)
+    actual = torch.autograd.grad([out, exits], inputs, weights)
     wanted = torch.autograd.grad([expected, expected_exits], inputs, weights)
-    for name, one, other in zip(("q", "k", "v", "g", "beta", "entry"), found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    for name, gradient, other in zip(("q", "k", "v", "g", "beta", "entry"), actual, wanted, strict=True):
+        torch.testing.assert_close(
+            gradient, other, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
         assert other.abs().max() > 0
 
 
@@ -61,11 +63,11 @@ def test_another_run_changes_no_bit():
     changed = [x.clone() for x in inputs]
     for x in changed[:-1]:
         x[9:79] *= 0.5
-    one, other = (gated_delta_rule(tuple(x[:-1]), x[-1], Runs.of_lengths([9, 70, 1])) for x in (inputs, changed))
-    assert torch.equal(one[0][:9], other[0][:9])
-    assert torch.equal(one[0][79:], other[0][79:])
-    assert not torch.equal(one[0][9:79], other[0][9:79])
-    assert torch.equal(one[1][[0, 2]], other[1][[0, 2]])
+    unchanged, other = (gated_delta_rule(tuple(x[:-1]), x[-1], Runs.of_lengths([9, 70, 1])) for x in (inputs, changed))
+    assert torch.equal(unchanged[0][:9], other[0][:9])
+    assert torch.equal(unchanged[0][79:], other[0][79:])
+    assert not torch.equal(unchanged[0][9:79], other[0][9:79])
+    assert torch.equal(unchanged[1][[0, 2]], other[1][[0, 2]])
 
 
 @pytest.mark.parametrize("width", [2, 4])
@@ -84,19 +86,19 @@ def test_convolution_along_paths_and_all_gradients(width):
     zero = 12 + before
     fork = [*outside, 0, 1]
     ancestors = {"trunk": outside, "short": fork, "below": [*fork, 2], "sibling": fork}
-    source, place, paths = [], [], {}
+    source, token_row, paths = [], [], {}
     for name, tokens in runs.items():
         above = ([zero] * before + ancestors.get(name, []))[-before:]
         paths[name] = above
-        place += [len(source) + before + i for i in range(len(tokens))]
+        token_row += [len(source) + before + i for i in range(len(tokens))]
         source += above + list(tokens)
     ends = [tokens.stop for tokens in runs.values() for _ in tokens]
     heads = [tokens.start for tokens in runs.values()]
-    layout = PathLayout(*map(torch.tensor, (source, place, heads, ends)))
+    layout = PathLayout(*map(torch.tensor, (source, token_row, heads, ends)))
     rows = torch.randn(12 + before, C, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(C, width, dtype=torch.float64, requires_grad=True)
-    own, before_rows = rows.detach().split([12, before])
-    found = short_convolution(own, before_rows, weight.detach(), layout)
+    token_rows, before_rows = rows.detach().split([12, before])
+    actual = short_convolution(token_rows, before_rows, weight.detach(), layout)
     padded = torch.cat([rows, rows.new_zeros(1, C)])
     expected = torch.cat(
         [
@@ -104,13 +106,13 @@ def test_convolution_along_paths_and_all_gradients(width):
             for name, tokens in runs.items()
         ]
     )
-    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-14)
     grad = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, [rows, weight], grad)
-    *of_rows, of_weight = short_convolution_gradients(grad, own, before_rows, weight.detach(), layout)
+    *of_rows, of_weight = short_convolution_gradients(grad, token_rows, before_rows, weight.detach(), layout)
     gradients = (torch.cat(of_rows), of_weight)
-    for one, other in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-13)
         assert other.abs().min() > 0
 
 
@@ -122,6 +124,6 @@ def test_decay_has_an_exact_gradient_in_float32():
     out, exits = gated_delta_rule(tuple(inputs[:-1]), inputs[-1], Runs.of_lengths(lengths))
     expected, expected_exits = by_token(doubles, lengths)
     weights = torch.randn_like(expected), torch.randn_like(expected_exits)
-    (found,) = torch.autograd.grad([out, exits], inputs[3], [weight.float() for weight in weights])
+    (gradient,) = torch.autograd.grad([out, exits], inputs[3], [weight.float() for weight in weights])
     (wanted,) = torch.autograd.grad([expected, expected_exits], doubles[3], weights)
-    assert (found - wanted).abs().max() < 1e-6 * wanted.abs().max()
+    assert (gradient - wanted).abs().max() < 1e-6 * wanted.abs().max()

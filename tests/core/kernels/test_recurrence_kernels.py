@@ -31,8 +31,8 @@ def _poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(float("nan")))
 
     def poisoned(*arguments: object, **options: object) -> torch.Tensor:
-        found = empty(*arguments, **options)
-        return found.fill_(float("nan")) if found.is_floating_point() else found
+        tensor = empty(*arguments, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
 
@@ -48,24 +48,24 @@ def test_convolution_reads_rows_in_place_and_by_index(width):
     zero, outside = N + before, list(range(N, N + before))
     ends = [N, bounds[1] - 1, bounds[2] - 1, bounds[1] - 1, -1]  # last row before each run; -1 before a root
     paths = [outside, list(range(37)), [*range(37), 37], list(range(37)), []]
-    source, place = [], []
+    source, token_row = [], []
     for run, (begin, end) in enumerate(pairwise(bounds)):
         above = [zero] * before + (outside if run else []) + paths[run] if ends[run] >= 0 else [zero] * before
         source += above[len(above) - before :]
-        place += range(len(source), len(source) + end - begin)
+        token_row += range(len(source), len(source) + end - begin)
         source += range(begin, end)
     run_end = [end for begin, end in pairwise(bounds) for _ in range(begin, end)]
-    plain = PathLayout(*map(torch.tensor, (source, place, bounds[:-1], run_end)))
+    plain = PathLayout(*map(torch.tensor, (source, token_row, bounds[:-1], run_end)))
     fused = plain._replace(uses_kernels=True)
     # Rows are columns of a wider product.
     rows = torch.randn(N, C + 11, generator=generator)[:, :C]
     outer, weight = torch.randn(before, C, generator=generator), torch.randn(C, width, generator=generator)
-    found, expected = (short_convolution(rows, outer, weight, layout) for layout in (fused, plain))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    actual, expected = (short_convolution(rows, outer, weight, layout) for layout in (fused, plain))
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     grad = torch.randn(N, C, generator=generator)
     gradients = (short_convolution_gradients(grad, rows, outer, weight, layout) for layout in (fused, plain))
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for gradient, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-5)
 
 
 @interpreter
@@ -78,13 +78,13 @@ def test_gated_norm_equals_its_formula(N, J, V):
     z = wide[:, : J * V].reshape(N, J, V) if N else torch.zeros(0, J, V, requires_grad=True)
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
     expected = normed * weight * torch.nn.functional.silu(z)
-    found = gated_norm(x, z, weight, 1e-6)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    grad = torch.randn(found.shape, generator=generator)
+    actual = gated_norm(x, z, weight, 1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    grad = torch.randn(actual.shape, generator=generator)
     inputs = (x, wide, weight) if N else (x, z, weight)
-    gradients = (torch.autograd.grad(out, inputs, grad) for out in (found, expected))
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    gradients = (torch.autograd.grad(out, inputs, grad) for out in (actual, expected))
+    for gradient, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)
 
 
 @interpreter
@@ -93,11 +93,11 @@ def test_unit_heads_equal_their_formula(N, H, K):
     generator = torch.Generator().manual_seed(N)
     wide = torch.randn(N, H * K + 7, generator=generator, requires_grad=True)
     x = wide[:, : H * K].reshape(N, H, K) if N else torch.zeros(0, H, K, requires_grad=True)
-    expected, found = reference.unit_heads(x), unit_heads(x)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    grad = torch.randn(found.shape, generator=generator)
-    one, other = (torch.autograd.grad(out, wide if N else x, grad)[0] for out in (found, expected))
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    expected, actual = reference.unit_heads(x), unit_heads(x)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    grad = torch.randn(actual.shape, generator=generator)
+    gradient, other = (torch.autograd.grad(out, wide if N else x, grad)[0] for out in (actual, expected))
+    torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)
 
 
 @interpreter
@@ -107,8 +107,8 @@ def test_a_hybrid_model_on_fused_layers_equals_the_plain_one():
     weights = spread(weights_of(model, seed=5), seed=3)
     for tree in (tree_config("dta", 6), tree_config("dta", 9, 0)):
         expected, _ = run_tree(model, weights, samples, GRPO, tree)
-        found, _ = run_tree(replace(model, fused_layer_impl="triton"), weights, samples, GRPO, tree)
-        errors = compare_outcomes(found, expected)
+        actual, _ = run_tree(replace(model, fused_layer_impl="triton"), weights, samples, GRPO, tree)
+        errors = compare_outcomes(actual, expected)
         assert errors.largest() < 2e-5, errors
 
 
@@ -117,13 +117,13 @@ def test_missing_and_old_libraries_are_refused_in_one_line(monkeypatch):
     choose = model_kernels.choose_gated_delta_rule
     assert choose("auto", torch.bfloat16, cpu) is choose("auto", torch.float32, cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for version, found, triton, message in (
+    for version, spec, triton, message in (
         (None, None, "3.7.1", "fla-core is not installed; install it .*megatron_dta.hybrid.* or give reference"),
         ("0.5.1", None, "3.7.1", "fla-core has version 0.5.1, which is older than 0.6.0; install it"),
         ("0.6.1.dev3", None, "3.6.0+git1234", r"Triton 3\.6\.0.* wrongly for Hopper GPUs; install tilelang, or triton"),
     ):
         monkeypatch.setattr(library, "installed_version", lambda version=version: version)
-        monkeypatch.setattr(library, "find_spec", lambda name, found=found: found)
+        monkeypatch.setattr(library, "find_spec", lambda name, spec=spec: spec)
         monkeypatch.setattr(library, "_triton_version", lambda triton=triton: triton)
         with pytest.raises(InputError, match=message):
             choose("auto", torch.bfloat16, cuda)
@@ -154,17 +154,17 @@ def test_steps_of_decoding_change_the_states_of_their_slots_only():
         wide = normal(3, C + 11)[:, :C]
         q, k, v = normal(3, H * K + 7)[:, : H * K].unflatten(1, (H, K)), normal(3, H, K), normal(3, J, V)
         inputs = q, k, v, -normal(3, J).abs(), normal(3, J).sigmoid()
-        found = convolution_step(wide, weight, address, slots, starts + step)
+        filtered = convolution_step(wide, weight, address, slots, starts + step)
         out = delta_step(inputs, address, slots, starts + step)
         for row, slot in ((0, 2), (1, 0)):
-            one, expected_rows[slot] = reference.short_convolution_by_token(
+            expected, expected_rows[slot] = reference.short_convolution_by_token(
                 wide[row : row + 1], weight, expected_rows[slot]
             )
-            torch.testing.assert_close(found[row : row + 1], one, rtol=1e-5, atol=1e-5)
-            own = [each[row : row + 1] for each in inputs]
-            one, expected_states[slot] = reference.gated_delta_rule_by_token(*own, expected_states[slot])
-            torch.testing.assert_close(out[row : row + 1], one, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(filtered[row : row + 1], expected, rtol=1e-5, atol=1e-5)
+            row_inputs = [tensor[row : row + 1] for tensor in inputs]
+            expected, expected_states[slot] = reference.gated_delta_rule_by_token(*row_inputs, expected_states[slot])
+            torch.testing.assert_close(out[row : row + 1], expected, rtol=1e-5, atol=1e-5)
         assert out[2].isfinite().all()
-        assert found[2].isfinite().all()
+        assert filtered[2].isfinite().all()
     torch.testing.assert_close(states, expected_states, rtol=1e-5, atol=1e-5)
     assert torch.equal(rows, expected_rows)

@@ -68,7 +68,7 @@ def test_tables_name_every_live_block_once_and_full_ones_are_full(seed):
         seen = np.zeros_like(live if axis == 0 else live.T)
         assert sorted(table.programs[:, BLOCK].tolist()) == list(range(seen.shape[0]))
         for program in table.programs:
-            own = program[BLOCK]
+            block = program[BLOCK]
             run = list(range(program[RUN_BEGIN], program[RUN_END]))
             others = table.blocks[program[LIST_BEGIN] : program[LIST_MIDDLE]].tolist()
             partial = table.blocks[program[LIST_MIDDLE] : program[LIST_END]].tolist()
@@ -77,8 +77,8 @@ def test_tables_name_every_live_block_once_and_full_ones_are_full(seed):
             tiles = table.tiles[program[TILE_BEGIN] : program[TILE_BEGIN] + len(order)].tolist()
             assert len(set(order)) == len(order)
             for other, tile in zip(order, tiles, strict=True):
-                pair = (own, other) if axis == 0 else (other, own)
-                seen[own, other] = True
+                pair = (block, other) if axis == 0 else (other, block)
+                seen[block, other] = True
                 assert full[pair] == (other not in partial)
                 assert tile_of.setdefault(pair, tile) == tile
             if axis == 0:
@@ -93,7 +93,7 @@ def test_the_last_rows_are_shared_in_their_order(seed):
     generator = seed_all(seed + 400)
     segment = random_segment(generator, int(generator.integers(60, 300)), turn=float(generator.choice([0.01, 0.1])))
     matrix = block_matrix(segment.local_key_end(), len(segment.query_index), 4, 2)
-    whole, at_once = matrix.rows(), float(generator.uniform(1, 40))
+    unshared, at_once = matrix.rows(), float(generator.uniform(1, 40))
     shared = matrix.rows(at_once)
 
     def blocks(table: BlockTable, program: np.ndarray) -> tuple[list[int], list[int]]:
@@ -112,9 +112,9 @@ def test_the_last_rows_are_shared_in_their_order(seed):
         row.append(blocks(shared, program))
     assert unfinished == shared.num_unfinished
     counts = []
-    for program in whole.programs:
+    for program in unshared.programs:
         shares = by_row[program[BLOCK]]
-        assert blocks(whole, program) == tuple([*itertools.chain(*kind)] for kind in zip(*shares, strict=True))
+        assert blocks(unshared, program) == tuple([*itertools.chain(*kind)] for kind in zip(*shares, strict=True))
         assert len(shares) == 1 or min(len(full) + len(partial) for full, partial in shares) >= 6
         counts.append(len(shares))
     # Only rows that would run beside too few others are shared, and so that all of them run at once.

@@ -60,9 +60,9 @@ class Counted:
         self.allowed, self.passes, takes = True, 0, FusedAutogradLayer.takes
 
         def counted(layer: FusedAutogradLayer, *arguments: object) -> bool:
-            taken = self.allowed and takes(layer, *arguments)
-            self.passes += taken
-            return taken
+            is_taken = self.allowed and takes(layer, *arguments)
+            self.passes += is_taken
+            return is_taken
 
         monkeypatch.setattr(FusedAutogradLayer, "takes", counted)
 
@@ -129,14 +129,14 @@ def test_equals_the_modules_on_the_kernels_of_training(counted, settings, activa
 def check_equal(outcomes: list[tuple], tolerance: float) -> None:
     """All bits but those of the norms' and routers' weights, which modules round to the weight's dtype for each
     segment."""
-    (logprobs, expected), (direct_logprobs, found) = outcomes
-    for one, other in zip(logprobs, direct_logprobs, strict=True):
-        assert (one == other).all()
-    assert found.keys() == expected.keys()
+    (logprobs, expected), (direct_logprobs, direct) = outcomes
+    for stock, other in zip(logprobs, direct_logprobs, strict=True):
+        assert (stock == other).all()
+    assert direct.keys() == expected.keys()
     for name, gradient in expected.items():
         if "norm" not in name and "router" not in name:
-            assert torch.equal(found[name], gradient), name
-        assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
+            assert torch.equal(direct[name], gradient), name
+        assert (direct[name] - gradient).norm() <= tolerance * gradient.norm(), name
 
 
 @kernels_run
@@ -152,8 +152,8 @@ def check_equal(outcomes: list[tuple], tolerance: float) -> None:
 def test_what_is_not_added_is_missing(counted, module, name, missing, monkeypatch):
     """The control of the test above."""
     monkeypatch.setattr(module, name, lambda *_: None)
-    (_, expected), (_, found) = both_ways(counted, fused(**EXPERTS), DIRECT)
-    wrong = {key for key, gradient in expected.items() if (found[key] - gradient).norm() > 1e-2 * gradient.norm()}
+    (_, expected), (_, actual) = both_ways(counted, fused(**EXPERTS), DIRECT)
+    wrong = {key for key, gradient in expected.items() if (actual[key] - gradient).norm() > 1e-2 * gradient.norm()}
     found_missing = {key for key in expected if "layers." in key and any(part in key for part in missing)}
     assert wrong == {key for key in found_missing if "norm" in missing or "norm" not in key}
 
@@ -201,37 +201,37 @@ def test_partial_sums_equal_their_twin(programs, columns, dtype):
     add_partial_sums(sums, partials)
     add_partial_sums(again, partials)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
-    for found, repeated, want in zip(sums, again, wanted, strict=True):
-        assert torch.equal(found, repeated)
-        torch.testing.assert_close(found.double(), want, rtol=tolerance, atol=tolerance * max(1, programs) ** 0.5)
+    for total, repeated, want in zip(sums, again, wanted, strict=True):
+        assert torch.equal(total, repeated)
+        torch.testing.assert_close(total.double(), want, rtol=tolerance, atol=tolerance * max(1, programs) ** 0.5)
     with pytest.raises(ValueError, match="vectors with a column's entry"):
         add_partial_sums((sums[0], sums[1][:0]), partials)
 
 
 @kernels_run
 @pytest.mark.parametrize(
-    ("slots", "ancestors", "own", "groups", "size"),
+    ("slots", "ancestors", "count", "groups", "size"),
     [(9, 0, 3, 1, 8), (40, 11, 0, 2, 24), (700, 333, 210, 3, 20)],
 )
-def test_gathered_keys_equal_their_twin(slots, ancestors, own, groups, size):
+def test_gathered_keys_equal_their_twin(slots, ancestors, count, groups, size):
     seed_all(slots)
     shape = (slots, groups, size)
     keys, values = torch.randn(shape, device=DEVICE), torch.randn(shape, device=DEVICE)
-    mixed = torch.randn(own, groups, 4, size, device=DEVICE)
-    slot = torch.randperm(slots, device=DEVICE)[: ancestors + own]
+    mixed = torch.randn(count, groups, 4, size, device=DEVICE)
+    slot = torch.randperm(slots, device=DEVICE)[: ancestors + count]
     kept = keys.clone(), values.clone()
-    out = tuple(torch.full((ancestors + own + 2, groups, size), float("nan"), device=DEVICE) for _ in range(2))
-    room = tuple(x[: ancestors + own] for x in out)
+    out = tuple(torch.full((ancestors + count + 2, groups, size), float("nan"), device=DEVICE) for _ in range(2))
+    target = tuple(x[: ancestors + count] for x in out)
     own_values = mixed[:, :, 2]
-    gather_keys(keys, values, slot, room, own_values)
+    gather_keys(keys, values, slot, target, own_values)
     kept[1][slot[ancestors:]] = own_values
     assert torch.equal(keys, kept[0])
     assert torch.equal(values, kept[1])
-    for found, pool in zip(out, kept, strict=True):
-        assert torch.equal(found[: ancestors + own], pool.index_select(0, slot))
-        assert found[ancestors + own :].isnan().all()
-    again = tuple(torch.full_like(x, float("nan")) for x in room)
+    for gathered, pool in zip(out, kept, strict=True):
+        assert torch.equal(gathered[: ancestors + count], pool.index_select(0, slot))
+        assert gathered[ancestors + count :].isnan().all()
+    again = tuple(torch.full_like(x, float("nan")) for x in target)
     gather_keys(keys, values, slot, again)
-    assert all(torch.equal(one, other) for one, other in zip(again, room, strict=True))
+    assert all(torch.equal(first, other) for first, other in zip(again, target, strict=True))
     with pytest.raises(ValueError, match="must be neighbors"):
-        gather_keys(keys, values, slot, room, torch.empty(own, groups, size, 2, device=DEVICE)[..., 0])
+        gather_keys(keys, values, slot, target, torch.empty(count, groups, size, 2, device=DEVICE)[..., 0])

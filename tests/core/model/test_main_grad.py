@@ -85,9 +85,9 @@ def test_equals_autograd_in_float64(cases, name, mode, segment_tokens, activatio
 def test_frozen_weights_stay_out(cases, frozen):
     model, weights, samples = cases["untied"]
     tree = tree_config("dta", 7, 12)
-    whole = Wrapped(model, weights, BY_AUTOGRAD).gradients(samples, tree)
-    expected = {name: gradient for name, gradient in whole.items() if frozen not in name}
-    assert len(expected) < len(whole)
+    unfrozen = Wrapped(model, weights, BY_AUTOGRAD).gradients(samples, tree)
+    expected = {name: gradient for name, gradient in unfrozen.items() if frozen not in name}
+    assert len(expected) < len(unfrozen)
     assert distance(Wrapped(model, weights, DIRECT, frozen).gradients(samples, tree), expected) < 1e-12
 
 
@@ -128,14 +128,14 @@ def test_sums_equal_their_slow_twins(rows, dtype):
     token = torch.randint(0, outputs, (rows,))
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     with poisoned_memory():
-        found, rows_found = kept.clone(), kept.clone()
-        add_weight_gradient(found, grad, hidden)
+        actual, rows_found = kept.clone(), kept.clone()
+        add_weight_gradient(actual, grad, hidden)
         add_row_gradients(rows_found, token, hidden)
     wanted, rows_wanted = kept.double().clone(), kept.double().clone()
     for row in range(rows):
         wanted += torch.outer(grad[row].double(), hidden[row].double())
         rows_wanted[token[row]] += hidden[row].double()
-    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(rows_found.double(), rows_wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -147,20 +147,20 @@ class _Memory(TorchDispatchMode):
         self.alive, self.peak, self.largest = {}, 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
-        made = function(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+        inputs = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
+        outputs = function(*args, **(kwargs or {}))
+        for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in inputs:
                 storage = tensor.untyped_storage()
                 self.alive[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())
         if self._sum() > self.peak:
             gc.collect()  # what Triton's interpreter leaves in cycles
             self.peak = max(self.peak, self._sum())
-        return made
+        return outputs
 
     def _sum(self) -> int:
-        self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
         return sum(size for _, size in self.alive.values())
 
 

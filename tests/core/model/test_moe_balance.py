@@ -93,8 +93,8 @@ def test_loads_count_every_sequence_and_auxiliary_losses_are_reported(references
     plain = [module for module in stock.modules() if isinstance(module, PlainRouter)]
     ours = [module for module in tree_model.modules() if isinstance(module, router.TreeRouter)]
     assert len(plain) == len(ours) == 2
-    for own, expected in zip(ours, plain, strict=True):
-        assert own.local_tokens_per_expert.tolist() == expected.loads.tolist()
+    for our_router, expected in zip(ours, plain, strict=True):
+        assert our_router.local_tokens_per_expert.tolist() == expected.loads.tolist()
     total = float(sum(sum(module.losses) for module in plain).detach()) / len(samples)
     reported = result.metrics["seq_load_balancing_loss"] * 0.3 + result.metrics["z_loss"] * 0.02
     assert float(reported) * len(plain) == pytest.approx(total, rel=1e-12)
@@ -119,11 +119,11 @@ def test_a_skipped_step_keeps_the_biases_and_forgets_the_loads(references):
     assert applied == [False]
     assert len(skipped) == 2
     assert all(torch.equal(bias, weights[key]) for key, bias in skipped.items())
-    found, applied = after((batches[0], float("nan")), (batches[1], 1.0))
+    biases, applied = after((batches[0], float("nan")), (batches[1], 1.0))
     assert applied == [False, True]
     expected, _ = after((batches[1], 1.0))
     assert not any(torch.equal(bias, weights[key]) for key, bias in expected.items())
-    assert all(torch.equal(bias, expected[key]) for key, bias in found.items())
+    assert all(torch.equal(bias, expected[key]) for key, bias in biases.items())
 
 
 def test_a_recomputation_routes_as_the_first_forward(references, monkeypatch):

@@ -45,7 +45,7 @@ def test_replay_equals_stock_megatron_with_the_same_choices(monkeypatch: pytest.
     samples = random_training_samples(branching_sequences(generator, count=9), seed=11)
     sequences = [sample.token_ids for sample in samples]
     agreed = agree_on_routing(sequences, [random_routing(generator, len(sequence)) for sequence in sequences])
-    samples = [replace(sample, routed_experts=own) for sample, own in zip(samples, agreed, strict=True)]
+    samples = [replace(sample, routed_experts=experts) for sample, experts in zip(samples, agreed, strict=True)]
 
     tree_model = build_model(model, torch.device("cpu"))
     tree_model.load_state_dict(weights)
@@ -53,12 +53,14 @@ def test_replay_equals_stock_megatron_with_the_same_choices(monkeypatch: pytest.
     batch = prepare_batch(samples, tree_config(*cut))
     logprobs = engine.compute_logprobs(batch)
     loss = float(engine.forward_backward(batch, GRPO).loss)
-    found = Outcome(loss, logprobs, {name: p.grad for name, p in tree_model.named_parameters()})
+    actual = Outcome(loss, logprobs, {name: p.grad for name, p in tree_model.named_parameters()})
 
     rows: dict[int, list[np.ndarray]] = {}
     for layer in range(LAYERS):
         rows[layer] = [
-            row for sample, own in zip(samples, agreed, strict=True) for row in own[: sample.needed_length(), layer]
+            row
+            for sample, experts in zip(samples, agreed, strict=True)
+            for row in experts[: sample.needed_length(), layer]
         ]
     routed_by = PlainRouter._experts_of
 
@@ -70,7 +72,7 @@ def test_replay_equals_stock_megatron_with_the_same_choices(monkeypatch: pytest.
 
     monkeypatch.setattr(PlainRouter, "_experts_of", recorded)
     expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)
-    errors = compare_outcomes(found, expected)
+    errors = compare_outcomes(actual, expected)
     assert errors.largest() < 1e-12, errors
     assert not any(rows.values())
 
@@ -83,17 +85,17 @@ def test_forks_replay_every_choice(monkeypatch: pytest.MonkeyPatch, mode: str) -
     generator = seed_all(13)
     samples = random_training_samples(branching_sequences(generator, count=9), seed=13)
     sequences = [sample.token_ids for sample in samples]
-    together = agree_on_routing(sequences, [random_routing(generator, len(each), 1.0) for each in sequences])
-    own = [each.copy() for each in together]
+    together = agree_on_routing(sequences, [random_routing(generator, len(sequence), 1.0) for sequence in sequences])
+    forked_routing = [experts.copy() for experts in together]
     for number in (1, 4, 7):  # these leave the others somewhere
-        own[number][len(own[number]) // 2] = random_routing(generator, 1, 1.0)[0]
-    keys = keys_by_routing(sequences, own)
-    trees = [build_prefix_tree(each).num_tokens for each in (sequences, keys)]
+        forked_routing[number][len(forked_routing[number]) // 2] = random_routing(generator, 1, 1.0)[0]
+    keys = keys_by_routing(sequences, forked_routing)
+    trees = [build_prefix_tree(rows).num_tokens for rows in (sequences, keys)]
     assert trees[0] < trees[1] < sum(map(len, sequences))
-    assert agree_on_routing(keys, own)[4] is not own[4]
-    assert all(map(np.array_equal, agree_on_routing(keys, own), own))
-    routed = [replace(sample, routed_experts=each) for sample, each in zip(samples, own, strict=True)]
-    forked = [replace(sample, tree_keys=each) for sample, each in zip(routed, keys, strict=True)]
+    assert agree_on_routing(keys, forked_routing)[4] is not forked_routing[4]
+    assert all(map(np.array_equal, agree_on_routing(keys, forked_routing), forked_routing))
+    routed = [replace(sample, routed_experts=experts) for sample, experts in zip(samples, forked_routing, strict=True)]
+    forked = [replace(sample, tree_keys=row_keys) for sample, row_keys in zip(routed, keys, strict=True)]
     tree_model = build_model(model, torch.device("cpu"))
     tree_model.load_state_dict(weights)
     engine = TreeEngine(tree_model, TEMPERATURE, routing_replay=True)
@@ -139,10 +141,10 @@ def test_a_shared_token_goes_where_its_first_rollout_sent_it() -> None:
     assert np.array_equal(agreed[2][3], routing[2][3])
     assert np.array_equal(agreed[3], routing[3])
     replaced, known = 0, 0
-    for own, taken in zip(routing, agreed, strict=True):
-        for token, layer in np.ndindex(own.shape[:2]):
-            known += own[token, layer, 0] >= 0
-            replaced += own[token, layer, 0] >= 0 and set(own[token, layer]) != set(taken[token, layer])
+    for experts, replayed in zip(routing, agreed, strict=True):
+        for token, layer in np.ndindex(experts.shape[:2]):
+            known += experts[token, layer, 0] >= 0
+            replaced += experts[token, layer, 0] >= 0 and set(experts[token, layer]) != set(replayed[token, layer])
     assert 0 < replaced < known
     assert replaced_share(routing, agreed) == replaced / known
     assert replaced_share(routing, [choice[..., ::-1] for choice in routing]) == 0
@@ -162,12 +164,12 @@ def test_files_keep_it(tmp_path: Path) -> None:
     ]
     path = tmp_path / "rollouts.jsonl"
     write_rollouts(path, rollouts)
-    for found, rollout in zip(load_rollouts(path), rollouts, strict=True):
+    for loaded, rollout in zip(load_rollouts(path), rollouts, strict=True):
         if rollout.routed_experts is None:
-            assert found.routed_experts is None
+            assert loaded.routed_experts is None
         else:
-            assert found.routed_experts.dtype == np.int16
-            assert np.array_equal(found.routed_experts, rollout.routed_experts)
+            assert loaded.routed_experts.dtype == np.int16
+            assert np.array_equal(loaded.routed_experts, rollout.routed_experts)
     (cut, *_) = load_rollouts(path, max_length=2)
     assert np.array_equal(cut.routed_experts, rollouts[0].routed_experts[: 2 * LAYERS * TOPK])
 
@@ -179,14 +181,14 @@ def test_what_is_no_routing_is_refused() -> None:
             Rollout(**tokens, routed_experts=wrong)
     good = random_routing(seed_all(1), 3, 1.0)
     assert shaped_routing(good.reshape(-1), 3, LAYERS, TOPK, EXPERTS).shape == (3, LAYERS, TOPK)
-    for place, value, message in (
+    for entry, value, message in (
         ((1, 1), [6, 0], "beyond the 6 experts"),
         ((2, 0), [3, -1], "unknown in part"),
         ((0, 1), [4, 4], "the same expert twice"),
     ):
         wrong = good.copy()
-        wrong[place] = value
-        with pytest.raises(InputError, match=f"token {place[0]}, layer {place[1]} is .* {message}"):
+        wrong[entry] = value
+        with pytest.raises(InputError, match=f"token {entry[0]}, layer {entry[1]} is .* {message}"):
             shaped_routing(wrong.reshape(-1), 3, LAYERS, TOPK, EXPERTS)
     with pytest.raises(InputError, match="has 12 entries, but 3 tokens x 3 layers"):
         shaped_routing(good.reshape(-1), 3, 3, TOPK, EXPERTS)

@@ -73,28 +73,28 @@ def test_groups_without_spread_give_zero(reward: float, normalize_std: bool) -> 
 def test_turns_of_a_trajectory_count_once() -> None:
     """However many turns a trajectory is cut into, advantages are those of the uncut trajectories."""
     rng = seed_all(3)
-    whole, turns, owner = [], [], []
+    rollouts, turns, owner = [], [], []
     for i in range(12):
         loss_mask = rng.random(40) < 0.5
         loss_mask[0], loss_mask[-1] = False, True
         rollout = Rollout(rng.integers(0, 9, 40), loss_mask, float(rng.standard_normal()), group_id=str(i % 3))
-        whole.append(rollout)
+        rollouts.append(rollout)
         samples = cut_turns(rollout, f"row {i}")
         turns += samples
         owner += [i] * len(samples)
     assert len(set(map(owner.count, owner))) > 1, "the trajectories should differ in their number of turns"
-    expected = token_advantages(whole)
+    expected = token_advantages(rollouts)
     for turn, i, advantages in zip(turns, owner, token_advantages(turns), strict=True):
         assert advantages.dtype == np.float32
         np.testing.assert_array_equal(advantages, expected[i][: len(turn)])
 
 
 def test_own_advantages_come_first() -> None:
-    own = np.array([0.0, 3.0, -1.0], np.float32)
+    in_file = np.array([0.0, 3.0, -1.0], np.float32)
     common = {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "group_id": "g"}
-    rollouts = [Rollout(**common, reward=100.0, advantages=own), *(Rollout(**common, reward=r) for r in (0.0, 1.0))]
+    rollouts = [Rollout(**common, reward=100.0, advantages=in_file), *(Rollout(**common, reward=r) for r in (0.0, 1.0))]
     first, second, third = token_advantages(rollouts, normalize_std=False)
-    np.testing.assert_array_equal(first, own)
+    np.testing.assert_array_equal(first, in_file)
     assert second.tolist() == [-0.5] * 3
     assert third.tolist() == [0.5] * 3
     with pytest.raises(InputError, match="rollout 2: has neither a reward nor advantages"):
@@ -152,15 +152,15 @@ def test_a_trajectory_counts_once_however_it_is_cut(seed: int) -> None:
     trained[[i for i, name in enumerate(names) if name == "3"]] = 0
     losses = [rng.standard_normal(n).tolist() for n in trained]
     of_trajectory: dict[str, list[float]] = {}
-    for name, own in zip(names, losses, strict=True):
-        of_trajectory.setdefault(name, []).extend(own)
-    expected = statistics.fmean([statistics.fmean(own) for own in of_trajectory.values() if own])
+    for name, token_losses in zip(names, losses, strict=True):
+        of_trajectory.setdefault(name, []).extend(token_losses)
+    expected = statistics.fmean([statistics.fmean(values) for values in of_trajectory.values() if values])
     shares = trajectory_shares(trained, names)
     total = 0.0
     counts = count_trained(trained[:9], shares[:9]) + count_trained(trained[9:], shares[9:])
     for part in (slice(0, 9), slice(9, 25)):
         weights = loss_weights(trained[part], "trajectory-mean", counts, shares[part])
-        total += sum(w * sum(own) for w, own in zip(weights, losses[part], strict=True))
+        total += sum(w * sum(token_losses) for w, token_losses in zip(weights, losses[part], strict=True))
     assert total == pytest.approx(expected, rel=1e-12, abs=1e-14)
     alone = loss_weights(trained, "trajectory-mean", None, trajectory_shares(trained, range(25)))
     np.testing.assert_allclose(alone, loss_weights(trained, "sequence-mean"), rtol=1e-14)

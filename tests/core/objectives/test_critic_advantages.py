@@ -30,10 +30,10 @@ def test_only_values_beyond_the_clip_count_as_clipped(seed):
     )
     present = torch.where(inside, present, old + present.sign() * CLIP * 2)
     fields = LossFields(loss_mask=torch.ones(400, dtype=torch.bool), old_values=old, returns=returns)
-    found = value_loss(present, None, fields, value_clip=CLIP)
+    actual = value_loss(present, None, fields, value_clip=CLIP)
     bound = old + (present - old).sign() * CLIP
     expected = ~inside & ((bound - returns).abs() > (present - returns).abs())
-    assert found.metrics["value_clip_fraction"].tolist() == expected.tolist()
+    assert actual.metrics["value_clip_fraction"].tolist() == expected.tolist()
     # Only a return beyond the value itself is farther from the bound than from the value.
     far = value_loss(present, None, replace(fields, returns=present), value_clip=CLIP)
     assert far.metrics["value_clip_fraction"].tolist() == (~inside).tolist()
@@ -57,8 +57,8 @@ def test_advantages_by_the_definition(seed, gamma, lam):
     masks = [rng.random(rng.integers(1, 14)) < 0.6 for _ in range(7)]
     rewards = [np.where(mask, rng.normal(size=len(mask)), np.nan) for mask in masks]
     values = [np.where(mask, rng.normal(size=len(mask)), np.nan) for mask in masks]
-    found, returns = generalized_advantages(rewards, values, masks, gamma, lam)
-    for a, r, reward, value, mask in zip(found, returns, rewards, values, masks, strict=True):
+    advantages, returns = generalized_advantages(rewards, values, masks, gamma, lam)
+    for a, r, reward, value, mask in zip(advantages, returns, rewards, values, masks, strict=True):
         expected = slow_advantages(reward, value, mask, gamma, lam)
         np.testing.assert_allclose(a, expected, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(r[mask], expected[mask] + value[mask], rtol=1e-12, atol=1e-12)
@@ -103,7 +103,7 @@ def test_cut_samples_receive_what_is_still_to_come(seed: int, has_segment_reward
         mask[2] = True
         ends = np.append(np.flatnonzero(rng.random(length - 1) < 0.3) + 1, length)
         rewards = rng.integers(-8, 9, len(ends)) / 4
-        whole = Rollout(
+        uncut = Rollout(
             np.arange(length),
             mask,
             reward=float(rewards.sum()),
@@ -113,10 +113,10 @@ def test_cut_samples_receive_what_is_still_to_come(seed: int, has_segment_reward
             segment_rewards=rewards if has_segment_rewards else None,
         )
         penalty = np.where(mask, rng.integers(-8, 9, length) / 4, 0)
-        wholes.append((whole, penalty))
-        parts = cut_turns(whole, f"t{number}")
+        wholes.append((uncut, penalty))
+        parts = cut_turns(uncut, f"t{number}")
         turns.append([(part, np.where(part.loss_mask, penalty[: len(part)], 0)) for part in parts])
-        head = cut_length(whole, int(rng.integers(3, length + 1)))
+        head = cut_length(uncut, int(rng.integers(3, length + 1)))
         heads.append((head, penalty[: len(head)]))
 
     def to_come(pairs: list) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -130,20 +130,20 @@ def test_cut_samples_receive_what_is_still_to_come(seed: int, has_segment_reward
         return list(zip(estimate_advantages(rollouts, settings, penalties), critics, strict=True))
 
     expected = to_come(wholes)
-    for (rollout, _), found, wanted in zip(
+    for (rollout, _), actual, wanted in zip(
         [pair for parts in turns for pair in parts],
         to_come([pair for parts in turns for pair in parts]),
         [wanted for parts, wanted in zip(turns, expected, strict=True) for _ in parts],
         strict=True,
     ):
-        for value, other in zip(found, wanted, strict=True):
+        for value, other in zip(actual, wanted, strict=True):
             np.testing.assert_array_equal(value[rollout.loss_mask], other[: len(rollout)][rollout.loss_mask])
     # What is cut away is not trained, so it has no penalty.
     for (_, penalty), (head, _) in zip(wholes, heads, strict=True):
         penalty[len(head) :] = 0
     expected = to_come(wholes)
-    for (rollout, _), found, wanted in zip(heads, to_come(heads), expected, strict=True):
-        for value, other in zip(found, wanted, strict=True):
+    for (rollout, _), actual, wanted in zip(heads, to_come(heads), expected, strict=True):
+        for value, other in zip(actual, wanted, strict=True):
             np.testing.assert_array_equal(value[rollout.loss_mask], other[: len(rollout)][rollout.loss_mask])
 
 
@@ -164,8 +164,8 @@ def test_equal_advantages_whiten_to_nothing():
     for _ in range(300):
         value, count = 10 ** rng.uniform(-3, 12), int(rng.integers(2, 60))
         advantages = [np.full(int(length), value) for length in rng.integers(1, 30, count)]
-        white = whiten(advantages, [np.ones(len(each), bool) for each in advantages])
-        assert all((each == 0).all() for each in white)
+        white = whiten(advantages, [np.ones(len(values), bool) for values in advantages])
+        assert all((values == 0).all() for values in white)
     # A small spread is one, though.
     white = whiten([np.array([1e6, 1e6 + 1e-3])], [np.ones(2, bool)])
     np.testing.assert_allclose(white[0], [-(0.5**0.5), 0.5**0.5], rtol=1e-2)

@@ -74,7 +74,7 @@ def test_grpo_matches_loop_over_tokens(options: dict) -> None:
     gradients = torch.autograd.grad(losses.loss.sum(), (logprobs, entropy), allow_unused=True)
     grad_logprobs, grad_entropy = (torch.zeros_like(logprobs) if g is None else g for g in gradients)
     rtol = 1e-13
-    taken = set()
+    branches = set()
     for b in range(3):
         for t in range(67):
             actual = [x[b, t].item() for x in (losses.loss, grad_logprobs, grad_entropy)]
@@ -84,11 +84,11 @@ def test_grpo_matches_loop_over_tokens(options: dict) -> None:
                 continue
             inputs = (logprobs, entropy, fields.advantages, fields.old_logprobs, fields.ref_logprobs)
             *expected, branch = grpo_token(*(x[b, t].item() for x in inputs), options)
-            taken.add(branch)
+            branches.add(branch)
             assert actual == pytest.approx(expected, rel=rtol, abs=rtol), (b, t, branch)
             assert losses.metrics["clip_fraction"][b, t].item() == (branch != "free")
     expected_branches = {"free", "low", "high"} if options.get("eps_clip") != 1.0 else {"free"}
-    assert taken == expected_branches | ({"dual"} if "dual_clip" in options else set())
+    assert branches == expected_branches | ({"dual"} if "dual_clip" in options else set())
 
 
 @pytest.mark.parametrize(

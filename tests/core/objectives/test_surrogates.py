@@ -80,11 +80,11 @@ def test_a_batch_is_its_sequences_one_by_one(name: str) -> None:
     batch = OBJECTIVES[name](logprobs, entropy, fields)
     (expected,) = torch.autograd.grad(batch.loss.sum(), logprobs)
     for row, length in enumerate((1, 23, 7, 12)):
-        own = logprobs[row, :length].detach().requires_grad_()
+        sequence_logprobs = logprobs[row, :length].detach().requires_grad_()
         part = LossFields(**{key: value[row, :length] for key, value in vars(fields).items()})
-        alone = OBJECTIVES[name](own, entropy[row, :length], part)
+        alone = OBJECTIVES[name](sequence_logprobs, entropy[row, :length], part)
         torch.testing.assert_close(alone.loss, batch.loss[row, :length], rtol=1e-13, atol=1e-14)
-        (gradient,) = torch.autograd.grad(alone.loss.sum(), own)
+        (gradient,) = torch.autograd.grad(alone.loss.sum(), sequence_logprobs)
         torch.testing.assert_close(gradient, expected[row, :length], rtol=1e-13, atol=1e-14)
 
 
@@ -140,10 +140,10 @@ def test_pairs_are_of_one_group_and_differ() -> None:
     assert {tuple(pair) for pair in best.tolist()} <= expected
     for group in set(groups):
         members = [i for i in range(40) if groups[i] == group]
-        own = [pair for pair in best.tolist() if groups[pair[0]] == group]
+        pairs_of_group = [pair for pair in best.tolist() if groups[pair[0]] == group]
         spread = max(rewards[members]) > min(rewards[members])
-        assert len(own) == spread
+        assert len(pairs_of_group) == spread
         if spread:
-            assert rewards[own[0][0]] == max(rewards[members])
-            assert rewards[own[0][1]] == min(rewards[members])
+            assert rewards[pairs_of_group[0][0]] == max(rewards[members])
+            assert rewards[pairs_of_group[0][1]] == min(rewards[members])
     assert preference_pairs([], []).shape == (0, 2)

@@ -26,13 +26,13 @@ def test_costs_are_those_measured_on_an_h200() -> None:
     values = json.loads((RESULTS / "segment_seconds_qwen3-1.7b_h200.json").read_text())
     passes = values["forward"], values["backward"]
     seconds = [
-        [SHAPE.num_layers * each.get(f"{name}_and_layer", 0.0) + each.get(name, 0.0) for each in passes]
+        [SHAPE.num_layers * costs.get(f"{name}_and_layer", 0.0) + costs.get(name, 0.0) for costs in passes]
         for name in ("token", "pair", "edge", "floor")
     ]
     measured = CostModel.of_passes(*seconds, segment_tokens=2048)
-    found = gpu_cost_model(SHAPE, H200, LayerSplit(), measured.segment_tokens)
+    predicted = gpu_cost_model(SHAPE, H200, LayerSplit(), measured.segment_tokens)
     for field in fields(CostModel):
-        assert getattr(found, field.name) == pytest.approx(getattr(measured, field.name), rel=0.01), field.name
+        assert getattr(predicted, field.name) == pytest.approx(getattr(measured, field.name), rel=0.01), field.name
 
 
 @pytest.mark.parametrize(
@@ -53,16 +53,16 @@ def test_a_gpu_is_found_by_the_name_that_cuda_reports(reported: str, name: str, 
 
 
 def test_tensor_parallelism_divides_work_but_not_launches_or_sums() -> None:
-    whole, half = (gpu_cost_model(SHAPE, H200, LayerSplit(tensor_size=n, direct=False), 2048) for n in (1, 2))
-    assert half.seconds_per_pair == whole.seconds_per_pair / 2
-    assert half.seconds_per_edge == whole.seconds_per_edge / 2
-    assert whole.seconds_per_token / 2 < half.seconds_per_token < whole.seconds_per_token
-    assert half.floor_seconds == whole.floor_seconds
+    undivided, half = (gpu_cost_model(SHAPE, H200, LayerSplit(tensor_size=n, direct=False), 2048) for n in (1, 2))
+    assert half.seconds_per_pair == undivided.seconds_per_pair / 2
+    assert half.seconds_per_edge == undivided.seconds_per_edge / 2
+    assert undivided.seconds_per_token / 2 < half.seconds_per_token < undivided.seconds_per_token
+    assert half.floor_seconds == undivided.floor_seconds
     parallel = gpu_cost_model(SHAPE, H200, LayerSplit(tensor_size=2, sequence_parallel=True, direct=False), 2048)
     assert parallel.seconds_per_token < half.seconds_per_token
-    assert gpu_cost_model(SHAPE, H200, LayerSplit(), 2048).floor_seconds < whole.floor_seconds
+    assert gpu_cost_model(SHAPE, H200, LayerSplit(), 2048).floor_seconds < undivided.floor_seconds
     single = gpu_cost_model(SHAPE, H200, LayerSplit(is_16_bit=False), 2048)
-    assert single.seconds_per_pair == pytest.approx(whole.seconds_per_pair * H200.flops_16 / H200.flops_32)
+    assert single.seconds_per_pair == pytest.approx(undivided.seconds_per_pair * H200.flops_16 / H200.flops_32)
 
 
 def measured_pass(rng: np.random.Generator, model: CostModel, stages: int, chunks: int, noise: float) -> MeasuredPass:
@@ -95,9 +95,9 @@ def test_a_known_correction_comes_back(stages: int, chunks: int) -> None:
         assert getattr(exact, name) == pytest.approx(value, rel=1e-9), name
     noisy = measured_pass(rng, truth.apply(model), stages, chunks, 0.05)
     held_up = [replace(e, end=e.end + 9.0) if i % 37 == 5 else e for i, e in enumerate(noisy.events)]
-    found = fit_correction(model, replace(noisy, events=held_up))
+    fitted = fit_correction(model, replace(noisy, events=held_up))
     for name, value in asdict(truth).items():
-        assert getattr(found, name) == pytest.approx(value, rel=0.1), name
+        assert getattr(fitted, name) == pytest.approx(value, rel=0.1), name
 
 
 def test_too_few_ops_correct_nothing_and_no_factor_is_absurd() -> None:

@@ -124,10 +124,10 @@ def test_ranks_without_work() -> None:
     rng = seed_all(0)
     nothing = partition_sequences([], 3)
     assert (nothing.num_ranks, nothing.total_cost, nothing.max_over_mean) == (3, 0.0, 1.0)
-    one = [rng.integers(0, 9, 50).astype(np.int32)]
-    assert np.count_nonzero(partition_sequences(one, 4).cost_per_rank) == 1
+    alone = [rng.integers(0, 9, 50).astype(np.int32)]
+    assert np.count_nonzero(partition_sequences(alone, 4).cost_per_rank) == 1
     # Equal sequences: one rank does it all.
-    equal = one * 6
+    equal = alone * 6
     assert np.count_nonzero(partition_sequences(equal, 4).cost_per_rank) == 1
     # Beside one long sequence, the others need fewer ranks than there are.
     long = [np.concatenate([[1, 2, 3], rng.integers(5, 99, 4000)]).astype(np.int32)]
@@ -166,7 +166,7 @@ def test_contiguous_runs_of_leaves(seed: int, by_cost: bool) -> None:
         if by_cost:
             return float(Partition.of(costs, rank, ranks).cost_per_rank.max())
         held = (np.flatnonzero(rank == r) for r in set(rank))
-        return max(counts(*([x[i] for i in own] for x in (sequences, masks)))[0] for own in held)
+        return max(counts(*([x[i] for i in indices] for x in (sequences, masks)))[0] for indices in held)
 
     for ranks in (1, 2, 3, 5):
         rank = contiguous_by_cost(costs, ranks) if by_cost else contiguous(tree, ranks)

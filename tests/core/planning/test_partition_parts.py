@@ -52,8 +52,8 @@ def best_cut(atoms: SequenceRuns, limit: float) -> float:
         sizes = np.diff([0, *cuts, len(atoms)])
         return float(cost.sum()) if np.all((cost <= limit) | (sizes == 1)) else np.inf
 
-    places = range(1, len(atoms))
-    return min(value(cuts) for size in range(len(atoms)) for cuts in itertools.combinations(places, size))
+    bounds = range(1, len(atoms))
+    return min(value(cuts) for size in range(len(atoms)) for cuts in itertools.combinations(bounds, size))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -30,10 +30,10 @@ def test_no_division_has_a_faster_slowest_rank(seed: int) -> None:
     stages = ranks * chunks
     count = int(rng.integers(stages, 9 if stages < 5 else 8)) if stages < 8 else stages
     costs = float(rng.uniform(0.1, 2)), float(rng.uniform(0, 6))
-    found = layers_per_stage(count, stages, *costs, num_stages=ranks)
-    assert check_layers_per_stage(found, count, stages, "--stages") == found
-    best = min(max(rank_costs(each, ranks, *costs)) for each in divisions(count, stages, 1))
-    assert max(rank_costs(found, ranks, *costs)) == pytest.approx(best, rel=1e-12)
+    chosen = layers_per_stage(count, stages, *costs, num_stages=ranks)
+    assert check_layers_per_stage(chosen, count, stages, "--stages") == chosen
+    best = min(max(rank_costs(division, ranks, *costs)) for division in divisions(count, stages, 1))
+    assert max(rank_costs(chosen, ranks, *costs)) == pytest.approx(best, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,8 @@ def test_rendezvous_never_halts(seed: int) -> None:
         programs, order = rank_programs(schedule, timeline), message_order(schedule, timeline)
         assert [[e for e in p if isinstance(e, PipelineOp)] for p in programs] == schedule.ops
         for rank, program in enumerate(programs):
-            own = [entry for entry in program if isinstance(entry, Message)]
-            assert own == [message for message in order if rank in (message.sender, message.receiver)]
+            messages = [entry for entry in program if isinstance(entry, Message)]
+            assert messages == [message for message in order if rank in (message.sender, message.receiver)]
         directions = 1 if number % 5 == 0 else 2
         crossing = stages * chunks - 1 if stages > 1 else 0
         assert len(order) == len(set(order)) == directions * crossing * count

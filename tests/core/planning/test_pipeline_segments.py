@@ -23,9 +23,11 @@ def forest(seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     for _ in range(8):
         trunk = rng.integers(0, 9999, rng.integers(300, 1500))
         for _ in range(6):
-            own = rng.integers(0, 9999, rng.integers(100, 2500))
-            sequences.append(np.concatenate([trunk[: rng.integers(len(trunk) // 2, len(trunk))], own]).astype(np.int32))
-            masks.append(np.arange(len(sequences[-1])) >= len(sequences[-1]) - len(own))
+            tail = rng.integers(0, 9999, rng.integers(100, 2500))
+            sequences.append(
+                np.concatenate([trunk[: rng.integers(len(trunk) // 2, len(trunk))], tail]).astype(np.int32)
+            )
+            masks.append(np.arange(len(sequences[-1])) >= len(sequences[-1]) - len(tail))
     return sequences, masks
 
 
@@ -36,7 +38,7 @@ def busiest(step: StepPlan) -> float:
 
 @pytest.mark.parametrize("stages", [4, 8])
 def test_segments_are_shorter_where_stages_would_wait(stages: int) -> None:
-    samples = [TrainingSample(*each) for each in zip(*forest(0), strict=True)]
+    samples = [TrainingSample(*fields) for fields in zip(*forest(0), strict=True)]
     shape = PipelineShape(stages, layers=(64 // stages,) * stages, cost_model=MODEL)
     budgets = StepBudget(2048), StepBudget(), StepBudget()
     longest, free, again = (plan_step(samples, "dta", budget, shape) for budget in budgets)

@@ -70,17 +70,17 @@ def check_execution(plan: SegmentPlan, ancestors: list[set[int]], budget: int) -
         alive.add(segment)
         # In stream order nothing but the path is alive: that is what makes the order a preorder.
         assert alive == ancestors[segment] | {segment}
-        in_flight = sum(int(plan.lengths[each]) for each in alive)
+        in_flight = sum(int(plan.lengths[member]) for member in alive)
         assert in_flight == plan.in_flight_tokens[segment]
         assert in_flight <= budget
         ended = True
         while ended:
-            ended = {each for each in alive if all(child in done for child in children[each])}
+            ended = {member for member in alive if all(child in done for child in children[member])}
             alive -= ended
             done |= ended
     assert not alive
     assert plan.peak_in_flight_tokens == max(plan.in_flight_tokens)
-    assert plan.depth == max(len(each) + 1 for each in ancestors)
+    assert plan.depth == max(len(path) + 1 for path in ancestors)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -103,7 +103,7 @@ def sibling_orders(tree: PrefixTree) -> Iterator[list[int]]:
     def below(node: int) -> Iterator[list[int]]:
         for order in itertools.permutations(children[node]):
             for parts in itertools.product(*(list(below(child)) for child in order)):
-                yield [each for child, part in zip(order, parts, strict=True) for each in (child, *part)]
+                yield [node for child, part in zip(order, parts, strict=True) for node in (child, *part)]
 
     return below(-1)
 

@@ -33,33 +33,33 @@ def check(segments: SegmentPlan, width: int) -> None:
         return tuple(reversed(path))
 
     for segment in range(segments.num_segments):
-        found = runs.states_of(segment, slot_start, width)
+        plan = runs.states_of(segment, slot_start, width)
         begin, end = segments.segment_start[segment : segment + 2].tolist()
-        own = [states[slot] for slot in found.entry_slots] + [()]
+        local = [states[slot] for slot in plan.entry_slots] + [()]
         seen = []
-        for level in found.levels:
+        for level in plan.levels:
             offsets = np.append(0, np.cumsum(level.lengths))
             tokens = (level.tokens + begin).tolist()
             exits = []
             for run, entry in enumerate(level.entry):
-                state = own[entry]
+                state = local[entry]
                 for token in tokens[offsets[run] : offsets[run + 1]]:
                     state = (*state, token)
                     assert state == path_of(token)
                 exits.append(state)
-            own += [exits[run] for run in level.forks]
+            local += [exits[run] for run in level.forks]
             seen += tokens
         assert sorted(seen) == list(range(begin, end))
-        table = list(range(begin, end)) + [row for slot in found.entry_slots for row in rows[slot]] + [None]
-        laid = [table[source] for source in found.row_source]
+        table = list(range(begin, end)) + [row for slot in plan.entry_slots for row in rows[slot]] + [None]
+        laid = [table[source] for source in plan.row_source]
         for token in range(begin, end):
-            at = found.row_place[token - begin]
+            at = plan.token_row[token - begin]
             wanted = [None] * width + list(path_of(token))
             assert laid[at - width + 1 : at + 1] == wanted[-width:]
-        assert len(found.kept) == len(found.kept_rows) == runs.open_forks[segment]
-        for slot, (state, kept) in enumerate(zip(found.kept, found.kept_rows, strict=True), start=found.slot):
-            states[slot], rows[slot] = own[state], [table[row] for row in kept]
-            assert rows[slot] == ([None] * width + list(own[state]))[len(own[state]) + 1 :]
+        assert len(plan.kept) == len(plan.kept_rows) == runs.open_forks[segment]
+        for slot, (state, kept) in enumerate(zip(plan.kept, plan.kept_rows, strict=True), start=plan.slot):
+            states[slot], rows[slot] = local[state], [table[row] for row in kept]
+            assert rows[slot] == ([None] * width + list(local[state]))[len(local[state]) + 1 :]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -35,8 +35,8 @@ def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 def comb(teeth: int) -> list[TrainingSample]:
     """A path that forks behind every second token."""
     spine = np.zeros(2 * teeth, dtype=np.int32)
-    found = [np.append(spine[: 2 * tooth], [1, 2, tooth % 3]) for tooth in range(1, teeth)] + [spine]
-    return [TrainingSample(tokens.astype(np.int32), np.arange(len(tokens)) > 0) for tokens in found]
+    sequences = [np.append(spine[: 2 * tooth], [1, 2, tooth % 3]) for tooth in range(1, teeth)] + [spine]
+    return [TrainingSample(tokens.astype(np.int32), np.arange(len(tokens)) > 0) for tokens in sequences]
 
 
 def test_a_comb_of_many_forks_stays_within_the_limit_or_is_refused() -> None:
@@ -71,10 +71,10 @@ def test_counts_of_states_are_those_of_the_segments(seed: int) -> None:
         step = StepStates.of([runs.counts], STATES, int(runs.forks_in_flight.max(initial=0)))
         slots = np.zeros(segments.num_segments, np.int64)
         for segment in range(segments.num_segments):
-            found = runs.states_of(segment, slots, 4)
-            forks = sum(len(level.forks) for level in found.levels)
-            assert runs.num_states[segment] == len(found.entry_slots) + 1 + forks
-            widest = max((len(level.lengths) for level in found.levels), default=0)
+            plan = runs.states_of(segment, slots, 4)
+            forks = sum(len(level.forks) for level in plan.levels)
+            assert runs.num_states[segment] == len(plan.entry_slots) + 1 + forks
+            widest = max((len(level.lengths) for level in plan.levels), default=0)
             assert runs.widest_levels[segment] == widest
             assert step.kept[segment] == STATES.exit * forks
             assert step.work[segment] == STATES.state * (2 * runs.num_states[segment] + 4 * widest)
@@ -111,19 +111,19 @@ def test_stages_of_other_layers_keep_within_the_limit_together(stages: int, chun
 def test_bytes_of_a_stage_are_those_of_its_own_layers() -> None:
     """Any division of the layers has the bytes of the whole, and layers of one kind have the bytes of that kind."""
     shape, rank = SHAPES["qwen3.5-9b"], RankTensors()
-    whole, states = SegmentBytes.of_shape(shape, rank), StateBytes.of_shape(shape, 2)
+    all_layers, states = SegmentBytes.of_shape(shape, rank), StateBytes.of_shape(shape, 2)
     for bounds in ((0, 5, 6, 32), (0, 3, 7, 32)):
         parts = [range(*part) for part in itertools.pairwise(bounds)]
-        each = [SegmentBytes.of_shape(shape, rank, part) for part in parts]
-        kept = sum(len(part) * of.kept_per_token_and_layer for part, of in zip(parts, each, strict=True))
-        assert kept == pytest.approx(32 * whole.kept_per_token_and_layer)
-        slots = sum(of.slot(len(part)) - of.kv_per_token for part, of in zip(parts, each, strict=True))
-        assert slots == pytest.approx(whole.slot(32) - whole.kv_per_token)
+        sizes = [SegmentBytes.of_shape(shape, rank, part) for part in parts]
+        kept = sum(len(part) * of.kept_per_token_and_layer for part, of in zip(parts, sizes, strict=True))
+        assert kept == pytest.approx(32 * all_layers.kept_per_token_and_layer)
+        slots = sum(of.slot(len(part)) - of.kv_per_token for part, of in zip(parts, sizes, strict=True))
+        assert slots == pytest.approx(all_layers.slot(32) - all_layers.kv_per_token)
         of_states = [StateBytes.of_shape(shape, 2, layers=part) for part in parts]
-        assert sum(found.exit for found in of_states if found) == states.exit
-        assert sum(found.open_fork for found in of_states if found) == states.open_fork
+        assert sum(stage_states.exit for stage_states in of_states if stage_states) == states.exit
+        assert sum(stage_states.open_fork for stage_states in of_states if stage_states) == states.open_fork
     recurrent, attention = (SegmentBytes.of_shape(shape, rank, part) for part in (range(3), range(3, 4)))
     assert recurrent.slot(3) == recurrent.scores_per_token == recurrent.attention_share == 0.0
     assert recurrent.fixed == attention.fixed
     assert StateBytes.of_shape(shape, 2, layers=range(3, 4)) is None
-    assert attention.kv_per_token_and_layer == 4 * whole.kv_per_token_and_layer
+    assert attention.kv_per_token_and_layer == 4 * all_layers.kv_per_token_and_layer

@@ -95,9 +95,9 @@ def slow_counts(plan: SegmentPlan, masks: list[np.ndarray] | None) -> list[tuple
     tree, trained = plan.tree, set()
     stream, offsets = tree.stream_indices_of(np.arange(len(tree.sequence_lengths)))
     for number, (begin, end) in enumerate(itertools.pairwise(offsets)):
-        own = stream[begin:end]
-        mask = np.arange(len(own)) > 0 if masks is None else masks[number]
-        trained |= {(int(own[i - 1]), int(own[i])) for i in np.flatnonzero(mask)}
+        path = stream[begin:end]
+        mask = np.arange(len(path)) > 0 if masks is None else masks[number]
+        trained |= {(int(path[i - 1]), int(path[i])) for i in np.flatnonzero(mask)}
     counts = []
     for begin, end in itertools.pairwise(plan.segment_start.tolist()):
         pairs = sum(int(tree.position[i]) + 1 for i in range(begin, end))
@@ -115,9 +115,9 @@ def test_counts_of_segments_token_by_token(seed: int) -> None:
     masks = [rng.random(n) < rng.choice([0.0, 0.3, 1.0]) for n in tree.sequence_lengths.tolist()]
     for mask in masks:
         mask[0] = False
-    for given in (masks, None):
-        found = zip(*(each.tolist() for each in segment_counts(plan, given)), strict=True)
-        assert list(found) == slow_counts(plan, given)
+    for loss_masks in (masks, None):
+        counts = zip(*(column.tolist() for column in segment_counts(plan, loss_masks)), strict=True)
+        assert list(counts) == slow_counts(plan, loss_masks)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -173,12 +173,12 @@ def test_kept_by_memory_against_all_choices(seed: int) -> None:
     choices = list(itertools.product([False, True], repeat=plan.num_segments))
     for budget in range(int(needed.max()), int(needed.max()) + plan.peak_in_flight_tokens + 2):
         best = max(seconds[list(kept)].sum() for kept in choices if largest(kept) <= budget)
-        found = choose_kept_by_memory(plan, budget, needed, seconds)
-        assert largest(tuple(found.tolist())) <= budget
-        assert seconds[found].sum() == pytest.approx(best)
+        chosen = choose_kept_by_memory(plan, budget, needed, seconds)
+        assert largest(tuple(chosen.tolist())) <= budget
+        assert seconds[chosen].sum() == pytest.approx(best)
         leaves = ~np.isin(np.arange(plan.num_segments), parents)
-        assert found[leaves].all(), "a leaf is kept for nothing"
-    assert found.all()
+        assert chosen[leaves].all(), "a leaf is kept for nothing"
+    assert chosen.all()
     with pytest.raises(ValueError, match="needs"):
         choose_kept_by_memory(plan, int(needed.max()) - 1, needed, seconds)
 
@@ -208,8 +208,8 @@ def test_what_a_refusal_asks_for_suffices(seed: int, monkeypatch: pytest.MonkeyP
     rng = seed_all(seed)
     samples = random_samples(rng, 12, 40)
     # Bytes large enough that two digits of GiB tell budgets apart.
-    each = SegmentBytes(*(GIB * value / 400 for value in (7.0, 5.0, 3.0, 2.0, 11.0, 1.5, 400.0)))
-    shape = replace(shape_of(None), memory=MemoryBudget(3.0, (2 * GIB,), (StageBytes(each),)))
+    sizes = SegmentBytes(*(GIB * value / 400 for value in (7.0, 5.0, 3.0, 2.0, 11.0, 1.5, 400.0)))
+    shape = replace(shape_of(None), memory=MemoryBudget(3.0, (2 * GIB,), (StageBytes(sizes),)))
     with pytest.raises(InputError, match=r"--tree-memory-gib 3 is .* GiB too small") as caught:
         plan_step(samples, "dta", pipeline=shape)
     least = float(re.search(r"set it to ([0-9.]+) or more", str(caught.value))[1])
@@ -233,9 +233,9 @@ def test_the_choice_against_all_sizes_and_budgets(seed: int) -> None:
                 assert (choice is None) == (missing > 0)
                 best = min(best, np.inf if choice is None else choice.seconds)
         if np.isfinite(best):
-            found = choose_step(tree, masks, shape, StepBudget())
-            assert found.seconds <= 1.06 * best
-            assert found.peak_bytes[0] <= available
+            chosen = choose_step(tree, masks, shape, StepBudget())
+            assert chosen.seconds <= 1.06 * best
+            assert chosen.peak_bytes[0] <= available
         else:
             with pytest.raises(InputError, match="GiB too small"):
                 choose_step(tree, masks, shape, StepBudget())
@@ -292,12 +292,12 @@ def test_no_forward_runs_again_right_after_itself(stages: int, chunks: int, acti
 def test_a_real_set_in_the_memory_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     rollouts = load_rollouts(rollout_file("tau1_airline_gpt4o_4x50.npz"), max_sequences=40)
-    samples = [TrainingSample(each.token_ids, each.loss_mask) for each in rollouts]
+    samples = [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
     model = SHAPES["qwen3-1.7b"]
-    each, costs = SegmentBytes.of_shape(model, RankTensors(logit_rows=883)), CostModel.from_shape(model)
+    sizes, costs = SegmentBytes.of_shape(model, RankTensors(logit_rows=883)), CostModel.from_shape(model)
     seconds = {}
     for gib in (22.0, 40.0, 64.0):
-        memory = MemoryBudget(gib, (9.7 * GIB,), (StageBytes(each),))
+        memory = MemoryBudget(gib, (9.7 * GIB,), (StageBytes(sizes),))
         shape = PipelineShape(layers=(28,), cost_model=costs, memory=memory)
         step = plan_step(samples, "dta", pipeline=shape)
         assert stage_peak_bytes(step.segments, step.training, shape, 0) <= memory.available(0)

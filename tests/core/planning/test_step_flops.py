@@ -27,7 +27,7 @@ def test_operations_are_those_of_every_product_written_out():
     tokens = {tuple(sample.token_ids[: i + 1].tolist()) for sample in samples for i in range(len(sample.token_ids))}
     assert counts.tokens == len(tokens)
     assert counts.pairs == sum(len(prefix) for prefix in tokens)
-    rows = {tuple(each.token_ids[:i].tolist()) for each in samples for i in np.flatnonzero(each.loss_mask)}
+    rows = {tuple(sample.token_ids[:i].tolist()) for sample in samples for i in np.flatnonzero(sample.loss_mask)}
     assert counts.rows == len(rows)
     hidden, ffn, heads, groups, size, vocabulary = 8, 20, 4, 2, 3, 50
     shape, forward = DecoderShape(5, hidden, ffn, heads, groups, size, vocabulary), 0.0

@@ -48,9 +48,9 @@ def test_a_replay_finds_a_plan_that_came_true(seed: int) -> None:
     events = timeline_events(schedule, timeline)
     late = [replace(event, start=7 * i + event.start, end=7 * i + event.end) for i, event in enumerate(events)]
     late += [TimelineEvent(1, "wait", 3, 0, 0.0, 5.0)]
-    for found in (replay(schedule, parents, events), replay(schedule, parents, late)):
-        assert found.makespan == pytest.approx(timeline.makespan, rel=1e-9)
-        np.testing.assert_allclose(found.start[2], timeline.start[2], rtol=1e-9, atol=1e-9)
+    for replayed in (replay(schedule, parents, events), replay(schedule, parents, late)):
+        assert replayed.makespan == pytest.approx(timeline.makespan, rel=1e-9)
+        np.testing.assert_allclose(replayed.start[2], timeline.start[2], rtol=1e-9, atol=1e-9)
     busy, waited = stage_seconds(late, 3)
     np.testing.assert_allclose(busy, timeline.busy, rtol=1e-9)
     assert waited == [0.0, 5.0, 0.0]

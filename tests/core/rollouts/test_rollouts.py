@@ -124,11 +124,11 @@ def test_cutting_and_limits(tmp_path: Path, sample_granularity: str, caplog: pyt
     rollouts.insert(1, Rollout(np.arange(40), late))
     path = tmp_path / "r.jsonl"
     write_rollouts(path, rollouts)
-    whole = load_rollouts(path, sample_granularity=sample_granularity)
-    expected = [s for s in whole if s.loss_mask[:30].any()]
+    uncut = load_rollouts(path, sample_granularity=sample_granularity)
+    expected = [s for s in uncut if s.loss_mask[:30].any()]
     with caplog.at_level(logging.WARNING):
         cut = load_rollouts(path, sample_granularity=sample_granularity, max_length=30)
-    assert f"left out {len(whole) - len(expected)} samples" in caplog.text
+    assert f"left out {len(uncut) - len(expected)} samples" in caplog.text
     for a, b in zip(cut, expected, strict=True):
         np.testing.assert_array_equal(a.token_ids, b.token_ids[:30])
         np.testing.assert_array_equal(a.loss_mask, b.loss_mask[:30])

@@ -112,8 +112,8 @@ def check_structure(tree: PrefixTree, sequences: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(tree.token_ids[indices], sequence)
         assert set(indices.tolist()) == ancestors[indices[-1]]
         assert indices[-1] == tree.node_start[tree.sequence_node[index] + 1] - 1
-        place = q - 1 - index
-        np.testing.assert_array_equal(everything[offsets[place] : offsets[place + 1]], indices)
+        row = q - 1 - index
+        np.testing.assert_array_equal(everything[offsets[row] : offsets[row + 1]], indices)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -265,9 +265,9 @@ def test_memory_stays_within_four_times_the_tokens() -> None:
         _ = tree.parent, tree.position, tree.subtree_end
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        own = sum(sequence.nbytes for sequence in sequences)
-        assert building < 2.0 * own
-        assert peak < limit * own
+        token_bytes = sum(sequence.nbytes for sequence in sequences)
+        assert building < 2.0 * token_bytes
+        assert peak < limit * token_bytes
 
 
 @pytest.mark.parametrize("seed", range(6))

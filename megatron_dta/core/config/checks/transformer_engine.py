@@ -77,7 +77,7 @@ def check_fp8_support(model: ModelConfig) -> None:
     if not torch.cuda.is_available():
         raise InputError(f"{flag} needs a CUDA GPU, and there is none; leave --fp8-format out")
     if torch.cuda.get_device_capability() < capability:
-        needed, found = (".".join(map(str, each)) for each in (capability, torch.cuda.get_device_capability()))
-        raise InputError(f"{flag} needs compute capability {needed}, this GPU has {found}; give another --fp8-recipe")
+        needed, present = (".".join(map(str, version)) for version in (capability, torch.cuda.get_device_capability()))
+        raise InputError(f"{flag} needs compute capability {needed}, this GPU has {present}; give another --fp8-recipe")
     if tuple(map(int, torch.version.cuda.split(".")[:2])) < cuda:
         raise InputError(f"{flag} needs CUDA {cuda[0]}.{cuda[1]}, PyTorch has {torch.version.cuda}; give tensorwise")

@@ -58,7 +58,7 @@ def _parsed(layout: str, num_layers: int, num_stages: int) -> list[int]:
     """Layers of each stage of a layout in Megatron's notation: "Et*3|t*4|tttL" -> [3, 4, 3]."""
     text = layout.replace(",", "").replace(" ", "")
     for group in (r"\(([^()]+)\)\*(\d+)", r"([EtL|])\*(\d+)"):
-        text = re.sub(group, lambda found: found[1] * int(found[2]), text)
+        text = re.sub(group, lambda match: match[1] * int(match[2]), text)
     if not re.fullmatch(r"E[t|]*L", text):
         raise InputError(
             f"{_FLAG} {layout}: must be 'auto', or begin with E, end with L, and hold t and | between, as in 'Ett|ttL'"

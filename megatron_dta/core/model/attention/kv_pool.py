@@ -37,20 +37,20 @@ class SlotRuns:
 
     Attributes:
         ancestors: slots of the root path in earlier segments.
-        own: slots of the segment.
+        segment: slots of the segment.
         stored: layers whose K and V of the segment were copied to the host.
     """
 
     ancestors: list[slice]
-    own: slice
+    segment: slice
     stored: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, ancestor_slots: np.ndarray, own: slice) -> SlotRuns:
+    def of(cls, ancestor_slots: np.ndarray, segment: slice) -> SlotRuns:
         """The runs of the ancestors' slots, int64 [A]."""
         bounds = [0, *(np.flatnonzero(np.diff(ancestor_slots) != 1) + 1).tolist(), len(ancestor_slots)]
         pairs = pairwise(bounds) if len(ancestor_slots) else ()
-        return cls([slice(int(ancestor_slots[a]), int(ancestor_slots[a]) + b - a) for a, b in pairs], own)
+        return cls([slice(int(ancestor_slots[a]), int(ancestor_slots[a]) + b - a) for a, b in pairs], segment)
 
 
 def zero_slots(grad_keys_LSGD: Tensor, grad_values_LSGD: Tensor, slots: slice) -> None:

@@ -174,8 +174,8 @@ class SegmentContext(AttentionContext):
     @cached_property
     def key_slots(self) -> Tensor:
         """Slots of all keys, int64 [A + N]."""
-        own = torch.arange(self.slots.start, self.slots.stop, device=self.ancestor_slots.device)
-        return torch.cat([self.ancestor_slots, own])
+        segment_slots = torch.arange(self.slots.start, self.slots.stop, device=self.ancestor_slots.device)
+        return torch.cat([self.ancestor_slots, segment_slots])
 
     @cached_property
     def local_key_end(self) -> Tensor:

@@ -39,7 +39,7 @@ class RowGroup:
     Attributes:
         tokens: the pass's tokens of these rows, row by row.
         pages: int64 [B, W], page tables, padded with arbitrary pages.
-        place: int64 [tokens], position of each token in the padded block [B x R]; None without padding.
+        row_index: int64 [tokens], position of each token in the padded block [B x R]; None without padding.
         run: R.
         end: T.
         visible: bool [B, 1, R, T]; None if every query sees all positions.
@@ -47,7 +47,7 @@ class RowGroup:
 
     tokens: slice
     pages: Tensor
-    place: Tensor | None
+    row_index: Tensor | None
     run: int
     end: int
     visible: Tensor | None
@@ -81,9 +81,9 @@ def _attend_group(group: RowGroup, query: Tensor, keys_PSGD: Tensor, values_PSGD
     keys_BTGD = keys_PSGD[group.pages].flatten(1, 2)[:, : group.end]
     values_BTGD = values_PSGD[group.pages].flatten(1, 2)[:, : group.end]
     padded = query
-    if group.place is not None:
+    if group.row_index is not None:
         padded = query.new_zeros(num_rows * group.run, *query.shape[1:])
-        padded[group.place] = query
+        padded[group.row_index] = query
     query_BRGJD = padded.view(num_rows, group.run, kv_heads, shared, head_size)
     visible = group.visible
     if visible is not None and group.run > 1 and shared > 1:
@@ -96,7 +96,7 @@ def _attend_group(group: RowGroup, query: Tensor, keys_PSGD: Tensor, values_PSGD
         scale=scale,
     )
     out = out.view(num_rows, kv_heads, group.run, shared, head_size).transpose(1, 2).reshape(padded.shape)
-    return out if group.place is None else out[group.place]
+    return out if group.row_index is None else out[group.row_index]
 
 
 def append_context(
@@ -127,7 +127,7 @@ def append_context(
     position_ids, slots = next(on_device), next(on_device)
     groups, first = [], 0
     for rows in grouped:
-        pages, query_positions, place = next(on_device), next(on_device), next(on_device)
+        pages, query_positions, row_index = next(on_device), next(on_device), next(on_device)
         run, ends = int(counts[rows].max()), starts[rows] + counts[rows]
         last, end = first + int(counts[rows].sum()), int(ends.max())
         visible = None
@@ -135,7 +135,7 @@ def append_context(
             visible = torch.arange(end, device=cache.device) <= query_positions.view(len(rows), 1, run, 1)
         is_padded = last - first < len(rows) * run
         pages = pages.view(len(rows), -1)
-        groups.append(RowGroup(slice(first, last), pages, place if is_padded else None, run, end, visible))
+        groups.append(RowGroup(slice(first, last), pages, row_index if is_padded else None, run, end, visible))
         first = last
     return DecodeContext(position_ids=position_ids, cache=cache, slots=slots, groups=groups), order
 
@@ -169,5 +169,5 @@ def _group_arrays(
     columns = np.arange(run)
     # A padding query sees the same keys as a later token of the row would; its output is never read.
     query_positions = starts[rows, None] + columns
-    place = np.flatnonzero((columns < counts[rows, None]).ravel())
-    return [pages, query_positions, place]
+    row_index = np.flatnonzero((columns < counts[rows, None]).ravel())
+    return [pages, query_positions, row_index]

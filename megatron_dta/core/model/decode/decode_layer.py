@@ -46,11 +46,11 @@ class DecodeLayer:
 
     def __call__(self, x: Tensor, context: PagedContext) -> Tensor:
         """Output [n, 1, C] of the layer for ``x`` [n, 1, C]; without the last branch if the context carries it."""
-        own, mlp, (N, _, C) = self._weights, self._weights.feed_forward, x.shape
-        normed, stream, _ = rms_norm_forward(x, own.norms[0], own.eps[0], context.carried, overlap=True)
-        out = self._attend(_terms(normed.view(N, C), own.qkv, own.biases[0]), stream, context)
-        branch = self._branch(out, own.proj, own.biases[1])
-        normed, stream, _ = rms_norm_forward(stream, own.norms[1], own.eps[1], branch, overlap=True)
+        weights, mlp, (N, _, C) = self._weights, self._weights.feed_forward, x.shape
+        normed, stream, _ = rms_norm_forward(x, weights.norms[0], weights.eps[0], context.carried, overlap=True)
+        out = self._attend(_terms(normed.view(N, C), weights.qkv, weights.biases[0]), stream, context)
+        branch = self._branch(out, weights.proj, weights.biases[1])
+        normed, stream, _ = rms_norm_forward(stream, weights.norms[1], weights.eps[1], branch, overlap=True)
         active = _gated_product(normed.view(N, C), mlp.fc1, mlp.biases[0])
         if self._layer_number == context.direct_until:
             context.carried = None
@@ -60,13 +60,13 @@ class DecodeLayer:
 
     def _attend(self, mixed: Tensor, x: Tensor, context: PagedContext) -> Tensor:
         """Output [n, H D] of the attention, in the dtype of ``x``, whose QKV product is ``mixed``."""
-        own, (G, P, D) = self._weights, self._weights.layout
-        rows = own.mixed_qkv(mixed, context)
+        weights, (G, P, D) = self._weights, self._weights.layout
+        rows = weights.mixed_qkv(mixed, context)
         if context.decodes:
-            return context.attend_mixed(self._layer_number, rows, x, own.scale).view(len(x), -1)
+            return context.attend_mixed(self._layer_number, rows, x, weights.scale).view(len(x), -1)
         query = x.new_empty(len(x), G * P, D)
         write_to_pages(rows, query, context.pages_of(self._layer_number), context.slots)
-        return context.attend_written(self._layer_number, query, own.scale).view(len(x), -1)
+        return context.attend_written(self._layer_number, query, weights.scale).view(len(x), -1)
 
     def _branch(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``_summed_product`` [n, 1, C], or terms of it [S, n, 1, C]."""

@@ -71,9 +71,9 @@ class DirectRouting:
             run = mlp.experts.direct_run(mlp.rows(chosen, are_all_here=False), exchange.later, context.step)
             exchange.wait()
             output, rows = run.forward(tokens, all_weights, is_kept)
-            found = exchange.start_give_back(output)
+            returned = exchange.start_give_back(output)
             exchange.wait()
-            output = exchange.sums(found)
+            output = exchange.sums(returned)
         return output, _Kept(logits, weights, run, rows, exchange, tokens)
 
     def backward(self, grad_NC: Tensor, kept: _Kept, tokens: Callable[[], Tensor]) -> Tensor:
@@ -92,16 +92,16 @@ class DirectRouting:
             grad = exchange.start_gather(grad_NC)
             exchange.wait()
             grads = run.backward(grad, kept.tokens, rows)[:2]
-            found = [exchange.start_give_back(each) for each in grads]
+            returned = [exchange.start_give_back(gradient) for gradient in grads]
             del grad, grads, rows
             exchange.wait()
             kept.tokens = None
-            grad_x, grad_weights = map(exchange.sums, found)
+            grad_x, grad_weights = map(exchange.sums, returned)
             x_NC = tokens()
         (grad_logits,) = torch.autograd.grad(kept.weights, kept.logits, grad_weights)
         kept.weights = kept.logits = None
         weight = self.mlp.router.weight
         grad_x += torch.mm(grad_logits, weight.to(grad_logits.dtype)).to(grad_x.dtype)
-        dtype = min(grad_logits.dtype, weight.main_grad.dtype, key=lambda each: each.itemsize)
+        dtype = min(grad_logits.dtype, weight.main_grad.dtype, key=lambda dtype: dtype.itemsize)
         add_weight_gradient(weight.main_grad, grad_logits.to(dtype), x_NC.to(dtype))
         return grad_x

@@ -54,7 +54,7 @@ class ExpertMap:
         adapters = [getattr(expert, name + SUFFIX, None) for expert in experts]
         if adapters[0] is None:
             return cls(name, weights)
-        matrices = (tuple(getattr(each, matrix) for each in adapters) for matrix in ("lora_A", "lora_B"))
+        matrices = (tuple(getattr(adapter, matrix) for adapter in adapters) for matrix in ("lora_A", "lora_B"))
         return cls(name, weights, *matrices, adapters[0].scale, adapters[0])
 
     @property

@@ -32,14 +32,14 @@ class ExpertRows(NamedTuple):
         counts: int64 [L], rows of each expert.
         entries: [largest possible number of rows], for each row its entry in a flat [R, K]; the rest is arbitrary.
         tokens: the same shape, for each row its token.
-        places: [R, K], for each token its rows, ascending, then -1 for its experts on other ranks.
+        token_rows: [R, K], for each token its rows, ascending, then -1 for its experts on other ranks.
         host: ``counts`` on the host.
     """
 
     counts: Tensor
     entries: Tensor
     tokens: Tensor
-    places: Tensor
+    token_rows: Tensor
     host: HostCounts
 
     @property
@@ -92,10 +92,10 @@ def expert_rows(
         are_all_here: whether all chosen experts are these.
         order: ``order_rows`` of the kernels or of their reference.
     """
-    num_tokens, each = chosen_RK.shape
-    most = num_tokens * (each if are_all_here else min(each, num_local))
-    counts, entries, tokens, places = order(chosen_RK, first, num_local, most)
-    return ExpertRows(counts, entries, tokens, places, HostCounts(counts, most if are_all_here else None))
+    num_tokens, experts_per_token = chosen_RK.shape
+    most = num_tokens * (experts_per_token if are_all_here else min(experts_per_token, num_local))
+    counts, entries, tokens, token_rows = order(chosen_RK, first, num_local, most)
+    return ExpertRows(counts, entries, tokens, token_rows, HostCounts(counts, most if are_all_here else None))
 
 
 class ToRows(torch.autograd.Function):
@@ -104,7 +104,7 @@ class ToRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, rows: ExpertRows, sums: RowSums) -> tuple[Tensor, Tensor]:
         entries = rows.entries[: rows.host.total]
-        ctx.save_for_backward(entries, rows.places)
+        ctx.save_for_backward(entries, rows.token_rows)
         ctx.sums = sums
         return x.index_select(0, rows.tokens[: len(entries)]), weights.flatten().index_select(0, entries)
 
@@ -119,9 +119,9 @@ class ToTokens(torch.autograd.Function):
     """Sums [R, C] of each token's rows."""
 
     @staticmethod
-    def forward(ctx: Any, made: Tensor, rows: ExpertRows, sums: RowSums) -> Tensor:
-        ctx.save_for_backward(rows.tokens[: len(made)])
-        return sums(made, rows.places)
+    def forward(ctx: Any, outputs: Tensor, rows: ExpertRows, sums: RowSums) -> Tensor:
+        ctx.save_for_backward(rows.tokens[: len(outputs)])
+        return sums(outputs, rows.token_rows)
 
     @staticmethod
     def backward(ctx: Any, grad_RC: Tensor) -> tuple:

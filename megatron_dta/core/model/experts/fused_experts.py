@@ -43,7 +43,7 @@ class FusedGroupedExperts(GroupedExperts):
     def products(self, rows: ExpertRows, x_RC: Tensor, is_kept: bool) -> Products:
         size = (3 * self.config.moe_ffn_hidden_size + x_RC.shape[1]) * x_RC.element_size()
         counts, number, is_row = rows.counts, rows.most, None
-        fair = rows.places.numel() * self.num_local_experts // self.config.num_moe_experts
+        fair = rows.token_rows.numel() * self.num_local_experts // self.config.num_moe_experts
         is_expected = rows.host.is_pending and rows.most * size > (_MOST_BYTES_KEPT if is_kept else _MOST_BYTES)
         if is_expected:
             number = self._expected(rows, fair)
@@ -74,9 +74,9 @@ class FusedGroupedExperts(GroupedExperts):
         self._tables = self._tables or {}
         table, checked = self._tables.get(key, (None, None))
         if checked is None or checked is not step:
-            found = find()
-            if table is None or not table.holds(found):
-                table = MatrixTable(found)
+            matrices = find()
+            if table is None or not table.holds(matrices):
+                table = MatrixTable(matrices)
             self._tables[key] = table, step
         return table
 

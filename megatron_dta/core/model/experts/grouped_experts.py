@@ -80,7 +80,7 @@ class GroupedExperts(SameOnEveryMesh):
             later: of the exchange with other ranks; None if there is none.
             step: ``AttentionContext.step`` of the pass.
         """
-        in_buffers, (fc1, fc2) = self._in_buffers(), (each.current for each in self.maps)
+        in_buffers, (fc1, fc2) = self._in_buffers(), (expert_map.current for expert_map in self.maps)
         needs_hooks = not in_buffers or runs_hooks or not x_RC.requires_grad
         adapters = (*fc1.a, *fc1.b, *fc2.a, *fc2.b)
         parameters = (*fc1.weights, *fc2.weights) if needs_hooks else ()
@@ -106,7 +106,7 @@ class GroupedExperts(SameOnEveryMesh):
         """Whether the gradients of all weights are written directly to buffers."""
         if not isinstance(self.local_experts[0].linear_fc1, MainGradColumnParallelLinear):
             return False
-        return all(main_grad_of(weight) is not None for each in self.maps for weight in each.weights)
+        return all(main_grad_of(weight) is not None for expert_map in self.maps for weight in expert_map.weights)
 
     def products(self, rows: ExpertRows, x_RC: Tensor, is_kept: bool) -> Products:
         """The products of a pass; ``matrices`` makes their arguments.
@@ -169,14 +169,14 @@ class ExpertsRun:
     def forward(self, x: Tensor, weights: Tensor, is_kept: bool) -> tuple[Tensor, KeptRows]:
         """Sums [R, C] of each token's outputs, and what ``backward`` needs besides the tokens."""
         experts, rows, tables = self.experts, self.rows, self.tables
-        made, is_expected = None, False
-        while made is None or (is_expected and not experts.had_room(rows, len(made))):
-            first = inner = inner_2 = made = None
+        output, is_expected = None, False
+        while output is None or (is_expected and not experts.had_room(rows, len(output))):
+            first = inner = inner_2 = output = None
             self.groups, entries, is_row, is_expected = experts.products(rows, x, is_kept)
             first, inner = self.fc1.product(self.groups, tables, x, indexed=True)
             weights_Q = weights.flatten().index_select(0, entries)
-            made, inner_2 = self.fc2.product(self.groups, tables, experts.activate(first, weights_Q))
-        return experts.sum_rows(made, rows.places), KeptRows(weights_Q, first, inner, inner_2, entries, is_row)
+            output, inner_2 = self.fc2.product(self.groups, tables, experts.activate(first, weights_Q))
+        return experts.sum_rows(output, rows.token_rows), KeptRows(weights_Q, first, inner, inner_2, entries, is_row)
 
     def backward(self, grad: Tensor, x: Tensor, kept: KeptRows) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """Gradients of the tokens [R, C], of the router's weights [R, K], and of the parameters that autograd knows.
@@ -196,7 +196,7 @@ class ExpertsRun:
         if is_row is not None:
             grad_weights = grad_weights.masked_fill(~is_row, 0)
         grad_rows, grad_inner = fc1.input_gradient(groups, tables, grad_first)
-        grad_x = experts.sum_rows(grad_rows, self.rows.places)
+        grad_x = experts.sum_rows(grad_rows, self.rows.token_rows)
         del grad_rows
         fc1_grads: Sequence[Tensor | None] = ()
         if self.later is None:
@@ -204,7 +204,7 @@ class ExpertsRun:
         else:
             self.later(lambda: self._weight_gradients(fc1, grad_first, x, "x"))
         adapters = fc1.adapter_gradients(groups, tables, (grad_first, grad_inner), (x, inner), "x")
-        grad_weights = scattered(grad_weights, entries, self.rows.places.shape)
+        grad_weights = scattered(grad_weights, entries, self.rows.token_rows.shape)
         return grad_x, grad_weights, [*fc1_grads, *fc2_grads, *adapters, *adapters_2]
 
     def _weight_gradients(self, of: ExpertMap, grad: Tensor, x: Tensor, indexed: str) -> Sequence[Tensor | None]:

@@ -49,8 +49,8 @@ class DecodeStates:
                 larger[: len(tensor)] = tensor
                 of_layers[number] = larger
         self.num_slots = num_slots
-        found = [[self.states[number].data_ptr(), self.rows[number].data_ptr()] for number in self.layer_rows]
-        self.addresses = torch.tensor(found, dtype=torch.int64, device=self.device).view_as(self.addresses)
+        addresses = [[self.states[number].data_ptr(), self.rows[number].data_ptr()] for number in self.layer_rows]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=self.device).view_as(self.addresses)
 
     def copy(self, source: int, target: int) -> None:
         """Copy the state of one slot to another."""
@@ -112,9 +112,9 @@ class PassStates:
             [np.arange(0), *(np.arange(ends[row] - counts[row], ends[row]) for row in self._tentative)]
         )
         arrays = [np.asarray(slots), np.asarray(starts) > 0, written, kept]
-        self._slots, begun, self._written, found = upload(arrays, owner.device)
+        self._slots, begun, self._written, kept_rows = upload(arrays, owner.device)
         # A sequence without computed tokens begins with zeros; the slot may hold other values.
-        self._begun, self._kept = begun.bool(), found if self._tentative else None
+        self._begun, self._kept = begun.bool(), kept_rows if self._tentative else None
         # By layer: inputs of the tentative rows' tokens.
         self._filtered: dict[int, Tensor] = {}
         self._recurred: dict[int, tuple[Recurrence, tuple[Tensor, ...]]] = {}
@@ -126,8 +126,8 @@ class PassStates:
             return
         owner, offsets = self._owner, np.concatenate([[0], np.cumsum(self._num_kept)])
         tokens = np.concatenate([np.arange(offsets[i], offsets[i] + counts[i]) for i in rows])
-        own, chosen = upload([np.asarray([self._tentative[i] for i in rows]), tokens], owner.device)
-        slots, begun = self._slots[own], self._begun[own]
+        sequences, chosen = upload([np.asarray([self._tentative[i] for i in rows]), tokens], owner.device)
+        slots, begun = self._slots[sequences], self._begun[sequences]
         runs = Runs.of_lengths([counts[i] for i in rows], owner.device)
         for layer, filtered in self._filtered.items():
             before = _begun_or_zero(owner.rows[layer][slots], begun)
@@ -136,7 +136,7 @@ class PassStates:
                 owner.rows[layer][slots[row]] = path[len(path) - before.shape[1] :]
         for layer, (recurrence, inputs) in self._recurred.items():
             entry = _begun_or_zero(owner.states[layer][slots], begun)
-            owner.states[layer][slots] = recurrence(tuple(each[chosen] for each in inputs), entry, runs)[1]
+            owner.states[layer][slots] = recurrence(tuple(tokens[chosen] for tokens in inputs), entry, runs)[1]
         self._filtered, self._recurred = {}, {}
 
     def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class PassStates:
         before = owner.rows[layer_number][self._slots]
         before = _begun_or_zero(before, self._begun).flatten(0, 1)
         layout = self._layout(width)
-        last = layout.place[self._runs.on_device[1:] - 1].unsqueeze(1)
+        last = layout.token_row[self._runs.on_device[1:] - 1].unsqueeze(1)
         kept = layout.source[last + torch.arange(2 - width, 1, device=owner.device)]
         new = torch.cat([rows_NC, before])[kept].to(rows_NC.dtype)
         owner.rows[layer_number][self._slots[self._written]] = new[self._written]
@@ -160,7 +160,7 @@ class PassStates:
         output, exits = recurrence(tuple(inputs), _begun_or_zero(entry, self._begun), self._runs)
         states[self._slots[self._written]] = exits[self._written]
         if self._kept is not None:
-            self._recurred[layer_number] = recurrence, tuple(each[self._kept] for each in inputs)
+            self._recurred[layer_number] = recurrence, tuple(tokens[self._kept] for tokens in inputs)
         return output
 
     def _layout(self, width: int) -> PathLayout:
@@ -168,12 +168,12 @@ class PassStates:
             offsets = np.asarray(self._runs.offsets)
             counts, before = np.diff(offsets), width - 1
             run = np.repeat(np.arange(len(counts)), counts)
-            place = np.arange(offsets[-1]) + before * (run + 1)
+            token_row = np.arange(offsets[-1]) + before * (run + 1)
             source = np.empty(offsets[-1] + before * len(counts), np.int64)
             outside = np.ones(len(source), bool)
-            outside[place] = False
-            source[place], source[outside] = np.arange(offsets[-1]), offsets[-1] + np.arange(before * len(counts))
-            arrays = (source, place, offsets[:-1], np.repeat(offsets[1:], counts))
+            outside[token_row] = False
+            source[token_row], source[outside] = np.arange(offsets[-1]), offsets[-1] + np.arange(before * len(counts))
+            arrays = (source, token_row, offsets[:-1], np.repeat(offsets[1:], counts))
             self._layouts[width] = PathLayout(*upload(arrays, self._owner.device), self._uses_kernels)
         return self._layouts[width]
 

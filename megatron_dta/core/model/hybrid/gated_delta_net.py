@@ -213,8 +213,8 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         parts = (*self._by_kind(qkv, dim=1), beta, alpha)
         joined = torch.cat([part.unflatten(1, (group.size, -1)) for part in parts], dim=2)
         heads = self.num_v_heads_local_tp // group.size
-        (own,) = ToHeads.apply(group, joined)
-        return own.squeeze(1).split([self.conv_dim_local_tp // group.size, heads, heads], dim=1)
+        (of_heads,) = ToHeads.apply(group, joined)
+        return of_heads.squeeze(1).split([self.conv_dim_local_tp // group.size, heads, heads], dim=1)
 
     def _recur(self, rows: tuple[Tensor, ...], weights: tuple[Tensor, ...], paths: PathStates, ranks: int) -> Tensor:
         """The rule's output [N, J, V] for the tokens' rows of queries, keys and values, beta and alpha.

@@ -82,4 +82,4 @@ class NoTokens:
         self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
     ) -> Tensor:
         values = inputs[2]
-        return values + sum(each.sum() for each in inputs)
+        return values + sum(tokens.sum() for tokens in inputs)

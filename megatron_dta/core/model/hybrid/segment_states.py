@@ -48,9 +48,9 @@ class SegmentTables:
     """``SegmentStates`` on the device."""
 
     def __init__(self, plan: SegmentStates, device: torch.device, uses_kernels: bool) -> None:
-        self.num_entries, num_tokens = len(plan.entry_slots), len(plan.row_place)
+        self.num_entries, num_tokens = len(plan.entry_slots), len(plan.token_row)
         self.slots = slice(plan.slot, plan.slot + len(plan.kept))
-        of_layout = (plan.row_source, plan.row_place, plan.head, plan.run_end)
+        of_layout = (plan.row_source, plan.token_row, plan.head, plan.run_end)
         of_levels = [(level.tokens, level.entry, level.forks) for level in plan.levels]
         arrays = [plan.entry_slots, plan.kept, plan.kept_rows, *of_layout, *chain(*of_levels)]
         uploaded = iter(upload(arrays, device))
@@ -154,8 +154,8 @@ class _Recurrence(torch.autograd.Function):
         tables = segment.tables
         states, output = segment.entry_states(layer), None
         for level in tables.levels:
-            own = _own(inputs, level)
-            out, exits = recurrence(own, states.index_select(0, level.entry), level.runs)
+            of_level = _own(inputs, level)
+            out, exits = recurrence(of_level, states.index_select(0, level.entry), level.runs)
             if level.tokens is None:
                 output = out
             else:
@@ -177,19 +177,19 @@ class _Recurrence(torch.autograd.Function):
         grad_states = torch.zeros_like(states)
         if len(tables.kept):
             grad_states[tables.kept] = pool.grad_states[layer, tables.slots]
-        grads = [torch.empty_like(each) for each in inputs]
+        grads = [torch.empty_like(tokens) for tokens in inputs]
         for level in reversed(tables.levels):
-            own = [each.detach().requires_grad_() for each in _own(inputs, level)]
+            of_level = [tokens.detach().requires_grad_() for tokens in _own(inputs, level)]
             entry = states.index_select(0, level.entry).requires_grad_()
             with torch.enable_grad():
-                out, exits = ctx.recurrence(tuple(own), entry, level.runs)
+                out, exits = ctx.recurrence(tuple(of_level), entry, level.runs)
             grad_exits = torch.zeros_like(exits)
             if len(level.forks):
                 grad_exits[level.forks] = grad_states[level.states]
             grad_level = grad_out if level.tokens is None else grad_out.index_select(0, level.tokens)
-            *found, grad_entry = torch.autograd.grad([out, exits], [*own, entry], [grad_level, grad_exits])
-            for each, value in zip(grads, found, strict=True):
-                each[slice(None) if level.tokens is None else level.tokens] = value
+            *changes, grad_entry = torch.autograd.grad([out, exits], [*of_level, entry], [grad_level, grad_exits])
+            for grad, value in zip(grads, changes, strict=True):
+                grad[slice(None) if level.tokens is None else level.tokens] = value
             grad_states += sum_rows_by_source(grad_entry, level.entry, states.shape[0])
         if tables.num_entries:
             # Slots are distinct, so the scatter is deterministic on a GPU too.
@@ -201,9 +201,9 @@ def _rows_at(index: Tensor, rows_NC: Tensor, before: Tensor) -> Tensor:
     """Rows of ``[rows, before, a row of zeros]``, without joining them."""
     num_rows = rows_NC.shape[0]
     outside = torch.cat([before, rows_NC.new_zeros(1, rows_NC.shape[1])])
-    own = rows_NC.index_select(0, index.clamp_max(num_rows - 1))
-    return torch.where((index < num_rows).unsqueeze(1), own, outside.index_select(0, (index - num_rows).clamp_min(0)))
+    inner = rows_NC.index_select(0, index.clamp_max(num_rows - 1))
+    return torch.where((index < num_rows).unsqueeze(1), inner, outside.index_select(0, (index - num_rows).clamp_min(0)))
 
 
 def _own(inputs: Sequence[Tensor], level: _Level) -> tuple[Tensor, ...]:
-    return tuple(inputs) if level.tokens is None else tuple(each.index_select(0, level.tokens) for each in inputs)
+    return tuple(inputs) if level.tokens is None else tuple(tokens.index_select(0, level.tokens) for tokens in inputs)

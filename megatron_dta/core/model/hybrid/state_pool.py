@@ -39,9 +39,9 @@ class StatePool:
         self.row_of_layer = {number: row for row, number in enumerate(layers)}
         self.shape = shape = next(iter(layers.values()), RecurrentShape((), 0, 1))
         self.dtype = accumulation_dtype(dtype)
-        places = (len(layers), num_slots)
-        of_rows = (*places, shape.width - 1, shape.channels)
-        self.states = torch.empty(*places, *shape.state, dtype=self.dtype, device=device)
+        slots = (len(layers), num_slots)
+        of_rows = (*slots, shape.width - 1, shape.channels)
+        self.states = torch.empty(*slots, *shape.state, dtype=self.dtype, device=device)
         self.rows = torch.empty(of_rows, dtype=dtype, device=device)
         self.grad_states = torch.empty_like(self.states) if with_gradients else None
         self.grad_rows = torch.empty(of_rows, dtype=self.dtype, device=device) if with_gradients else None

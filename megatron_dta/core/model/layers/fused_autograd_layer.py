@@ -70,7 +70,9 @@ class FusedAutogradLayer:
         self.feed_forward = _feed_forward_of(layer)(layer.mlp)
         self.parameters = tuple(layer.parameters())
         # The layer's own hooks run all the same.
-        self.hooks = tuple(getattr(each, name) for each in layer.modules() if each is not layer for name in _HOOKS)
+        self.hooks = tuple(
+            getattr(module, name) for module in layer.modules() if module is not layer for name in _HOOKS
+        )
         self._step, self._is_free = None, False
 
     def takes(self, hidden: Tensor, context: AttentionContext) -> bool:
@@ -257,7 +259,7 @@ def has_plain_modules(layer: Module) -> bool:
     """Whether a dense ``FusedLayer`` with SwiGLU consists of modules whose forward ``FusedAutogradLayer`` computes, up
     to the communication of a tensor group."""
     linear = (layer.mlp.linear_fc1, layer.mlp.linear_fc2)
-    return _has_plain_attention(layer) and all(type(each) in _SUPPORTED for each in linear)
+    return _has_plain_attention(layer) and all(type(module) in _SUPPORTED for module in linear)
 
 
 def _has_plain_attention(layer: Module) -> bool:
@@ -266,7 +268,7 @@ def _has_plain_attention(layer: Module) -> bool:
         return False
     attention, norms = layer.self_attention, (layer.input_layernorm, layer.pre_mlp_layernorm)
     linear = (attention.linear_qkv, attention.linear_proj)
-    return all(type(each) in _SUPPORTED for each in linear) and all(type(norm) is FusedRMSNorm for norm in norms)
+    return all(type(module) in _SUPPORTED for module in linear) and all(type(norm) is FusedRMSNorm for norm in norms)
 
 
 def is_plain(layer: Module) -> bool:
@@ -275,7 +277,7 @@ def is_plain(layer: Module) -> bool:
         return False
     attention = layer.self_attention
     return (
-        all(type(each) in _LINEAR for each in (attention.linear_qkv, attention.linear_proj))
+        all(type(module) in _LINEAR for module in (attention.linear_qkv, attention.linear_proj))
         and _feed_forward_of(layer).is_plain(layer.mlp)
         and not attention.checkpoint_core_attention
         and all(main_grad_of(parameter) is not None for parameter in layer.parameters())

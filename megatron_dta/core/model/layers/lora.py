@@ -64,15 +64,15 @@ class LoraAdapter(torch.nn.Module):
         self.sections: dict[str, int] = {}
         is_expert = getattr(linear, "is_expert", False)
         self._is_column, self._is_gated = bool(_is_column_parallel(linear)), is_gated
-        self._group, size, place = linear.tp_group, linear.tp_group.size(), linear.tp_group.rank()
+        self._group, size, tensor_rank = linear.tp_group, linear.tp_group.size(), linear.tp_group.rank()
         if is_expert and size > 1:
             raise ValueError("an expert that several ranks share cannot be adapted")
         # Experts receive their tokens from the dispatcher, not from the sequence-parallel ranks.
         self._is_divided = size > 1
         self._sequence_parallel = config.sequence_parallel and self._is_divided
         outputs, inputs = linear.weight.shape
-        whole = _uniform(rank, inputs if self._is_column else inputs * size, seed)
-        first = whole if self._is_column else whole[:, place * inputs : (place + 1) * inputs]
+        unsharded = _uniform(rank, inputs if self._is_column else inputs * size, seed)
+        first = unsharded if self._is_column else unsharded[:, tensor_rank * inputs : (tensor_rank + 1) * inputs]
         weight = linear.weight
         self.lora_A = torch.nn.Parameter(first.to(device=weight.device, dtype=weight.dtype, copy=True).contiguous())
         self.lora_B = torch.nn.Parameter(torch.zeros(outputs, rank, device=weight.device, dtype=weight.dtype))
@@ -167,8 +167,8 @@ def add_adapters(part: torch.nn.Module, model: ModelConfig, seed: int) -> None:
                 continue
             if _is_column_parallel(linear) is None:
                 raise TypeError(f"{path} is a {type(linear).__name__}; adapters do not support this class")
-            place = f"{layer.layer_number - 1}.{_name_in_all_experts(path, part.config)}"
-            digest = hashlib.sha256(f"{seed} {place}".encode()).digest()
+            key = f"{layer.layer_number - 1}.{_name_in_all_experts(path, part.config)}"
+            digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
             adapter = LoraAdapter(
                 linear,
                 part.config,
@@ -186,13 +186,13 @@ def add_adapters(part: torch.nn.Module, model: ModelConfig, seed: int) -> None:
 
 def _name_in_all_experts(path: str, config: TransformerConfig) -> str:
     """``path`` with the expert's number in the whole model instead of the rank's."""
-    before, found, after = path.partition(".local_experts.")
-    if not found:
+    before, separator, after = path.partition(".local_experts.")
+    if not separator:
         return path
     number, _, rest = after.partition(".")
-    own = config.num_moe_experts // config.expert_model_parallel_size
-    first = own * parallel_state.get_expert_model_parallel_rank()
-    return f"{before}{found}{int(number) + first}.{rest}"
+    local_experts = config.num_moe_experts // config.expert_model_parallel_size
+    first = local_experts * parallel_state.get_expert_model_parallel_rank()
+    return f"{before}{separator}{int(number) + first}.{rest}"
 
 
 def adapters_of(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LoraAdapter]:

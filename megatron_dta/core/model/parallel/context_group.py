@@ -73,17 +73,17 @@ class ContextGroup(NamedTuple):
         by_rank = received.view(size, -1, *sent.shape[1:]).transpose(0, 1).split(heads, dim=2)
         return tuple(part.reshape(part.shape[0], -1, part.shape[-1]) for part in by_rank)
 
-    def joined(self, own: Sequence[Tensor], begins: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, ...]:
-        """Tensors of these ``lengths`` of which every rank has the rows ``own`` from ``begins`` on; the same bits on
+    def joined(self, local: Sequence[Tensor], begins: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, ...]:
+        """Tensors of these ``lengths`` of which every rank has the rows ``local`` from ``begins`` on; the same bits on
         every rank.
         """
-        values = own[0].new_zeros(sum(lengths), *own[0].shape[1:])
-        found = values.split(list(lengths))
-        for whole, part, begin in zip(found, own, begins, strict=True):
-            whole[begin : begin + part.shape[0]] = part.detach()
+        values = local[0].new_zeros(sum(lengths), *local[0].shape[1:])
+        joined = values.split(list(lengths))
+        for target, part, begin in zip(joined, local, begins, strict=True):
+            target[begin : begin + part.shape[0]] = part.detach()
         # Adding zeros changes no value, so the order of the sum does not matter.
         torch.distributed.all_reduce(values, group=self.group)
-        return found
+        return joined
 
 
 def context_group() -> ContextGroup | None:

@@ -100,9 +100,9 @@ class Mesh:
         The outer list is in the order of the replicas, the inner ones in that of the stages.
         """
         if self.pipeline_size == 1:
-            return [[own] for own in self.gather_over_data(value)]
-        place = (self.data_rank, self.pipeline_rank)
-        pairs = self.gather_from_all((place, value) if self.tensor_rank == 0 and self.context_rank == 0 else None)
+            return [[sent] for sent in self.gather_over_data(value)]
+        stage_rank = (self.data_rank, self.pipeline_rank)
+        pairs = self.gather_from_all((stage_rank, value) if self.tensor_rank == 0 and self.context_rank == 0 else None)
         by_place = dict(pair for pair in pairs if pair is not None)
         return [
             [by_place[data_rank, stage] for stage in range(self.pipeline_size)] for data_rank in range(self.data_size)
@@ -112,17 +112,17 @@ class Mesh:
         """``value`` of the last pipeline stage, on every process of the replica."""
         is_last = self.pipeline_rank == self.pipeline_size - 1
         is_source = is_last and self.tensor_rank == 0 and self.context_rank == 0
-        return next(found for found in self.gather_over_replica(value if is_source else None) if found is not None)
+        return next(sent for sent in self.gather_over_replica(value if is_source else None) if sent is not None)
 
     def from_first_of_replica(self, value: Any) -> Any:
         """``value`` of the first rank of the replica, on all its processes; the values of other ranks are ignored."""
-        own = (value,) if self.is_first_of_replica else None
-        return next(found for found in self.gather_over_replica(own) if found is not None)[0]
+        wrapped = (value,) if self.is_first_of_replica else None
+        return next(sent for sent in self.gather_over_replica(wrapped) if sent is not None)[0]
 
     def gather_from_replicas(self, value: Any) -> list[Any]:
         """``value`` of the first rank of each replica, on every process; the values of other ranks are ignored."""
         pairs = self.gather_from_all((self.data_rank, value) if self.is_first_of_replica else None)
-        return [own for _, own in sorted((pair for pair in pairs if pair is not None), key=lambda pair: pair[0])]
+        return [sent for _, sent in sorted((pair for pair in pairs if pair is not None), key=lambda pair: pair[0])]
 
     def from_first(self, value: Any) -> Any:
         """``value`` of rank 0, on every process; the values of other ranks are ignored."""
@@ -272,7 +272,7 @@ def _mesh(context_size: int) -> Mesh:
     if getattr(_thread, "is_alone", False):
         return Mesh(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, None, None, None, (0,), None)
     # Megatron counts tensor ranks first, then context ranks, then data ranks, then stages.
-    place = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    data_context_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return Mesh(
         rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
@@ -280,9 +280,9 @@ def _mesh(context_size: int) -> Mesh:
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        context_rank=place % context_size,
+        context_rank=data_context_rank % context_size,
         context_size=context_size,
-        data_rank=place // context_size,
+        data_rank=data_context_rank // context_size,
         data_size=_places(context_size)[1],
         data_group=_data_groups.get(context_size),
         host_group=_host_group,
@@ -305,26 +305,26 @@ def _make_host_groups(parallel: ParallelConfig) -> None:
         return
     rank, same_context = torch.distributed.get_rank(), parallel_state.get_model_parallel_group()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
-    place = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    data_context_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     for size in sorted({1, parallel_state.get_context_parallel_world_size()}):
-        (stride, data_size), (here, first) = _places(size), divmod(place, size)
-        counterparts = [rank + (each - here) * stride for each in range(data_size)]
+        (stride, data_size), (here, first) = _places(size), divmod(data_context_rank, size)
+        counterparts = [rank + (data_rank - here) * stride for data_rank in range(data_size)]
         replica = [
-            each + (other - first) * tensor
-            for each in torch.distributed.get_process_group_ranks(same_context)
+            rank + (other - first) * tensor
+            for rank in torch.distributed.get_process_group_ranks(same_context)
             for other in range(size)
         ]
         is_known = size == 1 and on_host
         _replica_groups[size] = same_context if is_known else _host_group_of(replica, timeout)
         _data_groups[size] = _host_group_of(counterparts, timeout)
-        _expert_groups[size] = _host_group_of([counterparts[each] for each in _expert_data_ranks(size)], timeout)
+        _expert_groups[size] = _host_group_of([counterparts[i] for i in _expert_data_ranks(size)], timeout)
 
 
-def _host_group_of(own: Sequence[int], timeout: timedelta) -> ProcessGroup | None:
-    """The gloo group of the ranks ``own``, None for a single one; the lists of all processes divide the processes."""
+def _host_group_of(group_ranks: Sequence[int], timeout: timedelta) -> ProcessGroup | None:
+    """The gloo group of ``group_ranks``, None for a single one; the lists of all processes divide the processes."""
     lists: list[tuple[int, ...]] = [()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(lists, tuple(sorted(own)), group=_host_group)
-    if len(own) == 1:
+    torch.distributed.all_gather_object(lists, tuple(sorted(group_ranks)), group=_host_group)
+    if len(group_ranks) == 1:
         return None
     group, _ = torch.distributed.new_subgroups_by_enumeration(
         [list(ranks) for ranks in sorted(set(lists))], timeout=timeout, backend="gloo"

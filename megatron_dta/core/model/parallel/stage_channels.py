@@ -52,12 +52,14 @@ def stage_channels() -> StageChannels:
 def make_stage_channels(host_group: ProcessGroup | None, timeout: timedelta) -> None:
     """Make the groups, once; all ranks must call this. A single stage needs no groups."""
     global _channels
-    own = tuple(torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
-    if _channels is not None or len(own) == 1:
+    pipeline_ranks = tuple(
+        torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    )
+    if _channels is not None or len(pipeline_ranks) == 1:
         return
-    found: list[tuple[int, ...]] = [()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, own, group=host_group)
-    pipelines = [list(ranks) for ranks in sorted(set(found))]
+    pipelines_of_ranks: list[tuple[int, ...]] = [()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(pipelines_of_ranks, pipeline_ranks, group=host_group)
+    pipelines = [list(ranks) for ranks in sorted(set(pipelines_of_ranks))]
     # The default group of another trainer may have several backends.
     backend = "nccl" if "nccl" in torch.distributed.get_backend() else None
     up, down = (
@@ -66,7 +68,7 @@ def make_stage_channels(host_group: ProcessGroup | None, timeout: timedelta) -> 
         )[0]
         for _ in ("up", "down")
     )
-    _channels = StageChannels(up, down, own)
+    _channels = StageChannels(up, down, pipeline_ranks)
 
 
 def forget_stage_channels() -> None:

@@ -46,18 +46,18 @@ class TensorSum:
 
     def __call__(self, term: Tensor) -> Tensor:
         """The sum of every rank's ``term``, which may be overwritten."""
-        own = self._own_term(term.shape, term)
-        if own is None:
+        shared = self._own_term(term.shape, term)
+        if shared is None:
             torch.distributed.all_reduce(term, group=self._group)
             return term
-        return _one_shot(own.copy_(term), self._group)
+        return _one_shot(shared.copy_(term), self._group)
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
         """The sum of every rank's ``rows @ weight.T``."""
-        own = self._own_term((len(rows), len(weight)), rows)
-        if own is None:
+        shared = self._own_term((len(rows), len(weight)), rows)
+        if shared is None:
             return self(torch.mm(rows, weight.t()))
-        return _one_shot(torch.mm(rows, weight.t(), out=own), self._group)
+        return _one_shot(torch.mm(rows, weight.t(), out=shared), self._group)
 
     def _own_term(self, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
         """This rank's part of the buffer for a term of ``shape``; None if the sum does not read peer memory."""
@@ -71,8 +71,8 @@ class TensorSum:
         return self._buffer.view(like.dtype)[:count].view(shape)
 
 
-def _one_shot(own: Tensor, group: ProcessGroup) -> Tensor:
-    return torch.ops.symm_mem.one_shot_all_reduce(own, "sum", group.group_name)
+def _one_shot(term: Tensor, group: ProcessGroup) -> Tensor:
+    return torch.ops.symm_mem.one_shot_all_reduce(term, "sum", group.group_name)
 
 
 def _meet_peers(group: ProcessGroup, device: torch.device) -> Tensor | None:
@@ -82,8 +82,8 @@ def _meet_peers(group: ProcessGroup, device: torch.device) -> Tensor | None:
         return None
     from torch.distributed import _symmetric_memory as symmetric_memory  # registers the kernels' names
 
-    places = _gathered((socket.gethostname(), device.index), group)
-    buffer, reason = None, _why_apart(places, device.index)
+    locations = _gathered((socket.gethostname(), device.index), group)
+    buffer, reason = None, _why_apart(locations, device.index)
     if _agreed(reason, group) is None:
         try:
             with _without_multicast():
@@ -102,24 +102,26 @@ def _meet_peers(group: ProcessGroup, device: torch.device) -> Tensor | None:
     return None
 
 
-def _why_apart(places: list[tuple[str, int]], own: int) -> str | None:
-    """Why this rank's GPU cannot read those of the others, of which ``places`` lists host and device."""
-    if len({host for host, _ in places}) > 1:
+def _why_apart(locations: list[tuple[str, int]], local_device: int) -> str | None:
+    """Why this rank's GPU cannot read those of the others, of which ``locations`` lists host and device."""
+    if len({host for host, _ in locations}) > 1:
         return "its ranks are on several hosts"
-    if len(set(places)) < len(places):
+    if len(set(locations)) < len(locations):
         return "its ranks do not see each other's GPUs"
-    others = [device for _, device in places if device != own]
-    if max(others) >= torch.cuda.device_count() or not all(torch.cuda.can_device_access_peer(own, i) for i in others):
+    others = [device for _, device in locations if device != local_device]
+    if max(others) >= torch.cuda.device_count() or not all(
+        torch.cuda.can_device_access_peer(local_device, i) for i in others
+    ):
         return "its GPUs cannot access each other's memory"
     return None
 
 
 def _why_wrong(buffer: Tensor, group: ProcessGroup) -> str | None:
     """Run the kernel once on known numbers."""
-    own = buffer.view(torch.float32)[:_UNIT_BYTES].fill_(float(group.rank() + 1))
-    found = _one_shot(own, group)
+    term = buffer.view(torch.float32)[:_UNIT_BYTES].fill_(float(group.rank() + 1))
+    total = _one_shot(term, group)
     ranks = group.size()
-    return None if found.eq(ranks * (ranks + 1) / 2).all() else "a sum of known numbers was wrong"
+    return None if total.eq(ranks * (ranks + 1) / 2).all() else "a sum of known numbers was wrong"
 
 
 def _gathered(value: object, group: ProcessGroup) -> list:
@@ -130,7 +132,7 @@ def _gathered(value: object, group: ProcessGroup) -> list:
 
 def _agreed(reason: str | None, group: ProcessGroup) -> str | None:
     """The first reason of any rank; None if none has one."""
-    return next((found for found in _gathered(reason, group) if found is not None), None)
+    return next((rank_reason for rank_reason in _gathered(reason, group) if rank_reason is not None), None)
 
 
 @contextmanager

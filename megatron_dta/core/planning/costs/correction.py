@@ -51,7 +51,7 @@ class CostCorrection:
     @classmethod
     def mean(cls, corrections: Sequence[CostCorrection]) -> CostCorrection:
         """The geometric mean of the factors that several ranks found."""
-        logs = np.log([[getattr(each, field.name) for field in fields(cls)] for each in corrections])
+        logs = np.log([[getattr(correction, field.name) for field in fields(cls)] for correction in corrections])
         return cls(*np.exp(logs.mean(axis=0)).tolist())
 
 

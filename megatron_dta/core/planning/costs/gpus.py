@@ -96,15 +96,15 @@ class LayerSplit:
 
 def gpu_named(reported: str) -> tuple[Gpu, bool]:
     """The GPU with this reported name, and whether the table has it; otherwise the assumed one."""
-    found = next((gpu for gpu in GPUS if gpu.name in reported), None)
-    return found or next(gpu for gpu in GPUS if gpu.name == ASSUMED), found is not None
+    match = next((gpu for gpu in GPUS if gpu.name in reported), None)
+    return match or next(gpu for gpu in GPUS if gpu.name == ASSUMED), match is not None
 
 
 def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tokens: int) -> CostModel:
     """The cost model of a decoder on a rank's GPU; experts count as products at the layers' rate."""
     peak = gpu.flops_16 if split.is_16_bit else gpu.flops_32
     size, width = split.tensor_size, 2 if split.is_16_bit else 4
-    whole = 8 * shape.hidden_size / (size if split.sequence_parallel else 1)
+    undivided = 8 * shape.hidden_size / (size if split.sequence_parallel else 1)
     attention = shape.num_attention_layers / shape.num_layers
     mixed = attention * 2 * (shape.query_width + 2 * shape.kv_width)
     mixed += (1 - attention) * LINEAR_PASSES * shape.linear_channels
@@ -113,7 +113,7 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     divided = (mixed + 3 * widths / shape.num_layers) / size
     summed = 4 * (size - 1) / size * shape.hidden_size
     layer = 2 * shape.layer_weights / shape.num_layers / size / (GEMM_SHARE * peak)
-    layer += width * (whole + divided) / (MEMORY_SHARE * gpu.memory)
+    layer += width * (undivided + divided) / (MEMORY_SHARE * gpu.memory)
     # Two sums over the tensor group in the forward and two in the backward, whose other work takes twice as long. The
     # same holds for the exchange of tokens.
     if any(shape.moe_layers):
@@ -139,7 +139,9 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     edge = 2 * shape.hidden_size * shape.vocab_size / size / peak
     edges = [edge * passes / share for passes, share in zip((1, 2), LOGIT_SHARES, strict=True)]
     per_layer = DIRECT_FLOORS_PER_LAYER if split.direct else (FORWARD_FLOOR_PER_LAYER, BACKWARD_FLOOR_PER_LAYER)
-    floors = [shape.num_layers * each + rest for each, rest in zip(per_layer, FLOORS, strict=True)]
+    floors = [
+        shape.num_layers * per_layer_floor + rest for per_layer_floor, rest in zip(per_layer, FLOORS, strict=True)
+    ]
     return CostModel.of_passes(tokens, pairs, edges, floors, segment_tokens)
 
 

@@ -115,11 +115,11 @@ def peak_bytes(
     live = peak = 0.0
     for kind, segment, index in ops:
         chunk, (of_exits, at_work) = chunks[index], of_states[index]
-        each = chunk.bytes
-        activations = each.kept(chunk.layers) * lengths[segment] + of_exits[segment]
+        sizes = chunk.bytes
+        activations = sizes.kept(chunk.layers) * lengths[segment] + of_exits[segment]
         keeps = chunk.kept[segment]
-        held = activations if keeps else chunk.has_input * each.input_per_token * lengths[segment]
-        work = each.work(lengths[segment], path_tokens[segment]) + at_work[segment]
+        held = activations if keeps else chunk.has_input * sizes.input_per_token * lengths[segment]
+        work = sizes.work(lengths[segment], path_tokens[segment]) + at_work[segment]
         if kind is OpKind.FORWARD:
             live += held
         # A segment's activations exist in its backward, and at the end of a forward that keeps them.

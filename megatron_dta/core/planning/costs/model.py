@@ -99,9 +99,9 @@ class CostModel:
         segment_tokens: int,
     ) -> CostModel:
         """The model with these seconds, each of the forward and of the backward."""
-        sums = [sum(each) for each in (token, pair, edge, floor)]
+        sums = [sum(passes) for passes in (token, pair, edge, floor)]
         shares = [
-            each[0] / total if total else 0.5 for each, total in zip((token, pair, edge, floor), sums, strict=True)
+            passes[0] / total if total else 0.5 for passes, total in zip((token, pair, edge, floor), sums, strict=True)
         ]
         return cls(*sums, segment_tokens, *shares)
 

@@ -172,14 +172,14 @@ class SegmentBytes:
             share = 0 if all(moe_layers) else 1
             kept = max(attention + of_experts[0], share * kept)
             work = max(attention, of_experts[1], share * work) + whole_rows
-            of_ffn = tuple(max(one, share * other) for one, other in zip(of_experts, of_ffn, strict=True))
+            of_ffn = tuple(max(routed, share * other) for routed, other in zip(of_experts, of_ffn, strict=True))
         if any(shape.linear_attention_layers):
             of_ffn = of_ffn[0], of_ffn[1] + whole_rows
             sizes = LayerSizes(element_bytes, tensor_size, hidden, of_ffn)
             kept, work = mixed_layer_bytes(shape, sizes, fused, attention_share)
         # Input and output of the last norm, rows of logits' hidden states. A fused norm's output is recomputed.
         last = 3 if is_direct else 2 if fused and has_experts else 4
-        found = cls(
+        counted = cls(
             kept_per_token_and_layer=kept,
             spread_per_token=spread,
             # Includes tables of positions.
@@ -193,8 +193,8 @@ class SegmentBytes:
             attention_share=attention_share,
         )
         if fused_attention:
-            found = found._with_scores(query, groups, heads, element_bytes)
-        return found._over_context(rank, shape, is_function) if rank.context_size > 1 else found
+            counted = counted._with_scores(query, groups, heads, element_bytes)
+        return counted._over_context(rank, shape, is_function) if rank.context_size > 1 else counted
 
     def _over_context(self, rank: RankTensors, shape: DecoderShape, is_function: bool) -> SegmentBytes:
         """The same bytes if context ranks divide the tokens, and the heads inside attention."""
@@ -251,12 +251,12 @@ class SegmentBytes:
 
     def work(self, tokens: np.ndarray | float, path_tokens: np.ndarray | float) -> np.ndarray | float:
         """Working memory of a running segment of ``tokens`` tokens at the end of a path of ``path_tokens``."""
-        room = np.maximum(self.work_per_token * tokens, self.work_fixed)
+        work = np.maximum(self.work_per_token * tokens, self.work_fixed)
         if self.scores_per_token or self.most_scores:
             pairs = (tokens + TILE_TOKENS) * (path_tokens + TILE_KEYS)
             scores = np.minimum(self.scores_per_pair * pairs, self.most_scores)
-            room = np.maximum(room, self.scores_per_token * tokens + scores)
-        return room + self.work_per_path_token * path_tokens
+            work = np.maximum(work, self.scores_per_token * tokens + scores)
+        return work + self.work_per_path_token * path_tokens
 
     def slot(self, layers: float) -> float:
         """Bytes of a token in flight on a rank with ``layers`` layers, without its activations."""
@@ -281,8 +281,8 @@ def _is_function(shape: DecoderShape, rank: RankTensors, has_experts: bool) -> b
 def _of_logit(rank: RankTensors, is_direct: bool) -> float:
     """Bytes of a logit with its gradient and room for a chunk's softmax; plain operations make copies in float32."""
     size = rank.element_bytes
-    found = size if is_direct else 3 * size if rank.fused else 2 * size + 3 * max(4, size)
-    return found + (4 if rank.float32_logits and size < 4 else 0)
+    logit_bytes = size if is_direct else 3 * size if rank.fused else 2 * size + 3 * max(4, size)
+    return logit_bytes + (4 if rank.float32_logits and size < 4 else 0)
 
 
 def _expert_bytes(shape: DecoderShape, rank: RankTensors, is_function: bool) -> tuple[tuple[float, float], float]:

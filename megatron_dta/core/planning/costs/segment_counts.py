@@ -30,25 +30,25 @@ def segment_counts(
     interval = np.searchsorted(begin, first, side="right") - 1
     trained = (interval >= 0) & (first < end[interval]) if len(begin) else np.zeros(len(first), dtype=bool)
     parent = tree.node_start[tree.node_parent[tree.node_parent >= 0].astype(np.int64) + 1] - 1
-    for place, sign in ((first[trained] - 1, -1), (parent[trained], 1)):
-        np.add.at(edges, np.searchsorted(bounds, place, side="right") - 1, sign)
+    for positions, sign in ((first[trained] - 1, -1), (parent[trained], 1)):
+        np.add.at(edges, np.searchsorted(bounds, positions, side="right") - 1, sign)
     return plan.lengths, np.diff(_keys_before(tree, bounds)), edges
 
 
-def _below(begin: np.ndarray, end: np.ndarray, places: np.ndarray) -> np.ndarray:
+def _below(begin: np.ndarray, end: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Number of members of disjoint sorted intervals below each place, int64."""
     if not len(begin):
-        return np.zeros(len(places), dtype=np.int64)
+        return np.zeros(len(positions), dtype=np.int64)
     before = np.concatenate([[0], np.cumsum(end - begin)])
-    interval = np.maximum(np.searchsorted(begin, places, side="left") - 1, 0)
-    return before[interval] + np.clip(places - begin[interval], 0, (end - begin)[interval])
+    interval = np.maximum(np.searchsorted(begin, positions, side="left") - 1, 0)
+    return before[interval] + np.clip(positions - begin[interval], 0, (end - begin)[interval])
 
 
-def _keys_before(tree: PrefixTree, places: np.ndarray) -> np.ndarray:
+def _keys_before(tree: PrefixTree, positions: np.ndarray) -> np.ndarray:
     """Number of (query, key) pairs of all tokens before each place of the stream, int64."""
     length, position = tree.node_lengths.astype(np.int64), tree.node_position.astype(np.int64)
     before = np.concatenate([[0], np.cumsum(length * position + length * (length + 1) // 2)])
-    node = np.searchsorted(tree.node_start, places, side="right") - 1
-    inside = places - tree.node_start[node]
+    node = np.searchsorted(tree.node_start, positions, side="right") - 1
+    inside = positions - tree.node_start[node]
     above = np.append(position, 0)[node]
     return before[node] + inside * above + inside * (inside + 1) // 2

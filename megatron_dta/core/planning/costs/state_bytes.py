@@ -56,7 +56,7 @@ def hybrid_layer_bytes(shape: DecoderShape, sizes: LayerSizes) -> tuple[LayerByt
     """
     element_bytes, tensor_size, hidden, ffn = sizes
     around = 2 * hidden + ffn[0] / element_bytes
-    channels, values, heads = (each / tensor_size for each in _widths(shape))
+    channels, values, heads = (width / tensor_size for width in _widths(shape))
     keys, chunk_states = heads * shape.linear_key_head_dim, shape.linear_state / tensor_size / _CHUNK
     rows = channels + values + 2 * heads
     recurrent = element_bytes * (around + rows + channels + 2 * values) + 28 * heads
@@ -81,7 +81,7 @@ def plain_layer_bytes(shape: DecoderShape, sizes: LayerSizes) -> tuple[LayerByte
     # The norm of gated delta net computes in float64 unless the model is in 16 bits.
     of_norm = 4 if element_bytes < 4 else 8
     around = (2 * element_bytes + 4 * accumulator) * hidden + ffn[0]
-    channels, values, heads = (each / tensor_size for each in _widths(shape))
+    channels, values, heads = (width / tensor_size for width in _widths(shape))
     keys, chunk_states = heads * shape.linear_key_head_dim, shape.linear_state / tensor_size / _CHUNK
     recurrent = around + 2 * element_bytes * channels + 6 * of_norm * values + (6 * accumulator + of_norm) * heads
     query, kv = shape.query_width / tensor_size, shape.kv_width / tensor_size
@@ -153,7 +153,7 @@ class StepStates:
     work: np.ndarray
 
     @classmethod
-    def of(cls, ranks: Sequence[ForkCounts], each: StateBytes, num_slots: int) -> StepStates:
+    def of(cls, ranks: Sequence[ForkCounts], sizes: StateBytes, num_slots: int) -> StepStates:
         """The most bytes of any of the ``ranks`` that run the segments together, often a single one.
 
         Args:
@@ -162,4 +162,4 @@ class StepStates:
         # Entries and exits of a level with their gradients, beside the segment's states and theirs.
         at_work = [2 * forks.num_states + 4 * forks.widest_levels for forks in ranks]
         kept = np.max([forks.inner_forks for forks in ranks], axis=0)
-        return cls(each.open_fork * num_slots, each.exit * kept, each.state * np.max(at_work, axis=0))
+        return cls(sizes.open_fork * num_slots, sizes.exit * kept, sizes.state * np.max(at_work, axis=0))

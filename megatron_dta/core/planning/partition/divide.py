@@ -171,8 +171,8 @@ def least_slowest(costs: SequenceCosts, num_ranks: int) -> float:
     count = len(costs.stop_of_sequence)
     if not count:
         return 0.0
-    whole = RankCounts.of(costs, np.zeros(count, dtype=np.int64), 1)
-    mean = float(costs.model.cost(whole.tokens, whole.pairs, whole.edges)[0]) / num_ranks
+    everything = RankCounts.of(costs, np.zeros(count, dtype=np.int64), 1)
+    mean = float(costs.model.cost(everything.tokens, everything.pairs, everything.edges)[0]) / num_ranks
     stop, one_each = np.unique(costs.stop_of_sequence, return_index=True)  # A copy of an equal sequence may be free.
     length = costs.tree.sequence_lengths
     edges = count_edges(costs.intervals, np.arange(count), count)

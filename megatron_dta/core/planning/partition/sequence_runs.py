@@ -60,13 +60,13 @@ class SequenceRuns:
             stops = order[begin[run] : end[run]]
             keep[stops[1:]] = False
             alone[stops[0]] = alone[stops].sum() - costs.between(stops[:-1], stops[1:]).sum()
-        place = np.flatnonzero(keep)
+        kept = np.flatnonzero(keep)
         shared, least_shared = costs.shared, costs.least_shared
         if len(scattered):
-            shared = np.append(0.0, costs.between(place[:-1], place[1:]))
+            shared = np.append(0.0, costs.between(kept[:-1], kept[1:]))
             least_shared = RangeMinimum(shared)
-        starts = np.flatnonzero(np.diff(label[place], prepend=-1))
-        runs = cls.of_places(alone[place], shared, least_shared, starts)
+        starts = np.flatnonzero(np.diff(label[kept], prepend=-1))
+        runs = cls.of_places(alone[kept], shared, least_shared, starts)
         return runs, label
 
     @classmethod

@@ -45,9 +45,9 @@ def makespan_bound(
     last = backward_order(parents)[-1]
     bound = _chain_bound(parents, forward, backward)
     for stage in range(num_stages):
-        own = slice(stage, None, num_stages)
+        chunks = slice(stage, None, num_stages)
         head, tail = forward[:stage, 0].sum(), backward[:stage, last].sum()
-        bound = max(bound, head + forward[own].sum() + backward[own].sum() + tail)
+        bound = max(bound, head + forward[chunks].sum() + backward[chunks].sum() + tail)
     if max_in_flight_tokens:
         in_flight = _time_in_flight(parents, forward, backward) @ tokens
         for stage in range(num_stages):

@@ -82,7 +82,7 @@ class PipelineCosts:
         forward[-1] += at_the_end[0]
         backward[-1] += at_the_end[1]
         forward, backward = (
-            np.maximum(each, share * floor) for each, floor in zip((forward, backward), model.floors, strict=True)
+            np.maximum(seconds, share * floor) for seconds, floor in zip((forward, backward), model.floors, strict=True)
         )
         if recomputed is not None:
             backward = backward + forward * np.asarray(recomputed, dtype=bool)

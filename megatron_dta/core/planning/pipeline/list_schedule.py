@@ -124,16 +124,16 @@ class Outcome:
         number = _inverse(backwards[::-1])
         schedule = self.schedule
         ops = [
-            [PipelineOp(F if kind is B else B, number[segment], chunk) for kind, segment, chunk in reversed(own)]
-            for own in schedule.ops
+            [PipelineOp(F if kind is B else B, number[segment], chunk) for kind, segment, chunk in reversed(ops)]
+            for ops in schedule.ops
         ]
         return PipelineSchedule(schedule.num_stages, schedule.num_model_chunks, ops)
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
     number = [0] * len(order)
-    for place, segment in enumerate(order):
-        number[segment] = place
+    for position, segment in enumerate(order):
+        number[segment] = position
     return number
 
 

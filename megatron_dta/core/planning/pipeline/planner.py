@@ -96,9 +96,9 @@ def plan_pipeline(
     best: tuple[float, float] | None = None
     starts = [static] if fits and num_model_chunks == 1 else []
     for schedule in chain(starts, _list_schedules(pipeline)):
-        found = simulate(schedule, parents, costs).makespan, max(peak_in_flight(schedule, tokens))
-        if best is None or found < best:
-            best, result = found, schedule
+        result_cost = simulate(schedule, parents, costs).makespan, max(peak_in_flight(schedule, tokens))
+        if best is None or result_cost < best:
+            best, result = result_cost, schedule
         if best[0] <= NEAR_BOUND * bound:
             break
     return result
@@ -107,17 +107,19 @@ def plan_pipeline(
 def _list_schedules(pipeline: Pipeline) -> Iterator[PipelineSchedule]:
     """Yield the list schedules to compare, in the order of the module's docstring."""
     sides = pipeline, pipeline.mirrored()
-    found = [(mirrored, list_schedule(sides[mirrored], policy)) for mirrored, policy in STARTS]
+    outcomes = [(mirrored, list_schedule(sides[mirrored], policy)) for mirrored, policy in STARTS]
     num_ops = 2 * len(pipeline.parents) * len(pipeline.forward)
     passes = min(PASSES, max(1, MAX_OPS // (len(STARTS) * len(PATIENCES) * max(1, num_ops))))
-    for mirrored, outcome in found:
+    for mirrored, outcome in outcomes:
         yield _unmirrored(sides, mirrored, outcome)
-    for mirrored, outcome in found:
+    for mirrored, outcome in outcomes:
         for _ in range(passes):
             urgency = outcome.mirrored_urgency(sides[mirrored].backwards)
             mirrored = not mirrored
-            tries = [list_schedule(sides[mirrored], Policy(patience=each, urgency=urgency)) for each in PATIENCES]
-            outcome = min(tries, key=lambda each: each.makespan)
+            tries = [
+                list_schedule(sides[mirrored], Policy(patience=patience, urgency=urgency)) for patience in PATIENCES
+            ]
+            outcome = min(tries, key=lambda attempt: attempt.makespan)
             yield _unmirrored(sides, mirrored, outcome)
 
 

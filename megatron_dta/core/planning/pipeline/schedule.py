@@ -85,12 +85,12 @@ def forward_only_pipeline(num_segments: int, num_stages: int, num_model_chunks: 
 
 def next_op_is_backward(schedule: PipelineSchedule, num_segments: int) -> np.ndarray:
     """Whether the next op of the rank is the backward of a forward, bool [virtual stages, num_segments]."""
-    found = np.zeros((schedule.num_virtual_stages, num_segments), dtype=bool)
+    is_next = np.zeros((schedule.num_virtual_stages, num_segments), dtype=bool)
     for stage, ops in enumerate(schedule.ops):
         for op, then in pairwise(ops):
             if op.kind is F and then == (B, op.segment, op.chunk):
-                found[schedule.virtual_stage(stage, op.chunk), op.segment] = True
-    return found
+                is_next[schedule.virtual_stage(stage, op.chunk), op.segment] = True
+    return is_next
 
 
 def backward_order(segment_parent: np.ndarray | Sequence[int]) -> list[int]:

@@ -97,5 +97,5 @@ def in_flight_budget(tree: PrefixTree, segment_tokens: int, memory_tokens: int |
 
 def rounded(tokens: float) -> int:
     """Round down to a multiple of the granule if it is at least one, and to at least 1."""
-    whole = int(tokens)
-    return whole // GRANULE * GRANULE if whole >= GRANULE else max(1, whole)
+    count = int(tokens)
+    return count // GRANULE * GRANULE if count >= GRANULE else max(1, count)

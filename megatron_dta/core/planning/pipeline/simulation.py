@@ -45,10 +45,10 @@ class Timeline:
     @property
     def busy(self) -> list[float]:
         """Computing time of each stage; ops that take turns share theirs."""
-        found = []
+        seconds = []
         for start, end in zip(self.start, self.end, strict=True):
-            found.append(float((end - np.maximum(start, np.append(0.0, end[:-1]))).sum()))
-        return found
+            seconds.append(float((end - np.maximum(start, np.append(0.0, end[:-1]))).sum()))
+        return seconds
 
     @property
     def utilisation(self) -> float:
@@ -149,7 +149,7 @@ def simulate(
         if len(starts[stage]) < len(ops):
             op = ops[len(starts[stage])]
             raise ValueError(f"{op.kind.value} of segment {op.segment} on stage {stage}, chunk {op.chunk}, never runs")
-    return Timeline([np.asarray(each) for each in starts], [np.asarray(each) for each in ends])
+    return Timeline([np.asarray(times) for times in starts], [np.asarray(times) for times in ends])
 
 
 def _check_costs(costs: PipelineCosts, num_virtual_stages: int, num_segments: int) -> None:
@@ -220,13 +220,13 @@ def global_order(schedule: PipelineSchedule, timeline: Timeline) -> list[tuple[i
     for stage in range(schedule.num_stages):
         offer(stage)
     while heap:
-        _, is_op, stage, place = heappop(heap)
-        op = schedule.ops[stage][place]
+        _, is_op, stage, index = heappop(heap)
+        op = schedule.ops[stage][index]
         if is_op:
             order.append((stage, op))
             at[stage] += 1
             if message_of(schedule, stage, op) is not None:
-                heappush(heap, (float(timeline.end[stage][place]), 0, stage, place))
+                heappush(heap, (float(timeline.end[stage][index]), 0, stage, index))
             offer(stage)
             continue
         message = message_of(schedule, stage, op)
@@ -235,6 +235,6 @@ def global_order(schedule: PipelineSchedule, timeline: Timeline) -> list[tuple[i
         arrived.add(message)
         if message in waiting:
             offer(waiting.pop(message))
-    if any(place < len(ops) for place, ops in zip(at, schedule.ops, strict=True)):
+    if any(index < len(ops) for index, ops in zip(at, schedule.ops, strict=True)):
         raise ValueError("the schedule deadlocks; check_schedule says where")
     return order

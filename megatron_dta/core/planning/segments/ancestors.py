@@ -54,13 +54,13 @@ def root_paths(segments: SegmentPlan) -> RootPaths:
             begins.append(np.zeros(0, np.int64))
             lengths.append(np.zeros(0, np.int64))
             continue
-        own = start[parent] + np.flatnonzero(subtree_end[start[parent] : start[parent + 1]] > start[segment])
-        first = np.flatnonzero(np.diff(own, prepend=-2) > 1)
+        in_parent = start[parent] + np.flatnonzero(subtree_end[start[parent] : start[parent + 1]] > start[segment])
+        first = np.flatnonzero(np.diff(in_parent, prepend=-2) > 1)
         # The remaining tokens are a prefix of the parent's path.
-        ends = np.minimum(np.cumsum(lengths[parent]), total - len(own))
+        ends = np.minimum(np.cumsum(lengths[parent]), total - len(in_parent))
         kept = np.diff(ends, prepend=0)
-        begins.append(np.concatenate([begins[parent][kept > 0], own[first]]))
-        lengths.append(np.concatenate([kept[kept > 0], np.diff(first, append=len(own))]))
+        begins.append(np.concatenate([begins[parent][kept > 0], in_parent[first]]))
+        lengths.append(np.concatenate([kept[kept > 0], np.diff(first, append=len(in_parent))]))
     none = np.zeros(0, np.int64)
     return RootPaths(
         run_begin=np.concatenate([none, *begins]),

@@ -106,6 +106,6 @@ def _node_order(branches: Branches, result: WalkResult) -> np.ndarray:
     begin = np.asarray(branches.node_begin, dtype=np.int64)[order]
     own_end = np.asarray(branches.node_end, dtype=np.int64)[order]
     subtree_end = np.asarray(branches.node_subtree_end, dtype=np.int64)[order]
-    counts = np.where(np.asarray(result.whole, dtype=bool), subtree_end, own_end) - begin
+    counts = np.where(np.asarray(result.with_subtree, dtype=bool), subtree_end, own_end) - begin
     offsets = np.cumsum(counts) - counts
     return np.repeat(begin - offsets, counts) + np.arange(counts.sum())

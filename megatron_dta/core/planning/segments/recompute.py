@@ -56,9 +56,9 @@ def kept_on_stages(kept: np.ndarray, segment_parent: np.ndarray, num_virtual_sta
 
     The last stage can run a leaf's backward right after its forward, and schedules do so, so leaves are free there.
     """
-    found = np.tile(np.asarray(kept, dtype=bool), (num_virtual_stages, 1))
-    found[-1] |= is_leaf(np.asarray(segment_parent))
-    return found
+    on_stages = np.tile(np.asarray(kept, dtype=bool), (num_virtual_stages, 1))
+    on_stages[-1] |= is_leaf(np.asarray(segment_parent))
+    return on_stages
 
 
 def is_leaf(segment_parent: np.ndarray) -> np.ndarray:
@@ -189,8 +189,8 @@ class _Search:
             if parent >= 0:
                 dropped[parent] += best[_at(budgets[segment], budgets[parent])]
                 left = budgets[parent] - charge[parent]
-                room = left >= self.reserve[parent]
-                below_kept[parent][room] += best[_at(budgets[segment], left[room])]
+                fits = left >= self.reserve[parent]
+                below_kept[parent][fits] += best[_at(budgets[segment], left[fits])]
         chosen = np.zeros(len(parents), dtype=bool)
         left_over = [0] * len(parents)
         for segment, parent in enumerate(parents):

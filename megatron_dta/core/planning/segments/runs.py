@@ -55,7 +55,7 @@ class SegmentStates:
         kept: int64 [K], the states of this segment that later segments continue, in slot order.
         slot: first slot of the kept states.
         row_source: int64 [M], ``PathLayout.source`` among the rows.
-        row_place, head, run_end: ``PathLayout.place``, ``head`` and ``run_end``.
+        token_row, head, run_end: ``PathLayout.token_row``, ``head`` and ``run_end``.
         kept_rows: int64 [K, W - 1], the last rows of the path up to each kept state.
     """
 
@@ -64,7 +64,7 @@ class SegmentStates:
     kept: np.ndarray
     slot: int
     row_source: np.ndarray
-    row_place: np.ndarray
+    token_row: np.ndarray
     head: np.ndarray
     run_end: np.ndarray
     kept_rows: np.ndarray
@@ -80,7 +80,7 @@ class ForkCounts(NamedTuple):
 
     def at(self, nodes: np.ndarray) -> ForkCounts:
         """The counts of the segments ``nodes``, zeros where there is none (-1)."""
-        return ForkCounts(*(np.append(each, 0)[nodes] for each in self))
+        return ForkCounts(*(np.append(counts, 0)[nodes] for counts in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,8 +174,8 @@ class SegmentRuns:
     def widest_levels(self) -> np.ndarray:
         """Maximum number of runs in a level of each segment, int64 [num_segments]."""
         widest = np.zeros(self.segments.num_segments, dtype=np.int64)
-        place, count = np.unique(self.segment_of * (self.num_runs + 1) + self.level, return_counts=True)
-        np.maximum.at(widest, place // (self.num_runs + 1), count)
+        segment_level, count = np.unique(self.segment_of * (self.num_runs + 1) + self.level, return_counts=True)
+        np.maximum.at(widest, segment_level // (self.num_runs + 1), count)
         return widest
 
     @property
@@ -210,21 +210,21 @@ class SegmentRuns:
         levels, state = [], np.full(last - first, -1, dtype=np.int64)
         num_states = len(outside) + 1
         for level in range(int(self.num_levels[segment])):
-            own = runs[self.level[first:last] == level] - first
-            above = parent[own]
+            of_level = runs[self.level[first:last] == level] - first
+            above = parent[of_level]
             entry = np.where(above < 0, len(outside), np.searchsorted(outside, above))
             inner = above >= first
             entry[inner] = state[above[inner] - first]
-            forks = np.flatnonzero(has_children[own])
-            state[own[forks]] = num_states + np.arange(len(forks))
+            forks = np.flatnonzero(has_children[of_level])
+            state[of_level[forks]] = num_states + np.arange(len(forks))
             num_states += len(forks)
-            levels.append(RunLevel(self._tokens(own + first), self._lengths(own + first), entry, forks))
+            levels.append(RunLevel(self._tokens(of_level + first), self._lengths(of_level + first), entry, forks))
         kept = runs[self.is_kept[first:last]] - first
-        source, place, kept_rows = self._rows(segment, outside, kept, width)
+        source, token_row, kept_rows = self._rows(segment, outside, kept, width)
         bounds = self.start[first : last + 1] - self.segments.segment_start[segment]
         run_end = np.repeat(bounds[1:], np.diff(bounds))
         slot = int(slot_start[segment])
-        return SegmentStates(levels, entry_slots, state[kept], slot, source, place, bounds[:-1], run_end, kept_rows)
+        return SegmentStates(levels, entry_slots, state[kept], slot, source, token_row, bounds[:-1], run_end, kept_rows)
 
     def _lengths(self, runs: np.ndarray) -> list[int]:
         return (self.start[runs + 1] - self.start[runs]).tolist()
@@ -238,7 +238,7 @@ class SegmentRuns:
     def _rows(
         self, segment: int, outside: np.ndarray, kept: np.ndarray, width: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``row_source``, ``row_place`` and ``kept_rows`` of a segment."""
+        """``row_source``, ``token_row`` and ``kept_rows`` of a segment."""
         first, last = self.segment_run[segment : segment + 2].tolist()
         begin = int(self.segments.segment_start[segment])
         num_tokens = int(self.segments.lengths[segment])
@@ -263,9 +263,9 @@ class SegmentRuns:
             kept_rows[:, column] = row
             row = previous[row]
         run_of_token = np.repeat(np.arange(last - first), np.diff(self.start[first : last + 1]))
-        place = np.arange(num_tokens) + before * (run_of_token + 1)
+        token_row = np.arange(num_tokens) + before * (run_of_token + 1)
         source = np.empty(num_tokens + before * (last - first), dtype=np.int64)
         is_tail = np.ones(len(source), dtype=bool)
-        is_tail[place] = False
-        source[place], source[is_tail] = np.arange(num_tokens), tails.ravel()
-        return source, place, kept_rows
+        is_tail[token_row] = False
+        source[token_row], source[is_tail] = np.arange(num_tokens), tails.ravel()
+        return source, token_row, kept_rows

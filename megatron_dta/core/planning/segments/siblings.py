@@ -33,7 +33,7 @@ class Siblings:
         self._of_size: dict[int, list[int]] = {}
         for child in reversed(children):
             self._of_size.setdefault(size[child], []).append(child)
-        self._left_of_size = {each: len(group) for each, group in self._of_size.items()}
+        self._left_of_size = {tokens: len(group) for tokens, group in self._of_size.items()}
         self._sizes = sorted(self._of_size)
         self._by_height = sorted(children, key=lambda child: (height[child], -child))
         self._by_constraint = sorted(children, key=constraint)

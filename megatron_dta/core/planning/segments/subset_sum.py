@@ -23,41 +23,41 @@ class Run(NamedTuple):
     wasted: int
 
 
-def fewest_wasted(sizes: Sequence[int], room: int, segment_tokens: int, limit: int) -> Run | None:
+def fewest_wasted(sizes: Sequence[int], free: int, segment_tokens: int, limit: int) -> Run | None:
     """Find the run that wastes the least room; of equal runs, the shortest.
 
     Args:
         sizes: number of tokens in each candidate subtree, ascending.
-        room: number of free tokens in the current segment.
+        free: number of free tokens in the current segment.
         segment_tokens: capacity of the segments that follow.
         limit: maximum number of tokens in the run.
 
     Returns:
         The run, or None if every subtree is above the limit.
     """
-    sums = _Sums(sizes, room, segment_tokens, limit)
+    sums = _Sums(sizes, free, segment_tokens, limit)
     totals = sums.totals_before_bounds()
     if not totals:
         return None
-    wasted, total = min(((room - total) % segment_tokens, total) for total in totals)
+    wasted, total = min(((free - total) % segment_tokens, total) for total in totals)
     return Run(sums.members(total), wasted)
 
 
-def least_wasteful(sizes: Sequence[int], room: int, segment_tokens: int, limit: int) -> Run | None:
+def least_wasteful(sizes: Sequence[int], free: int, segment_tokens: int, limit: int) -> Run | None:
     """Find the run that wastes the least room per token; arguments and result as in ``fewest_wasted``."""
-    sums = _Sums(sizes, room, segment_tokens, limit)
+    sums = _Sums(sizes, free, segment_tokens, limit)
     totals = sums.totals_before_bounds()
     if not totals:
         return None
-    total = min(totals, key=lambda total: (((room - total) % segment_tokens) / total, total))
-    return Run(sums.members(total), (room - total) % segment_tokens)
+    total = min(totals, key=lambda total: (((free - total) % segment_tokens) / total, total))
+    return Run(sums.members(total), (free - total) % segment_tokens)
 
 
-def longest_within(sizes: Sequence[int], room: int, segment_tokens: int, limit: int, tolerance: int) -> Run | None:
+def longest_within(sizes: Sequence[int], free: int, segment_tokens: int, limit: int, tolerance: int) -> Run | None:
     """Find the longest run of at most ``limit`` tokens that wastes at most ``tolerance`` tokens; None if none does."""
-    sums = _Sums(sizes, room, segment_tokens, limit)
+    sums = _Sums(sizes, free, segment_tokens, limit)
     for total in reversed(sums.totals_before_bounds()):
-        wasted = (room - total) % segment_tokens
+        wasted = (free - total) % segment_tokens
         if wasted <= tolerance:
             return Run(sums.members(total), wasted)
     return None
@@ -66,9 +66,9 @@ def longest_within(sizes: Sequence[int], room: int, segment_tokens: int, limit: 
 class _Sums:
     """All sums of subsets of ``sizes`` up to ``limit``; a size that exceeds the span of a run counts only alone."""
 
-    def __init__(self, sizes: Sequence[int], room: int, segment_tokens: int, limit: int) -> None:
-        span = room + MAX_SEGMENTS * segment_tokens
-        self.bounds = [*range(room, min(limit, span), segment_tokens), min(limit, span)]
+    def __init__(self, sizes: Sequence[int], free: int, segment_tokens: int, limit: int) -> None:
+        span = free + MAX_SEGMENTS * segment_tokens
+        self.bounds = [*range(free, min(limit, span), segment_tokens), min(limit, span)]
         self.sizes = [size for size in sizes if size <= self.bounds[-1]]
         self.alone = [size for size in sizes if self.bounds[-1] < size <= limit]
         mask = (1 << (self.bounds[-1] + 1)) - 1

@@ -64,14 +64,14 @@ class WalkResult:
         lengths: number of tokens in each segment.
         in_flight: number of tokens in each segment and its ancestors.
         order: branches in the order of placement. A subtree placed whole in one segment is listed by its first branch.
-        whole: for each entry of ``order``, whether the whole subtree was placed with it.
+        with_subtree: for each entry of ``order``, whether the whole subtree was placed with it.
         steps: number of choices, a deterministic measure of the walk's time.
     """
 
     lengths: list[int]
     in_flight: list[int]
     order: list[int]
-    whole: list[bool]
+    with_subtree: list[bool]
     steps: int
 
 
@@ -156,7 +156,7 @@ class SegmentWalk:
         self.current = -1  # the segment being filled; -1 if there is none
         self.cap = 0  # most tokens that the current segment may hold
         self.order: list[int] = []
-        self.whole: list[bool] = []
+        self.with_subtree: list[bool] = []
         self.open: list[_Open] = []
         self.steps = 0
 
@@ -174,7 +174,7 @@ class SegmentWalk:
             node.pressure -= self.pressure.as_child[choice.child]
             self._place(node, choice)
         in_flight = [above + used for above, used in zip(self.above, self.used, strict=True)]
-        return WalkResult(self.used, in_flight, self.order, self.whole, self.steps)
+        return WalkResult(self.used, in_flight, self.order, self.with_subtree, self.steps)
 
     def _constraint(self, child: int) -> tuple[float, ...]:
         """Sort key of a child: the most constrained child comes last."""
@@ -203,9 +203,9 @@ class SegmentWalk:
             self._begin_segment(node.segment)
             pressure_above = 0.0
         self.order.append(child)
-        whole = self.branches.size[child] <= self.cap - self.used[self.current]
-        self.whole.append(whole)
-        if whole:
+        fits = self.branches.size[child] <= self.cap - self.used[self.current]
+        self.with_subtree.append(fits)
+        if fits:
             self.used[self.current] += self.branches.size[child]
             return
         left = self.branches.length[child]
@@ -234,18 +234,18 @@ class SegmentWalk:
             return self._close(node)
         here = node.segment == self.current
         cap = node.cap if here else min(self.segment_tokens, self.budget - self.above[self.current])
-        room = cap - self.used[self.current]
-        if room <= 0:
+        free = cap - self.used[self.current]
+        if free <= 0:
             return self._close(node)
         if node.queue:
             return _Choice(node.siblings.of_size(node.queue.pop()), close=False, cap=cap)
-        if room <= node.close_at:
-            child = node.siblings.largest_within(room)
+        if free <= node.close_at:
+            child = node.siblings.largest_within(free)
             return self._close(node) if child is None else _Choice(child, close=False, cap=cap)
         node.close_at = -1
         if node.siblings.tokens <= self._headroom():
-            return self._all_fit(node, cap, room, here)
-        return self._continue_branch(node, cap, room) if here else self._cross_boundary(node, cap, room)
+            return self._all_fit(node, cap, free, here)
+        return self._continue_branch(node, cap, free) if here else self._cross_boundary(node, cap, free)
 
     def _headroom(self) -> int:
         return self.budget - self._in_flight(self.current)
@@ -268,7 +268,7 @@ class SegmentWalk:
         node.close_at = run.wasted if run.wasted <= self.tolerance else -1
         return node.siblings.of_size(node.queue.pop())
 
-    def _all_fit(self, node: _Open, cap: int, room: int, here: bool) -> _Choice:
+    def _all_fit(self, node: _Open, cap: int, free: int, here: bool) -> _Choice:
         """Place remaining children that all fit contiguously, so no room need be wasted before their end.
 
         Closing a segment early at a small cost can still pay: the last tokens, and the next subtree, then have fewer
@@ -276,24 +276,24 @@ class SegmentWalk:
         """
         siblings, size = node.siblings, self.segment_tokens
         may_close = not here and not node.contiguous
-        if may_close and siblings.tokens > room:
+        if may_close and siblings.tokens > free:
             end_above = self.above[self.current] + (self.used[self.current] + siblings.tokens) // size * size
             if end_above > self._in_flight(node.segment):
-                tolerance = max(self.tolerance, int(self.strategy.early_share * ((room - siblings.tokens) % size)))
+                tolerance = max(self.tolerance, int(self.strategy.early_share * ((free - siblings.tokens) % size)))
                 limit = siblings.tokens - 1
-                run = longest_within(siblings.sizes_within(limit), room, size, limit, tolerance)
+                run = longest_within(siblings.sizes_within(limit), free, size, limit, tolerance)
                 if run is not None:
                     child = self._start(node, run)
                     node.close_at = run.wasted
                     return _Choice(child, close=False, cap=cap)
-        child = siblings.largest_within(room)
+        child = siblings.largest_within(free)
         if child is None:
-            if may_close and room <= self.tolerance:
+            if may_close and free <= self.tolerance:
                 return _Choice(siblings.largest(), close=True)
             child = siblings.largest()
         return _Choice(child, close=False, cap=cap)
 
-    def _continue_branch(self, node: _Open, cap: int, room: int) -> _Choice:
+    def _continue_branch(self, node: _Open, cap: int, free: int) -> _Choice:
         """Choose a child of a branch that ends in the current segment.
 
         All tokens added to that segment stay in flight for the branch's other children.
@@ -303,24 +303,24 @@ class SegmentWalk:
         if siblings.count == 1:
             return _Choice(child, close=False, cap=cap, pressure_above=node.pressure_above)
         used, headroom = self.used[self.current], self._headroom()
-        room = min(room, headroom - siblings.tallest_besides(child))
+        free = min(free, headroom - siblings.tallest_besides(child))
         pressure = node.pressure_above + node.pressure - self.pressure.as_child[child]
         others = siblings.tokens - self.branches.size[child]
 
         def cost(tokens: int) -> float:
             return self._headroom_cost(node, pressure, others, headroom, tokens)
 
-        if room > 0:
+        if free > 0:
             # Use all of the room, or only so much that the other children keep the headroom of one segment.
             spare = headroom - self.segment_tokens
-            tokens = min([room, spare] if 0 < spare < room else [room], key=lambda tokens: cost(tokens) - tokens)
+            tokens = min([free, spare] if 0 < spare < free else [free], key=lambda tokens: cost(tokens) - tokens)
             if cost(tokens) < tokens:
                 return _Choice(child, close=False, cap=used + tokens, pressure_above=pressure)
             # The segment should close early. If the child is a short branch with children of its own, closing after it
             # costs little more and saves a segment.
             length = self.branches.length[child]
-            if length < room and self.branches.size[child] > headroom and 2 * cost(length) < self.segment_tokens:
-                return _Choice(child, close=False, cap=used + room, pressure_above=pressure)
+            if length < free and self.branches.size[child] > headroom and 2 * cost(length) < self.segment_tokens:
+                return _Choice(child, close=False, cap=used + free, pressure_above=pressure)
         return _Choice(child, close=True)
 
     def _headroom_cost(self, node: _Open, pressure: float, tokens: int, headroom: int, lost: int) -> float:
@@ -351,13 +351,13 @@ class SegmentWalk:
             cost += self.branches.size[child] * self.segment_tokens * short
         return cost
 
-    def _cross_boundary(self, node: _Open, cap: int, room: int) -> _Choice:
+    def _cross_boundary(self, node: _Open, cap: int, free: int) -> _Choice:
         """Continue a segment that began in another subtree with the cheapest child or run, or close it."""
         siblings, headroom = node.siblings, self._headroom()
         fresh = self.budget - self._in_flight(node.segment)
         extra = max(0, self.above[self.current] - self._in_flight(node.segment))
         above = siblings.some_above(headroom)
-        best, least = None, float(room)
+        best, least = None, float(free)
         fitting = [child for child in above if self.branches.height[child] <= headroom]
         if fitting:
             inside = self.pressure.inside
@@ -369,7 +369,7 @@ class SegmentWalk:
         sizes = siblings.sizes_within(headroom)
         if sizes and least > 0:
             choose = fewest_wasted if above else least_wasteful
-            run = choose(sizes, room, self.segment_tokens, headroom)
+            run = choose(sizes, free, self.segment_tokens, headroom)
             if run is not None and run.wasted < least:
                 return _Choice(self._start(node, run), close=False, cap=cap)
         return self._close(node) if best is None else _Choice(best, close=False, cap=cap)

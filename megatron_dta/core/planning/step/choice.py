@@ -114,7 +114,7 @@ def _for_pipeline(
             budgets.append(longest)
         # Try segments with and without the minimum length of the launch time; shorter ones need less memory.
         candidates += [cut(size, budget, floor) for budget, floor in product(budgets, (0, at_floor))]
-    candidates.sort(key=lambda each: (each.seconds, -each.segments.num_segments))
+    candidates.sort(key=lambda candidate: (candidate.seconds, -candidate.segments.num_segments))
     best = _fastest(candidates if shape.memory is not None else candidates[:1], loss_masks, shape, limits)
     timeline, size = best.passes[0].timeline, best.segments.segment_tokens
     if limits.segment_tokens is None and max(timeline.busy) < BUSY_ENOUGH * timeline.makespan:
@@ -135,9 +135,9 @@ def _fastest(
     for seconds, budget, segments in candidates:
         if best is not None and best.seconds <= seconds:
             continue
-        found, short, rank = _within_memory(segments, loss_masks, shape, budget, limits.activation_tokens)
-        if found is not None and (best is None or found.seconds < best.seconds):
-            best = found
+        choice, short, rank = _within_memory(segments, loss_masks, shape, budget, limits.activation_tokens)
+        if choice is not None and (best is None or choice.seconds < best.seconds):
+            best = choice
         if short < missing:
             missing, stage = short, rank
     if best is None:
@@ -196,10 +196,10 @@ def shares_and_limits(path: int, shape: PipelineShape) -> list[tuple[float, int 
     Args:
         path: tokens of the longest root path.
     """
-    found = [(share, shape.max_in_flight_tokens) for share in KEPT_SHARES]
+    attempts = [(share, shape.max_in_flight_tokens) for share in KEPT_SHARES]
     if shape.max_in_flight_tokens is None or shape.max_in_flight_tokens > path:
-        found.append((0.0, path))
-    return found
+        attempts.append((0.0, path))
+    return attempts
 
 
 def _least_bytes(
@@ -211,10 +211,10 @@ def _least_bytes(
     lengths, parents = segments.lengths.tolist(), segments.segment_parent.tolist()
     fixed = pools = peak = 0.0
     for virtual_stage in range(stage, len(shape.layers), shape.num_stages):
-        layers, (each, of_states) = shape.layers[virtual_stage], shape.memory.stages[virtual_stage]
-        fixed = max(fixed, each.fixed)
-        pools += segments.peak_in_flight_tokens * each.slot(layers)
-        held = each.kept(layers) * segments.lengths
+        layers, (sizes, of_states) = shape.layers[virtual_stage], shape.memory.stages[virtual_stage]
+        fixed = max(fixed, sizes.fixed)
+        pools += segments.peak_in_flight_tokens * sizes.slot(layers)
+        held = sizes.kept(layers) * segments.lengths
         if of_states is not None:
             states = StepStates.of([runs.counts], of_states, int(runs.forks_in_flight.max(initial=0)))
             pools, held = pools + states.in_flight, held + states.kept
@@ -222,7 +222,7 @@ def _least_bytes(
         for segment, parent in enumerate(parents):
             if parent >= 0:
                 above[segment] = above[parent] + held[parent] * kept[parent]
-            work = float(each.work(lengths[segment], lengths[segment]))
+            work = float(sizes.work(lengths[segment], lengths[segment]))
             peak = max(peak, above[segment] + held[segment] + work)
     return fixed + pools + peak
 

@@ -86,13 +86,13 @@ class StageTensors(NamedTuple):
     """What the only stage holds in a step besides activations.
 
     Attributes:
-        each: bytes of the stage.
+        sizes: bytes of the stage.
         layers: number of its layers.
         num_slots: number of its K/V slots.
         states: the states of its gated delta net; None if it has none.
     """
 
-    each: StageBytes
+    sizes: StageBytes
     layers: int
     num_slots: int
     states: StepStates | None
@@ -107,9 +107,9 @@ def keep_within(
     Args:
         seconds: time of each forward, in any unit.
     """
-    each, states = stage.each.segments, stage.states
-    slots, unit = each.fixed + stage.num_slots * each.slot(stage.layers), each.kept(stage.layers)
-    kept_tokens, working = tree.lengths, each.work(tree.lengths, tree.in_flight_tokens)
+    sizes, states = stage.sizes.segments, stage.states
+    slots, unit = sizes.fixed + stage.num_slots * sizes.slot(stage.layers), sizes.kept(stage.layers)
+    kept_tokens, working = tree.lengths, sizes.work(tree.lengths, tree.in_flight_tokens)
     if states is not None:
         slots, working = slots + states.in_flight, working + states.work
         kept_tokens = kept_tokens + np.ceil(states.kept / unit).astype(np.int64)

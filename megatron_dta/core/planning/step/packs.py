@@ -57,9 +57,9 @@ class Leaves:
 def pack_sequences(tree: PrefixTree, capacity: int) -> list[np.ndarray]:
     """Divide the sequences into packs: int64 arrays that cover all. No sequence may be longer than ``capacity``."""
     leaves = Leaves.of(tree)
-    found = (packs for _, packs in candidate_packs(tree, leaves, capacity))
+    candidates = (packs for _, packs in candidate_packs(tree, leaves, capacity))
     # Of equally good divisions, one with the fewest packs: larger segments are faster.
-    pack = min(found, key=lambda packs: (packed_tokens(leaves.lengths, leaves.shared, packs), packs.max()))
+    pack = min(candidates, key=lambda packs: (packed_tokens(leaves.lengths, leaves.shared, packs), packs.max()))
     pack = pack[np.searchsorted(leaves.nodes, tree.sequence_node)]
     order = np.lexsort((tree.sequence_node, pack))
     return np.split(order, np.flatnonzero(np.diff(pack[order])) + 1)
@@ -115,15 +115,15 @@ def _numbers(begins: np.ndarray, count: int) -> np.ndarray:
 
 def _nodes_of_runs(tree: PrefixTree, leaf: np.ndarray, run: np.ndarray) -> list[np.ndarray]:
     """The nodes on the paths of each run's leaves."""
-    parents, found = tree.node_parent.tolist(), []
+    parents, nodes_of_runs = tree.node_parent.tolist(), []
     for leaves in np.split(leaf, np.flatnonzero(np.diff(run)) + 1):
         nodes: set[int] = set()
         for node in leaves.tolist():
             while node >= 0 and node not in nodes:
                 nodes.add(node)
                 node = parents[node]
-        found.append(np.fromiter(sorted(nodes), np.int64, len(nodes)))
-    return found
+        nodes_of_runs.append(np.fromiter(sorted(nodes), np.int64, len(nodes)))
+    return nodes_of_runs
 
 
 def first_fit_decreasing(
@@ -138,7 +138,7 @@ def first_fit_decreasing(
         least_added: put a run into the pack in which it adds fewest tokens, instead of the first that has room.
     """
     lengths = node_lengths.astype(np.int64)
-    tokens = np.array([lengths[own].sum() for own in nodes], dtype=np.int64)
+    tokens = np.array([lengths[members].sum() for members in nodes], dtype=np.int64)
     pack = np.zeros(len(nodes), dtype=np.int64)
     # One row for each pack, and an empty one after them for a new pack.
     holds, used, count = np.zeros((8, len(lengths)), dtype=bool), np.zeros(8, dtype=np.int64), 0

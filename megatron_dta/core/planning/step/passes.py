@@ -186,10 +186,10 @@ def plan_training_pass(
         shape.num_model_chunks,
         shape.max_in_flight_tokens,
     )
-    found = kept | next_op_is_backward(schedule, tree.num_segments)
-    costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~found)
+    keeps = kept | next_op_is_backward(schedule, tree.num_segments)
+    costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~keeps)
     timeline = simulate(schedule, parents, costs)
-    return PassPlan(schedule, message_order(schedule, timeline), timeline, found)
+    return PassPlan(schedule, message_order(schedule, timeline), timeline, keeps)
 
 
 def attention_pairs(segments: SegmentPlan) -> np.ndarray:
@@ -201,7 +201,7 @@ def attention_pairs(segments: SegmentPlan) -> np.ndarray:
 def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StageProgram:
     """The part of a pass that ``stage`` runs."""
     ops = plan.schedule.ops[stage]
-    slots = [allocate_slots(segments, own) for own in _ops_of_chunks(plan, stage)]
+    slots = [allocate_slots(segments, of_chunk) for of_chunk in _ops_of_chunks(plan, stage)]
     most = None if plan.most_tokens is None else plan.most_tokens[stage]
     return StageProgram(
         ops,
@@ -249,15 +249,15 @@ def stage_chunks(
     program, chunks = stage_program(tree, plan, stage), []
     for chunk, ops in enumerate(_ops_of_chunks(plan, stage)):
         virtual_stage = chunk * shape.num_stages + stage
-        each = shape.memory.stages[virtual_stage]
+        stage_bytes = shape.memory.stages[virtual_stage]
         of_chunk = plan.kept[virtual_stage].tolist(), program.num_slots[chunk], shape.layers[virtual_stage]
-        states = states_of_ops(tree, ops, each.states, forks)
-        chunks.append(ChunkTensors(*of_chunk, virtual_stage > 0, each.segments, states))
+        states = states_of_ops(tree, ops, stage_bytes.states, forks)
+        chunks.append(ChunkTensors(*of_chunk, virtual_stage > 0, stage_bytes.segments, states))
     return chunks
 
 
 def states_of_ops(
-    tree: SegmentTree, ops: Sequence[Op], each: StateBytes | None, forks: Sequence[ForkCounts] | None
+    tree: SegmentTree, ops: Sequence[Op], sizes: StateBytes | None, forks: Sequence[ForkCounts] | None
 ) -> StepStates | None:
     """Bytes of the states of a model chunk with these ``ops``, on the rank with most; None if it has none.
 
@@ -266,6 +266,6 @@ def states_of_ops(
     """
     from megatron_dta.core.planning.costs.state_bytes import StepStates
 
-    if each is None:
+    if sizes is None:
         return None
-    return StepStates.of(forks, each, max(allocate_slots(tree, ops, of_rank.open_forks)[1] for of_rank in forks))
+    return StepStates.of(forks, sizes, max(allocate_slots(tree, ops, of_rank.open_forks)[1] for of_rank in forks))

@@ -75,7 +75,7 @@ def keys_by_routing(sequences: Sequence[np.ndarray], routing: Sequence[np.ndarra
         return []
     tree = build_prefix_tree(sequences)
     stream, offsets = tree.stream_indices_of(np.arange(len(sequences)))
-    choices = np.concatenate([_choice_numbers(own) for own in routing])
+    choices = np.concatenate([_choice_numbers(experts) for experts in routing])
     known = choices != 0
     first = np.zeros(tree.num_tokens, dtype=np.int64)
     # The last assignment to an entry holds.
@@ -113,21 +113,21 @@ def replaced_share(routing: Sequence[np.ndarray], agreed: Sequence[np.ndarray]) 
     The order of a token's experts does not matter, and unknown choices do not count.
     """
     known = replaced = 0
-    for own, taken in zip(routing, agreed, strict=True):
-        said = own[..., 0] != UNKNOWN
-        known += int(said.sum())
-        replaced += int((said & (np.sort(own, axis=-1) != np.sort(taken, axis=-1)).any(axis=-1)).sum())
+    for experts, replayed in zip(routing, agreed, strict=True):
+        is_known = experts[..., 0] != UNKNOWN
+        known += int(is_known.sum())
+        replaced += int((is_known & (np.sort(experts, axis=-1) != np.sort(replayed, axis=-1)).any(axis=-1)).sum())
     return replaced / max(1, known)
 
 
 def stream_routing(tree: PrefixTree, routing: Sequence[np.ndarray]) -> np.ndarray:
     """Routing of the stream's tokens, int16 [N, L, K]; raises ValueError if two sequences disagree on a token."""
-    found = np.full((tree.num_tokens, *routing[0].shape[1:]), UNKNOWN, dtype=np.int16)
+    experts = np.full((tree.num_tokens, *routing[0].shape[1:]), UNKNOWN, dtype=np.int16)
     for sequence, choice in enumerate(routing):
         path = tree.stream_indices(sequence)
-        found[path] = choice[: len(path)]
+        experts[path] = choice[: len(path)]
     for sequence, choice in enumerate(routing):
         path = tree.stream_indices(sequence)
-        if not np.array_equal(found[path], choice[: len(path)]):
+        if not np.array_equal(experts[path], choice[: len(path)]):
             raise ValueError(f"sample {sequence} is routed otherwise than another through the same tokens")
-    return found
+    return experts

@@ -55,7 +55,7 @@ class StepSearch:
     Attributes:
         tree, loss_masks, shape, limits: as in ``choose_step``. If the segment size is free, segments may also be merged
             into slightly longer ones.
-        found: the plan of each tried pair, None if it does not fit.
+        choices: the plan of each tried pair, None if it does not fit.
         trials: number of trials made.
         work: predicted seconds of the last plan without launch times and recomputation.
         missing: bytes that the last plan lacked.
@@ -65,7 +65,7 @@ class StepSearch:
     loss_masks: Sequence[np.ndarray] | None
     shape: PipelineShape
     limits: StepBudget
-    found: dict[tuple[int, int], StepChoice | None] = field(default_factory=dict)
+    choices: dict[tuple[int, int], StepChoice | None] = field(default_factory=dict)
     trials: int = 0
     work: float = 0.0
     missing: float = 0.0
@@ -90,7 +90,7 @@ class StepSearch:
 
     def _best(self) -> StepChoice | None:
         """The fastest plan so far."""
-        fitting = [choice for choice in self.found.values() if choice is not None]
+        fitting = [choice for choice in self.choices.values() if choice is not None]
         return min(fitting, key=lambda choice: choice.seconds, default=None)
 
     def _trials_left(self) -> int:
@@ -118,9 +118,9 @@ class StepSearch:
         choice, self.work, self.missing = evaluate_plan(
             planned, self.loss_masks, self.shape, budget, self.limits.activation_tokens
         )
-        before = self.found.get((size, budget))
+        before = self.choices.get((size, budget))
         if before is None or (choice is not None and choice.seconds < before.seconds):
-            self.found[size, budget] = choice
+            self.choices[size, budget] = choice
         return choice
 
     def _budgets(self, size: int) -> tuple[int, int] | None:
@@ -132,18 +132,18 @@ class StepSearch:
             if self.is_free:
                 most = default_memory_tokens(self.tree, min(size, UNLIMITED_SEGMENT_TOKENS))
             return most, most
-        kept, slot, room = self._bytes(size)
+        kept, slot, free = self._bytes(size)
         size = min(size, self.tree.num_tokens)
-        most = min(most, int((room - kept * size) // slot))
+        most = min(most, int((free - kept * size) // slot))
         # A budget below one segment would allow no full segments.
         return (self._longest, most) if most >= max(self._longest, size) else None
 
     def _bytes(self, size: int) -> tuple[float, float, float]:
         """Bytes of a token's activations, bytes of its slot and path, and the bytes available for all tokens."""
-        layers, each = self.shape.layers[0], self.shape.memory.stages[0].segments
+        layers, sizes = self.shape.layers[0], self.shape.memory.stages[0].segments
         size = min(size, self.tree.num_tokens)
-        room = self.shape.memory.available(0) - each.fixed - float(each.work(size, max(size, self._longest)))
-        return each.kept(layers), each.slot(layers), room
+        free = self.shape.memory.available(0) - sizes.fixed - float(sizes.work(size, max(size, self._longest)))
+        return sizes.kept(layers), sizes.slot(layers), free
 
     def _likely_budget(self, size: int, bounds: tuple[int, int] | None) -> int:
         """The largest budget with which all activations fit, clipped to the bounds."""
@@ -151,15 +151,15 @@ class StepSearch:
             return self.limits.memory_tokens or self._longest
         if bounds[0] == bounds[1] or self.shape.memory is None:
             return bounds[1]
-        kept, slot, room = self._bytes(size)
-        return int(np.clip(room // (kept + slot), *bounds))
+        kept, slot, free = self._bytes(size)
+        return int(np.clip(free // (kept + slot), *bounds))
 
     def _try_nearby(self) -> None:
         """Try pairs around the best pair so far."""
         for _ in range(min(NEARBY_TRIALS, self._trials_left() - FULL_PLAN_TRIALS)):
             best = self._best()
-            (size, budget) = next(pair for pair, choice in self.found.items() if choice is best)
-            pair = next((pair for pair in self._around(size, budget) if pair not in self.found), None)
+            (size, budget) = next(pair for pair, choice in self.choices.items() if choice is best)
+            pair = next((pair for pair in self._around(size, budget) if pair not in self.choices), None)
             if pair is None:
                 return
             self._try(*pair)
@@ -176,14 +176,14 @@ class StepSearch:
         if self.is_free and size > 2 * GRANULE:
             step = max(GRANULE, int(SIZE_STEP * size) // GRANULE * GRANULE)
             for other in (size + step, size - step, size + 2 * step):
-                own = self._budgets(other)
-                if own is not None:
-                    pairs.insert(1 if other > size else len(pairs), (other, int(np.clip(budget, *own))))
+                limits = self._budgets(other)
+                if limits is not None:
+                    pairs.insert(1 if other > size else len(pairs), (other, int(np.clip(budget, *limits))))
         return pairs
 
     def _plan_fully(self, least_size: int) -> StepChoice:
         """Plan the best pairs with all strategies and return the fastest plan."""
-        fitting = [(choice.seconds, pair) for pair, choice in self.found.items() if choice is not None]
+        fitting = [(choice.seconds, pair) for pair, choice in self.choices.items() if choice is not None]
         pairs = [pair for _, pair in sorted(fitting)[:FULLY_PLANNED]]
         for pair in pairs:
             if self._trials_left() >= FULL_PLAN_TRIALS:
