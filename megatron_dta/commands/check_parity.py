@@ -166,7 +166,7 @@ def _first_layers(settings: dict[str, object], arguments: argparse.Namespace) ->
             f"--num-layers {count}: {arguments.hf_checkpoint} has {len(layers)} layers, of which the first {least} are "
             f"needed for attention of both kinds; give {least} to {len(layers)}"
         )
-    return {"num_layers": count, "linear_attention_freq": str([int(each) for each in layers[:count]])}
+    return {"num_layers": count, "linear_attention_freq": str([int(is_linear) for is_linear in layers[:count]])}
 
 
 def random_weights(model: ModelConfig, device: torch.device) -> dict[str, torch.Tensor]:

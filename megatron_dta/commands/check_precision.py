@@ -127,7 +127,7 @@ def load_samples(arguments: argparse.Namespace) -> list[TrainingSample]:
         arguments.file, sample_granularity=arguments.sample_granularity, max_sequences=arguments.max_sequences
     )
     cut = slice(arguments.max_length)
-    samples = [TrainingSample(each.token_ids[cut], each.loss_mask[cut]) for each in rollouts]
+    samples = [TrainingSample(rollout.token_ids[cut], rollout.loss_mask[cut]) for rollout in rollouts]
     samples = [sample for sample in samples if sample.num_trained]
     if not samples:
         raise InputError(f"{arguments.file}: no token is trained in its first sequences; raise --max-length")
@@ -150,24 +150,24 @@ def base_model(arguments: argparse.Namespace, samples: list[TrainingSample]) -> 
 
 def candidates(arguments: argparse.Namespace, model: ModelConfig) -> list[Candidate]:
     """Return the reference followed by the candidates."""
-    found = [Candidate("bf16 local", model)]
+    runs = [Candidate("bf16 local", model)]
     if arguments.reference == "fp32":
-        found.insert(0, Candidate("fp32 local", replace(model, bf16=False, params_dtype=torch.float32)))
+        runs.insert(0, Candidate("fp32 local", replace(model, bf16=False, params_dtype=torch.float32)))
     if arguments.transformer_impl != "local":
-        found.append(Candidate("bf16 transformer_engine", replace(model, transformer_impl=arguments.transformer_impl)))
+        runs.append(Candidate("bf16 transformer_engine", replace(model, transformer_impl=arguments.transformer_impl)))
     recipes = (arguments.fp8_recipe or ["blockwise"]) if arguments.fp8_format else []
     for recipe in recipes:
         fp8 = replace(model, transformer_impl="transformer_engine", fp8_format=arguments.fp8_format, fp8_recipe=recipe)
-        found.append(Candidate(f"fp8 {arguments.fp8_format} {recipe}", fp8))
-    if len(found) == 1:
+        runs.append(Candidate(f"fp8 {arguments.fp8_format} {recipe}", fp8))
+    if len(runs) == 1:
         raise InputError(
             "nothing to compare; give --fp8-format, --transformer-impl transformer_engine or --reference fp32"
         )
-    for each in found:
-        check_transformer_impl(each.model)
-        check_fp8(each.model, ParallelConfig())
-        check_fp8_support(each.model)
-    return found
+    for run in runs:
+        check_transformer_impl(run.model)
+        check_fp8(run.model, ParallelConfig())
+        check_fp8_support(run.model)
+    return runs
 
 
 class Step:
@@ -228,48 +228,48 @@ class Step:
 
 
 def as_json(name: str, seconds: float, report: PrecisionReport, with_parameters: bool) -> dict[str, Any]:
-    found = asdict(report)
+    values = asdict(report)
     if not with_parameters:
-        del found["parameters"]
-    worst = [{"parameter": name} | asdict(each) for name, each in report.lowest_cosines(WORST)]
-    return {"candidate": name, "seconds": seconds, **found, "lowest_cosines": worst}
+        del values["parameters"]
+    worst = [{"parameter": name} | asdict(distance) for name, distance in report.lowest_cosines(WORST)]
+    return {"candidate": name, "seconds": seconds, **values, "lowest_cosines": worst}
 
 
 def main() -> int:
     arguments = parse_arguments()
     samples = load_samples(arguments)
     model = base_model(arguments, samples)
-    found = candidates(arguments, model)
+    runs = candidates(arguments, model)
     begin = time.perf_counter()
 
     def report_progress(what: str) -> None:
         print(f"{time.perf_counter() - begin:6.1f} s  {what}", file=sys.stderr, flush=True)
 
     step = Step(arguments, samples, model)
-    report_progress(f"weights loaded; next: {found[0].name}, the reference")
-    with step.outcome(found[0].model) as (outcome, seconds):
+    report_progress(f"weights loaded; next: {runs[0].name}, the reference")
+    with step.outcome(runs[0].model) as (outcome, seconds):
         on_host = {name: gradient.to("cpu", copy=True) for name, gradient in outcome.gradients.items()}
         reference = replace(outcome, gradients=on_host)
     del outcome
-    table = Table(title=f"{len(samples)} sequences, distances from {found[0].name} ({seconds:.3f} s a step)")
+    table = Table(title=f"{len(samples)} sequences, distances from {runs[0].name} ({seconds:.3f} s a step)")
     for heading in HEADINGS:
         table.add_column(heading)
     rows = []
     trained = [np.asarray(sample.loss_mask) for sample in samples]
-    for each in found[1:]:
-        report_progress(f"next: {each.name}")
-        with step.outcome(each.model) as (outcome, took):
+    for run in runs[1:]:
+        report_progress(f"next: {run.name}")
+        with step.outcome(run.model) as (outcome, took):
             report = report_precision(outcome, reference, trained)
         del outcome
-        rows.append((each.name, took, report))
+        rows.append((run.name, took, report))
         name, worst = report.lowest_cosines(1)[0]
         logprobs, gradient = report.logprobs, report.gradient
         figures = (logprobs.mean_absolute, logprobs.percentile_99, logprobs.largest, logprobs.kl_k3)
         angles = (f"{gradient.cosine:.6f}", f"{gradient.distance:.4f}", f"{worst.cosine:.4f} {name}")
-        table.add_row(each.name, f"{took:.3f}", *(f"{figure:.2e}" for figure in figures), *angles)
+        table.add_row(run.name, f"{took:.3f}", *(f"{figure:.2e}" for figure in figures), *angles)
     Console(width=200).print(table)
     summary = measured_on("steps compared with a reference of another precision", vars(arguments), step.device)
-    summary |= {"reference": found[0].name, "reference_seconds": seconds}
+    summary |= {"reference": runs[0].name, "reference_seconds": seconds}
     if arguments.output is not None:
         results = summary | {"candidates": [as_json(*row, with_parameters=True) for row in rows]}
         with replacing(arguments.output) as temporary:

@@ -72,8 +72,8 @@ def main() -> None:
     source, dtype = required_checkpoint("--load", arguments.load), DTYPES[arguments.params_dtype]
     if not arguments.skip_checkpoint_checks:
         check_checkpoint(source)
-    with TemporaryDirectory() as made:
-        template = Path(arguments.hf_checkpoint or made)
+    with TemporaryDirectory() as scratch:
+        template = Path(arguments.hf_checkpoint or scratch)
         if arguments.hf_checkpoint is None:
             _write_template(source, template, console)
         if arguments.adapter_only:

@@ -45,10 +45,10 @@ def main() -> None:
     parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="values of k for pass@k and maj@k")
     parser.add_argument("--answer", default="text", help="text to vote on: text, boxed or a regular expression")
     parser.add_argument("--output", metavar="FILE", help="JSON file for the results")
-    own, others = parser.parse_known_args()
-    if min(own.k) < 1:
-        raise InputError(f"--k {min(own.k)}: must be at least 1")
-    answer_of = _answer_rule(own.answer)
+    arguments, others = parser.parse_known_args()
+    if min(arguments.k) < 1:
+        raise InputError(f"--k {min(arguments.k)}: must be at least 1")
+    answer_of = _answer_rule(arguments.answer)
     # The checks of evaluation flags require an interval, although this command evaluates once.
     fixed = {"rollout_method": "treepo", "eval_interval": 1}
     leaves = FLAGS.parse(others, **fixed)[0].sampling.n_samples_per_eval_prompt
@@ -60,12 +60,12 @@ def main() -> None:
     if config.checkpoint.load is None:
         raise InputError("--load is missing: the folder of the checkpoint to judge")
 
-    results = _evaluate(config, own.k, answer_of)
+    results = _evaluate(config, arguments.k, answer_of)
     if left_out:
         print(passed_over(left_out))
     _print(results)
-    if own.output:
-        with replacing(Path(own.output)) as temporary:
+    if arguments.output:
+        with replacing(Path(arguments.output)) as temporary:
             temporary.write_text(json_text(results, indent=1) + "\n", encoding="utf-8")
 
 
@@ -111,8 +111,8 @@ def _answer_rule(name: str) -> Callable[[str], str]:
         raise InputError(f"--answer {name}: not text, boxed or a regular expression: {error}") from None
 
     def last_match(text: str) -> str:
-        found = list(pattern.finditer(text))
-        return "" if not found else (found[-1].group(1) if pattern.groups else found[-1].group()).strip()
+        matches = list(pattern.finditer(text))
+        return "" if not matches else (matches[-1].group(1) if pattern.groups else matches[-1].group()).strip()
 
     return last_match
 

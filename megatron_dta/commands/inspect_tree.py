@@ -78,19 +78,19 @@ def read_states(arguments: argparse.Namespace) -> StateBytes | None:
         return None
     from megatron_dta.extras.capacity.settings import read_hf_config  # Importing torch takes seconds.
 
-    each = StateBytes.of_shape(read_hf_config(arguments.hf_config), element_bytes=2)
-    if each is None:
+    states = StateBytes.of_shape(read_hf_config(arguments.hf_config), element_bytes=2)
+    if states is None:
         raise InputError(f"--hf-config {arguments.hf_config}: is of a model without gated delta net; leave it out")
-    return each
+    return states
 
 
-def state_figures(plan: SegmentPlan, each: StateBytes | None) -> dict[str, int | float]:
+def state_figures(plan: SegmentPlan, states: StateBytes | None) -> dict[str, int | float]:
     """Return the figures about states at forks; their bytes if those of a fork are given."""
     runs = SegmentRuns.of(plan)
     most = int(runs.forks_in_flight.max(initial=0))
     values: dict[str, int | float] = {"peak_open_forks": most, "run_levels": int(runs.num_levels.max(initial=0))}
-    if each is not None:
-        values["peak_state_gib"] = each.open_fork * most / GIB
+    if states is not None:
+        values["peak_state_gib"] = states.open_fork * most / GIB
     return values
 
 

@@ -141,30 +141,30 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def read_shape(arguments: argparse.Namespace) -> DecoderShape:
     """Read the model's shape from a name, a config.json or flags."""
-    given = {name: getattr(arguments, name) for name in SHAPE_FLAGS if getattr(arguments, name) is not None}
+    sizes = {name: getattr(arguments, name) for name in SHAPE_FLAGS if getattr(arguments, name) is not None}
     switches = ("qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights")
-    given |= {name: True for name in switches if getattr(arguments, name)}
+    sizes |= {name: True for name in switches if getattr(arguments, name)}
     sources = [flag for flag in ("--model", "--hf-config") if getattr(arguments, flag[2:].replace("-", "_"))]
     if len(sources) > 1:
         raise InputError(f"{' and '.join(sources)}: give one model")
     if arguments.model is not None:
         shape = SHAPES[arguments.model]
-        if "num_layers" in given:
-            given["linear_attention_layers"] = shape.linear_attention_layers[: given["num_layers"]]
-        return replace(shape, **given | ({"moe_layers": ()} if given else {}))
+        if "num_layers" in sizes:
+            sizes["linear_attention_layers"] = shape.linear_attention_layers[: sizes["num_layers"]]
+        return replace(shape, **sizes | ({"moe_layers": ()} if sizes else {}))
     if arguments.hf_config is not None:
-        if given:
-            raise InputError(f"{_flag(next(iter(given)))} has no effect with --hf-config; leave it out")
+        if sizes:
+            raise InputError(f"{_flag(next(iter(sizes)))} has no effect with --hf-config; leave it out")
         return read_hf_config(arguments.hf_config)
-    needed = [name for name in SHAPE_FLAGS[:7] if name not in given]
+    needed = [name for name in SHAPE_FLAGS[:7] if name not in sizes]
     if needed:
         raise InputError(f"give --model, --hf-config or --args-file, or of the model: {', '.join(map(_flag, needed))}")
-    return DecoderShape(**{"untie_embeddings_and_output_weights": False} | given)
+    return DecoderShape(**{"untie_embeddings_and_output_weights": False} | sizes)
 
 
 def read_cluster(arguments: argparse.Namespace) -> Cluster:
-    given = {field.name: getattr(arguments, field.name) for field in fields(Cluster)}
-    return Cluster(**{**PRESETS[arguments.gpu], **{name: value for name, value in given.items() if value is not None}})
+    values = {field.name: getattr(arguments, field.name) for field in fields(Cluster)}
+    return Cluster(**{**PRESETS[arguments.gpu], **{name: value for name, value in values.items() if value is not None}})
 
 
 def read_step(arguments: argparse.Namespace) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -205,13 +205,13 @@ def choices(arguments: argparse.Namespace, shape: DecoderShape, cluster: Cluster
         context,
         arguments.recompute,
     )
-    found = list(possible_choices(shape, cluster, space))
-    if not found:
-        first = [each[0] if each else 1 for each in sizes]
+    candidates = list(possible_choices(shape, cluster, space))
+    if not candidates:
+        first = [values[0] if values else 1 for values in sizes]
         # Raises an error that names the flag.
         make_mesh(shape, cluster.num_gpus, MeshSizes(*first[:4], context=first[4]))
         raise InputError(f"no mesh of {cluster.num_gpus} GPUs has the sizes that were asked for")
-    return found
+    return candidates
 
 
 def plan(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -227,8 +227,8 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         states = read_states(arguments)
         looked_at = choices(arguments, shape, cluster)
     sequences, masks = read_step(arguments)
-    whole = RunMesh(1, 1, 1, (shape.num_layers,))
-    step = StepWork(sequences, masks, mesh_costs(shape, whole, cluster), arguments.tree_mode)
+    single_gpu = RunMesh(1, 1, 1, (shape.num_layers,))
+    step = StepWork(sequences, masks, mesh_costs(shape, single_gpu, cluster), arguments.tree_mode)
     planner = Planner(shape, cluster, step, states)
     best, misses = planner.search(looked_at, arguments.top)
     return {
@@ -242,11 +242,11 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     arguments = parse_arguments()
-    found = plan(arguments)
-    if found["best"]:
-        print_predictions(found, arguments)
+    planned = plan(arguments)
+    if planned["best"]:
+        print_predictions(planned, arguments)
     else:
-        print_misses(found)
+        print_misses(planned)
     if arguments.json:
-        print_json(as_json(found, arguments))
-    return 0 if found["best"] else 1
+        print_json(as_json(planned, arguments))
+    return 0 if planned["best"] else 1

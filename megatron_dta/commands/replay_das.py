@@ -115,15 +115,15 @@ def forward_cost(arguments: argparse.Namespace) -> ForwardCost:
 
 def merged(reports: Sequence[SpeculationReport]) -> SpeculationReport:
     """Merge the reports of consecutive waves; the last one has the memory, and the rounds of all waves before it."""
-    whole = SpeculationReport()
-    for entry in fields(whole):
+    total = SpeculationReport()
+    for entry in fields(total):
         parts = [getattr(report, entry.name) for report in reports]
         if entry.name in ("drafter_bytes", "drafter_tokens", "plain_rounds"):
             value = parts[-1]
         else:
             value = [x for part in parts for x in part] if isinstance(parts[0], list) else sum(parts)
-        setattr(whole, entry.name, value)
-    return whole
+        setattr(total, entry.name, value)
+    return total
 
 
 def replay(

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     """Print the command of a server, or replace this process by the server."""
     arguments = sys.argv[1:] if argv is None else argv
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    own, more = arguments[:at], arguments[at + 1 :]
+    flags, more = arguments[:at], arguments[at + 1 :]
     parser = CommandLineParser(__doc__)
     parser.add_argument(
         "--model", help="checkpoint that the server loads at start (default: --load-hf or --hf-checkpoint)"
@@ -47,15 +47,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--exec", action="store_true", help="run the server in place of this process instead of printing the command"
     )
-    given, training = parser.parse_known_args(own)
-    if not 0 < given.port < 2**16:
-        raise InputError(f"--port {given.port}: must be a port, 1 to 65535")
+    options, training = parser.parse_known_args(flags)
+    if not 0 < options.port < 2**16:
+        raise InputError(f"--port {options.port}: must be a port, 1 to 65535")
     # The output is only the command, so ignored flags of an argument file are not reported.
     config, _ = FLAGS.parse([*_missing_shape(training), *training])
-    variables, words = server_command(config, given.model, given.port, given.host, more)
+    variables, words = server_command(config, options.model, options.port, options.host, more)
     if words[0] == "python":
-        words[0] = sys.executable if given.exec else "python"
-    if not given.exec:
+        words[0] = sys.executable if options.exec else "python"
+    if not options.exec:
         print(" ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(words)]))
         return
     os.environ.update(variables)
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _missing_shape(training: list[str]) -> list[str]:
     """Return placeholder flags for sizes that neither flags nor a Hugging Face configuration give."""
-    said = vars(build_parser().parse_args(training))
-    if "hf_checkpoint" in said or "load_hf" in said:
+    named = vars(build_parser().parse_args(training))
+    if "hf_checkpoint" in named or "load_hf" in named:
         return []
-    return [word for name in _SHAPE if name not in said for word in (f"--{name.replace('_', '-')}", "1")]
+    return [word for name in _SHAPE if name not in named for word in (f"--{name.replace('_', '-')}", "1")]

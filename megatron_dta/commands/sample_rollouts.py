@@ -37,11 +37,11 @@ def main() -> None:
     parser.add_argument(
         "--rollout-batch-index", type=int, default=0, metavar="N", help="number of the rollout batch (default: 0)"
     )
-    own, others = parser.parse_known_args()
-    if Path(own.output).suffix not in (".jsonl", ".parquet"):
-        raise InputError(f"--output {own.output}: must end in .jsonl or .parquet")
-    if not 0 <= own.rollout_batch_index < 2**32:
-        raise InputError(f"--rollout-batch-index {own.rollout_batch_index}: must be in [0, 2^32)")
+    arguments, others = parser.parse_known_args()
+    if Path(arguments.output).suffix not in (".jsonl", ".parquet"):
+        raise InputError(f"--output {arguments.output}: must end in .jsonl or .parquet")
+    if not 0 <= arguments.rollout_batch_index < 2**32:
+        raise InputError(f"--rollout-batch-index {arguments.rollout_batch_index}: must be in [0, 2^32)")
     if "--rollouts" in others:
         raise InputError("--rollouts names stored rollouts; to sample some give --task or --prompt-data")
     config, left_out = FLAGS.parse(others)
@@ -69,10 +69,10 @@ def main() -> None:
     engine = build_engine(config.sampling, model, None, stop, impl)
     source = build_sampling_source(engine, task, config)
     with closing(source):
-        rollouts = source.next_batch(own.rollout_batch_index)
+        rollouts = source.next_batch(arguments.rollout_batch_index)
     if current_mesh().rank == 0:
-        write_rollouts(own.output, rollouts)
+        write_rollouts(arguments.output, rollouts)
         mean = np.mean([rollout.reward for rollout in rollouts])
         if left_out:
             print(passed_over(left_out))
-        print(f"{len(rollouts)} rollouts from {checkpoint}, mean reward {mean:.3f} -> {own.output}")
+        print(f"{len(rollouts)} rollouts from {checkpoint}, mean reward {mean:.3f} -> {arguments.output}")

@@ -112,17 +112,17 @@ def layers_of(arguments: argparse.Namespace, model: CostModel) -> list[int]:
         layer, output = model.seconds_per_token / num_layers, model.seconds_per_edge
         return layers_per_stage(num_layers, virtual, layer, output, stages)
     try:
-        given = [int(part) for part in arguments.layers_per_stage.split(",")]
+        layers = [int(part) for part in arguments.layers_per_stage.split(",")]
     except ValueError:
         message = f"--layers-per-stage {arguments.layers_per_stage}: must be 'auto' or whole numbers between commas"
         raise InputError(message) from None
-    return check_layers_per_stage(given, num_layers, virtual, "--layers-per-stage")
+    return check_layers_per_stage(layers, num_layers, virtual, "--layers-per-stage")
 
 
 def read_samples(arguments: argparse.Namespace) -> list[TrainingSample]:
     """Return the trained part of the file's sequences."""
     rollouts = load_chosen_rollouts(arguments)
-    return [TrainingSample(*each) for each in zip(*trained_parts(rollouts), strict=True)]
+    return [TrainingSample(*parts) for parts in zip(*trained_parts(rollouts), strict=True)]
 
 
 def figures(step: StepPlan, shape: PipelineShape, send_seconds: float) -> tuple[dict[str, object], Timeline]:
@@ -133,7 +133,10 @@ def figures(step: StepPlan, shape: PipelineShape, send_seconds: float) -> tuple[
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~step.training.kept)
     timeline = simulate(schedule, parents, costs, send_seconds)
     on_ranks = PipelineCosts(
-        *(each.reshape(shape.num_model_chunks, stages, -1).sum(axis=0) for each in (costs.forward, costs.backward))
+        *(
+            seconds.reshape(shape.num_model_chunks, stages, -1).sum(axis=0)
+            for seconds in (costs.forward, costs.backward)
+        )
     )
     static = tree_1f1b(parents, stages)
     limit = max(in_flight_limits(parents, lengths, stages, shape.max_in_flight_tokens))

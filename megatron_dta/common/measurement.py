@@ -33,13 +33,13 @@ def _hardware(device: torch.device) -> str:
 
 
 def _versions() -> str:
-    found = [f"Python {platform.python_version()}"]
+    versions = [f"Python {platform.python_version()}"]
     for name in ("torch", "triton", "transformer-engine", "verl"):
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(versions)
 
 
 def _commit() -> str:

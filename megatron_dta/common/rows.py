@@ -67,8 +67,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if first is None:
         return
     if first[1].lstrip().startswith(b"["):
-        whole = b"".join([first[1], *(line for _, line in lines)])
-        for row, value in enumerate(_parsed(path, first[0], whole), start=1):
+        content = b"".join([first[1], *(line for _, line in lines)])
+        for row, value in enumerate(_parsed(path, first[0], content), start=1):
             yield row, _object(path, row, value)
         return
     for row, line in chain([first], lines):

@@ -31,10 +31,10 @@ def load_from_file(where: str, path: str, name: str) -> Callable[..., Any]:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise InputError(f"{where}: the file does not run: {describe_error(error)}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    value = getattr(module, name, None)
+    if not callable(value):
         raise InputError(f"{where}: {path} has no function or class {name}")
-    return found
+    return value
 
 
 def describe_error(error: BaseException) -> str:
@@ -44,7 +44,7 @@ def describe_error(error: BaseException) -> str:
     except Exception:  # the user's own class may do anything
         message = "no message"
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    position = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     if isinstance(error, SyntaxError) and frames and frames[-1].filename.startswith("<frozen"):
-        place = ""  # the importer; the message of a file that cannot be compiled names the line itself
-    return one_line(f"{type(error).__name__}: {message}{place}")
+        position = ""  # the importer; the message of a file that cannot be compiled names the line itself
+    return one_line(f"{type(error).__name__}: {message}{position}")

@@ -41,13 +41,13 @@ class RowPlan:
 
     def to_owners(self, values: Sequence[np.ndarray], engine: TreeEngine) -> list[np.ndarray]:
         """Distribute arrays [T] of the computed rows to the ranks that brought the rows; 0 for rows nobody computes."""
-        found: dict[int, np.ndarray] = {}
+        by_row: dict[int, np.ndarray] = {}
         for part in engine.mesh.gather_over_data(dict(zip(self.computed, values, strict=True))):
-            found |= part
-        own = range(self.begin, self.begin + self.count)
+            by_row |= part
+        numbers = range(self.begin, self.begin + self.count)
         # The accumulation precision of the model, in which the engine returns its outputs.
         dtype = np.float64 if engine.dtype == torch.float64 else np.float32
-        return [found[i] if i in found else np.zeros(len(self.rows[i].token_ids), dtype) for i in own]
+        return [by_row[i] if i in by_row else np.zeros(len(self.rows[i].token_ids), dtype) for i in numbers]
 
 
 class Planner:
@@ -61,8 +61,8 @@ class Planner:
         self._engine, self._tree, self._tuner = engine, tree, tuner
         self._kept: OrderedDict[bytes, tuple[list[int], TreeBatch]] = OrderedDict()
 
-    def plan(self, own: Sequence[Row]) -> RowPlan:
-        """The plan of ``own`` and the other ranks' rows.
+    def plan(self, rank_rows: Sequence[Row]) -> RowPlan:
+        """The plan of ``rank_rows`` and the other ranks' rows.
 
         Rows are planned in an order that depends on their contents only. Passes over the same rows in another order or
         division therefore use the same plan.
@@ -70,7 +70,7 @@ class Planner:
         mesh = self._engine.mesh
         if self._tuner is not None and self._tuner.update():
             self._kept.clear()
-        parts = mesh.gather_over_data(list(own))
+        parts = mesh.gather_over_data(list(rank_rows))
         rows = [row for part in parts for row in part]
         begin = sum(len(part) for part in parts[: mesh.data_rank])
         order = sorted((i for i, row in enumerate(rows) if row.loss_mask.any()), key=lambda i: rows[i].order)
@@ -79,7 +79,7 @@ class Planner:
             for content in rows[i].order:
                 digest.update(len(content).to_bytes(8, "big") + content)
         positions, batch = self._planned(digest.digest(), [rows[i] for i in order])
-        return RowPlan(rows, begin, len(own), [order[position] for position in positions], batch)
+        return RowPlan(rows, begin, len(rank_rows), [order[position] for position in positions], batch)
 
     def _planned(self, digest: bytes, rows: Sequence[Row]) -> tuple[list[int], TreeBatch]:
         if digest not in self._kept:
@@ -92,15 +92,15 @@ class Planner:
     def _make(self, rows: Sequence[Row]) -> tuple[list[int], TreeBatch]:
         engine, mesh = self._engine, self._engine.mesh
         samples = [TrainingSample(row.token_ids, row.loss_mask) for row in rows]
-        own = list(range(len(samples)))
+        numbers = list(range(len(samples)))
         if mesh.data_size > 1 and samples:
-            own = partition_samples(samples, engine, self._tree).sequences_of(mesh.data_rank).tolist()
+            numbers = partition_samples(samples, engine, self._tree).sequences_of(mesh.data_rank).tolist()
         counts = count_trained(np.array([sample.num_counted for sample in samples], np.int64))
         batch = prepare_batch(
-            [samples[i] for i in own],
+            [samples[i] for i in numbers],
             self._tree,
             pipeline=engine.pipeline(self._tree.tree_segment_tokens),
-            part=StepPart(counts, own),
+            part=StepPart(counts, numbers),
         )
         # The trainer's loss function weights the tokens itself.
-        return own, replace(batch, loss_weights=np.ones(batch.plan.num_pairs))
+        return numbers, replace(batch, loss_weights=np.ones(batch.plan.num_pairs))

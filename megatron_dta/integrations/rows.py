@@ -43,12 +43,12 @@ class Placement:
         lengths = [len(row.token_ids) for row in rows]
         starts = np.concatenate([[0], np.cumsum(lengths)])
         trained = [np.flatnonzero(row.loss_mask) for row in rows]
-        cells = [b * width + np.arange(len(found)) for b, found in enumerate(trained)]
-        places = [start + found - 1 for start, found in zip(starts, trained, strict=False)]
+        cells = [b * width + np.arange(len(positions)) for b, positions in enumerate(trained)]
+        edges = [start + trained_tokens - 1 for start, trained_tokens in zip(starts, trained, strict=False)]
         self._size = int(starts[-1])
         self._cells, self._places, self.offsets = (
             torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device, non_blocking=True)
-            for parts in (cells, places, [starts])
+            for parts in (cells, edges, [starts])
         )
 
     def join(self, values_BT: Tensor) -> Tensor:

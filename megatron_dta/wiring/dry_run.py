@@ -101,8 +101,8 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     show("steps", steps_text(config))
     for line in _starting_points(config, objective):
         show("start", line)
-    for name, own in _teacher_shapes(config).items():
-        show("teacher", f"{name}: {DecoderShape.of(own).num_parameters:,} parameters")
+    for name, teacher in _teacher_shapes(config).items():
+        show("teacher", f"{name}: {DecoderShape.of(teacher).num_parameters:,} parameters")
     memory = _memory(config, objective, shape, mesh, flight)
     _show_memory(config, memory, show)
     report("dry run: nothing is wrong; nothing was trained or written")
@@ -121,13 +121,13 @@ def _check_folders(config: TrainConfig) -> None:
     ):
         if path is None:
             continue
-        there = Path(path).absolute()
-        while not there.exists():
-            there = there.parent
-        if not there.is_dir():
-            raise InputError(f"{flag}: the folder {path} cannot be created ({there} is a file)")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise InputError(f"{flag}: the folder {path} cannot be written ({there}: no permission)")
+        folder = Path(path).absolute()
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir():
+            raise InputError(f"{flag}: the folder {path} cannot be created ({folder} is a file)")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise InputError(f"{flag}: the folder {path} cannot be written ({folder}: no permission)")
 
 
 def _show_prompts(config: TrainConfig, task: SamplingTask, show: Callable[[str, str], None]) -> int:
@@ -239,21 +239,21 @@ def _flight_of(
 def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:
     """Check the weights that the run would load and describe each in a line."""
     checkpoint, lines = config.checkpoint, []
-    found, resumes = starting_point(checkpoint)
-    if found is not None:
+    start, resumes = starting_point(checkpoint)
+    if start is not None:
         if not checkpoint.skip_checkpoint_checks:
-            refuse_foreign_checkpoint(found)
-        check_parts(found)
-        common = read_common(found)
+            refuse_foreign_checkpoint(start)
+        check_parts(start)
+        common = read_common(start)
         if resumes:
-            changed = check_continues(found, common, config, objective.needs_critic)
+            changed = check_continues(start, common, config, objective.needs_critic)
             changed += changed_inputs(common["megatron_dta"]["progress"]["inputs"], input_digests(config))
             done = "" if common["iteration"] < config.optimization.train_iters else ": nothing is left to train"
-            lines.append(f"continues {found} after step {common['iteration']}{done}")
+            lines.append(f"continues {start} after step {common['iteration']}{done}")
             lines += [f"changed since the checkpoint: {line}" for line in changed if not line.startswith("--dry-run")]
         else:
-            check_weights(found, common, config.model)
-            lines.append(f"from the weights of {found}")
+            check_weights(start, common, config.model)
+            lines.append(f"from the weights of {start}")
     elif checkpoint.load_hf is not None:
         _check_hf(Path(checkpoint.load_hf), config)
         lines.append(f"from the weights of {checkpoint.load_hf}")
@@ -293,18 +293,23 @@ def _memory(
     copies_reference = not is_base and not config.objective.offload_reference
     worst: tuple[int, RankMemory, float] | None = None
     for stage in range(mesh.pipeline):
-        whole = stage_memory(shape, mesh, states, stage, flight)
+        trained_stage = stage_memory(shape, mesh, states, stage, flight)
         # An approximation: adapters are assumed to be spread over the stages as the weights are.
-        gradients, optimizer, host = (part * trained for part in (whole.gradients, whole.optimizer, whole.host))
-        of_stage = replace(whole, gradients=gradients, optimizer=optimizer, host=host)
+        gradients, optimizer, host = (
+            part * trained for part in (trained_stage.gradients, trained_stage.optimizer, trained_stage.host)
+        )
+        of_stage = replace(trained_stage, gradients=gradients, optimizer=optimizer, host=host)
         more = 0.0
         if objective.needs_critic:
-            more += whole.weights + whole.gradients + whole.optimizer
+            more += trained_stage.weights + trained_stage.gradients + trained_stage.optimizer
         if objective.needs_ref_logprobs and copies_reference:
             more += of_stage.weights
         if not config.distillation.offload_teacher:
-            teachers = [DecoderShape.of(own) for own in _teacher_shapes(config).values()]
-            more += sum(stage_memory(own, mesh, states, stage, InFlight(0.0, 0.0, 0.0)).weights for own in teachers)
+            teachers = [DecoderShape.of(teacher) for teacher in _teacher_shapes(config).values()]
+            more += sum(
+                stage_memory(teacher_shape, mesh, states, stage, InFlight(0.0, 0.0, 0.0)).weights
+                for teacher_shape in teachers
+            )
         if worst is None or of_stage.total + more > worst[1].total + worst[2]:
             worst = stage, of_stage, more
     assert worst is not None  # a pipeline has a stage
@@ -335,15 +340,15 @@ def _show_memory(config: TrainConfig, memory: tuple[int, RankMemory, float], sho
                 "raise it, or divide the model over more processes"
             )
     elif torch.cuda.is_available():
-        there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
-        show("", f"the GPU has {there:.2f} GiB")
+        available = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
+        show("", f"the GPU has {available:.2f} GiB")
         how = "lower --tree-memory-tokens or --tree-activation-tokens, or take more processes"
         if config.leaves_memory_open:
             # Training recomputes what does not fit.
             needed = constant + parts.keys_values / GIB
             how = "take more processes, or keep optimizer states on the host (--optimizer-cpu-offload)"
-        if needed > there:
+        if needed > available:
             raise InputError(
                 f"memory: the run needs about {needed:.2f} GiB on a rank of stage {stage}, and the GPU has "
-                f"{there:.2f}; {how}"
+                f"{available:.2f}; {how}"
             )

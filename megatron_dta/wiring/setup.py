@@ -121,13 +121,15 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         source_state, planning = state.get("source", {}), state.get("planning", {})
         _report_continuation(start, iteration, changed, config, console)
 
-    own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
-    if not own:
+    continues = (
+        start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
+    )
+    if not continues:
         save_base(config, model)
     # A new run starts a new metrics file, including the record before the first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
     engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay)
-    teachers = build_teachers(config, device, engine, lambda own: _engine(config, own))
+    teachers = build_teachers(config, device, engine, lambda chunks: _engine(config, chunks))
     constant = _constant_bytes(config, optimizer, _frozen_models(reference, teachers, config), critic)
     tuner = _tuner(config, engine, constant, (optimizer, critic), _frozen_models(reference, teachers))
     tuner.load_state_dict(planning)
@@ -163,7 +165,7 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         rollout_samples=open_rollout_samples(config, task, console),
         resumed=start is not None and resumes,
         end_id=task.tokenizer.eos_id if task is not None else stored_end(config),
-        saved_iteration=progress.iteration if own else None,
+        saved_iteration=progress.iteration if continues else None,
         lock=lock or nullcontext(),
     )
 
@@ -331,12 +333,12 @@ def _frozen_models(
     reference: Model | None, teachers: Teachers | None, config: TrainConfig | None = None
 ) -> list[torch.nn.Module]:
     """The chunks of models that are not trained; with ``config``, only of those that stay on the device."""
-    found: list[torch.nn.Module] = []
+    models: list[torch.nn.Module] = []
     if reference is not None and not (config is not None and config.objective.offload_reference):
-        found += reference.model_chunks
+        models += reference.model_chunks
     if teachers is not None and not (config is not None and config.distillation.offload_teacher):
-        found += teachers.models
-    return found
+        models += teachers.models
+    return models
 
 
 def _engine(

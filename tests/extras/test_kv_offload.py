@@ -68,8 +68,8 @@ def test_equals_the_run_without_offload_bit_for_bit(case, fraction, segment_toke
     without, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
     outcome, _ = run_tree(model, weights, samples, GRPO, replace(tree, kv_offload_fraction=fraction), TEMPERATURE)
     assert outcome.loss == without.loss
-    for found, other in zip(outcome.logprobs, without.logprobs, strict=True):
-        np.testing.assert_array_equal(found, other)
+    for logprobs, other in zip(outcome.logprobs, without.logprobs, strict=True):
+        np.testing.assert_array_equal(logprobs, other)
     for name, gradient in without.gradients.items():
         assert torch.equal(outcome.gradients[name], gradient), name
     assert compare_outcomes(outcome, expected).largest() < 1e-12
@@ -92,15 +92,15 @@ def test_the_kernels_of_training_see_the_same_slots():
     model = fused(**QWEN3)
     weights = weights_of(replace(model, fused_layer_impl="reference"), seed=3)
     samples = random_training_samples(branching_sequences(seed_all(51), count=6, longest=8), seed=51)
-    found = []
+    gradients = []
     for fraction in (0.0, 1.0):
         wrapped = Wrapped(model, weights, DIRECT)
         wrapped.engine = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 5, tree_attention_impl="triton")
         wrapped.engine.offload_kv(fraction)
-        found.append(wrapped.gradients(samples, tree_config("dta", 6)))
-    for name, gradient in found[0].items():
+        gradients.append(wrapped.gradients(samples, tree_config("dta", 6)))
+    for name, gradient in gradients[0].items():
         assert gradient.isfinite().all()
-        assert torch.equal(found[1][name], gradient), name
+        assert torch.equal(gradients[1][name], gradient), name
 
 
 @pytest.mark.parametrize("fault", ["keys stay", "gradients stay", "gradients vanish"])
@@ -143,19 +143,19 @@ def test_layers_on_the_host_are_spread_over_the_depth():
 @pytest.mark.parametrize("fraction", [0.4, 1.0])
 def test_the_pool_takes_the_bytes_that_are_counted(fraction):
     shape = DecoderShape(5, 64, 128, 8, 4, 16, 100)
-    each = SegmentBytes.of_shape(shape, RankTensors(4, kv_offload_fraction=fraction))
+    segment_bytes = SegmentBytes.of_shape(shape, RankTensors(4, kv_offload_fraction=fraction))
     host = HostSlots(fraction, torch.device("cpu"))
     sizes = dict(num_slots=7, num_kv_heads=4, head_size=16, dtype=torch.float32, device=torch.device("cpu"))
     pool = OffloadedKVPool(host, 0, 5, **sizes, with_gradients=True)
     held = (pool.keys_LSGD, pool.values_LSGD, pool.grad_keys_LSGD, pool.grad_values_LSGD, *pool.gathered)
-    assert sum(tensor.nbytes for tensor in held) == 7 * each.slot(5)
-    assert host.memory(0, 0).untyped_storage().nbytes() == 7 * each.host_slot(5)
+    assert sum(tensor.nbytes for tensor in held) == 7 * segment_bytes.slot(5)
+    assert host.memory(0, 0).untyped_storage().nbytes() == 7 * segment_bytes.host_slot(5)
 
 
 def test_segments_too_short_to_hide_the_copies_are_refused(case, monkeypatch):
     """Heads of Qwen3-8B: 4,096 channels of queries and 1,024 of keys."""
-    h200, found = gpu_named("NVIDIA H200")
-    assert found
+    h200, is_known = gpu_named("NVIDIA H200")
+    assert is_known
     least = least_offload_tokens(h200, 1.0, (4096, 1024), 2)
     backward = 2.5 * 4 * 4096 / 989e12 / 0.457  # seconds of a pair of a token and a key
     assert least == pytest.approx(2 * 1024 * (2 + 8) / (0.8 * 64e9) / backward)
@@ -191,7 +191,7 @@ class Runtime:
 
     def cudaHostRegister(self, address: int, size: int, _: int) -> int:  # noqa: N802
         pages = range(address // PAGESIZE, -(-(address + size) // PAGESIZE))
-        if any(page in taken for taken in self.pages.values() for page in pages):
+        if any(page in registered for registered in self.pages.values() for page in pages):
             return 712
         self.pages[address] = pages
         return 0
@@ -209,15 +209,15 @@ def test_pinned_memory_is_unregistered_before_others_get_it(monkeypatch):
     slots = []
     for _ in range(40):
         slots = [HostSlots(1.0, torch.device("cpu")) for _ in range(3)]
-        for each in slots:
-            each.is_cuda = True
+        for host_slots in slots:
+            host_slots.is_cuda = True
             for size in (0, 100, 90, 5000):
-                memory = each.memory(0, size)
+                memory = host_slots.memory(0, size)
                 assert memory.numel() == size
                 memory.fill_(7)
         assert len(runtime.pages) == 3
         assert sum(len(pages) for pages in runtime.pages.values()) == 3 * -(-5000 // PAGESIZE)
-        del each
+        del host_slots
         slots.clear()
         assert not runtime.pages
     monkeypatch.setattr(torch, "ones", lambda *_, **where: launches.append(where))

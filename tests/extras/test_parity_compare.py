@@ -13,8 +13,8 @@ from megatron_dta.extras.parity.outcome import Outcome
 
 
 def outcome(loss: float = 2.0, **gradients: list[float]) -> Outcome:
-    found = {name: torch.tensor(values, dtype=torch.float64) for name, values in gradients.items()}
-    return Outcome(loss, [np.array([-1.0, -4.0]), np.array([-2.0])], found)
+    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in gradients.items()}
+    return Outcome(loss, [np.array([-1.0, -4.0]), np.array([-2.0])], tensors)
 
 
 def test_each_parameter_has_its_own_scale() -> None:

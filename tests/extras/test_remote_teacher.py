@@ -159,7 +159,7 @@ def test_waits_are_bounded() -> None:
     heads["interim"] = (b"", b"HTTP/1.1 100 Continue\r\n\r\n")
     for first, piece in heads.values():
         began = time.monotonic()
-        with RawServer(lambda request, own=(first, piece): slowly(*own)) as server:
+        with RawServer(lambda request, answer=(first, piece): slowly(*answer)) as server:
             with pytest.raises(InputError, match=r"no reply within 0.2 s \(--rollout-timeout\)"):
                 client(server, timeout_s=0.2, attempts=3)
             # On a busy machine none is read in time.

@@ -117,9 +117,9 @@ def test_frequencies_have_the_bits_of_transformers(name, head_size, theta):
         scaling = {key: value * 173 if "original" in key else value for key, value in scaling.items()}
     config = config_json(scaling, theta, head_size, length=32768 if head_size == 128 else 160)
     rotary = empty_huggingface(config).model.rotary_emb
-    found = inverse_frequencies(model_of(config))
-    assert found.dtype == torch.float32
-    assert torch.equal(found, rotary.inv_freq)
+    frequencies = inverse_frequencies(model_of(config))
+    assert frequencies.dtype == torch.float32
+    assert torch.equal(frequencies, rotary.inv_freq)
     assert attention_factor(model_of(config)) == pytest.approx(rotary.attention_scaling, rel=1e-14)
 
 
@@ -160,9 +160,9 @@ def test_logits_and_gradients_are_those_of_transformers_beyond_the_original_leng
     stock = build_stock_model(model, torch.device("cpu"))
     stock.load_state_dict(weights)
     hidden_from = torch.ones(1, 1, 151, 151, dtype=torch.bool).triu(1)
-    found = stock(token_ids, torch.arange(151)[None], hidden_from)[0]
-    found.square().mean().backward()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
+    logits = stock(token_ids, torch.arange(151)[None], hidden_from)[0]
+    logits.square().mean().backward()
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
     gradients = to_huggingface({name: p.grad for name, p in stock.named_parameters()}, model)
     for parameter, gradient in gradients.items():
         wanted = reference.get_parameter(parameter).grad
@@ -203,8 +203,8 @@ def test_angles_have_the_bits_of_transformers_up_to_a_million_positions(name):
     positions = torch.tensor([0, 1, 131_071, 524_287, 999_999, (1 << 20) - 1])
     config = config_json(SCALINGS[name] | {"original_max_position_embeddings": 32768}, 5e6, length=1 << 20)
     built = build_model(model_of(config), initialize_parallel(0))
-    found = rotary_tables(built.rotary_pos_emb(1 << 20).index_select(0, positions), built.config)
+    tables = rotary_tables(built.rotary_pos_emb(1 << 20).index_select(0, positions), built.config)
     rotary = empty_huggingface(config).model.rotary_emb
     expected = rotary(torch.zeros(1, 1, dtype=torch.float32), positions[None])
-    for own, other in zip(found, expected, strict=True):
-        assert torch.equal(own, other[0, :, : own.shape[1]])
+    for table, other in zip(tables, expected, strict=True):
+        assert torch.equal(table, other[0, :, : table.shape[1]])

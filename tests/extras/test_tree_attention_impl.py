@@ -53,19 +53,19 @@ def test_plans_made_one_by_one_equal_the_segments_masks(seed):
         begin, end = segments.segment_start[segment : segment + 2]
         ends, tokens = key_ends(segments, paths, segment)
         keys = np.append(paths.stream_indices(segment), np.arange(begin, end))
-        own = np.arange(begin, end)[:, None]
+        queries = np.arange(begin, end)[:, None]
         position = len(keys) - tokens + np.arange(tokens)[:, None]
         seen = (np.arange(len(keys)) <= position) & (position < ends)
-        assert (seen == ((keys <= own) & (own < tree.subtree_end[keys]))).all()
-        found, expected = plans.of_segment(segment), plan_tree_attention(ends, tokens, shape, CPU)
-        assert (found.num_queries, found.num_keys, found.stored_elements) == (
+        assert (seen == ((keys <= queries) & (queries < tree.subtree_end[keys]))).all()
+        plan, expected = plans.of_segment(segment), plan_tree_attention(ends, tokens, shape, CPU)
+        assert (plan.num_queries, plan.num_keys, plan.stored_elements) == (
             tokens,
             len(keys),
             expected.stored_elements,
         )
-        assert torch.equal(found.forward.programs, expected.forward.programs)
-        assert torch.equal(found.forward.blocks, expected.forward.blocks)
-        assert plans.of_segment(segment) is found
+        assert torch.equal(plan.forward.programs, expected.forward.programs)
+        assert torch.equal(plan.forward.blocks, expected.forward.blocks)
+        assert plans.of_segment(segment) is plan
 
 
 @interpreter

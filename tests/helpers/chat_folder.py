@@ -25,7 +25,7 @@ THINKING = (
 
 
 def make_chat_folder(
-    path: Path, template: str = CHATML, place: str = "tokenizer_config.json", texts: list[str] | None = None
+    path: Path, template: str = CHATML, config_name: str = "tokenizer_config.json", texts: list[str] | None = None
 ) -> Path:
     """A byte-level tokenizer (with merges learned from ``texts``) that ends turns with <|im_end|>, and its template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -40,7 +40,7 @@ def make_chat_folder(
     path.mkdir()
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    if place == "tokenizer_config.json":
+    if config_name == "tokenizer_config.json":
         config["chat_template"] = template
     else:
         (path / "chat_template.jinja").write_text(template)

@@ -92,15 +92,15 @@ class Rank:
 
 def run_stretches(rank: int, stretches: list[Stretch]) -> list[dict[str, Any]]:
     """Every stretch in turn: what changed since the checkpoint, and random numbers drawn after it."""
-    found = []
+    results = []
     for stretch in stretches:
         part = Rank(stretch)
         changed = part.load(stretch.load) if stretch.load is not None else []
         for _ in range(stretch.steps):
             part.step()
         part.save(stretch.save)
-        found.append({"changed": changed, "drawn": [float(torch.rand(())), np.random.rand(), random.random()]})
-    return found
+        results.append({"changed": changed, "drawn": [float(torch.rand(())), np.random.rand(), random.random()]})
+    return results
 
 
 @contextmanager

@@ -36,24 +36,24 @@ def forkserver() -> ForkServerContext:
     """Return the context whose processes have imported the project."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    given = os.environ.get("PYTHONPATH")
+    python_path = os.environ.get("PYTHONPATH")
     # Python 3.11 does not tell the server where to find the modules, and says nothing where it does not find them.
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     _forkserver.ensure_running()
-    if given is None:
+    if python_path is None:
         del os.environ["PYTHONPATH"]
     else:
-        os.environ["PYTHONPATH"] = given
+        os.environ["PYTHONPATH"] = python_path
     return context
 
 
 def server_for_others() -> str:
     """Start the server; its address, for ``use_server`` in other processes. It says nothing and ends with this one."""
-    own, silent = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    errors, silent = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 2)
     forkserver()
-    os.dup2(own, 2)
-    os.close(own)
+    os.dup2(errors, 2)
+    os.close(errors)
     os.close(silent)
     return _forkserver._forkserver_address
 
@@ -108,8 +108,8 @@ class Program:
         self._folder = tempfile.TemporaryDirectory()
         self._outputs = [os.path.join(self._folder.name, name) for name in ("stdout", "stderr")]
         context = forkserver()
-        place = Place(str(cwd), environment, self._outputs, largest_file, _forkserver._forkserver_address)
-        self._process = context.Process(target=_run, args=(self.command, place))
+        settings = Place(str(cwd), environment, self._outputs, largest_file, _forkserver._forkserver_address)
+        self._process = context.Process(target=_run, args=(self.command, settings))
         self._process.start()
         self.pid = self._process.pid
 
@@ -157,27 +157,30 @@ def run_python(
 
 def run_ranks(arguments: Sequence[object], count: int, cwd: str | Path = REPOSITORY) -> list[CompletedProcess[str]]:
     """Run a program in as many processes, with the environment that torchrun gives to each."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as port_socket:
+        port_socket.bind(("127.0.0.1", 0))
+        port = port_socket.getsockname()[1]
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    started = [Program(arguments, cwd, common | own | {"LOCAL_WORLD_SIZE": str(count)}) for own in numbers]
+    started = [
+        Program(arguments, cwd, common | rank_variables | {"LOCAL_WORLD_SIZE": str(count)})
+        for rank_variables in numbers
+    ]
     return [program.wait() for program in started]
 
 
-def _run(command: list[str], place: Place) -> None:
-    for descriptor, path in enumerate(place.outputs, start=1):
+def _run(command: list[str], settings: Place) -> None:
+    for descriptor, path in enumerate(settings.outputs, start=1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
     os.environ.clear()
-    os.environ.update(place.environment)
-    os.chdir(place.cwd)
-    if place.largest_file is not None:
+    os.environ.update(settings.environment)
+    os.chdir(settings.cwd)
+    if settings.largest_file is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (place.largest_file, resource.RLIM_INFINITY))
-    use_server(place.server)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (settings.largest_file, resource.RLIM_INFINITY))
+    use_server(settings.server)
     status = call_with_room(_status_of, command)
     # What the interpreter does at its end; a forked process would leave it out.
     threading._shutdown()

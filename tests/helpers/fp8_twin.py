@@ -18,13 +18,13 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 def rounded(values: Tensor, number_format: str, rows: int | None, columns: int | None) -> Tensor:
     """``values`` [M, N] as float32, rounded to FP8 in blocks of ``rows`` times ``columns``; None: all as one block."""
     dtype = FORMATS[number_format]
-    whole = rows is None or columns is None
-    height, width = values.shape if whole else (rows, columns)
+    is_one_scale = rows is None or columns is None
+    height, width = values.shape if is_one_scale else (rows, columns)
     padded = torch.nn.functional.pad(values.float(), (0, -values.shape[1] % width, 0, -values.shape[0] % height))
     blocks = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))  # [row block, row, column block, column]
     largest = blocks.abs().amax((1, 3), keepdim=True)
     scale = torch.where(largest > 0, torch.finfo(dtype).max / largest, 1.0)
-    if not whole:
+    if not is_one_scale:
         scale = scale.log2().floor().exp2()
     kept = (blocks * scale).to(dtype).float() / scale
     return kept.flatten(2, 3).flatten(0, 1)[: values.shape[0], : values.shape[1]]
@@ -61,8 +61,8 @@ def compute_in_fp8(model: torch.nn.Module, number_format: str, recipe: str) -> N
 
         return forward
 
-    found = [layer for name, layer in model.named_modules() if name.rsplit(".", 1)[-1] in LINEAR]
-    assert found
-    for layer in found:
+    layers = [layer for name, layer in model.named_modules() if name.rsplit(".", 1)[-1] in LINEAR]
+    assert layers
+    for layer in layers:
         assert layer.bias is None
         layer.forward = forward_of(layer)

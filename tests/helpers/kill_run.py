@@ -54,9 +54,9 @@ class Run:
     """The processes of one start of the command, forked off this one."""
 
     def __init__(self, argv: list[str], processes: int, log: Path) -> None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
+        with socket.socket() as port_socket:
+            port_socket.bind(("127.0.0.1", 0))
+            port = port_socket.getsockname()[1]
         mesh = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
         self.children = [
             _fork(argv, mesh | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}, log)
@@ -147,9 +147,9 @@ def server_command(folder: Path) -> str:
     if not url:
         raise SystemExit("the rollout server does not start")
     # Nothing but what the command is made of: the rest is the server's, in its process.
-    made = SimpleNamespace(folder=folder, servers=[SimpleNamespace(url=url, kind="vllm")])
+    folder_and_server = SimpleNamespace(folder=folder, servers=[SimpleNamespace(url=url, kind="vllm")])
     return Runs.command(
-        made,
+        folder_and_server,
         f"{SAVES} --eval-interval 10 --eval-iters 3 --eval-prompt-data {folder / 'prompts.jsonl'}",
     )
 
@@ -182,8 +182,8 @@ def saved_iteration(folder: Path) -> int:
         # One that is being deleted has lost its name by the time that its metadata are looked for.
         if path.suffix != ".tmp" and not (path / "metadata.json").is_file() and path.is_dir():
             raise SystemExit(f"{path} is no complete checkpoint")
-    found = find_checkpoint(folder)
-    return int(found.name.removeprefix("iter_")) if found is not None else 0
+    checkpoint = find_checkpoint(folder)
+    return int(checkpoint.name.removeprefix("iter_")) if checkpoint is not None else 0
 
 
 def unbroken_run(argv: list[str], processes: int, folder: Path, log: Path) -> tuple[float, float, float]:
@@ -260,11 +260,11 @@ def main() -> int:
     for name in options.runs:
         for processes in options.processes:
             print(f"{name}, {processes} process{'es' if processes > 1 else ''}", flush=True)
-            own = options.folder / f"{name}-{processes}"
-            own.mkdir(parents=True)
+            folder = options.folder / f"{name}-{processes}"
+            folder.mkdir(parents=True)
             more = RUNS[name]
-            command = server_command(own) if more is None else f"{COMMAND} {more}"
-            good += kill_repeatedly([*command.split(), *flags], options.train_iters, processes, options.kills, own)
+            command = server_command(folder) if more is None else f"{COMMAND} {more}"
+            good += kill_repeatedly([*command.split(), *flags], options.train_iters, processes, options.kills, folder)
     begun = len(options.runs) * len(options.processes)
     print(f"{begun * options.kills} kills of {begun} runs, {good} of which ended as if unbroken", flush=True)
     return 0 if good == begun else 1

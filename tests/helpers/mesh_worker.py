@@ -102,13 +102,15 @@ def run_on_ranks(
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     sockets = socket_pairs(world_size) if backend == "sockets" else [{}] * world_size
     processes = [
-        context.Process(target=_process, args=(function, (rank, world_size), str(folder), store.port, backend, own))
-        for rank, own in enumerate(sockets)
+        context.Process(
+            target=_process, args=(function, (rank, world_size), str(folder), store.port, backend, rank_sockets)
+        )
+        for rank, rank_sockets in enumerate(sockets)
     ]
     for process in processes:
         process.start()
-    for own in sockets:
-        for end in own.values():
+    for rank_sockets in sockets:
+        for end in rank_sockets.values():
             end.close()
     why = ""
     try:
@@ -149,14 +151,14 @@ def _wait_for(processes: list[Any], longest_s: float) -> str:
 
 def _thread_seconds(processes: list[Any]) -> dict[int, float]:
     """Processor time of each thread. Gloo's look for messages all the time: only all together they use much."""
-    found, per_second = {}, os.sysconf("SC_CLK_TCK")
+    seconds, per_second = {}, os.sysconf("SC_CLK_TCK")
     for process in processes:
         with contextlib.suppress(OSError):
             for thread in Path(f"/proc/{process.pid}/task").iterdir():
                 # Fields behind the name in parentheses; the 12th and 13th are the times in the program and the kernel.
                 fields = (thread / "stat").read_text().rpartition(")")[2].split()
-                found[int(thread.name)] = (int(fields[11]) + int(fields[12])) / per_second
-    return found
+                seconds[int(thread.name)] = (int(fields[11]) + int(fields[12])) / per_second
+    return seconds
 
 
 def _write_stacks(processes: list[Any]) -> None:
@@ -169,7 +171,7 @@ def _write_stacks(processes: list[Any]) -> None:
 
 def _process(
     function: Callable[[int, Any], Any],
-    place: tuple[int, int],
+    rank_and_size: tuple[int, int],
     folder: str,
     port: int,
     backend: str,
@@ -177,7 +179,7 @@ def _process(
 ) -> None:
     use_errors_of_parent()
     torch.set_num_threads(1)
-    (rank, world_size), path = place, Path(folder)
+    (rank, world_size), path = rank_and_size, Path(folder)
     stack = (path / f"stack_{rank}.txt").open("w")
     faulthandler.register(STACK_SIGNAL, stack)
     if backend == "nccl":
@@ -227,14 +229,14 @@ def named_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """The rank's parameters by their names in the whole model; a tied output weight is not there twice."""
     from weight_shards import name_in_whole_model
 
-    found = {}
+    parameters = {}
     for part in model.model_chunks:
         for name, parameter in part.named_parameters():
             name = name_in_whole_model(part, name)
             if name == "output_layer.weight" and part.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"
-            found[name] = parameter
-    return found
+            parameters[name] = parameter
+    return parameters
 
 
 def expert_biases(model: Any) -> dict[str, torch.Tensor]:
@@ -250,9 +252,9 @@ def expert_biases(model: Any) -> dict[str, torch.Tensor]:
 
 
 def copy_shards(
-    model: Any, weights: dict[str, torch.Tensor], config: ModelConfig, own: dict[str, torch.Tensor] | None = None
+    model: Any, weights: dict[str, torch.Tensor], config: ModelConfig, sharded: dict[str, torch.Tensor] | None = None
 ) -> None:
-    """Give the model the rank's shards of the whole ``weights``, biases of experts included; ``own`` are shards."""
+    """Give the model the rank's shards of the whole ``weights``, biases of experts included, or ``sharded``."""
     from megatron.core import parallel_state
 
     from megatron_dta.core.model.parallel.mesh import current_mesh
@@ -266,7 +268,7 @@ def copy_shards(
     shard |= shard_weights(experts, config, expert_rank, expert_size)
     with torch.no_grad():
         for name, tensor in (named_parameters(model) | expert_biases(model)).items():
-            tensor.copy_((shard | (own or {}))[name])
+            tensor.copy_((shard | (sharded or {}))[name])
 
 
 def _run_case(case: MeshCase) -> RankResult:
@@ -303,10 +305,10 @@ def _run_case(case: MeshCase) -> RankResult:
         # Plain experts count as grouped ones: a limit need not be right to be kept.
         with mock.patch.object(cost_inputs, "why_not_predicted", return_value=None):
             engine.limit_memory(case.tree.tree_memory_gib, 0.0)
-    own = [case.samples[i] for i in case.partition[mesh.data_rank]]
+    samples = [case.samples[i] for i in case.partition[mesh.data_rank]]
     counts = count_trained([sample.num_trained for sample in case.samples])
     pipeline = engine.pipeline(case.tree.tree_segment_tokens)
-    batch = prepare_batch(own, case.tree, case.aggregation, pipeline, part=StepPart(counts))
+    batch = prepare_batch(samples, case.tree, case.aggregation, pipeline, part=StepPart(counts))
     result.logprobs = engine.compute_logprobs(batch)
     if case.parallel.overlap_grad_reduce:
         # In its first step Megatron only learns which gradients to expect; from the second on it overlaps.
@@ -380,9 +382,9 @@ def _sabotaged(name: str) -> Any:
     return mock.patch.object(tensor_parallel, function, lambda hidden: hidden)
 
 
-def _with_zeros(_: Any, own: Sequence[torch.Tensor], begins: Sequence[int], lengths: Sequence[int]) -> tuple:
+def _with_zeros(_: Any, values: Sequence[torch.Tensor], begins: Sequence[int], lengths: Sequence[int]) -> tuple:
     """``ContextGroup.joined`` without the other ranks' values."""
-    found = tuple(part.new_zeros(length) for part, length in zip(own, lengths, strict=True))
-    for vector, part, begin in zip(found, own, begins, strict=True):
+    padded = tuple(part.new_zeros(length) for part, length in zip(values, lengths, strict=True))
+    for vector, part, begin in zip(padded, values, begins, strict=True):
         vector[begin : begin + len(part)] = part.detach()
-    return found
+    return padded

@@ -52,8 +52,8 @@ def tree_over_dense(seeds: Iterable[int], count: int = 60, **settings: object) -
         )
         distance = {}
         for mode in ("dense", "dta"):
-            found = gradients_in_buffers(half, rounded, samples, tree_config(mode, 128))
-            squares = [(found[name] - gradient).square().sum() for name, gradient in exact.items()]
+            gradients = gradients_in_buffers(half, rounded, samples, tree_config(mode, 128))
+            squares = [(gradients[name] - gradient).square().sum() for name, gradient in exact.items()]
             distance[mode] = float(torch.stack(squares).sum().sqrt())
         ratios.append(distance["dta"] / distance["dense"])
     return np.asarray(ratios)

@@ -59,7 +59,9 @@ def make_quick() -> None:
 
 def rewrite_kernels() -> None:
     """Parse the source of all kernels now, in place of in each process that is forked later."""
-    for kernel in [found for found in gc.get_objects() if isinstance(found, interpreter.InterpretedFunction)]:
+    for kernel in [
+        interpreted for interpreted in gc.get_objects() if isinstance(interpreted, interpreter.InterpretedFunction)
+    ]:
         kernel.rewrite()
 
 
@@ -134,8 +136,8 @@ def _check_shapes_and_overflow_in_numpy() -> None:
     operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
     def broadcast_if_different(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        one, other = lhs.type, rhs.type
-        if one.is_block() == other.is_block() and (not one.is_block() or one.shape.values == other.shape.values):
+        left, other = lhs.type, rhs.type
+        if left.is_block() == other.is_block() and (not left.is_block() or left.shape.values == other.shape.values):
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 
@@ -143,8 +145,8 @@ def _check_shapes_and_overflow_in_numpy() -> None:
         scalar = lhs.type.scalar
         if scalar.int_bitwidth < 64:
             name = operation.__name__
-            found = operations[name](lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
-            fits = found.min() >= scalar.get_int_min_value() and found.max() <= scalar.get_int_max_value()
+            result = operations[name](lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+            fits = result.min() >= scalar.get_int_min_value() and result.max() <= scalar.get_int_max_value()
             assert fits, f"int{scalar.int_bitwidth} overflow detected for operation {name}"
 
     semantic.TritonSemantic.broadcast_impl_value = broadcast_if_different
@@ -162,11 +164,11 @@ def _tensor(data: np.ndarray, dtype: tl.dtype, is_block: Any) -> tl.tensor:
         model = core.tensor(None, core.block_type(dtype, list(shape)) if shape else dtype)
         # With the dtype, whose id must not be given to another one.
         _tensor_types[key] = model.type, model.shape, model.numel, dtype
-    handle, made = object.__new__(interpreter.TensorHandle), object.__new__(core.tensor)
+    handle, tensor = object.__new__(interpreter.TensorHandle), object.__new__(core.tensor)
     handle.data, handle.dtype, handle.attr = data, dtype, {}
-    made.handle, made.dtype = handle, dtype
-    made.type, made.shape, made.numel, _ = _tensor_types[key]
-    return made
+    tensor.handle, tensor.dtype = handle, dtype
+    tensor.type, tensor.shape, tensor.numel, _ = _tensor_types[key]
+    return tensor
 
 
 def _compute_in_numpy() -> None:
@@ -186,19 +188,19 @@ def _compute_in_numpy() -> None:
 
 
 def _in_order(compute: Callable, prefix: str) -> Callable:
-    return (lambda own, other: compute(other, own)) if prefix == "__r" else compute
+    return (lambda value, other: compute(other, value)) if prefix == "__r" else compute
 
 
 def _checked(compute: Callable, prefix: str) -> Callable:
     """Arithmetic that fails where int32 overflows."""
     ordered = _in_order(compute, prefix)
 
-    def computed(own: np.ndarray, other: np.ndarray) -> np.ndarray:
-        found = ordered(own, other)
-        if found.dtype == np.int32:
-            exact = ordered(own.astype(np.int64), other)
-            assert (exact == found).all(), f"int32 overflow detected for operation {compute.__name__}"
-        return found
+    def computed(value: np.ndarray, other: np.ndarray) -> np.ndarray:
+        result = ordered(value, other)
+        if result.dtype == np.int32:
+            exact = ordered(value.astype(np.int64), other)
+            assert (exact == result).all(), f"int32 overflow detected for operation {compute.__name__}"
+        return result
 
     return computed
 
@@ -242,22 +244,24 @@ def _replace_operator(
 def _quick_load(slow: Callable) -> Callable:
     def load(pointer: Any, mask: Any = None, other: Any = None, **rest: Any) -> Any:
         dtype = pointer.dtype
-        places = pointer.handle.data
+        addresses = pointer.handle.data
         if mask is None:
-            allowed = np.ones(places.shape, np.bool_)
+            allowed = np.ones(addresses.shape, np.bool_)
         elif type(mask) is core.tensor and mask.dtype is tl.int1:
             allowed = mask.handle.data
         else:
             return slow(pointer, mask, other, **rest)
         is_plain = type(dtype) is core.pointer_type and dtype.element_ty is not tl.int1
         is_filled = other is not None and (mask is None or type(other) not in (int, float) or other != 0)
-        if not is_plain or is_filled or rest or (places.shape != allowed.shape and not pointer.shape):
+        if not is_plain or is_filled or rest or (addresses.shape != allowed.shape and not pointer.shape):
             return slow(pointer, mask, other, **rest)
-        places, allowed = np.broadcast_arrays(places, allowed) if places.shape != allowed.shape else (places, allowed)
+        addresses, allowed = (
+            np.broadcast_arrays(addresses, allowed) if addresses.shape != allowed.shape else (addresses, allowed)
+        )
         element = dtype.element_ty
         numpy_type = interpreter._get_np_dtype(element)
-        found = interpreter._interpreter.load(places, allowed, np.zeros(places.shape, numpy_type), numpy_type)
-        return _tensor(found, element, pointer.shape)
+        values = interpreter._interpreter.load(addresses, allowed, np.zeros(addresses.shape, numpy_type), numpy_type)
+        return _tensor(values, element, pointer.shape)
 
     return load
 
@@ -266,12 +270,12 @@ def _convert_bfloat16_by_bits() -> None:
     """As Triton's interpreter does, which truncates."""
     convert = interpreter._convert_float
 
-    def convert_float(data: np.ndarray, given: tl.dtype, wanted: tl.dtype, rounding: Any) -> np.ndarray:
-        if rounding is None and given is tl.bfloat16 and wanted is tl.float32:
+    def convert_float(data: np.ndarray, source: tl.dtype, wanted: tl.dtype, rounding: Any) -> np.ndarray:
+        if rounding is None and source is tl.bfloat16 and wanted is tl.float32:
             return data.astype(np.uint32) << 16
-        if rounding is None and given is tl.float32 and wanted is tl.bfloat16:
+        if rounding is None and source is tl.float32 and wanted is tl.bfloat16:
             return (np.ascontiguousarray(data).view(np.uint32) >> 16).astype(np.uint16)
-        return convert(data, given, wanted, rounding)
+        return convert(data, source, wanted, rounding)
 
     interpreter._convert_float = convert_float
 
@@ -299,24 +303,24 @@ def _launch_on_the_host() -> None:
             return numbers[argument]
         return convert(argument)
 
-    def call(self: Any, *given: Any, **named: Any) -> None:
+    def call(self: Any, *positional: Any, **named: Any) -> None:
         spec, compiled_in, names = known[self.fn]
         named = {name: value for name, value in named.items() if name in names}
         arguments = (
-            inspect.getcallargs(self.fn, *given, **named)
+            inspect.getcallargs(self.fn, *positional, **named)
             if spec.defaults
-            else dict(zip(spec.args, given, strict=False)) | named
+            else dict(zip(spec.args, positional, strict=False)) | named
         )
         for hook in self.pre_run_hooks:
-            hook(*given, **named)
+            hook(*positional, **named)
         interpreter._patch_lang(self.fn)
         arguments = {name: value if name in compiled_in else converted(value) for name, value in arguments.items()}
         grid = self.grid(arguments) if callable(self.grid) else self.grid
         grid = (*grid, 1, 1)[:3]
         interpreter.interpreter_builder.set_grid_dim(*grid)
         try:
-            for place in itertools.product(*map(range, grid)):
-                interpreter.interpreter_builder.set_grid_idx(*place)
+            for indices in itertools.product(*map(range, grid)):
+                interpreter.interpreter_builder.set_grid_idx(*indices)
                 self.fn(**arguments)
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error

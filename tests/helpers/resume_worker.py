@@ -99,7 +99,7 @@ def run_once(argv: list[str], kill: str | None) -> int:
 
 def main() -> None:
     scenarios = json.loads(Path(sys.argv[1]).read_text())
-    statuses = [[run_once(one["argv"], kill) for kill in [*one["kills"], None]] for one in scenarios]
+    statuses = [[run_once(scenario["argv"], kill) for kill in [*scenario["kills"], None]] for scenario in scenarios]
     print(json.dumps(statuses))
 
 

@@ -28,10 +28,10 @@ class RewardServer:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 with outer._lock:
-                    outer.bodies.append(given := json.loads(body))
+                    outer.bodies.append(request := json.loads(body))
                     plan = outer.plans.pop(0) if len(outer.plans) > 1 else outer.plans[0]
                 if callable(plan):
-                    plan = plan(given)
+                    plan = plan(request)
                 self._answer(plan)
 
             def _answer(self, plan: Any) -> None:

@@ -91,15 +91,15 @@ def roots_of(drive: Drive) -> list[GenerationRequest]:
 def children_of(drive: Drive, request: GenerationRequest, result: GenerationResult) -> list[GenerationRequest]:
     """Continuations of all, of a part, or of all with an answer of the environment behind it."""
     rng = np.random.default_rng((drive.seed, 2, request.request_id))
-    whole = np.concatenate([request.token_ids, result.token_ids]).astype(np.int32)
+    sequence = np.concatenate([request.token_ids, result.token_ids]).astype(np.int32)
     children = []
     for i in range(int(rng.choice([0, 1, 1, 2, 3]))):
         kind = rng.random()
-        context = whole
+        context = sequence
         if kind < 0.2:
-            context = whole[: int(rng.integers(1, len(whole) + 1))]
+            context = sequence[: int(rng.integers(1, len(sequence) + 1))]
         elif kind < 0.4:
-            context = np.concatenate([whole, random_prompts(rng, [4])[0]])
+            context = np.concatenate([sequence, random_prompts(rng, [4])[0]])
         is_named = rng.random() < 0.8
         parent = request.request_id if drive.hints and is_named else None
         key = request.key if rng.random() < 0.3 else int(rng.integers(0, 2**63))
@@ -147,10 +147,10 @@ def poison_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedCache, "grow", grow_poisoned)
 
 
-def assert_same(found: dict, expected: dict, tolerance: float) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(results: dict, expected: dict, tolerance: float) -> None:
+    assert results.keys() == expected.keys()
     for request_id, (request, result) in expected.items():
-        other_request, other = found[request_id]
+        other_request, other = results[request_id]
         assert np.array_equal(other_request.token_ids, request.token_ids)
         assert other.token_ids.tolist() == result.token_ids.tolist()
         assert other.finish_reason is result.finish_reason

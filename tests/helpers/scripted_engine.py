@@ -62,12 +62,12 @@ class ScriptedEngine(RolloutEngine):
         request = self._running.pop(0)
         prompt = request.token_ids[: request.prompt_length].tolist()
         answer = self._script(prompt, request.key)
-        own = np.array(answer[request.sampled_before :][: request.max_tokens], np.int32)
-        assert len(own), "the script has ended without an end of sequence"
-        logprobs = -(1.0 + (own + request.sampled_before + np.arange(len(own))) % 7).astype(np.float32) / 8
-        self.held[request.request_id] = np.concatenate([request.token_ids, own])
-        finish = FinishReason.STOP if int(own[-1]) in self._ends else FinishReason.LENGTH
-        return [GenerationResult(request.request_id, own, logprobs, finish, self.version)]
+        token_ids = np.array(answer[request.sampled_before :][: request.max_tokens], np.int32)
+        assert len(token_ids), "the script has ended without an end of sequence"
+        logprobs = -(1.0 + (token_ids + request.sampled_before + np.arange(len(token_ids))) % 7).astype(np.float32) / 8
+        self.held[request.request_id] = np.concatenate([request.token_ids, token_ids])
+        finish = FinishReason.STOP if int(token_ids[-1]) in self._ends else FinishReason.LENGTH
+        return [GenerationResult(request.request_id, token_ids, logprobs, finish, self.version)]
 
     def release(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:

@@ -46,13 +46,13 @@ def policy_loss_function(args: Any, batch: dict, logits: Any, mean: Callable) ->
     """PPO's clipped loss with an entropy bonus and a penalty (k3) against the reference."""
     module = sys.modules["slime.backends.megatron_utils.loss"]
     lengths = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
-    _, found = module.get_log_probs_and_entropy(logits, args=args, with_entropy=True, **lengths)
-    logprobs, advantages = torch.cat(found["log_probs"]), torch.cat(batch["advantages"])
+    _, outputs = module.get_log_probs_and_entropy(logits, args=args, with_entropy=True, **lengths)
+    logprobs, advantages = torch.cat(outputs["log_probs"]), torch.cat(batch["advantages"])
     old = torch.cat(batch["rollout_log_probs"] if args.use_rollout_logprobs else batch["log_probs"])
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip_high)
     loss = mean(torch.maximum(-ratio * advantages, -clipped * advantages))
-    loss = loss - args.entropy_coef * mean(torch.cat(found["entropy"]))
+    loss = loss - args.entropy_coef * mean(torch.cat(outputs["entropy"]))
     if args.use_kl_loss:
         difference = torch.cat(batch["ref_log_probs"]) - logprobs
         loss = loss + args.kl_loss_coef * mean(difference.exp() - 1 - difference)

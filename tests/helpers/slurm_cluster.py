@@ -64,12 +64,12 @@ def missing_programs() -> list[str]:
 def _free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for listening in sockets:
+            listening.bind(("127.0.0.1", 0))
+        return [listening.getsockname()[1] for listening in sockets]
     finally:
-        for each in sockets:
-            each.close()
+        for listening in sockets:
+            listening.close()
 
 
 class SlurmCluster:
@@ -135,9 +135,9 @@ class SlurmCluster:
                 variables = environment.read_bytes() if pid.isdigit() else b""
             except OSError:
                 continue
-            own = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode() in variables
+            is_of_cluster = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode() in variables
             stepd = arguments.startswith("slurmstepd") and str(self.folder) in os.readlink(f"/proc/{pid}/cwd")
-            if (own and f"SLURMD_NODENAME={node}".encode() in variables) or stepd:
+            if (is_of_cluster and f"SLURMD_NODENAME={node}".encode() in variables) or stepd:
                 os.kill(int(pid), 9)
 
     def run(self, *command: str, check: bool = True) -> str:

@@ -87,13 +87,13 @@ class _Links:
 
     def receive(self, rank: int, key: bytes, timeout_s: float) -> bytes:
         """The next message of a rank with this key; RuntimeError if the rank has ended, or none comes in time."""
-        place, end = (rank, key), time.monotonic() + timeout_s
+        sender, end = (rank, key), time.monotonic() + timeout_s
         while True:
             with self._lock:
-                if messages := self._inbox.get(place):
+                if messages := self._inbox.get(sender):
                     message = messages.popleft()
                     if not messages:
-                        del self._inbox[place]
+                        del self._inbox[sender]
                     return message
                 if rank not in self._unread:
                     raise RuntimeError(f"Connection closed by peer: rank {rank} has ended")
@@ -183,25 +183,25 @@ class SocketGroup(ProcessGroup):
             self.links.send(self._global(rank), key, pickle.dumps((name, _bytes(part))))
 
         def finish() -> None:
-            found = {}
+            received = {}
             for rank in sources:
-                theirs, found[rank] = pickle.loads(self.links.receive(self._global(rank), key, self._timeout_s))
+                theirs, received[rank] = pickle.loads(self.links.receive(self._global(rank), key, self._timeout_s))
                 if theirs != name:
                     raise RuntimeError(f"rank {rank} of the group calls {theirs} where rank {self._own} calls {name}")
-            use(found)
+            use(received)
 
         work = _Work(finish, lambda: all(self.links.arrived(self._global(rank), key) for rank in sources))
         if not sources:
             work.wait()
         return work
 
-    def _to_all(self, name: str, own: Tensor, use: Callable[[list[Tensor]], None]) -> _Work:
-        """Send ``own`` to all, and give to ``use`` the parts of all ranks in order."""
+    def _to_all(self, name: str, tensor: Tensor, use: Callable[[list[Tensor]], None]) -> _Work:
+        """Send ``tensor`` to all, and give to ``use`` the parts of all ranks in order."""
 
-        def with_own(found: dict[int, bytes]) -> None:
-            use([own if rank == self._own else _tensor(found[rank], own) for rank in range(self.size())])
+        def with_own(received: dict[int, bytes]) -> None:
+            use([tensor if rank == self._own else _tensor(received[rank], tensor) for rank in range(self.size())])
 
-        return self._exchange(name, dict.fromkeys(self._others, own), self._others, with_own)
+        return self._exchange(name, dict.fromkeys(self._others, tensor), self._others, with_own)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:
         (tensor,) = tensors
@@ -222,45 +222,45 @@ class SocketGroup(ProcessGroup):
         return self._to_all("reduce", tensor, use)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Work:
-        (parts_out,), (own,) = outputs, inputs
-        return self._to_all("all_gather", own, lambda parts: _copy_each(parts_out, parts))
+        (parts_out,), (tensor,) = outputs, inputs
+        return self._to_all("all_gather", tensor, lambda parts: _copy_each(parts_out, parts))
 
-    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> _Work:
-        _check_size(output.numel(), own.numel() * self.size())
-        return self._to_all("all_gather_single", own, lambda parts: _copy_flat(output, parts))
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> _Work:
+        _check_size(output.numel(), tensor.numel() * self.size())
+        return self._to_all("all_gather_single", tensor, lambda parts: _copy_flat(output, parts))
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Work:
         return _together([self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> _Work:
         (output,), (parts,) = outputs, inputs
-        own, combine = parts[self._own], _reduction(opts)
-        _check_size(output.numel(), own.numel())
+        part, combine = parts[self._own], _reduction(opts)
+        _check_size(output.numel(), part.numel())
 
-        def use(found: dict[int, bytes]) -> None:
-            every = [own if rank == self._own else _tensor(found[rank], own) for rank in range(self.size())]
+        def use(received: dict[int, bytes]) -> None:
+            every = [part if rank == self._own else _tensor(received[rank], part) for rank in range(self.size())]
             output.copy_(reduce(combine, every).view(output.shape))
 
         return self._exchange("reduce_scatter", {rank: parts[rank] for rank in self._others}, self._others, use)
 
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> _Work:
-        _check_size(whole.numel(), output.numel() * self.size())
-        return self.reduce_scatter([output], [list(whole.reshape(self.size(), -1))], opts)
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> _Work:
+        _check_size(tensor.numel(), output.numel() * self.size())
+        return self.reduce_scatter([output], [list(tensor.reshape(self.size(), -1))], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Work:
         return _together([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     def all_to_all_single(
-        self, output: Tensor, own: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+        self, output: Tensor, tensor: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> _Work:
-        given = own.split(input_sizes or [len(own) // self.size()] * self.size())
+        sent = tensor.split(input_sizes or [len(tensor) // self.size()] * self.size())
         wanted = output.split(output_sizes or [len(output) // self.size()] * self.size())
-        return self.alltoall(list(wanted), list(given), opts)
+        return self.alltoall(list(wanted), list(sent), opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Work:
-        def use(found: dict[int, bytes]) -> None:
+        def use(received: dict[int, bytes]) -> None:
             outputs[self._own].copy_(inputs[self._own])
-            _copy_each([outputs[rank] for rank in found], [_tensor(found[r], outputs[r]) for r in found])
+            _copy_each([outputs[rank] for rank in received], [_tensor(received[r], outputs[r]) for r in received])
 
         return self._exchange("all_to_all", {rank: inputs[rank] for rank in self._others}, self._others, use)
 
@@ -268,17 +268,17 @@ class SocketGroup(ProcessGroup):
         (tensor,), root = tensors, opts.rootRank
         if self._own == root:
             return self._exchange("broadcast", dict.fromkeys(self._others, tensor), [], lambda _: None)
-        return self._exchange("broadcast", {}, [root], lambda found: tensor.copy_(_tensor(found[root], tensor)))
+        return self._exchange("broadcast", {}, [root], lambda received: tensor.copy_(_tensor(received[root], tensor)))
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Work:
-        (own,), root = inputs, opts.rootRank
+        (tensor,), root = inputs, opts.rootRank
         if self._own != root:
-            return self._exchange("gather", {root: own}, [], lambda _: None)
+            return self._exchange("gather", {root: tensor}, [], lambda _: None)
         (wanted,) = outputs
 
-        def use(found: dict[int, bytes]) -> None:
-            wanted[root].copy_(own)
-            _copy_each([wanted[rank] for rank in found], [_tensor(part, own) for part in found.values()])
+        def use(received: dict[int, bytes]) -> None:
+            wanted[root].copy_(tensor)
+            _copy_each([wanted[rank] for rank in received], [_tensor(part, tensor) for part in received.values()])
 
         return self._exchange("gather", {}, self._others, use)
 
@@ -288,7 +288,7 @@ class SocketGroup(ProcessGroup):
             (parts,) = inputs
             to_others = {rank: parts[rank] for rank in self._others}
             return self._exchange("scatter", to_others, [], lambda _: output.copy_(parts[root]))
-        return self._exchange("scatter", {}, [root], lambda found: output.copy_(_tensor(found[root], output)))
+        return self._exchange("scatter", {}, [root], lambda received: output.copy_(_tensor(received[root], output)))
 
     def barrier(self, opts: Any = None) -> _Work:
         return self._to_all("barrier", torch.empty(0), lambda _: None)
@@ -335,9 +335,9 @@ def _tensor(message: bytes, like: Tensor) -> Tensor:
     return torch.frombuffer(bytearray(message), dtype=like.dtype).view(like.shape)
 
 
-def _check_size(found: int, expected: int) -> None:
-    if found != expected:
-        raise RuntimeError(f"ranks have tensors of different sizes: {found} where {expected} is expected")
+def _check_size(size: int, expected: int) -> None:
+    if size != expected:
+        raise RuntimeError(f"ranks have tensors of different sizes: {size} where {expected} is expected")
 
 
 def _copy_each(outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:

@@ -94,12 +94,12 @@ class WeightReceiver:
         """One broadcast of all tensors as bytes, as SGLang does, or several of more than ``most_bytes``, as vLLM."""
         tensors = [(n, getattr(torch, d), s) for n, d, s in zip(names, dtypes, shapes, strict=True)]
         while tensors:
-            taken, size = 0, 0
-            while taken < len(tensors) and (most_bytes is None or size <= most_bytes):
-                size += math.prod(tensors[taken][2]) * tensors[taken][1].itemsize
-                taken += 1
-            self._receive_bytes(tensors[:taken], size)
-            tensors = tensors[taken:]
+            count, size = 0, 0
+            while count < len(tensors) and (most_bytes is None or size <= most_bytes):
+                size += math.prod(tensors[count][2]) * tensors[count][1].itemsize
+                count += 1
+            self._receive_bytes(tensors[:count], size)
+            tensors = tensors[count:]
 
     def map(self, names: list[str], dtypes: list[str], shapes: list[list[int]], sizes: list[int], handles: Any) -> None:
         """Copy all tensors out of a buffer that the trainer has filled."""

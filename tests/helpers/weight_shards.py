@@ -26,9 +26,9 @@ _ROWS += ("in_proj_adapter.lora_B",)
 _COLUMNS += ("out_proj.weight", "out_proj_adapter.lora_A")
 
 
-def shard_weights(whole: dict[str, Tensor], model: ModelConfig, rank: int, size: int) -> dict[str, Tensor]:
-    """The shards that tensor-parallel rank ``rank`` of ``size`` holds of ``whole``, the weights of one process."""
-    return {name: _part(name, tensor, model, rank, size).contiguous() for name, tensor in whole.items()}
+def shard_weights(weights: dict[str, Tensor], model: ModelConfig, rank: int, size: int) -> dict[str, Tensor]:
+    """The shards that tensor-parallel rank ``rank`` of ``size`` holds of ``weights``, the weights of one process."""
+    return {name: _part(name, tensor, model, rank, size).contiguous() for name, tensor in weights.items()}
 
 
 def join_shards(shards: Sequence[dict[str, Tensor]], model: ModelConfig) -> dict[str, Tensor]:
@@ -68,8 +68,8 @@ def _sections(name: str, tensor: Tensor, model: ModelConfig, size: int = 1) -> t
     filters = [keys, keys, values * model.linear_value_head_dim]
     inputs = [*filters, filters[2], values, values]
     rows = {"in_proj.weight": inputs, "in_proj_adapter.lora_B": inputs, "conv1d.weight": filters}
-    found = next((rows[end] for end in rows if name.endswith(end)), None)
-    return (tensor,) if found is None else tensor.split([each // size for each in found])
+    rows_of = next((rows[end] for end in rows if name.endswith(end)), None)
+    return (tensor,) if rows_of is None else tensor.split([length // size for length in rows_of])
 
 
 def name_in_whole_model(part: Any, name: str) -> str:

@@ -42,9 +42,9 @@ def expected(folder: Path):
     return data, *reference(stock, data, ppo_loss, 2)
 
 
-def check_logprobs(found: torch.Tensor, data: dict[str, torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for row, own, mask in zip(expected, found, data["loss_mask"].bool(), strict=True):
-        difference = torch.where(mask[: len(row)], own[: len(row)] - row, 0)
+def check_logprobs(logprobs: torch.Tensor, data: dict[str, torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for row, computed, mask in zip(expected, logprobs, data["loss_mask"].bool(), strict=True):
+        difference = torch.where(mask[: len(row)], computed[: len(row)] - row, 0)
         assert difference.abs().max() < 1e-12
 
 
@@ -54,10 +54,10 @@ def test_a_batch_equals_rows_one_by_one(folder: Path, expected, settings: dict) 
     actor = make_actor(folder, **settings)
     check_logprobs(actor.forward_batch(data), data, logprobs)
     assert float(actor.eval_batch(data, ppo_loss, count_trained)) == pytest.approx(loss, rel=1e-12)
-    found = step(actor, data, ppo_loss)
-    assert found["loss"] == pytest.approx(loss, rel=1e-12)
-    assert largest_error(found["gradients"], gradients) < 1e-12
-    assert (found["stats"]["token_reuse"] > 1.3) == (settings.get("tree_mode") != "dense")
+    outcome = step(actor, data, ppo_loss)
+    assert outcome["loss"] == pytest.approx(loss, rel=1e-12)
+    assert largest_error(outcome["gradients"], gradients) < 1e-12
+    assert (outcome["stats"]["token_reuse"] > 1.3) == (settings.get("tree_mode") != "dense")
 
 
 def test_lists_of_trajectories_and_masks_of_tokens(folder: Path, expected) -> None:
@@ -68,21 +68,21 @@ def test_lists_of_trajectories_and_masks_of_tokens(folder: Path, expected) -> No
     second = {name: value[:, :narrow] if value.dim() == 2 else value for name, value in second.items()}
     actor = make_actor(folder)
     marked = [part | {"loss_mask": part["loss_mask"].roll(1, dims=1)} for part in (first, second)]
-    found = actor.compute_logp(marked)
-    check_logprobs(found[0], first, logprobs[:4])
-    check_logprobs(found[1], second, logprobs[4:])
-    assert found[1].shape == second["input_ids"].shape
+    outputs = actor.compute_logp(marked)
+    check_logprobs(outputs[0], first, logprobs[:4])
+    check_logprobs(outputs[1], second, logprobs[4:])
+    assert outputs[1].shape == second["input_ids"].shape
     assert largest_error(step(actor, [first, second], ppo_loss)["gradients"], gradients) < 1e-12
 
 
 def test_data_parallel_ranks_share_prefixes(folder: Path, expected, tmp_path: Path) -> None:
     data, loss, gradients, logprobs = expected
     case = {"folder": folder, "data": data, "loss": ppo_loss, "rows": [(0, 3), (3, ROWS)]}
-    for rank, found in enumerate(run_on_ranks(train_rank, case, 2, tmp_path)):
+    for rank, outcome in enumerate(run_on_ranks(train_rank, case, 2, tmp_path)):
         begin, end = case["rows"][rank]
-        assert found["loss"] == pytest.approx(loss, rel=1e-12)
-        assert largest_error(found["gradients"], gradients) < 1e-12
-        check_logprobs(found["logprobs"], rows_of(data, begin, end), logprobs[begin:end])
+        assert outcome["loss"] == pytest.approx(loss, rel=1e-12)
+        assert largest_error(outcome["gradients"], gradients) < 1e-12
+        check_logprobs(outcome["logprobs"], rows_of(data, begin, end), logprobs[begin:end])
 
 
 def test_weights_go_to_the_rollout_engine_through_a_folder(folder: Path, tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_a_checkpoint_brings_back_weights_and_optimizer(folder: Path, tmp_path: 
     other = make_actor(folder)
     other.load(meta)
     other.train_batch(data, ppo_loss, count_trained)
-    for one, two in zip(actor.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(one, two)
+    for restored, two in zip(actor.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(restored, two)
 
 
 def test_areals_own_update(folder: Path, expected, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,15 +155,15 @@ def test_areals_own_update(folder: Path, expected, monkeypatch: pytest.MonkeyPat
         updated.append(reference(stock, batch, loss_fn, 2))
         stats_tracker.export_all()
         actor.train_batch = train_batch
-        found = step(actor, batch, loss_fn)
-        updated.append(found)
-        return found["stats"]
+        outcome = step(actor, batch, loss_fn)
+        updated.append(outcome)
+        return outcome["stats"]
 
     actor.train_batch = recording
     actor.ppo_update(rollouts)
-    (loss, gradients, _), found = updated
-    assert found["loss"] == pytest.approx(loss, rel=1e-12)
-    assert largest_error(found["gradients"], gradients) < 1e-12
+    (loss, gradients, _), repeated = updated
+    assert repeated["loss"] == pytest.approx(loss, rel=1e-12)
+    assert largest_error(repeated["gradients"], gradients) < 1e-12
     assert actor.export_stats()["ppo_actor/update/actor_loss/avg"] == pytest.approx(loss, rel=1e-5)
 
 

@@ -32,29 +32,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def check(found: dict, config, samples: list, args, size: int) -> None:
+def check(outcome: dict, config, samples: list, args, size: int) -> None:
     stock = build_stock_model(config.model, torch.device("cpu"))
     load_hf(config, stock)
     for step in (0, 1):
         loss, gradients = reference(stock, samples, args, step, size)
-        assert largest_error(found["gradients"][step], gradients) < 1e-12
-        if found["logged"]:
-            assert found["logged"][step]["train/loss"] == pytest.approx(loss, rel=1e-12)
-            assert found["logged"][step]["train/token_reuse"] > 1.2
+        assert largest_error(outcome["gradients"][step], gradients) < 1e-12
+        if outcome["logged"]:
+            assert outcome["logged"][step]["train/loss"] == pytest.approx(loss, rel=1e-12)
+            assert outcome["logged"][step]["train/token_reuse"] > 1.2
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_steps_of_a_rollout(folder: Path, form: str) -> None:
     args, samples = arguments(folder, **FORMS[form]), random_samples(seed=11)
-    found = train(0, {"args": args, "samples": samples, "size": 1})
-    check(found, found["actor"].config, samples, args, 1)
+    outcome = train(0, {"args": args, "samples": samples, "size": 1})
+    check(outcome, outcome["actor"].config, samples, args, 1)
 
 
 def test_data_parallel_ranks(folder: Path, tmp_path: Path) -> None:
     args, samples = arguments(folder, use_rollout_logprobs=True), random_samples(seed=11)
-    found = run_on_ranks(train, {"args": args, "samples": samples, "size": 2}, 2, tmp_path)
+    outcomes = run_on_ranks(train, {"args": args, "samples": samples, "size": 2}, 2, tmp_path)
     config = train(0, {"args": args, "samples": samples, "size": 1})["actor"].config
-    for rank in found:
+    for rank in outcomes:
         check(rank, config, samples, args, 2)
 
 

@@ -132,7 +132,7 @@ def on_mesh(rank: int, argument: tuple) -> dict[str, Any]:
     size = model.hidden_size // mesh.tensor_size
     columns = slice(mesh.tensor_rank * size, (mesh.tensor_rank + 1) * size)
     # Tensor-parallel ranks divide the value head by its columns.
-    copy_shards(critic, weights, model, own={HEAD: weights[HEAD][:, columns]})
+    copy_shards(critic, weights, model, sharded={HEAD: weights[HEAD][:, columns]})
     optimizer = TrainingOptimizer(critic, OptimizationConfig(train_iters=1, lr=1e-3), parallel)
     engine, indices = TreeEngine(optimizer.chunks, 1.0, 5), partition[mesh.data_rank]
     counts = count_trained([sample.num_trained for sample in samples])

@@ -74,9 +74,9 @@ def _until(holds: Callable[[], bool]) -> None:
 @pytest.fixture
 def runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runs]:
     with ExitStack() as stack:
-        found = Runs(stack, tmp_path, seed_all(len(request.node.name)))
+        started = Runs(stack, tmp_path, seed_all(len(request.node.name)))
         write_model(tmp_path / "qwen", 0)
-        yield found
+        yield started
 
 
 def test_no_group_is_lost_or_trained_twice(runs: Runs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -147,6 +147,6 @@ def _check_left(state: dict[str, Any], trained: set[int]) -> None:
         assert trained == set(range(len(trained)))
         return
     stream = state["stream"]
-    left = {each["group"] for each in stream["finished"]} | set(stream["unfinished"])
+    left = {group["group"] for group in stream["finished"]} | set(stream["unfinished"])
     assert not left & trained
     assert left | trained == set(range(stream["next_group"]))

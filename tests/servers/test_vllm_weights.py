@@ -42,23 +42,25 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp("vllm")
     model = write_model(folder / "model", 0)
     with ExitStack() as stack:
-        found = Servers(VllmProcess(folder, model, "gloo"), VllmProcess(folder, model, "gloo", processes=2, plain=True))
-        for server in (found.packed, found.divided):
+        started = Servers(
+            VllmProcess(folder, model, "gloo"), VllmProcess(folder, model, "gloo", processes=2, plain=True)
+        )
+        for server in (started.packed, started.divided):
             stack.callback(server.kill)
             server.start()
             server.wait()
-        yield found
+        yield started
 
 
 @pytest.fixture
 def engine(servers: Servers) -> Iterator[HttpEngine]:
     servers.lines.clear()
     urls = [servers.packed.url, servers.divided.url]
-    found = HttpEngine(
+    built = HttpEngine(
         VllmProtocol(open_group=IdGroup), urls, SETTINGS, vocab_size=VOCABULARY, report=servers.lines.append
     )
-    yield found
-    found.close()
+    yield built
+    built.close()
 
 
 def test_both_servers_have_the_bytes_and_sample_from_them(servers: Servers, engine: HttpEngine) -> None:

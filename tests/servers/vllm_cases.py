@@ -69,7 +69,7 @@ def host_weights(model: torch.nn.Module, bucket_bytes: int = 1 << 14) -> HostWei
     return weights
 
 
-def check_parameters(found: Mapping[str, str], tensors: Mapping[str, Tensor], processes: int, plain: bool) -> None:
+def check_parameters(digests: Mapping[str, str], tensors: Mapping[str, Tensor], processes: int, plain: bool) -> None:
     """Every parameter that a server names has the bytes of the trainer's, or of the part that its process holds.
 
     Args:
@@ -77,10 +77,10 @@ def check_parameters(found: Mapping[str, str], tensors: Mapping[str, Tensor], pr
         plain: whether its linear layers are as they were loaded; the others are left out.
     """
     seen: dict[int, int] = {}
-    for name, digest in found.items():
-        rank, own = re.fullmatch(r"(?:.*tp(\d+):)?([^:]+)", name).groups()
-        if plain or not own.endswith("_proj.weight"):
-            content = _part(own, tensors, int(rank or 0), processes).contiguous().view(torch.uint8)
+    for name, digest in digests.items():
+        rank, suffix = re.fullmatch(r"(?:.*tp(\d+):)?([^:]+)", name).groups()
+        if plain or not suffix.endswith("_proj.weight"):
+            content = _part(suffix, tensors, int(rank or 0), processes).contiguous().view(torch.uint8)
             assert digest == hashlib.sha256(content.numpy().tobytes()).hexdigest(), name
             seen[int(rank or 0)] = seen.get(int(rank or 0), 0) + 1
     layers = sum(name.endswith("input_layernorm.weight") for name in tensors)
@@ -120,6 +120,6 @@ def largest_error(model: torch.nn.Module, pairs: Sequence[tuple[GenerationReques
     """Between the logprobs of responses and the model's own."""
     errors = []
     for request, result in pairs:
-        own = logprobs_of(model, [*request.token_ids, *result.token_ids])[len(request.token_ids) - 1 :]
-        errors.append((own - torch.from_numpy(result.logprobs)).abs().max().item())
+        logprobs = logprobs_of(model, [*request.token_ids, *result.token_ids])[len(request.token_ids) - 1 :]
+        errors.append((logprobs - torch.from_numpy(result.logprobs)).abs().max().item())
     return max(errors)

@@ -60,8 +60,8 @@ def _without_gpu() -> Iterator[None]:
         "vllm.distributed.weight_transfer.nccl_common.uid_init_process_group": GlooGroup,
     }
     with ExitStack() as stack:
-        for name, found in nothing.items():
-            stack.enter_context(patch(name, found))
+        for name, value in nothing.items():
+            stack.enter_context(patch(name, value))
         yield
 
 

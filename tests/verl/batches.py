@@ -46,9 +46,9 @@ def nested_batch(rows: list[dict[str, np.ndarray]], dtype: torch.dtype, **common
     # A teacher's logprobs cover the whole row, with one column for each of the teacher's choices.
     teacher = [np.cos(np.arange(len(row["prompts"]) + len(row["responses"]))) - 4 for row in rows]
     fields["teacher_logprobs"] = _nested([torch.from_numpy(values)[:, None] for values in teacher], dtype)
-    whole = [np.concatenate([row["prompts"], row["responses"]]) for row in rows]
-    fields["input_ids"] = _nested([torch.from_numpy(ids) for ids in whole], torch.int64)
-    fields["position_ids"] = _nested([torch.arange(len(ids)) for ids in whole], torch.int64)
+    sequences = [np.concatenate([row["prompts"], row["responses"]]) for row in rows]
+    fields["input_ids"] = _nested([torch.from_numpy(ids) for ids in sequences], torch.int64)
+    fields["position_ids"] = _nested([torch.arange(len(ids)) for ids in sequences], torch.int64)
     fields["loss_mask"] = fields["response_mask"]
     return tensordict_utils.get_tensordict(fields, {"temperature": TEMPERATURE, **common})
 
@@ -63,9 +63,9 @@ def padded_batch(rows: list[dict[str, np.ndarray]], dtype: torch.dtype, **common
         kind = torch.int64 if name in _INTEGERS else dtype
         values = [_padded(row[name], before if pad == "left" else behind, pad) for row in rows]
         fields[name] = torch.stack(values).to(kind)
-    ones = [{name: np.ones(len(row[name])) for name in ("prompts", "responses")} for row in rows]
+    masks = [{name: np.ones(len(row[name])) for name in ("prompts", "responses")} for row in rows]
     attention = [
-        torch.cat([_padded(o["prompts"], before, "left"), _padded(o["responses"], behind, "right")]) for o in ones
+        torch.cat([_padded(o["prompts"], before, "left"), _padded(o["responses"], behind, "right")]) for o in masks
     ]
     fields["attention_mask"] = torch.stack(attention).to(torch.int64)
     fields["input_ids"] = torch.cat([fields["prompts"], fields["responses"]], dim=1)

@@ -13,9 +13,9 @@ import forked
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as port_socket:
+        port_socket.bind(("127.0.0.1", 0))
+        return port_socket.getsockname()[1]
 
 
 if importlib.util.find_spec("verl") is None:

@@ -56,9 +56,9 @@ class TransformersRollout(BaseRollout):
         """Send all weights to the server."""
         assert wire_format == "named_tensors"
         # One tensor at a time may live in the same memory, so each is copied.
-        whole = {name: tensor.detach().cpu().clone() for name, tensor in weights}
+        copies = {name: tensor.detach().cpu().clone() for name, tensor in weights}
         server = ray.get_actor(_server_name(self.replica_rank))
-        await server.set_weights.remote(whole, global_steps)
+        await server.set_weights.remote(copies, global_steps)
 
 
 class TransformersReplica(RolloutReplica):

@@ -39,10 +39,10 @@ class StockModel:
         """Logits [T, V] or values [T] of one row."""
         length = len(token_ids)
         hidden_from = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-        found = self.module(token_ids[None], torch.arange(length)[None], hidden_from)
+        outputs = self.module(token_ids[None], torch.arange(length)[None], hidden_from)
         if self.head is None:
-            return found[0]
-        return found[:, 0] @ self.head
+            return outputs[0]
+        return outputs[:, 0] @ self.head
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients under Hugging Face's names."""
@@ -50,8 +50,8 @@ class StockModel:
         weights = [parameter.data for parameter in parameters]
         for parameter in parameters:
             parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        found = hf_weights(self.settings, self.module, self.head is not None).iterate()
-        gradients = {name: values.clone() for name, values in found}
+        exported = hf_weights(self.settings, self.module, self.head is not None).iterate()
+        gradients = {name: values.clone() for name, values in exported}
         for parameter, values in zip(parameters, weights, strict=True):
             parameter.data = values
         return gradients if self.head is None else gradients | {"value_head": self.head.grad.clone()}
@@ -101,8 +101,8 @@ def run_reference(case: dict[str, Any], data_size: int) -> list[dict[str, Any]]:
             outputs = _outputs(model, chosen, case.get("value_head", False), dtype)
             value, metrics = loss(model_output=dict(outputs), data=BATCHES[case["form"]](chosen, dtype, **common))
             total = total + value / data_size
-            found = {name: [row.detach() for row in values.unbind()] for name, values in outputs.items()}
-            ranks.append({"loss": float(value), "metrics": metrics, "outputs": found})
+            rows_of = {name: [row.detach() for row in values.unbind()] for name, values in outputs.items()}
+            ranks.append({"loss": float(value), "metrics": metrics, "outputs": rows_of})
         total.backward()
         results.append({"gradients": model.gradients(), "ranks": ranks})
     return results
@@ -110,15 +110,15 @@ def run_reference(case: dict[str, Any], data_size: int) -> list[dict[str, Any]]:
 
 def _outputs(model: Any, rows: list[dict[str, np.ndarray]], value_head: bool, dtype: torch.dtype) -> dict[str, Tensor]:
     """verl's model outputs; position t holds the logprob of token t + 1."""
-    found: dict[str, list[Tensor]] = {}
+    outputs: dict[str, list[Tensor]] = {}
     for row in rows:
         token_ids = torch.from_numpy(np.concatenate([row["prompts"], row["responses"]]))
         computed = model(token_ids)
         if value_head:
-            found.setdefault("values", []).append(computed)
+            outputs.setdefault("values", []).append(computed)
             continue
         distributions = torch.log_softmax(computed / TEMPERATURE, dim=-1)
         labels = token_ids.roll(-1)
-        found.setdefault("log_probs", []).append(distributions.gather(1, labels[:, None])[:, 0])
-        found.setdefault("entropy", []).append(-(distributions.exp() * distributions).sum(-1))
-    return {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in found.items()}
+        outputs.setdefault("log_probs", []).append(distributions.gather(1, labels[:, None])[:, 0])
+        outputs.setdefault("entropy", []).append(-(distributions.exp() * distributions).sum(-1))
+    return {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in outputs.items()}

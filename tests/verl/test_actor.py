@@ -34,8 +34,8 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 def results(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each case found: those of one rank in this process, the others in the same two processes."""
     on_two = [name for name, (num_ranks, *_) in CASES.items() if num_ranks == 2]
-    found = run_ranks([_case(name, model_folder) for name in on_two], 2, tmp_path_factory.mktemp("ranks"))
-    return dict(zip(on_two, found, strict=True))
+    outcomes = run_ranks([_case(name, model_folder) for name in on_two], 2, tmp_path_factory.mktemp("ranks"))
+    return dict(zip(on_two, outcomes, strict=True))
 
 
 def _case(name: str, model_folder: Path) -> dict[str, Any]:
@@ -47,26 +47,26 @@ def _case(name: str, model_folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_training_worker_equals_rows_one_by_one(name: str, model_folder: Path, results: dict[str, Any]):
     data_size, case = CASES[name][1], _case(name, model_folder)
-    found = results[name] if name in results else run_case(case)
+    outcome = results[name] if name in results else run_case(case)
     expected = run_reference(case, data_size)
     tolerance = TOLERANCE[case["dtype"]]
-    assert len(found["gradients"]) == len(expected)
-    for own, reference in zip(found["gradients"], expected, strict=True):
-        _compare(own, reference["gradients"], tolerance)
-    _compare_outputs(case, data_size, found, expected, tolerance)
-    _compare_metrics(found["ranks"], expected, tolerance)
+    assert len(outcome["gradients"]) == len(expected)
+    for gradients, reference in zip(outcome["gradients"], expected, strict=True):
+        _compare(gradients, reference["gradients"], tolerance)
+    _compare_outputs(case, data_size, outcome, expected, tolerance)
+    _compare_metrics(outcome["ranks"], expected, tolerance)
 
 
-def _compare(own: dict[str, Any], reference: dict[str, Any], tolerance: float) -> None:
-    assert set(own) == set(reference)
+def _compare(gradients: dict[str, Any], reference: dict[str, Any], tolerance: float) -> None:
+    assert set(gradients) == set(reference)
     for name, values in reference.items():
         largest = float(values.abs().max())
         assert largest > 0, name
-        difference = float((own[name] - values).abs().max())
+        difference = float((gradients[name] - values).abs().max())
         assert difference <= tolerance * max(1, largest), f"{name}: {difference} of {largest}"
 
 
-def _compare_outputs(case: dict[str, Any], data_size: int, found: Any, expected: Any, tolerance: float) -> None:
+def _compare_outputs(case: dict[str, Any], data_size: int, outcome: Any, expected: Any, tolerance: float) -> None:
     """Outputs of the pass without gradients, which are those of the first epoch; 0 where nothing is trained."""
     rows = random_rows(case["seed"], case["rows"])
     first = mini_batches(case, data_size)[: case["rows"] // case["mini_batch_size"]]
@@ -74,13 +74,13 @@ def _compare_outputs(case: dict[str, Any], data_size: int, found: Any, expected:
         numbers = [number for of_ranks in first for number in of_ranks[rank]]
         for name in expected[0]["ranks"][rank]["outputs"]:
             parts = [values for step in expected[: len(first)] for values in step["ranks"][rank]["outputs"][name]]
-            for number, *pair in zip(numbers, found["ranks"][rank][1][name], parts, strict=True):
-                own, reference = (values.numpy() for values in pair)
+            for number, *pair in zip(numbers, outcome["ranks"][rank][1][name], parts, strict=True):
+                computed, reference = (values.numpy() for values in pair)
                 mask = rows[number]["response_mask"]
                 trained = len(rows[number]["prompts"]) - 1 + np.flatnonzero(mask)
-                assert np.abs(own[trained] - reference[trained]).max(initial=0) <= 30 * tolerance
-                others = np.setdiff1d(np.arange(len(own)), trained)
-                assert not own[others].any()
+                assert np.abs(computed[trained] - reference[trained]).max(initial=0) <= 30 * tolerance
+                others = np.setdiff1d(np.arange(len(computed)), trained)
+                assert not computed[others].any()
 
 
 def _compare_metrics(ranks: Any, expected: Any, tolerance: float) -> None:
@@ -92,8 +92,10 @@ def _compare_metrics(ranks: Any, expected: Any, tolerance: float) -> None:
         for name in names:
             values = [rank["metrics"][name] for rank in reference["ranks"]]
             value = Metric.aggregate_dp(values) if isinstance(values[0], Metric) else np.mean(values)
-            own = np.ravel(ranks[0][2][name])
-            own = own[step] if len(own) == len(expected) else own.reshape(len(expected), -1)[step].mean()
-            assert own == pytest.approx(float(value), rel=10 * tolerance, abs=10 * tolerance), name
+            reported = np.ravel(ranks[0][2][name])
+            reported = (
+                reported[step] if len(reported) == len(expected) else reported.reshape(len(expected), -1)[step].mean()
+            )
+            assert reported == pytest.approx(float(value), rel=10 * tolerance, abs=10 * tolerance), name
     reuse = np.ravel(ranks[0][2]["tree/token_reuse"])
     assert (reuse > 1).all()

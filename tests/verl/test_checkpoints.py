@@ -45,9 +45,9 @@ def test_a_loaded_run_goes_on_as_the_saved_one(changes: dict[str, Any], model_fo
     first.save_checkpoint(str(tmp_path / "global_step_1"), global_step=1)
     second = build_worker(case)
     second.load_checkpoint(str(tmp_path / "global_step_1"))
-    one, two = _train(first, case), _train(second, case)
+    resumed, two = _train(first, case), _train(second, case)
     for name in ("loss", "grad_norm", "lr"):
-        assert one[name] == two[name], name
+        assert resumed[name] == two[name], name
     if begin is not None:
         after, again = _weights(first), _weights(second)
         assert all(torch.equal(after[name], again[name]) for name in after)
@@ -63,9 +63,9 @@ def test_contents_and_number_of_checkpoints(model_folder: Path, tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", "global_step_3"]
     folder = tmp_path / "global_step_3"
     exported = transformers.AutoModelForCausalLM.from_pretrained(folder / "huggingface", dtype=torch.float32)
-    found = dict(exported.named_parameters())
+    parameters = dict(exported.named_parameters())
     weights = _weights(worker)
-    assert all(torch.equal(found[name], values) for name, values in weights.items())
+    assert all(torch.equal(parameters[name], values) for name, values in weights.items())
     other = build_worker(case)
     other.load_checkpoint(str(folder))
     assert all(torch.equal(values, weights[name]) for name, values in _weights(other).items())

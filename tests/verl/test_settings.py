@@ -70,13 +70,13 @@ def test_settings_are_translated(model_folder: Path, monkeypatch: pytest.MonkeyP
     assert (config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel) == (2, True)
     assert (config.tree.tree_memory_tokens, config.model.recompute_granularity) == (4096, "full")
     assert (config.model.lora_rank, config.model.lora_alpha, config.model.bf16) == (4, 8, True)
-    found = config.optimization
-    assert (found.lr, found.min_lr, found.lr_decay_style, found.adam_eps) == (2e-6, 1e-7, "cosine", 1e-6)
-    assert (found.train_iters, found.lr_warmup_iters, found.adam_beta1) == (200, 20, 0.8)
+    settings = config.optimization
+    assert (settings.lr, settings.min_lr, settings.lr_decay_style, settings.adam_eps) == (2e-6, 1e-7, "cosine", 1e-6)
+    assert (settings.train_iters, settings.lr_warmup_iters, settings.adam_beta1) == (200, 20, 0.8)
     torch_adam = FSDPOptimizerConfig(lr=1e-5, lr_scheduler_type="cosine", min_lr_ratio=0.1, lr_warmup_steps=3)
-    found = train_config(_model(model_folder), MegatronDtaEngineConfig(), torch_adam).optimization
-    assert (found.lr_decay_style, found.lr_warmup_iters) == ("cosine", 3)
-    assert found.min_lr == pytest.approx(1e-6)
+    settings = train_config(_model(model_folder), MegatronDtaEngineConfig(), torch_adam).optimization
+    assert (settings.lr_decay_style, settings.lr_warmup_iters) == ("cosine", 3)
+    assert settings.min_lr == pytest.approx(1e-6)
 
 
 def _refused(model_folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any], Any]]:

@@ -45,9 +45,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_sft_trainer_on_two_replicas_resumes_exactly(model_folder: Path, data: Path, tmp_path: Path):
     folder = f"trainer.default_local_dir={tmp_path}"
-    whole = _train(model_folder, data, 2, folder, "trainer.total_training_steps=4", "trainer.save_freq=2")
-    assert sorted(whole) == [1, 2, 3, 4]
-    assert whole[4][0] < whole[1][0]
+    uninterrupted = _train(model_folder, data, 2, folder, "trainer.total_training_steps=4", "trainer.save_freq=2")
+    assert sorted(uninterrupted) == [1, 2, 3, 4]
+    assert uninterrupted[4][0] < uninterrupted[1][0]
     resumed = _train(
         model_folder,
         data,
@@ -57,13 +57,13 @@ def test_sft_trainer_on_two_replicas_resumes_exactly(model_folder: Path, data: P
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={tmp_path}/global_step_2",
     )
-    assert resumed == {step: whole[step] for step in (3, 4)}
+    assert resumed == {step: uninterrupted[step] for step in (3, 4)}
 
 
 def test_sft_trainer_with_tensor_parallelism(model_folder: Path, data: Path, tmp_path: Path):
     flags = (f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=2", "trainer.resume_mode=disable")
-    one = _train(model_folder, data, 1, *flags)
+    single = _train(model_folder, data, 1, *flags)
     two = _train(model_folder, data, 2, *flags, "engine.tensor_model_parallel_size=2")
-    assert sorted(one) == sorted(two) == [1, 2]
-    for step, found in one.items():
-        assert two[step] == pytest.approx(found, rel=1e-5)
+    assert sorted(single) == sorted(two) == [1, 2]
+    for step, losses in single.items():
+        assert two[step] == pytest.approx(losses, rel=1e-5)

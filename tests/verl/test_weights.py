@@ -28,28 +28,28 @@ def results(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
         for name, engine in MESHES.items()
     }
     on_two = [name for name in cases if name != "one-rank"]
-    found = run_ranks([cases[name] for name in on_two], 2, tmp_path_factory.mktemp("weights"))
-    return dict(zip(on_two, found, strict=True)) | {"one-rank": run_weights(cases["one-rank"])}
+    outcomes = run_ranks([cases[name] for name in on_two], 2, tmp_path_factory.mktemp("weights"))
+    return dict(zip(on_two, outcomes, strict=True)) | {"one-rank": run_weights(cases["one-rank"])}
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_exports_equal_the_checkpoint(name: str, model_folder: Path, results: dict[str, Any]):
-    saved, found = load_file(model_folder / "model.safetensors"), results[name]
-    assert set(found["whole"]) == set(saved)
+    saved, exported = load_file(model_folder / "model.safetensors"), results[name]
+    assert set(exported["whole"]) == set(saved)
     for tensor, values in saved.items():
-        assert torch.equal(found["whole"][tensor], values), tensor
+        assert torch.equal(exported["whole"][tensor], values), tensor
 
-    names = [entry[0] for entry in found["shards"][0]]
+    names = [entry[0] for entry in exported["shards"][0]]
     assert set(names) == set(saved)
     rebuilt = {tensor: torch.full_like(values, torch.nan) for tensor, values in saved.items()}
-    for shards in found["shards"]:
+    for shards in exported["shards"]:
         # verl's ranks gather tensor by tensor, so every rank must yield the same names in the same order.
         assert [entry[0] for entry in shards] == names
-        for tensor, values, shape, contributes, place in shards:
+        for tensor, values, shape, contributes, block in shards:
             assert tuple(shape) == tuple(saved[tensor].shape)
             assert contributes or not len(values)
             if contributes:
-                index = translate_flat_indices(torch.arange(len(values)), place)
+                index = translate_flat_indices(torch.arange(len(values)), block)
                 assert rebuilt[tensor].view(-1)[index].isnan().all(), "two ranks send the same elements"
                 rebuilt[tensor].view(-1)[index] = values
     for tensor, values in saved.items():
@@ -58,17 +58,17 @@ def test_exports_equal_the_checkpoint(name: str, model_folder: Path, results: di
 
 @pytest.mark.parametrize("name", MESHES)
 def test_deltas_are_what_changed(name: str, results: dict[str, Any]):
-    found = results[name]
-    updated = {tensor: values.clone() for tensor, values in found["whole"].items()}
+    exported = results[name]
+    updated = {tensor: values.clone() for tensor, values in exported["whole"].items()}
     sent = 0
-    for deltas in found["deltas"]:
+    for deltas in exported["deltas"]:
         for slots, _, counts, index, values in deltas:
             ((tensor, shape),) = slots
             assert tuple(shape) == tuple(updated[tensor].shape)
             assert int(counts[0]) == len(index) == len(values)
             updated[tensor].view(-1)[index.long()] = values
             sent += len(index)
-    changed = sum(int((found["whole"][t] != found["changed"][t]).sum()) for t in updated)
+    changed = sum(int((exported["whole"][t] != exported["changed"][t]).sum()) for t in updated)
     assert sent == changed > 0
-    for tensor, values in found["changed"].items():
+    for tensor, values in exported["changed"].items():
         assert torch.equal(updated[tensor], values), tensor

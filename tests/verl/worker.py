@@ -95,8 +95,8 @@ def build_worker(case: dict[str, Any]) -> TrainingWorker:
 def batch_of(case: dict[str, Any], rank: int, size: int, **common: Any) -> TensorDict:
     """The rows of a data-parallel rank."""
     per_rank = case["rows"] // size
-    own = random_rows(case["seed"], case["rows"])[rank * per_rank : (rank + 1) * per_rank]
-    return BATCHES[case["form"]](own, getattr(torch, case["dtype"]), **common)
+    rank_rows = random_rows(case["seed"], case["rows"])[rank * per_rank : (rank + 1) * per_rank]
+    return BATCHES[case["form"]](rank_rows, getattr(torch, case["dtype"]), **common)
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
@@ -137,14 +137,14 @@ def run_weights(case: dict[str, Any]) -> dict[str, Any]:
     """Export the weights in all ways, changing one weight in between.
 
     Returns:
-        ``whole``: the whole tensors of ``get_per_tensor_param``, and ``changed``: the same after the change;
+        ``tensors``: the whole tensors of ``get_per_tensor_param``, and ``changed``: the same after the change;
         ``shards`` and ``deltas``: for every rank what ``get_per_tensor_param_shard`` and, after the change,
         ``get_per_tensor_param_delta_shard`` yield.
     """
     engine = build_worker(case).engine
-    whole = {name: values.clone() for name, values in engine.get_per_tensor_param()[0]}
+    tensors = {name: values.clone() for name, values in engine.get_per_tensor_param()[0]}
     engine.prime_delta_snapshots()
-    own = [
+    rank_shards = [
         (name, values.clone(), spec.full_shape, spec.contributes, spec.place if spec.contributes else None)
         for name, values, spec in engine.get_per_tensor_param_shard()[0]
     ]
@@ -155,9 +155,9 @@ def run_weights(case: dict[str, Any]) -> dict[str, Any]:
     deltas = [entry[:-1] for entry in engine.get_per_tensor_param_delta_shard()[0]]
     changed = {name: values.clone() for name, values in engine.get_per_tensor_param()[0]}
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, (own, deltas))
-    shards, found = zip(*ranks, strict=True)
-    return {"whole": whole, "shards": shards, "deltas": found, "changed": changed}
+    torch.distributed.all_gather_object(ranks, (rank_shards, deltas))
+    shards, all_deltas = zip(*ranks, strict=True)
+    return {"whole": tensors, "shards": shards, "deltas": all_deltas, "changed": changed}
 
 
 KINDS = {"training": run_case, "weights": run_weights}
@@ -181,8 +181,8 @@ def gradients_of(engine: Any) -> dict[str, torch.Tensor]:
     try:
         for parameter in parameters:
             parameter.data = parameter.main_grad
-        found = hf_weights(engine.settings, engine.model, engine.value_head).iterate()
-        gradients = {name: values.clone().cpu() for name, values in found}
+        exported = hf_weights(engine.settings, engine.model, engine.value_head).iterate()
+        gradients = {name: values.clone().cpu() for name, values in exported}
         head = parameters[-1].data if engine.value_head else None
         return gradients if head is None or head.shape[0] != 1 else gradients | {"value_head": head[0].clone().cpu()}
     finally:

@@ -64,16 +64,16 @@ def main() -> None:
         metavar="N",
         help="maximum number of open sessions (default: %(default)s)",
     )
-    own, others = parser.parse_known_args()
-    if Path(own.output).suffix != ".jsonl":
-        raise InputError(f"--output {own.output}: must end in .jsonl")
-    if own.max_sessions < 1:
-        raise InputError(f"--max-sessions {own.max_sessions}: must be at least 1")
+    arguments, others = parser.parse_known_args()
+    if Path(arguments.output).suffix != ".jsonl":
+        raise InputError(f"--output {arguments.output}: must end in .jsonl")
+    if arguments.max_sessions < 1:
+        raise InputError(f"--max-sessions {arguments.max_sessions}: must be at least 1")
     config, left_out = FLAGS.parse(others)
     _check(config)
     if left_out:
         print(passed_over(left_out))
-    _serve(config, own)
+    _serve(config, arguments)
 
 
 def _check(config: TrainConfig) -> None:
@@ -95,7 +95,7 @@ def _check(config: TrainConfig) -> None:
     raise_all(lines)
 
 
-def _serve(config: TrainConfig, own: object) -> None:
+def _serve(config: TrainConfig, arguments: object) -> None:
     from megatron_dta.extras.agents.gateway.engine_loop import EngineLoop
     from megatron_dta.extras.agents.gateway.gateway import Gateway
     from megatron_dta.extras.agents.gateway.http.server import check_packages
@@ -113,23 +113,23 @@ def _serve(config: TrainConfig, own: object) -> None:
     kind, file = sampling.tokenizer_type or "", sampling.tokenizer_model
     tokenizer = build_tokenizer(kind, file, sampling.eos_id, config.model.vocab_size, checkpoint)
     template = chat_template(sampling)
-    log = SessionLog(Path(own.output))
-    key = _key(own)
+    log = SessionLog(Path(arguments.output))
+    key = _key(arguments)
     engine = _engine(config, tokenizer)
     params = sampling_params(tokenizer, sampling, config.optimization.seed)
     loop = EngineLoop(engine)
-    gateway = Gateway(loop, tokenizer, template, params, gateway_settings(config, own.max_sessions))
+    gateway = Gateway(loop, tokenizer, template, params, gateway_settings(config, arguments.max_sessions))
     ends = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ends.set())
     server = _server(config, gateway, log, key)
     for name, text in tokenizer_lines(tokenizer, config.model.vocab_size):
         print(f"{name:10}{text}" if name else text)
-    where = f"key in {_key_file(own)}" if _KEY not in os.environ else f"key from {_KEY}"
+    where = f"key in {_key_file(arguments)}" if _KEY not in os.environ else f"key from {_KEY}"
     if template is not None:
         date = f"; its template writes the date {template.date:%Y-%m-%d %H:%M:%S}" if template.writes_date else ""
         print(f"tool calls: {gateway.parser.tool_calls}, reasoning: {gateway.parser.reasoning}{date}")
-    print(f"gateway: {server.url} ({where}), sessions to {own.output}", flush=True)
+    print(f"gateway: {server.url} ({where}), sessions to {arguments.output}", flush=True)
     try:
         with phase(engine, params, 0):
             loop.run(ends.is_set)
@@ -157,19 +157,19 @@ def _server(config: TrainConfig, gateway: object, log: SessionLog, key: str) -> 
     return GatewayServer(application, config.agent.gateway_host, config.agent.gateway_port)
 
 
-def _key_file(own: object) -> Path:
-    return Path(own.key_file) if own.key_file else Path(own.output).with_suffix(".key")
+def _key_file(arguments: object) -> Path:
+    return Path(arguments.key_file) if arguments.key_file else Path(arguments.output).with_suffix(".key")
 
 
-def _key(own: object) -> str:
+def _key(arguments: object) -> str:
     """The gateway's key: from the environment, or a new one in a file that only its owner may read."""
-    given = os.environ.get(_KEY)
-    if given is not None:
-        if len(given) < 16:
+    key = os.environ.get(_KEY)
+    if key is not None:
+        if len(key) < 16:
             raise InputError(f"{_KEY}: must have at least 16 characters")
-        return given
-    path = _key_file(own)
-    if path.exists() and path.samefile(own.output):
+        return key
+    path = _key_file(arguments)
+    if path.exists() and path.samefile(arguments.output):
         raise InputError(f"--key-file {path}: is --output; give another file")
     try:
         return _new_key(path)

@@ -48,11 +48,13 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8100, help="port; 0 for any free one (default: %(default)s)")
     parser.add_argument("--max-body-mib", type=int, default=1024, help="longest request (default: %(default)s)")
-    own, others = parser.parse_known_args()
-    if not 0 <= own.port < 2**16:
-        raise InputError(f"--port {own.port}: must be a port, 0 to 65535")
-    if own.host not in _LOOPBACK and len(os.environ.get(KEY, "")) < 16:
-        raise InputError(f"--host {own.host}: others may reach it, so {KEY} must hold a key of 16 characters or more")
+    arguments, others = parser.parse_known_args()
+    if not 0 <= arguments.port < 2**16:
+        raise InputError(f"--port {arguments.port}: must be a port, 0 to 65535")
+    if arguments.host not in _LOOPBACK and len(os.environ.get(KEY, "")) < 16:
+        raise InputError(
+            f"--host {arguments.host}: others may reach it, so {KEY} must hold a key of 16 characters or more"
+        )
     config, left_out = FLAGS.parse(others)
     if config.checkpoint.load_hf is None:
         raise InputError("--load-hf is missing: the teacher's checkpoint")
@@ -61,7 +63,7 @@ def main() -> None:
     check_engine(config)
     if left_out and os.environ.get("RANK", "0") == "0":
         print(passed_over(left_out))
-    _serve(config, own)
+    _serve(config, arguments)
 
 
 @dataclass
@@ -74,7 +76,7 @@ class _Job:
     result: Future
 
 
-def _serve(config: TrainConfig, own: Any) -> None:
+def _serve(config: TrainConfig, arguments: Any) -> None:
     import torch
 
     from megatron_dta.core.engine import TreeEngine
@@ -103,7 +105,7 @@ def _serve(config: TrainConfig, own: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ends.set())
     if mesh.rank == 0:
-        server = _server(config, engine, head, jobs, own)
+        server = _server(config, engine, head, jobs, arguments)
         print(f"teacher: {server.url}, {(os.environ.get(KEY) and 'with a key') or 'without a key'}", flush=True)
     try:
         while _work(engine, config, jobs, ends):
@@ -153,10 +155,10 @@ def _compute(
         values = engine.compute_logprobs(batch)
         return {"logprobs": np.concatenate([v[s.loss_mask] for v, s in zip(values, samples, strict=True)])}
     states = engine.compute_row_states(batch)
-    found = None if states is None else tensor_bytes(states)[0]
+    content = None if states is None else tensor_bytes(states)[0]
     if engine.mesh.pipeline_size > 1:
-        found = engine.mesh.from_last_stage(found)
-    return {"row": rows_of_pairs(batch), "states": found}
+        content = engine.mesh.from_last_stage(content)
+    return {"row": rows_of_pairs(batch), "states": content}
 
 
 def _whole_head(engine: TreeEngine) -> tuple[np.ndarray, str, bool]:
@@ -165,17 +167,21 @@ def _whole_head(engine: TreeEngine) -> tuple[np.ndarray, str, bool]:
 
     from megatron_dta.extras.teachers.samples import tensor_bytes
 
-    part, mesh, own = engine.tree_models[-1], engine.mesh, None
+    part, mesh, shard = engine.tree_models[-1], engine.mesh, None
     if part.post_process:
-        own = (mesh.tensor_rank, *tensor_bytes(part.output_weight()), part.fp32_lm_head)
-    parts = [own] if mesh.replica_group is None else mesh.gather_over_replica(own)
-    parts = sorted((each for each in parts if each is not None), key=lambda each: each[0])
-    whole = torch.cat([torch.from_numpy(values) for _, values, _, _ in parts]).numpy()
-    return whole, parts[0][2], parts[0][3]
+        shard = (mesh.tensor_rank, *tensor_bytes(part.output_weight()), part.fp32_lm_head)
+    parts = [shard] if mesh.replica_group is None else mesh.gather_over_replica(shard)
+    parts = sorted((rank_shard for rank_shard in parts if rank_shard is not None), key=lambda rank_shard: rank_shard[0])
+    head = torch.cat([torch.from_numpy(values) for _, values, _, _ in parts]).numpy()
+    return head, parts[0][2], parts[0][3]
 
 
 def _server(
-    config: TrainConfig, engine: TreeEngine, head: tuple[np.ndarray, str, bool], jobs: queue.SimpleQueue[_Job], own: Any
+    config: TrainConfig,
+    engine: TreeEngine,
+    head: tuple[np.ndarray, str, bool],
+    jobs: queue.SimpleQueue[_Job],
+    arguments: Any,
 ) -> Any:
     """Listen; the routes check requests, and the ranks compute one at a time."""
     import asyncio
@@ -193,14 +199,14 @@ def _server(
 
     check_packages("megatron-dta teacher")
     key, one_at_a_time = os.environ.get(KEY, ""), asyncio.Lock()
-    most = own.max_body_mib * 2**20
+    most = arguments.max_body_mib * 2**20
     budget = BodyBudget(2 * most)
 
     def guarded(call: Any) -> Any:
         async def answer(request: Request) -> Response:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
             try:
-                if not hmac.compare_digest(given.encode("utf-8", "replace"), key.encode()):
+                if not hmac.compare_digest(bearer.encode("utf-8", "replace"), key.encode()):
                     raise RequestError(401, f"the key is not that of {KEY}")
                 return await call(request)
             except RequestError as error:
@@ -232,10 +238,10 @@ def _server(
         job = _Job(kind, arrays, temperature, Future())
         async with one_at_a_time:
             jobs.put(job)
-            found = await asyncio.wrap_future(job.result)
+            scores = await asyncio.wrap_future(job.result)
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        return Response(pack({**found, "reply_to": digest_array(digest(facts.head_digest, target, body))}))
+        return Response(pack({**scores, "reply_to": digest_array(digest(facts.head_digest, target, body))}))
 
     routes = [Route(f"/v1/{name}", guarded(score), methods=["POST"]) for name in ("logprobs", "rows")]
     routes += [Route("/v1/teacher", guarded(about)), Route("/v1/head", guarded(weights))]
-    return GatewayServer(Starlette(routes=routes), own.host, own.port, 256)
+    return GatewayServer(Starlette(routes=routes), arguments.host, arguments.port, 256)

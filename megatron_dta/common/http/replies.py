@@ -94,9 +94,9 @@ def list_of(values: Any, kind: Any, name: str) -> list[Any]:
     kinds = set(kind) if isinstance(kind, tuple) else {kind}
     if kinds.issuperset(map(type, values)):
         return values
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         if not _is(value, kind):
-            raise TransientFailureError(f"the reply's {name}.{place} must be {_KINDS[kind]}, got {shown(value)}")
+            raise TransientFailureError(f"the reply's {name}.{index} must be {_KINDS[kind]}, got {shown(value)}")
     return values
 
 
@@ -121,11 +121,11 @@ def message_in(content: bytes | bytearray) -> str:
     """The message in an error reply of any form, on one line."""
     text = content.decode(errors="replace")
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
         for key in ("error", "message", "detail"):
-            while isinstance(found, dict) and key in found:
-                found = found[key]
-        text = found if isinstance(found, str) else json.dumps(found)
+            while isinstance(parsed, dict) and key in parsed:
+                parsed = parsed[key]
+        text = parsed if isinstance(parsed, str) else json.dumps(parsed)
     except (ValueError, RecursionError):
         pass
     return shortened(text) or "(nothing)"

@@ -130,7 +130,7 @@ class HttpSession:
                 self._session.request(method, url + path, allow_redirects=False, **content) as reply,
             ):
                 status = reply.status
-                found = await _content(reply, most_bytes)
+                reply_body = await _content(reply, most_bytes)
         except TransientFailureError as error:
             raise TransientFailureError(f"{request}: {error}") from error
         except TimeoutError as error:
@@ -141,11 +141,11 @@ class HttpSession:
         except (self._aiohttp.ClientError, OSError, ValueError) as error:
             raise TransientFailureError(f"{request}: {format_error(error)}") from error
         if status >= 500 or status in _TRANSIENT:
-            raise TransientFailureError(f"{request} gives {status}: {message_in(found)}")
+            raise TransientFailureError(f"{request} gives {status}: {message_in(reply_body)}")
         if status != 200:
             redirected = "redirects are not followed, give the address itself" if 300 <= status < 400 else None
-            raise RefusedError(f"{request} is refused with {status}: {redirected or message_in(found)}")
-        return found
+            raise RefusedError(f"{request} is refused with {status}: {redirected or message_in(reply_body)}")
+        return reply_body
 
     async def retried(
         self,

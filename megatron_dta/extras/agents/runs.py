@@ -98,14 +98,18 @@ def command_agent(command: str, seconds: float) -> Agent:
         raise InputError(f"--agent-command {command!r}: there is no program {words[0] if words else ''!r}")
 
     def run(record: Mapping[str, Any], access: AgentAccess) -> AgentEnd:
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as given:
-            given.write(json.dumps(dict(record), default=str).encode() + b"\n")
-            given.seek(0)
+        with (
+            tempfile.TemporaryFile() as output,
+            tempfile.TemporaryFile() as errors,
+            tempfile.TemporaryFile() as standard_input,
+        ):
+            standard_input.write(json.dumps(dict(record), default=str).encode() + b"\n")
+            standard_input.seek(0)
             supervised = [*_SUPERVISOR, str(os.getpid()), str(_SECONDS_TO_END), *words]
             try:
                 process = subprocess.Popen(
                     supervised,
-                    stdin=given,
+                    stdin=standard_input,
                     stdout=output,
                     stderr=errors,
                     env=os.environ | access.environment(),
@@ -138,12 +142,12 @@ def _tail(file: IO[bytes]) -> str:
 def _printed_reward(output: str) -> AgentEnd:
     last = output.rstrip().rpartition("\n")[2]
     try:
-        found = json.loads(last)
+        printed = json.loads(last)
     except ValueError:
         return AgentEnd()
-    if not isinstance(found, dict) or "reward" not in found:
+    if not isinstance(printed, dict) or "reward" not in printed:
         return AgentEnd()
-    return _checked(found["reward"])
+    return _checked(printed["reward"])
 
 
 def _checked(reward: Any) -> AgentEnd:

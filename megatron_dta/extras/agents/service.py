@@ -137,10 +137,10 @@ class _Batch:
     def _work(self) -> None:
         while not self._stops:
             with self._lock:
-                place = next(self._waiting, None)
-            if place is None:
+                index = next(self._waiting, None)
+            if index is None:
                 return
-            self._results[place] = self._run(self._jobs[place])
+            self._results[index] = self._run(self._jobs[index])
 
     def is_over(self) -> bool:
         """Whether all agents have ended."""

@@ -121,7 +121,7 @@ class AgentEvaluation(HeldOutEvaluation):
         for result in results:
             if result.reward is not None:
                 of_prompts[result.group].append(result.reward)
-        rewards = [reward for own in of_prompts for reward in own]
+        rewards = [reward for prompt_rewards in of_prompts for reward in prompt_rewards]
         return {
             **pass_rates(of_prompts, self._samples),
             **session_statistics(results),
@@ -147,16 +147,18 @@ def run_sessions(
     mesh = current_mesh()
     place_of = np.repeat(np.arange(len(work.prompts)), work.samples)
     share = np.array_split(np.arange(place_of.size), mesh.data_size)[mesh.data_rank].tolist()
-    jobs = [AgentJob(work.prompts[place_of[place]], work.groups[place_of[place]], place) for place in share]
+    jobs = [AgentJob(work.prompts[place_of[index]], work.groups[place_of[index]], index) for index in share]
     done = service.run(jobs, params, iteration)
-    own: list[SessionResult] = []
+    rank_results: list[SessionResult] = []
     if done is not None:
         rewards = _rewards(done, jobs, task)
-        for place, (session, end), reward in zip(share, done, rewards, strict=True):
-            result = _result(int(place_of[place]), session, end, reward, task if work.records else None)
+        for index, (session, end), reward in zip(share, done, rewards, strict=True):
+            result = _result(int(place_of[index]), session, end, reward, task if work.records else None)
             teacher = work.prompts[result.group].teacher
-            own.append(replace(result, rollouts=[replace(rollout, teacher=teacher) for rollout in result.rollouts]))
-    return [result for part in mesh.gather_from_replicas(own) for result in part]
+            rank_results.append(
+                replace(result, rollouts=[replace(rollout, teacher=teacher) for rollout in result.rollouts])
+            )
+    return [result for part in mesh.gather_from_replicas(rank_results) for result in part]
 
 
 def _rewards(
@@ -176,8 +178,8 @@ def _rewards(
         prompt, session = jobs[i].prompt, done[i][0]
         output = session.calls[-1].output.tolist()
         responses.append(Response(prompt.prompt_id, prompt.record, session.last_text, output))
-    for place, reward in zip(open_places, task.scorer.score(responses), strict=True):
-        rewards[place] = reward
+    for index, reward in zip(open_places, task.scorer.score(responses), strict=True):
+        rewards[index] = reward
     return rewards
 
 
@@ -206,19 +208,19 @@ def _result(
 def session_statistics(results: Sequence[SessionResult]) -> dict[str, float]:
     """Counts of sessions, and sizes of their trees against a row for every call."""
     sizes = [result.sizes for result in results]
-    stored = sum(each.stored_tokens for each in sizes)
-    prompts = sum(each.tokenized_tokens + each.reused_tokens for each in sizes)
+    stored = sum(size.stored_tokens for size in sizes)
+    prompts = sum(size.tokenized_tokens + size.reused_tokens for size in sizes)
     return {
         "sessions": float(len(results)),
         "failed_sessions": float(sum(result.failure is not None for result in results)),
         "agent_timeouts": float(sum(result.is_timeout for result in results)),
-        "agent_calls": float(sum(each.calls for each in sizes)),
-        "abandoned_calls": float(sum(each.abandoned_calls for each in sizes)),
-        "session_border_crossings": float(sum(each.crossed_borders for each in sizes)),
-        "session_branches": float(np.mean([each.branches for each in sizes])) if sizes else 0.0,
+        "agent_calls": float(sum(size.calls for size in sizes)),
+        "abandoned_calls": float(sum(size.abandoned_calls for size in sizes)),
+        "session_border_crossings": float(sum(size.crossed_borders for size in sizes)),
+        "session_branches": float(np.mean([size.branches for size in sizes])) if sizes else 0.0,
         "session_tokens": float(stored),
-        "session_row_tokens": float(sum(each.row_tokens for each in sizes)),
-        "session_reuse": sum(each.reused_tokens for each in sizes) / prompts if prompts else 0.0,
+        "session_row_tokens": float(sum(size.row_tokens for size in sizes)),
+        "session_reuse": sum(size.reused_tokens for size in sizes) / prompts if prompts else 0.0,
     }
 
 

@@ -60,8 +60,8 @@ def _start(command: list[str]) -> int:
 def _reap(statuses: dict[int, int]) -> bool:
     """Note the statuses of children that have ended; whether there are others."""
     try:
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            statuses[found[0]] = found[1]
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            statuses[ended[0]] = ended[1]
     except ChildProcessError:
         return False
     return True
@@ -71,14 +71,14 @@ def _end(number: int, statuses: dict[int, int], seconds: float) -> list[int]:
     """Send a signal to all processes below this one; returns those that are left when time is over."""
     deadline, told = time.monotonic() + seconds, set()
     while _reap(statuses):
-        found = _descendants()
-        for pid in found:
+        pids = _descendants()
+        for pid in pids:
             if pid not in told:
                 told.add(pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
         if time.monotonic() >= deadline:
-            return found
+            return pids
         time.sleep(_PAUSE_S)
     return []
 
@@ -92,10 +92,10 @@ def _descendants() -> list[int]:
                 # The name of the program, in parentheses, may contain anything.
                 parent = int(file.read().rpartition(b")")[2].split()[1])
                 children.setdefault(parent, []).append(int(name))
-    found = list(children.get(os.getpid(), []))
-    for pid in found:
-        found.extend(children.get(pid, []))
-    return found
+    pids = list(children.get(os.getpid(), []))
+    for pid in pids:
+        pids.extend(children.get(pid, []))
+    return pids
 
 
 if __name__ == "__main__":

@@ -185,32 +185,32 @@ def stage_memory(
     states: StateSettings,
     stage: int,
     flight: InFlight,
-    each: SegmentBytes | None = None,
+    segment_bytes: SegmentBytes | None = None,
 ) -> RankMemory:
-    """Predict the memory of a rank of ``stage``; ``each`` are the bytes per token, None for ``counted_bytes``."""
-    each = each or counted_bytes(shape, mesh, states, tuple(mesh.stage_layers(stage)))
+    """Predict the memory of a rank of ``stage``; ``segment_bytes``: bytes per token, None for ``counted_bytes``."""
+    segment_bytes = segment_bytes or counted_bytes(shape, mesh, states, tuple(mesh.stage_layers(stage)))
     parameters = rank_parameters(shape, mesh, stage)
     state = float(states.optimizer_bytes) * parameters.total
     if states.distributed_optimizer:
         state = states.optimizer_bytes * state_parameters(mesh, parameters)
     num_layers, logits, once = len(mesh.stage_layers(stage)), 0.0, 0.0
     if (len(mesh.layers) - 1) % mesh.pipeline == stage:
-        once = each.kept_per_token
+        once = segment_bytes.kept_per_token
         rows = max(1, LOGIT_ELEMENTS // shape.vocab_size)
         rows = min(rows, flight.segment / mesh.context)
         logits = rows * shape.vocab_size / mesh.tensor * LOGIT_BYTES
-    of_token = replace(each, kept_per_token=once).kept(num_layers)
+    of_token = replace(segment_bytes, kept_per_token=once).kept(num_layers)
     kept = flight.tokens if flight.kept is None else min(flight.kept, flight.tokens)
-    room = float(each.work(flight.segment, flight.path))
-    keys_values = flight.tokens * each.slot(num_layers)
-    kv_on_host = flight.tokens * each.host_slot(num_layers)
+    work = float(segment_bytes.work(flight.segment, flight.path))
+    keys_values = flight.tokens * segment_bytes.slot(num_layers)
+    kv_on_host = flight.tokens * segment_bytes.host_slot(num_layers)
     if flight.peak_bytes is None:
-        activations = kept * of_token + (flight.tokens - kept) * each.input_per_token
+        activations = kept * of_token + (flight.tokens - kept) * segment_bytes.input_per_token
         if kept < flight.tokens:
             activations += flight.segment * of_token  # The segment being recomputed holds its own.
     else:
-        activations = max(0.0, flight.peak_bytes - keys_values - room)
-    messages = 0.0 if mesh.pipeline == 1 else 2.0 * flight.segment * each.input_per_token
+        activations = max(0.0, flight.peak_bytes - keys_values - work)
+    messages = 0.0 if mesh.pipeline == 1 else 2.0 * flight.segment * segment_bytes.input_per_token
     offloaded = states.offload_fraction * state
     return RankMemory(
         weights=parameters.total * DTYPE_BYTES[states.weights],
@@ -219,7 +219,7 @@ def stage_memory(
         keys_values=keys_values,
         activations=activations,
         logits=logits,
-        workspace=FIXED_BYTES + room + messages,
+        workspace=FIXED_BYTES + work + messages,
         # Includes the gradients that the host uses for the update.
         host=kv_on_host + (offloaded * (1 + 4 / states.optimizer_bytes) if offloaded else 0.0),
     )
@@ -227,10 +227,10 @@ def stage_memory(
 
 @lru_cache(maxsize=4096)
 def rank_parameters(shape: DecoderShape, mesh: RunMesh, stage: int) -> RankParameters:
-    found = RankParameters(0)
+    total = RankParameters(0)
     for v in range(stage, len(mesh.layers), mesh.pipeline):
-        found += shape.stage_parameters(mesh.layers, v, mesh.tensor, mesh.experts, mesh.expert_tensor)
-    return found
+        total += shape.stage_parameters(mesh.layers, v, mesh.tensor, mesh.experts, mesh.expert_tensor)
+    return total
 
 
 def state_parameters(mesh: RunMesh, parameters: RankParameters) -> float:

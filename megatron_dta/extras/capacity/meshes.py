@@ -55,8 +55,8 @@ def stage_layers(shape: DecoderShape, stages: int, chunks: int) -> tuple[int, ..
 def auto_layers(shape: DecoderShape, stages: int, chunks: int) -> tuple[int, ...]:
     """Layers of each virtual stage by ``--pipeline-model-parallel-layout auto``."""
     cost = CostModel.from_shape(shape)
-    each = cost.seconds_per_token / shape.num_layers
-    return tuple(layers_per_stage(shape.num_layers, stages * chunks, each, cost.seconds_per_edge, stages))
+    layer_seconds = cost.seconds_per_token / shape.num_layers
+    return tuple(layers_per_stage(shape.num_layers, stages * chunks, layer_seconds, cost.seconds_per_edge, stages))
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,14 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> list[str]:
 
 def read_costs(arguments: argparse.Namespace) -> tuple[CostModel, str]:
     """Return the cost model of a named model or of a shape, and its source: model, GPU and method."""
-    given = {name: getattr(arguments, name) for name in SHAPE if getattr(arguments, name) is not None}
+    sizes = {name: getattr(arguments, name) for name in SHAPE if getattr(arguments, name) is not None}
     if arguments.model is not None:
-        ignored = sorted(given.keys() - {"num_layers"})
+        ignored = sorted(sizes.keys() - {"num_layers"})
         if ignored:
             raise InputError(f"--{ignored[0].replace('_', '-')} has no effect with --model; give one of the two")
         return _costs_of_named_model(arguments), f"{arguments.model} on H200s, {COUNTED}"
-    shape = SHAPE | given
-    name = DEFAULT if shape == SHAPE else "a model of " + ", ".join(f"{key} {value}" for key, value in given.items())
+    shape = SHAPE | sizes
+    name = DEFAULT if shape == SHAPE else "a model of " + ", ".join(f"{key} {value}" for key, value in sizes.items())
     return CostModel.from_shape(DecoderShape(**shape)), f"{name} on an H200, {COUNTED} (--model)"
 
 

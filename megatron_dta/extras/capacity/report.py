@@ -46,14 +46,14 @@ def useful_share(planner: Planner, prediction: Prediction) -> float:
     """Necessary operations of the step over the peak of all GPUs in its time."""
     partition = planner.step.partition(1)
     counts = partition.tokens_per_rank, partition.pairs_per_rank, partition.edges_per_rank
-    flops = StepCounts(*(int(each[0]) for each in counts)).flops(planner.shape)
+    flops = StepCounts(*(int(per_rank[0]) for per_rank in counts)).flops(planner.shape)
     peak = planner.cluster.gemm_tflops * 1e12 * planner.cluster.num_gpus
     return flops / prediction.time.total / peak
 
 
-def as_json(found: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+def as_json(planned: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of ``--json``."""
-    planner: Planner = found["planner"]
+    planner: Planner = planned["planner"]
     memory = planner.cluster.gpu_memory_gib
 
     def row(prediction: Prediction) -> dict[str, Any]:
@@ -87,31 +87,31 @@ def as_json(found: dict[str, Any], arguments: argparse.Namespace) -> dict[str, A
         "unique_tokens": planner.step.unique_tokens,
         "longest_sequence": planner.step.longest,
         "cluster": asdict(planner.cluster),
-        "looked_at": found["looked_at"],
-        "planning_seconds": found["seconds"],
-        "best": [row(prediction) for prediction in found["best"]],
-        "misses": [row(prediction) for prediction in found["misses"]],
-        "commands": commands(planner, found["best"][0], arguments) if found["best"] else [],
+        "looked_at": planned["looked_at"],
+        "planning_seconds": planned["seconds"],
+        "best": [row(prediction) for prediction in planned["best"]],
+        "misses": [row(prediction) for prediction in planned["misses"]],
+        "commands": commands(planner, planned["best"][0], arguments) if planned["best"] else [],
     }
 
 
-def print_predictions(found: dict[str, Any], arguments: argparse.Namespace) -> None:
+def print_predictions(planned: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Print the ranking, and the parts of the best mesh's memory and time."""
-    planner, best = found["planner"], found["best"]
+    planner, best = planned["planner"], planned["best"]
     console = Console()
-    console.print(_title(found))
+    console.print(_title(planned))
     table = Table(title="best meshes, fastest first (predictions)", title_justify="left")
     for column in ("mesh", "segments", "step (s)", "GiB", "utilisation", "slowest / mean", "of GEMM peak"):
         table.add_column(column, justify="left" if column == "mesh" else "right")
-    for each in best:
+    for prediction in best:
         table.add_row(
-            describe(each),
-            f"{each.work.segments:,} x {each.work.segment_tokens:,}",
-            f"{each.time.total:,.3g}",
-            f"{each.memory.total / GIB:.1f}",
-            f"{each.utilisation:.3f}",
-            f"{each.imbalance:.3f}",
-            f"{useful_share(planner, each):.3f}",
+            describe(prediction),
+            f"{prediction.work.segments:,} x {prediction.work.segment_tokens:,}",
+            f"{prediction.time.total:,.3g}",
+            f"{prediction.memory.total / GIB:.1f}",
+            f"{prediction.utilisation:.3f}",
+            f"{prediction.imbalance:.3f}",
+            f"{useful_share(planner, prediction):.3f}",
         )
     console.print(table)
     first = best[0]
@@ -133,28 +133,30 @@ def cost_source(planner: Planner, arguments: argparse.Namespace) -> str:
     return f"seconds: {model} on {arguments.gpu}, operations at assumed shares of the peaks ({peak})"
 
 
-def print_misses(found: dict[str, Any]) -> None:
+def print_misses(planned: dict[str, Any]) -> None:
     """Print the nearest meshes that do not fit, their missing memory and their largest parts."""
-    planner, console = found["planner"], Console()
-    console.print(_title(found))
+    planner, console = planned["planner"], Console()
+    console.print(_title(planned))
     memory = planner.cluster.gpu_memory_gib
     table = Table(title=f"nothing fits {memory:g} GiB a GPU; the nearest", title_justify="left")
     for column in ("mesh", "GiB", "missing", "largest parts"):
         table.add_column(column, justify="left" if column in ("mesh", "largest parts") else "right")
-    for each in found["misses"]:
-        parts = sorted(each.memory.parts().items(), key=lambda part: -part[1])[:3]
+    for prediction in planned["misses"]:
+        parts = sorted(prediction.memory.parts().items(), key=lambda part: -part[1])[:3]
         shown = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts)
-        table.add_row(describe(each), f"{each.memory.total / GIB:.1f}", f"{each.misses(memory):.1f}", shown)
+        table.add_row(
+            describe(prediction), f"{prediction.memory.total / GIB:.1f}", f"{prediction.misses(memory):.1f}", shown
+        )
     console.print(table)
 
 
-def _title(found: dict[str, Any]) -> str:
-    planner: Planner = found["planner"]
+def _title(planned: dict[str, Any]) -> str:
+    planner: Planner = planned["planner"]
     step, cluster = planner.step, planner.cluster
     return (
         f"{planner.shape.num_parameters / 1e9:,.1f} billion parameters on {cluster.num_gpus:,} GPUs; "
         f"{len(step.sequences):,} sequences, {step.unique_tokens:,} of {step.tokens:,} tokens unique, longest "
-        f"{step.longest:,}; {found['looked_at']:,} meshes in {found['seconds']:.1f} s"
+        f"{step.longest:,}; {planned['looked_at']:,} meshes in {planned['seconds']:.1f} s"
     )
 
 
@@ -183,13 +185,13 @@ def train_flags(planner: Planner, prediction: Prediction, arguments: argparse.Na
 
 def own_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
     """Flags of the initial checkpoint and of the run's folder, unless an argument file names them."""
-    flags, given = [], arguments.args_file_gives if arguments.args_file is not None else ()
+    flags, named = [], arguments.args_file_gives if arguments.args_file is not None else ()
     hub_name = checkpoint_of(planner.shape)
     if arguments.hf_config is not None:
         flags += ["--load-hf", arguments.hf_config.removesuffix("/config.json")]
-    elif hub_name is not None and "load_hf" not in given:
+    elif hub_name is not None and "load_hf" not in named:
         flags += ["--load-hf", hub_name.split("/")[1]]
-    return flags if "save" in given else [*flags, "--save", "runs/planned"]
+    return flags if "save" in named else [*flags, "--save", "runs/planned"]
 
 
 def checkpoint_of(shape: DecoderShape) -> str | None:

@@ -174,10 +174,10 @@ class Planner:
         layers = range(first, first + mesh.layers[virtual_stage])
         ranks = mesh.tensor * mesh.context
         states = StateBytes.of_shape(self.shape, DTYPE_BYTES[self.states.weights], ranks, layers)
-        each = self._bytes(choice, layers)
+        segment_bytes = self._bytes(choice, layers)
         # The last stage alone keeps bytes once for all layers.
         is_last = (len(mesh.layers) - 1 - virtual_stage) % mesh.pipeline == 0
-        return StageBytes(each if is_last else replace(each, kept_per_token=0.0), states)
+        return StageBytes(segment_bytes if is_last else replace(segment_bytes, kept_per_token=0.0), states)
 
     def _cut(self, choice: Choice) -> tuple[int, StepBudget, PipelineShape]:
         """Arguments of ``StepWork.plan`` for a choice."""
@@ -219,13 +219,13 @@ class Planner:
             for stage, flight in flights.items()
         }
         fullest = max(of_stages, key=lambda s: of_stages[s].total)
-        own = stage_time(self.shape, mesh, self.cluster, work.alone or work, busiest, recomputed)
+        alone = stage_time(self.shape, mesh, self.cluster, work.alone or work, busiest, recomputed)
         together = stage_time(self.shape, mesh, self.cluster, work, busiest, recomputed)
         time = replace(
-            own,
+            alone,
             bubble=bubble,
             # Another replica's segments may be shorter and more, which launches cost.
-            experts=max(0.0, together.computing - own.computing),
+            experts=max(0.0, together.computing - alone.computing),
             data=reduction_seconds(self.shape, mesh, self.cluster, states, busiest),
             optimizer=optimizer_seconds(self.shape, mesh, self.cluster, states, busiest),
         )
@@ -234,10 +234,10 @@ class Planner:
     def fitted(self, choice: Choice) -> Prediction:
         """Estimate ``choice`` with the activations of as many tokens kept as fit into memory."""
         memory = self.cluster.gpu_memory_gib
-        found = self.estimate(choice)
-        if found.misses(memory) <= 0 or choice.full_recompute or choice.activation_tokens is not None:
-            return found
-        least, most = 0, int(found.work.in_flight_tokens * PIPELINE_FACTOR) // GRANULE
+        prediction = self.estimate(choice)
+        if prediction.misses(memory) <= 0 or choice.full_recompute or choice.activation_tokens is not None:
+            return prediction
+        least, most = 0, int(prediction.work.in_flight_tokens * PIPELINE_FACTOR) // GRANULE
         if self.estimate(replace(choice, activation_tokens=0)).misses(memory) > 0:
             return self.estimate(replace(choice, activation_tokens=0))
         while most - least > 1:
@@ -275,10 +275,10 @@ class Planner:
             if missing > 0:
                 hopeless.append((missing, choice))
                 continue
-            found = self.fitted(choice)
-            (fits if found.misses(memory) <= 0 else misses).append(found)
+            prediction = self.fitted(choice)
+            (fits if prediction.misses(memory) <= 0 else misses).append(prediction)
         if not fits and not misses:
-            misses = [self.fitted(choice) for _, choice in sorted(hopeless, key=lambda each: each[0])[:top]]
+            misses = [self.fitted(choice) for _, choice in sorted(hopeless, key=lambda entry: entry[0])[:top]]
         best: list[Prediction] = []
         already = len(misses)
         seen: set[tuple[int, ...]] = set()

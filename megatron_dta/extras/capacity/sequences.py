@@ -68,8 +68,8 @@ def _answers(num_sequences: int, groups: int, unique: int, prompt: int, longest:
         return [first] if rest == 0 else None
     if first < 1 or rest < num_sequences - 1 or -(-rest // (num_sequences - 1)) > first:
         return None
-    each, more = divmod(rest, num_sequences - 1)
-    return [first] + [each + (i < more) for i in range(num_sequences - 1)]
+    length, more = divmod(rest, num_sequences - 1)
+    return [first] + [length + (i < more) for i in range(num_sequences - 1)]
 
 
 def _prompt_for_pairs(
@@ -81,8 +81,8 @@ def _prompt_for_pairs(
         answers = _answers(num_sequences, groups, unique, prompt, longest)
         if answers is None:
             return np.nan
-        own = np.asarray(answers, dtype=np.float64)
-        return groups * prompt * (prompt + 1) / 2 + float((own * prompt + own * (own + 1) / 2).sum())
+        lengths = np.asarray(answers, dtype=np.float64)
+        return groups * prompt * (prompt + 1) / 2 + float((lengths * prompt + lengths * (lengths + 1) / 2).sum())
 
     prompts = np.unique(np.linspace(1, most, 1024).astype(int)).tolist()
     counts = np.asarray([pairs(prompt) for prompt in prompts])

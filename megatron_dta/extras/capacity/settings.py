@@ -133,7 +133,7 @@ def read_args_file(path: str, num_gpus: int) -> tuple[DecoderShape, list[Choice]
     free = [size * parallel.context_parallel_size for size in (SIZES if by_memory else (2048,))]
     sizes = (tree.tree_segment_tokens,) if tree.tree_segment_tokens else tuple(free)
     kept = None if full else tree.tree_activation_tokens
-    given = ["save"] * (config.checkpoint.save is not None)
-    given += ["load_hf"] * (config.checkpoint.load_hf is not None or config.checkpoint.load is not None)
+    named = ["save"] * (config.checkpoint.save is not None)
+    named += ["load_hf"] * (config.checkpoint.load_hf is not None or config.checkpoint.load is not None)
     choices = [Choice(mesh, size, tree.tree_memory_tokens, kept, full) for size in sizes]
-    return shape, choices, states_of_run(config), given
+    return shape, choices, states_of_run(config), named

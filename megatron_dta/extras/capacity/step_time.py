@@ -134,7 +134,7 @@ def _waiting_for_launches(
     if work.planned is None:
         seconds, count = np.asarray(time.computing / max(1, work.segments)), work.segments
     else:
-        tokens, pairs, edges = (each / max(1, each.sum()) for each in work.planned[1])
+        tokens, pairs, edges = (counts / max(1, counts.sum()) for counts in work.planned[1])
         seconds, count = by_tokens * tokens + time.attention * pairs + time.logits * edges, 1
     floor = num_layers * cluster.floor_seconds_per_layer
     forward = floor * cluster.forward_floor_share
@@ -179,11 +179,11 @@ def mesh_costs(
     Args:
         segment_tokens: maximum tokens of a segment.
     """
-    whole = replace(mesh, pipeline=1, chunks=1, layers=(shape.num_layers,))
+    one_stage = replace(mesh, pipeline=1, chunks=1, layers=(shape.num_layers,))
 
     def seconds(tokens: int = 0, pairs: int = 0, edges: int = 0) -> float:
         return stage_time(
-            shape, whole, cluster, ReplicaWork(tokens, pairs, edges, 0, segment_tokens, 0, 0), 0
+            shape, one_stage, cluster, ReplicaWork(tokens, pairs, edges, 0, segment_tokens, 0, 0), 0
         ).computing
 
     return CostModel(

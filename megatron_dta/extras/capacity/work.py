@@ -64,7 +64,7 @@ class ReplicaWork:
     ) -> ReplicaWork:
         """The work of planned segments."""
         return cls(
-            *(int(each.sum()) for each in counts),
+            *(int(values.sum()) for values in counts),
             segments.num_segments,
             segment_tokens,
             segments.peak_in_flight_tokens,
@@ -116,7 +116,9 @@ class StepWork:
     def partition(self, num_replicas: int, step: GroupStep | None = None) -> Partition:
         """The division of the sequences over the replicas; ``step`` is given if they share experts."""
         if step is not None:
-            return partition_costs(self.costs, num_replicas, lambda found: [step.slowest(each) for each in found])
+            return partition_costs(
+                self.costs, num_replicas, lambda candidates: [step.slowest(candidate) for candidate in candidates]
+            )
         if num_replicas not in self._partitions:
             self._partitions[num_replicas] = partition_costs(self.costs, num_replicas)
         return self._partitions[num_replicas]
@@ -151,16 +153,18 @@ class StepWork:
             partition = self.partition(num_replicas, step if group > 1 else None)
             costs = partition.cost_per_rank
             if group == 1:
-                own = step.replica(partition.sequences_of(int(costs.argmax())))
-                work = ReplicaWork.of(*own, own[0].segment_tokens)
+                replica = step.replica(partition.sequences_of(int(costs.argmax())))
+                work = ReplicaWork.of(*replica, replica[0].segment_tokens)
             else:
-                plans = [step.plan(partition.rank_of_sequence, each) for each in range(num_replicas // group)]
-                slowest = int(np.argmax([step.seconds(each) for each in plans]))
+                plans = [step.plan(partition.rank_of_sequence, index) for index in range(num_replicas // group)]
+                slowest = int(np.argmax([step.seconds(group_plan) for group_plan in plans]))
                 plan, members = plans[slowest], costs[slowest * group : (slowest + 1) * group]
-                own = plan.replicas[int(members.argmax())]
-                size = max(each.segment_tokens for each, _ in plan.replicas)
-                work = ReplicaWork.of(plan.tree, plan.largest, size, ReplicaWork.of(*own, own[0].segment_tokens))
-                work = replace(work, merged=tuple(each for each, _ in plan.replicas))
+                replica = plan.replicas[int(members.argmax())]
+                size = max(segments.segment_tokens for segments, _ in plan.replicas)
+                work = ReplicaWork.of(
+                    plan.tree, plan.largest, size, ReplicaWork.of(*replica, replica[0].segment_tokens)
+                )
+                work = replace(work, merged=tuple(replica_segments for replica_segments, _ in plan.replicas))
             self._plans[key] = replace(work, imbalance=partition.max_over_mean)
         return self._plans[key]
 

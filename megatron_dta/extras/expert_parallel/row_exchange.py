@@ -54,26 +54,26 @@ class RowExchange:
 
     def start_gather(self, rows: Tensor) -> Tensor:
         """Start to gather ``rows`` [N, ...] of all ranks into [R, ...]."""
-        own = rows.contiguous()
-        if len(own) < self.rows_per_rank:
-            own = own.new_empty(self.rows_per_rank, *own.shape[1:])
-            own[: len(rows)] = rows
-        found = own.new_empty(self.num_ranks * self.rows_per_rank, *own.shape[1:])
-        self._works.append(_all_gather(_bytes(found), _bytes(own), group=self._group, async_op=True))
-        return found
+        sent = rows.contiguous()
+        if len(sent) < self.rows_per_rank:
+            sent = sent.new_empty(self.rows_per_rank, *sent.shape[1:])
+            sent[: len(rows)] = rows
+        gathered = sent.new_empty(self.num_ranks * self.rows_per_rank, *sent.shape[1:])
+        self._works.append(_all_gather(_bytes(gathered), _bytes(sent), group=self._group, async_op=True))
+        return gathered
 
     def gather(self, rows: Tensor) -> Tensor:
         """``start_gather``, complete on return."""
-        found = self.start_gather(rows)
+        gathered = self.start_gather(rows)
         self._works.pop().wait()
-        return found
+        return gathered
 
     def start_tokens(self, x: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Start to gather tokens [R, C]; weights and experts [R, K] are complete on return, -1 in rows of no token."""
         missing = self.rows_per_rank - len(chosen)
-        own = torch.nn.functional.pad(chosen.to(torch.int16), (0, 0, 0, missing), value=-1)
-        own = torch.cat([_bytes(torch.nn.functional.pad(weights, (0, 0, 0, missing))), _bytes(own)], dim=1)
-        routing = self.gather(own)
+        packed = torch.nn.functional.pad(chosen.to(torch.int16), (0, 0, 0, missing), value=-1)
+        packed = torch.cat([_bytes(torch.nn.functional.pad(weights, (0, 0, 0, missing))), _bytes(packed)], dim=1)
+        routing = self.gather(packed)
         size = weights.shape[1] * weights.element_size()
         all_weights = routing[:, :size].contiguous().view(weights.dtype)
         all_chosen = routing[:, size:].contiguous().view(torch.int16)
@@ -81,11 +81,11 @@ class RowExchange:
 
     def start_give_back(self, rows: Tensor) -> Tensor:
         """Start to send ``rows`` [R, ...], M for each rank, to these ranks; [R, ...] with M from each rank."""
-        found, rows = torch.empty_like(rows, memory_format=torch.contiguous_format), rows.contiguous()
+        received, rows = torch.empty_like(rows, memory_format=torch.contiguous_format), rows.contiguous()
         self._works.append(
-            torch.distributed.all_to_all_single(_bytes(found), _bytes(rows), group=self._group, async_op=True)
+            torch.distributed.all_to_all_single(_bytes(received), _bytes(rows), group=self._group, async_op=True)
         )
-        return found
+        return received
 
     def wait(self) -> None:
         """Wait for the movements that were started; on a GPU, the stream waits and not the host."""
@@ -102,8 +102,8 @@ class RowExchange:
 
     def sums(self, blocks: Tensor) -> Tensor:
         """Sums [N, ...] over the ranks of what they gave back [R, ...], in the order of the ranks."""
-        place = torch.arange(len(blocks), device=blocks.device).view(self.num_ranks, self.rows_per_rank)
-        return self._sums(blocks, place[:, : self.num_rows].t())
+        slots = torch.arange(len(blocks), device=blocks.device).view(self.num_ranks, self.rows_per_rank)
+        return self._sums(blocks, slots[:, : self.num_rows].t())
 
     def begin_gather(self, x: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
         """``start_tokens`` in the graph of a backward."""
@@ -132,10 +132,10 @@ class _StartGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, chosen: Tensor, exchange: RowExchange) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        found = exchange.start_tokens(x, weights, chosen)
-        ctx.mark_non_differentiable(found[2])
+        gathered = exchange.start_tokens(x, weights, chosen)
+        ctx.mark_non_differentiable(gathered[2])
         ctx.set_materialize_grads(False)
-        return found
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, grad_RC: Tensor, grad_RK: Tensor, _: Any) -> tuple:

@@ -47,8 +47,8 @@ class PinnedMemory:
     def __init__(self, num_bytes: int) -> None:
         size = -(-num_bytes // PAGESIZE) * PAGESIZE
         # Not by pin_memory, which rounds sizes up to a power of two.
-        whole = torch.empty(size + PAGESIZE, dtype=torch.uint8)
-        self.bytes = whole[-whole.data_ptr() % PAGESIZE :][:size]
+        buffer = torch.empty(size + PAGESIZE, dtype=torch.uint8)
+        self.bytes = buffer[-buffer.data_ptr() % PAGESIZE :][:size]
         address = self.bytes.data_ptr()
         if size and int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
             with suppress(RuntimeError):
@@ -84,20 +84,20 @@ class HostSlots:
 
     def memory(self, chunk: int, num_bytes: int) -> Tensor:
         """``num_bytes`` bytes for a model chunk's pool; pinned for a GPU."""
-        found = self._memory.get(chunk)
-        if found is None or len(found) < num_bytes:
-            if isinstance(found, PinnedMemory):
-                found.free()
+        memory = self._memory.get(chunk)
+        if memory is None or len(memory) < num_bytes:
+            if isinstance(memory, PinnedMemory):
+                memory.free()
             self._memory.pop(chunk, None)
-            del found
+            del memory
             try:
-                found = PinnedMemory(num_bytes) if self.is_cuda else torch.empty(num_bytes, dtype=torch.uint8)
+                memory = PinnedMemory(num_bytes) if self.is_cuda else torch.empty(num_bytes, dtype=torch.uint8)
             except MemoryError:
                 raise InputError(
                     f"{FLAG} {self.fraction:g}: {num_bytes / 2**30:.1f} GiB of host memory cannot be pinned; lower it"
                 ) from None
-            self._memory[chunk] = found
-        return (found.bytes if isinstance(found, PinnedMemory) else found)[:num_bytes]
+            self._memory[chunk] = memory
+        return (memory.bytes if isinstance(memory, PinnedMemory) else memory)[:num_bytes]
 
 
 @dataclass(eq=False)
@@ -198,7 +198,7 @@ class OffloadedKVPool(KVPool):
     def finish(self, layer: int, gradients: bool) -> None:
         if layer in self._row:
             return
-        buffer = next(each for each in self._buffers if each.layer == layer and each.runs is self._now.runs)
+        buffer = next(held for held in self._buffers if held.layer == layer and held.runs is self._now.runs)
         if self._host.is_cuda:
             buffer.used = torch.cuda.current_stream().record_event()
         runs, on_host = self._now.runs, self._on_host[layer]
@@ -238,10 +238,10 @@ class OffloadedKVPool(KVPool):
             current: the buffer in use, which keeps its layer.
         """
         now = self._now
-        buffer = next((each for each in self._buffers if each.layer == layer and each.runs is now.runs), None)
+        buffer = next((held for held in self._buffers if held.layer == layer and held.runs is now.runs), None)
         is_taken = buffer is None
         if is_taken:
-            buffer = next(each for each in self._buffers if each is not current)
+            buffer = next(held for held in self._buffers if held is not current)
             # The order of the list is that of their last use.
             buffer.take(layer, now.runs)
             keys = list(now.runs.ancestors)
@@ -278,10 +278,10 @@ class OffloadedKVPool(KVPool):
 
 def _by_flag(runs: list[slice], flags: np.ndarray) -> list[tuple[slice, bool]]:
     """The runs, divided where the flag of their slots changes."""
-    found = []
+    pieces = []
     for run in runs:
-        own = flags[run]
-        bounds = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
+        run_flags = flags[run]
+        bounds = [0, *(np.flatnonzero(np.diff(run_flags)) + 1).tolist(), len(run_flags)]
         pairs = pairwise(bounds)
-        found += [(slice(run.start + a, run.start + b), bool(own[a])) for a, b in pairs if b > a]
-    return found
+        pieces += [(slice(run.start + a, run.start + b), bool(run_flags[a])) for a, b in pairs if b > a]
+    return pieces

@@ -39,7 +39,7 @@ def compare_outcomes(outcome: Outcome, reference: Outcome) -> ParityErrors:
     logprobs = np.concatenate(outcome.logprobs).astype(np.float64)
     expected = np.concatenate(reference.logprobs).astype(np.float64)
     worst, gradient = "", 0.0
-    largest = max((_largest(each) for each in reference.gradients.values()), default=0.0)
+    largest = max((_largest(tensor) for tensor in reference.gradients.values()), default=0.0)
     for name in sorted(outcome.gradients.keys() | reference.gradients.keys()):
         error = _gradient_error(outcome.gradients.get(name), reference.gradients.get(name), largest)
         if math.isnan(error) or error > gradient:

@@ -23,18 +23,20 @@ def experts_are_stacked() -> bool:
 
 def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """``tensors`` under a checkpoint's names in the memory layout of transformers 5: two tensors a layer of experts."""
-    found: dict[str, Tensor] = {}
+    stacked: dict[str, Tensor] = {}
     of_layers: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():
         name = name.replace(".block_sparse_moe.", ".mlp.")
         parts = _EXPERT.fullmatch(name)
         if parts is None:
-            found[name] = tensor
+            stacked[name] = tensor
         else:
             of_expert = of_layers.setdefault(parts["layer"], {}).setdefault(int(parts["expert"]), {})
             of_expert[_KINDS[parts["kind"]]] = tensor
     for layer, experts in of_layers.items():
         ordered = [experts[expert] for expert in range(len(experts))]
-        found[f"{layer}.gate_up_proj"] = torch.stack([torch.cat([each["gate"], each["up"]]) for each in ordered])
-        found[f"{layer}.down_proj"] = torch.stack([each["down"] for each in ordered])
-    return found
+        stacked[f"{layer}.gate_up_proj"] = torch.stack(
+            [torch.cat([matrices["gate"], matrices["up"]]) for matrices in ordered]
+        )
+        stacked[f"{layer}.down_proj"] = torch.stack([matrices["down"] for matrices in ordered])
+    return stacked

@@ -103,16 +103,16 @@ def step_huggingface(reference: torch.nn.Module, samples: Sequence[TrainingSampl
     return OneStep(all_logits, all_logprobs, total, gradients, weights)
 
 
-def differences(found: OneStep, reference: OneStep) -> list[Difference]:
+def differences(step: OneStep, reference: OneStep) -> list[Difference]:
     """One line each for logits, logprobs and loss, then one for each tensor's gradient and new weight."""
     rows = [
-        _difference("logits", "", torch.cat(found.logits), torch.cat(reference.logits)),
-        _difference("logprobs", "", *(torch.from_numpy(np.concatenate(s.logprobs)) for s in (found, reference))),
-        _difference("loss", "", torch.tensor(found.loss), torch.tensor(reference.loss)),
+        _difference("logits", "", torch.cat(step.logits), torch.cat(reference.logits)),
+        _difference("logprobs", "", *(torch.from_numpy(np.concatenate(s.logprobs)) for s in (step, reference))),
+        _difference("loss", "", torch.tensor(step.loss), torch.tensor(reference.loss)),
     ]
     for kind, ours, theirs in (
-        ("gradient", found.gradients, reference.gradients),
-        ("weight", found.weights, reference.weights),
+        ("gradient", step.gradients, reference.gradients),
+        ("weight", step.weights, reference.weights),
     ):
         rows += [_difference(kind, name, ours.get(name), theirs.get(name)) for name in _all_names(ours, theirs)]
     return rows
@@ -122,12 +122,12 @@ def _all_names(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list
     return list(theirs) + sorted(ours.keys() - theirs.keys())
 
 
-def _difference(kind: str, name: str, found: Tensor | None, expected: Tensor | None) -> Difference:
+def _difference(kind: str, name: str, computed: Tensor | None, expected: Tensor | None) -> Difference:
     """The difference is infinite for a tensor that only one side has, and for one that contains NaN."""
-    if found is None or expected is None or found.shape != expected.shape:
+    if computed is None or expected is None or computed.shape != expected.shape:
         return Difference(kind, name, math.inf, math.inf)
     expected = expected.double()
-    absolute = float((found.to(expected) - expected).abs().max())
+    absolute = float((computed.to(expected) - expected).abs().max())
     largest = float(expected.abs().max())
     if not math.isfinite(absolute):
         return Difference(kind, name, math.inf, math.inf)

@@ -48,8 +48,8 @@ class PlainRouter(TopKRouter):
         by = by.detach() if self.expert_bias is None else by.detach() + self.expert_bias
         if config.moe_router_group_topk:
             groups = by.view(config.moe_router_num_groups, -1)
-            each = config.moe_router_topk // config.moe_router_group_topk
-            best = groups.sort(dim=1, descending=True)[0][:, :each].sum(1).argsort(descending=True)
+            per_group = config.moe_router_topk // config.moe_router_group_topk
+            best = groups.sort(dim=1, descending=True)[0][:, :per_group].sum(1).argsort(descending=True)
             allowed = torch.zeros_like(groups, dtype=torch.bool)
             allowed[best[: config.moe_router_group_topk]] = True
             by = by.masked_fill(~allowed.flatten(), -torch.inf)

@@ -90,7 +90,7 @@ def report_precision(candidate: Outcome, reference: Outcome, trained: list[np.nd
         reference_loss=reference.loss,
         logprobs=_logprob_distance(candidate, reference, trained),
         gradient=_gradient_distance(torch.stack(list(sums.values())).sum(0)),
-        parameters={name: _gradient_distance(each) for name, each in sums.items()},
+        parameters={name: _gradient_distance(products) for name, products in sums.items()},
     )
 
 

@@ -83,8 +83,8 @@ class Asked:
     @property
     def most_reply_bytes(self) -> int:
         """Maximum length of a reply."""
-        each = _TOKEN_BYTES + (0 if self.routing is None else self.routing.most_text_bytes)
-        return _OTHER_BYTES + each * (len(self.token_ids) + self.max_tokens)
+        token_bytes = _TOKEN_BYTES + (0 if self.routing is None else self.routing.most_text_bytes)
+        return _OTHER_BYTES + token_bytes * (len(self.token_ids) + self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -264,11 +264,11 @@ def make_piece(
 
 def check_prompt_length(reply: Any, asked: Asked, *path: str | int) -> None:
     """Refuse a reply whose number of prompt tokens, if reported, is not that of the request."""
-    found = field_of(reply, *path, kind=int, optional=True)
-    if found is not None and found != len(asked.token_ids):
+    reported = field_of(reply, *path, kind=int, optional=True)
+    if reported is not None and reported != len(asked.token_ids):
         where = ".".join(str(part) for part in path)
         raise TransientFailureError(
-            f"the reply is to another prompt: its {where} are {shown(found)}, but {len(asked.token_ids)} were sent"
+            f"the reply is to another prompt: its {where} are {shown(reported)}, but {len(asked.token_ids)} were sent"
         )
 
 

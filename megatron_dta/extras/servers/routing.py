@@ -27,12 +27,12 @@ def array_of(text: str | None, name: str) -> np.ndarray | None:
     if text is None:
         return None
     try:
-        found = np.load(io.BytesIO(_bytes_of(text, name)), allow_pickle=False)
+        array = np.load(io.BytesIO(_bytes_of(text, name)), allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise TransientFailureError(f"the reply's {name} is no NumPy array") from error
-    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
         raise TransientFailureError(f"the reply's {name} is no NumPy array of integers")
-    return found
+    return array
 
 
 def integers_of(text: str | None, name: str) -> np.ndarray | None:
@@ -52,22 +52,22 @@ def _bytes_of(text: str, name: str) -> bytes:
         raise TransientFailureError(f"the reply's {name} is not in base64") from error
 
 
-def with_routing(piece: Piece, found: np.ndarray | None, asked: Asked, server: str) -> Piece:
+def with_routing(piece: Piece, experts: np.ndarray | None, asked: Asked, server: str) -> Piece:
     """``piece`` with the experts of all tokens of context and response, of the layers that have experts.
 
     Raises:
         RoutingError: the server sends none, or they are not of this model.
     """
     shape, length = asked.routing, len(asked.token_ids) + len(piece.token_ids)
-    if found is None:
+    if experts is None:
         raise RoutingError(
             f"--moe-routing-replay: {server} does not return the experts of its tokens; start it with "
             "--enable-return-routed-experts"
         )
     for num_tokens in (length - 1, length):
         for is_used in (np.array(shape.moe_layers), np.ones(sum(shape.moe_layers), dtype=bool)):
-            if found.size == num_tokens * len(is_used) * shape.topk and found.size:
-                routing = found.reshape(num_tokens, len(is_used), shape.topk)[: length - 1, is_used]
+            if experts.size == num_tokens * len(is_used) * shape.topk and experts.size:
+                routing = experts.reshape(num_tokens, len(is_used), shape.topk)[: length - 1, is_used]
                 if routing.min() < 0 or routing.max() >= shape.num_experts:
                     raise RoutingError(
                         f"--moe-routing-replay: {server} returns expert {routing.max()} of a layer with "
@@ -76,7 +76,7 @@ def with_routing(piece: Piece, found: np.ndarray | None, asked: Asked, server: s
                 last = np.full((1, *routing.shape[1:]), -1, dtype=np.int16)
                 return replace(piece, routed_experts=np.concatenate([routing.astype(np.int16), last]))
     raise RoutingError(
-        f"--moe-routing-replay: {server} returns {found.size} experts for {length} tokens, {sum(shape.moe_layers)} of "
-        f"{len(shape.moe_layers)} layers and {shape.topk} experts a token; it has another model, or returns those of a "
-        "part of the tokens"
+        f"--moe-routing-replay: {server} returns {experts.size} experts for {length} tokens, {sum(shape.moe_layers)} "
+        f"of {len(shape.moe_layers)} layers and {shape.topk} experts a token; it has another model, or returns those "
+        "of a part of the tokens"
     )

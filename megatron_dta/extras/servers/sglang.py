@@ -79,7 +79,7 @@ class SglangProtocol(ServerProtocol):
         check_prompt_length(reply, asked, "meta_info", "prompt_tokens")
         name = "meta_info.output_token_logprobs"
         entries = list_of(field_of(reply, "meta_info", "output_token_logprobs"), list, name)
-        short = next((place for place, entry in enumerate(entries) if len(entry) < 2), None)
+        short = next((index for index, entry in enumerate(entries) if len(entry) < 2), None)
         if short is not None:
             raise TransientFailureError(f"the reply's {name}.{short} must be a logprob and a token id")
         token_ids = list_of(field_of(reply, "output_ids"), int, "output_ids")
@@ -88,7 +88,7 @@ class SglangProtocol(ServerProtocol):
                 f"the reply's {len(token_ids)} output_ids are not those of its {len(entries)} output_token_logprobs"
             )
         spans = field_of(reply, "meta_info", "weight_versions", kind=list, optional=True) or []
-        labels = [field_of(reply, "meta_info", "weight_versions", place, "version") for place in range(len(spans))]
+        labels = [field_of(reply, "meta_info", "weight_versions", index, "version") for index in range(len(spans))]
         label = field_of(reply, "meta_info", "weight_version", optional=True)
         piece = make_piece(
             token_ids,
@@ -125,7 +125,7 @@ class SglangProtocol(ServerProtocol):
         path = ("meta_info", "output_token_ids_logprobs", 0)
         try:
             entries = field_of(reply, *path, kind=list)
-            values = [field_of(reply, *path, place, 0, kind=(int, float)) for place in range(len(entries))]
+            values = [field_of(reply, *path, index, 0, kind=(int, float)) for index in range(len(entries))]
             logprobs = [as_float(value) for value in values]
             if not logprobs or not all(map(math.isfinite, logprobs)):
                 raise TransientFailureError(f"got {shown(values)}")

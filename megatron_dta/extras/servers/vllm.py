@@ -85,7 +85,7 @@ class VllmProtocol(ServerProtocol):
             raise TransientFailureError("the reply is to another prompt: its choices.0.prompt_token_ids were not sent")
         check_prompt_length(reply, asked, "usage", "prompt_tokens")
         spans = field_of(reply, "choices", 0, "weight_versions", kind=list, optional=True) or []
-        places = range(len(spans))
+        indices = range(len(spans))
         piece = make_piece(
             field_of(reply, "choices", 0, "token_ids"),
             field_of(reply, "choices", 0, "logprobs", "token_logprobs"),
@@ -93,7 +93,7 @@ class VllmProtocol(ServerProtocol):
             asked,
             ("choices.0.token_ids", "choices.0.logprobs.token_logprobs"),
             field_of(reply, "usage", "prompt_tokens_details", "cached_tokens", kind=int, optional=True),
-            [field_of(reply, "choices", 0, "weight_versions", place, "version") for place in places],
+            [field_of(reply, "choices", 0, "weight_versions", index, "version") for index in indices],
         )
         if asked.routing is None:
             return piece

@@ -26,10 +26,10 @@ def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
 def unpack(message: bytes | bytearray) -> dict[str, np.ndarray]:
     """The arrays of a message; ``ValueError`` says what is wrong with it."""
     end = message.find(b"\n", 0, _MOST_HEADER)
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     at = end + 1
     for name, dtype, shape in _entries(message[: max(end, 0)]):
-        if dtype not in _DTYPES or name in found:
+        if dtype not in _DTYPES or name in arrays:
             raise ValueError(f"array {name[:40]!r}: must come once and have a dtype of {', '.join(_DTYPES)}")
         count = math.prod(shape)
         size = count * np.dtype(dtype).itemsize
@@ -38,11 +38,11 @@ def unpack(message: bytes | bytearray) -> dict[str, np.ndarray]:
         array = np.frombuffer(message, dtype, count, at) if count else np.zeros(0, dtype)
         if dtype == "bool" and count and array.view(np.uint8).max() > 1:
             raise ValueError(f"array {name[:40]!r}: a bool must be 0 or 1")
-        found[name] = array.reshape(shape)
+        arrays[name] = array.reshape(shape)
         at += size
     if at != len(message):
         raise ValueError("the message continues after its arrays")
-    return found
+    return arrays
 
 
 def _entries(header: bytes | bytearray) -> list[tuple[str, str, list[int]]]:

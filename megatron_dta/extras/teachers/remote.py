@@ -61,11 +61,11 @@ class RemoteTeacher:
         self._head = None
         if with_head:
             most, read = self._facts.most_head_bytes, self._facts.read_head
-            whole = self._shared(lambda: self._ask("/v1/head", None, lambda reply: read(unpack(reply)), most))
+            head = self._shared(lambda: self._ask("/v1/head", None, lambda reply: read(unpack(reply)), most))
             if part.post_process:
                 shard = part.vocabulary_shard
                 first = 0 if shard is None else shard.first_token
-                rows = whole[first : first + len(part.output_weight())]
+                rows = head[first : first + len(part.output_weight())]
                 self._head = Head(rows.to(policy.device), self._facts.fp32_lm_head)
 
     @property
@@ -114,13 +114,13 @@ class RemoteTeacher:
 
     def _shared(self, ask: Callable[[], Answer]) -> Answer:
         """The result of ``ask`` on the first rank of the replica, on all of its ranks; an error is raised on all."""
-        found: tuple[str, Any] | None = None
+        outcome: tuple[str, Any] | None = None
         if self._mesh.is_first_of_replica:
             try:
-                found = ("result", ask())
+                outcome = ("result", ask())
             except InputError as error:
-                found = ("refused", f"--teacher-load-hf {self._url}: {error}")
-        kind, value = self._mesh.from_first_of_replica(found)
+                outcome = ("refused", f"--teacher-load-hf {self._url}: {error}")
+        kind, value = self._mesh.from_first_of_replica(outcome)
         if kind == "refused":
             raise InputError(value)
         return value

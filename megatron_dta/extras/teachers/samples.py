@@ -93,10 +93,10 @@ class TeacherFacts:
         return row, self._finite(states, "states")
 
     def _finite(self, values: np.ndarray, name: str) -> torch.Tensor:
-        found = tensor_of(values, self.dtype)
-        if not bool(torch.isfinite(found).all()):
+        tensor = tensor_of(values, self.dtype)
+        if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name}: must be finite")
-        return found
+        return tensor
 
 
 def read_logprobs(arrays: Mapping[str, np.ndarray], samples: Sequence[TrainingSample]) -> list[np.ndarray]:
@@ -110,13 +110,13 @@ def read_logprobs(arrays: Mapping[str, np.ndarray], samples: Sequence[TrainingSa
     wrong = values[~((values >= _SMALLEST_LOGPROB) & (values <= _LARGEST_LOGPROB))]
     if len(wrong):
         raise ValueError(f"logprobs: {wrong[0]:g} is not a logprob")
-    found, at = [], 0
+    logprobs, at = [], 0
     for sample in samples:
-        whole = np.zeros(len(sample.token_ids), values.dtype)
-        whole[np.asarray(sample.loss_mask, bool)] = values[at : at + sample.num_trained]
-        found.append(whole)
+        sample_logprobs = np.zeros(len(sample.token_ids), values.dtype)
+        sample_logprobs[np.asarray(sample.loss_mask, bool)] = values[at : at + sample.num_trained]
+        logprobs.append(sample_logprobs)
         at += sample.num_trained
-    return found
+    return logprobs
 
 
 def _arrays(arrays: Mapping[str, np.ndarray], forms: Mapping[str, tuple[Any, int]]) -> list[np.ndarray]:
@@ -160,19 +160,19 @@ def unpack_samples(arrays: Mapping[str, np.ndarray], vocab_size: int, longest: i
     if len(mask) != len(tokens) or tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ValueError(f"token_ids: must be in [0, {vocab_size}), and loss_mask as long")
     cuts = np.cumsum(lengths)[:-1]
-    found = []
-    for own, own_mask in zip(np.split(tokens, cuts), np.split(mask, cuts), strict=True):
-        if own_mask[0] or not own_mask.any():
+    samples = []
+    for token_ids, sample_mask in zip(np.split(tokens, cuts), np.split(mask, cuts), strict=True):
+        if sample_mask[0] or not sample_mask.any():
             raise ValueError("loss_mask: must be false at the first token of a sample and true at another one")
-        found.append(TrainingSample(own.copy(), own_mask.copy()))
-    return found
+        samples.append(TrainingSample(token_ids.copy(), sample_mask.copy()))
+    return samples
 
 
 def tensor_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, str]:
     """A matrix as bytes, uint8 [rows, bytes], and the name of its dtype."""
-    whole = tensor.detach().cpu().contiguous()
-    width = whole.shape[1] * whole.element_size()
-    return whole.view(torch.uint8).numpy().reshape(len(whole), width), str(whole.dtype)
+    matrix = tensor.detach().cpu().contiguous()
+    width = matrix.shape[1] * matrix.element_size()
+    return matrix.view(torch.uint8).numpy().reshape(len(matrix), width), str(matrix.dtype)
 
 
 def tensor_of(values: np.ndarray, dtype: str) -> torch.Tensor:

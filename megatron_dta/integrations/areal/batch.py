@@ -96,9 +96,11 @@ class RowBatch:
 
         def function(logprobs_BT: Tensor, entropy_BT: Tensor, sequences: np.ndarray) -> Tensor:
             numbers = [self.plan.computed[sequence] for sequence in sequences]
-            place = Placement([self.plan.rows[number] for number in numbers], logprobs_BT)
+            placement = Placement([self.plan.rows[number] for number in numbers], logprobs_BT)
             data = table.pack(numbers, logprobs_BT.device)
-            return self._weighted(place.join(logprobs_BT), place.join(entropy_BT), data, loss_fn, loss_weight_fn, total)
+            return self._weighted(
+                placement.join(logprobs_BT), placement.join(entropy_BT), data, loss_fn, loss_weight_fn, total
+            )
 
         return self._engine.forward_backward(self.plan.batch, SequenceLoss(function))
 
@@ -106,10 +108,10 @@ class RowBatch:
     def evaluate(self, loss_fn: Loss, loss_weight_fn: LossWeight) -> Tensor:
         """AReaL's loss of all ranks under the current weights."""
         total = self._total_weight(loss_weight_fn)
-        found = self._engine.compute_outputs(self.plan.batch)
-        joined = (torch.cat(self._owned(values)) for values in (found.logprobs, found.entropy))
-        own = self._weighted(*joined, self._packed(), loss_fn, loss_weight_fn, total)
-        return own.new_tensor(sum(self._engine.mesh.gather_over_data(float(own))))
+        outputs = self._engine.compute_outputs(self.plan.batch)
+        joined = (torch.cat(self._owned(values)) for values in (outputs.logprobs, outputs.entropy))
+        loss = self._weighted(*joined, self._packed(), loss_fn, loss_weight_fn, total)
+        return loss.new_tensor(sum(self._engine.mesh.gather_over_data(float(loss))))
 
     def logprobs(self) -> Tensor | list[Tensor]:
         """Logprobs in the form of the input: padded with 0; position t holds that of token t + 1."""
@@ -117,9 +119,9 @@ class RowBatch:
         padded = []
         for batch in self._input if isinstance(self._input, list) else [self._input]:
             count, width = batch["attention_mask"].shape
-            whole = [next(rows) for _ in range(count)]
-            whole = [torch.nn.functional.pad(row, (0, width - len(row))) for row in whole]
-            padded.append(torch.stack(whole))
+            rows_BT = [next(rows) for _ in range(count)]
+            rows_BT = [torch.nn.functional.pad(row, (0, width - len(row))) for row in rows_BT]
+            padded.append(torch.stack(rows_BT))
         return padded if isinstance(self._input, list) else padded[0]
 
     def _packed(self) -> dict[str, Any]:
@@ -127,8 +129,8 @@ class RowBatch:
 
     def _owned(self, values: Sequence[np.ndarray]) -> list[Tensor]:
         """Outputs of this rank's rows."""
-        own = self.plan.to_owners(values, self._engine)
-        return [torch.from_numpy(shifted(row)).to(self._engine.device) for row in own]
+        rows = self.plan.to_owners(values, self._engine)
+        return [torch.from_numpy(shifted(row)).to(self._engine.device) for row in rows]
 
     def _total_weight(self, loss_weight_fn: LossWeight) -> float:
         total = sum(self._engine.mesh.gather_over_data(float(loss_weight_fn(self._packed()))))

@@ -293,8 +293,8 @@ class TreePPOActor(TrainEngine):
         """Statistics of AReaL's tracker over all replicas, from the stage that computes losses."""
         from areal.utils import stats_tracker
 
-        found = stats_tracker.export_all(reduce_group=self.data_parallel_group)
-        return self.engine.mesh.from_last_stage(found)
+        stats = stats_tracker.export_all(reduce_group=self.data_parallel_group)
+        return self.engine.mesh.from_last_stage(stats)
 
     def get_device_stats(self) -> Any:
         from areal.api.io_struct import DeviceRuntimeInfo

@@ -237,8 +237,8 @@ class MegatronDtaEngine(BaseEngine):
 
     def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator, None]:
         """Elements of this rank's shards that changed since the last export; see verl's ``delta_sharded`` backend."""
-        found, _ = self.get_per_tensor_param_shard()
-        return hf_delta_export(found, self._delta_shard_snap, _hf_entry_identity), None
+        shards, _ = self.get_per_tensor_param_shard()
+        return hf_delta_export(shards, self._delta_shard_snap, _hf_entry_identity), None
 
     def _bring_weights(self) -> None:
         if self.device.type != "cpu":

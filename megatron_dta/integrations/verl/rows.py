@@ -95,18 +95,18 @@ class RowTable:
 
     def select(self, rows: Sequence[int], device: torch.device) -> TensorDict:
         """The given rows in this order, on ``device``, as verl's engines pass a micro-batch to a loss function."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name, values in self._rows.items():
             chosen = [values[row] for row in rows]
             if isinstance(values[0], Tensor):
-                found[name] = torch.nested.as_nested_tensor(chosen, layout=torch.jagged).to(device)
+                fields[name] = torch.nested.as_nested_tensor(chosen, layout=torch.jagged).to(device)
             else:
-                found[name] = NonTensorStack(*[NonTensorData(value) for value in chosen])
+                fields[name] = NonTensorStack(*[NonTensorData(value) for value in chosen])
         for name, value in self._dense.items():
-            found[name] = value[torch.as_tensor(rows)].to(device)
+            fields[name] = value[torch.as_tensor(rows)].to(device)
         for name, value in self._common.items():
-            found[name] = NonTensorData(value)
-        return TensorDict(found, batch_size=[len(rows)])
+            fields[name] = NonTensorData(value)
+        return TensorDict(fields, batch_size=[len(rows)])
 
     def merged(self, others: Sequence[RowTable]) -> RowTable:
         """A table of the rows of all ``others`` in their order, with the common values of this one."""

@@ -74,8 +74,8 @@ def train_config(
     folder = _local_folder(model)
     named |= {"load_hf": folder, "hf_checkpoint": folder} | dict(engine.override_settings)
     config = settings_from(named)
-    given = {*engine.override_settings, *(getattr(optimizer, "override_optimizer_config", None) or {})}
-    unknown = given - {setting.name for _, setting, _ in settings_of(config)}
+    overrides = {*engine.override_settings, *(getattr(optimizer, "override_optimizer_config", None) or {})}
+    unknown = overrides - {setting.name for _, setting, _ in settings_of(config)}
     if unknown:
         raise InputError(f"engine.override_settings, optim.override_optimizer_config: no setting {sorted(unknown)[0]}")
     if engine.dtype == "float64":

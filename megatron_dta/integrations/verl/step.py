@@ -92,9 +92,9 @@ class MiniBatch:
 
         def function(logprobs_BT: Tensor, entropy_BT: Tensor, sequences: np.ndarray) -> Tensor:
             numbers = [self.plan.computed[sequence] for sequence in sequences]
-            place = Placement([self.plan.rows[number] for number in numbers], logprobs_BT)
+            placement = Placement([self.plan.rows[number] for number in numbers], logprobs_BT)
             outputs = {
-                name: torch.nested.nested_tensor_from_jagged(place.join(values), place.offsets)
+                name: torch.nested.nested_tensor_from_jagged(placement.join(values), placement.offsets)
                 for name, values in self._named(logprobs_BT, entropy_BT)
             }
             value, _ = loss(model_output=outputs, data=table.select(numbers, self._engine.device), dp_group=None)
@@ -114,9 +114,10 @@ class MiniBatch:
         }
         with torch.enable_grad():
             value, _ = loss(model_output=nested, data=self._own_data(), dp_group=group)
-            found = torch.autograd.grad(value / self._dp_size, list(leaves.values()), allow_unused=True)
+            of_leaves = torch.autograd.grad(value / self._dp_size, list(leaves.values()), allow_unused=True)
         gradients = [
-            torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves.values(), found, strict=True)
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(leaves.values(), of_leaves, strict=True)
         ]
         lengths = [len(row.token_ids) for row in self._rows]
         flat = torch.stack(gradients).cpu().numpy()
@@ -124,8 +125,8 @@ class MiniBatch:
         # never trained.
         by_row = np.split(np.roll(flat, 1, axis=1), np.cumsum(lengths)[:-1], axis=1)
         coefficients: dict[int, np.ndarray] = {}
-        own = {self.plan.begin + i: values for i, values in enumerate(by_row)}
-        for part in self._engine.mesh.gather_over_data(own):
+        rank_rows = {self.plan.begin + i: values for i, values in enumerate(by_row)}
+        for part in self._engine.mesh.gather_over_data(rank_rows):
             coefficients |= part
 
         def function(logprobs_BT: Tensor, entropy_BT: Tensor, sequences: np.ndarray) -> Tensor:

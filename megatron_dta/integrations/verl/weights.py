@@ -24,5 +24,5 @@ def shards(weights: HfWeights, device: torch.device) -> Iterator[tuple[str, Tens
             yield name, empty, ShardSpec(shape, place=0, gather_group=group, contributes=False)
             continue
         offsets = (*shard.offsets, *[0] * (len(shape) - len(shard.offsets)))
-        place = BlockPlacement(tuple(shard.values.shape), offsets, shape)
-        yield name, shard.values.reshape(-1), ShardSpec(shape, place=place, gather_group=group)
+        block = BlockPlacement(tuple(shard.values.shape), offsets, shape)
+        yield name, shard.values.reshape(-1), ShardSpec(shape, place=block, gather_group=group)

@@ -43,10 +43,10 @@ def left_of(script: Path) -> list[int]:
 def test_nothing_is_left(end: str, script: Path) -> None:
     """Whether it ends well, fails, is killed, or takes too long."""
     script.write_text(script.read_text() + end)
-    found = command_agent(f"sh {script}", 30.0 if end != "sleep 600" else 3.0)({}, ACCESS)
+    end_of_run = command_agent(f"sh {script}", 30.0 if end != "sleep 600" else 3.0)({}, ACCESS)
     assert not left_of(script)
     failures = {"exit 7": "ended with status 7:", "kill -9 $$": "ended with status 137:", "sleep 600": "took longer"}
-    assert (found.reward, (found.failure or "")[: len(failures.get(end, ""))]) == (
+    assert (end_of_run.reward, (end_of_run.failure or "")[: len(failures.get(end, ""))]) == (
         (None, failures[end]) if end in failures else (0.5, "")
     )
 

@@ -56,9 +56,9 @@ def post(url: str, key: str, body: object, header: str = "authorization") -> dic
 def refused(url: str, key: str, body: object) -> tuple[int, str]:
     with pytest.raises(urllib.error.HTTPError) as caught:
         post(url, key, body)
-    found = json.loads(caught.value.read())
-    assert "\n" not in found["error"]["message"]
-    return caught.value.code, found["error"]["message"]
+    reply = json.loads(caught.value.read())
+    assert "\n" not in reply["error"]["message"]
+    return caught.value.code, reply["error"]["message"]
 
 
 def events(url: str, key: str, body: dict) -> list[str]:
@@ -203,9 +203,9 @@ def test_streams_say_the_same(served) -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    found = events(gateway.url + "/v1/chat/completions", key, body | {"tools": TOOLS})
-    assert found[-1] == "data: [DONE]"
-    chunks = [json.loads(line.removeprefix("data: ")) for line in found[:-1]]
+    lines = events(gateway.url + "/v1/chat/completions", key, body | {"tools": TOOLS})
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
     assert "".join(delta.get("content") or "" for delta in deltas).strip() == "let us see, Grüße 🙂"
     assert len([delta for delta in deltas if delta.get("content")]) > 1
@@ -214,9 +214,9 @@ def test_streams_say_the_same(served) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] > 10
     plain = events(gateway.url + "/v1/completions", key, {"prompt": "tell", "stream": True, "max_tokens": 40})
     texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in plain[:-1]]
-    whole = post(gateway.url + "/v1/completions", key, {"prompt": "tell", "max_tokens": 40, "logprobs": 1})
+    reply = post(gateway.url + "/v1/completions", key, {"prompt": "tell", "max_tokens": 40, "logprobs": 1})
     assert "".join(texts).startswith("fine ")
-    assert whole["choices"][0]["text"].startswith("fine ")
+    assert reply["choices"][0]["text"].startswith("fine ")
 
 
 def test_completions_continue_texts_and_ids(served) -> None:
@@ -226,11 +226,11 @@ def test_completions_continue_texts_and_ids(served) -> None:
     text = post(url, key, {"prompt": "once", "max_tokens": 40})["choices"][0]["text"]
     post(url, key, {"prompt": "once" + text + " more", "max_tokens": 40})
     assert session.calls[1].parent is session.calls[0]
-    whole = session.calls[1].token_ids().tolist()
-    post(url, key, {"prompt": [*whole, 5, 6]})
+    token_ids = session.calls[1].token_ids().tolist()
+    post(url, key, {"prompt": [*token_ids, 5, 6]})
     assert session.calls[2].base.base is None  # token ids and texts are distinguished
-    whole = session.calls[2].token_ids().tolist()
-    post(url, key, {"prompt": [*whole, 7]})
+    token_ids = session.calls[2].token_ids().tolist()
+    post(url, key, {"prompt": [*token_ids, 7]})
     assert session.calls[3].parent is session.calls[2]
     assert context_of(session.calls[3]).tolist() == [7]
 
@@ -264,8 +264,8 @@ def test_anthropics_interface(served) -> None:
     reply = post(url, key, body | {"messages": later}, "x-api-key")
     assert reply["stop_reason"] == "end_turn"
     assert session.calls[1].parent is session.calls[0]
-    found = events(url, key, body | {"stream": True})
-    kinds = [line.split("\n")[0].removeprefix("event: ") for line in found]
+    streamed = events(url, key, body | {"stream": True})
+    kinds = [line.split("\n")[0].removeprefix("event: ") for line in streamed]
     assert kinds[0] == "message_start"
     assert kinds[-2:] == ["message_delta", "message_stop"]
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 2

@@ -41,8 +41,8 @@ def access(gateway: OpenGateway) -> tuple[object, SimpleNamespace]:
 
 def test_openais_client(served: OpenGateway) -> None:
     openai = pytest.importorskip("openai")
-    session, own = access(served)
-    client = openai.OpenAI(base_url=own.base_url, api_key=own.api_key, max_retries=0)
+    session, agent = access(served)
+    client = openai.OpenAI(base_url=agent.base_url, api_key=agent.api_key, max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny"]
     ask = [{"role": "user", "content": "b?"}]
     first = client.chat.completions.create(model="m", messages=ask, tools=TOOLS, logprobs=True).choices[0]
@@ -76,8 +76,8 @@ def test_openais_client(served: OpenGateway) -> None:
 
 def test_anthropics_client(served: OpenGateway) -> None:
     anthropic = pytest.importorskip("anthropic")
-    session, own = access(served)
-    client = anthropic.Anthropic(base_url=served.url, api_key=own.api_key, max_retries=0)
+    session, agent = access(served)
+    client = anthropic.Anthropic(base_url=served.url, api_key=agent.api_key, max_retries=0)
     tools = [{"name": "look_up", "description": "", "input_schema": {"type": "object"}}]
     ask = [{"role": "user", "content": "b?"}]
     reply = client.messages.create(model="m", max_tokens=60, messages=ask, tools=tools)
@@ -94,8 +94,8 @@ def test_anthropics_client(served: OpenGateway) -> None:
 def test_the_examples_agents(name: str, served: OpenGateway) -> None:
     """The agents of ``examples/tool_agent.py``: one path of two calls, and the reward of the right answer."""
     pytest.importorskip("agents.exceptions" if name == "sdk_agent" else "openai")
-    session, own = access(served)
+    session, agent = access(served)
     record = {"prompt": "a+b?", "drawers": {"a": 1, "b": 2}, "answer": "3"}
-    assert getattr(load_script("examples/tool_agent.py"), name)(record, own) == 1.0
+    assert getattr(load_script("examples/tool_agent.py"), name)(record, agent) == 1.0
     assert len(session.calls) == 2
     assert len(leaves(session.calls)) == 1

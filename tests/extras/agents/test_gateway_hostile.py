@@ -37,8 +37,8 @@ ASK = {"messages": [{"role": "user", "content": "a"}]}
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[OpenGateway, ScriptedEngine]]:
-    with gateway_on(tmp_path) as found:
-        yield found
+    with gateway_on(tmp_path) as gateway:
+        yield gateway
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def settled(gateway: OpenGateway, engine: ScriptedEngine, session: object) -> No
     end = time.monotonic() + 20
 
     def is_settled() -> bool:
-        held = sum(len(each.held) for each in gateway.gateway.sessions._open.values())
+        held = sum(len(open_session.held) for open_session in gateway.gateway.sessions._open.values())
         return not session.running and not engine._running and len(engine.held) == held
 
     while time.monotonic() < end and not is_settled():
@@ -87,19 +87,30 @@ def settled(gateway: OpenGateway, engine: ScriptedEngine, session: object) -> No
 def test_keys(served) -> None:
     """Wrong, foreign, altered and closed keys all get the same answer; other sessions' calls do not exist."""
     gateway, _ = served
-    one, key = gateway.open(number=1)
+    session, key = gateway.open(number=1)
     other, other_key = gateway.open(number=2)
     assert post(gateway, other_key, "/v1/chat/completions", ASK)[0] == 200
     call = other.calls[0].call_id
     messages = set()
     altered = key[:-1] + ("a" if key[-1] != "a" else "b")
-    mixed = f"sk-{one.session_id}-{other.secret}"
-    for wrong in (None, "", "sk-", "admin", altered, mixed, key + "x", f"sk-{one.session_id}-", "sk-é-ü", "x" * 5000):
+    mixed = f"sk-{session.session_id}-{other.secret}"
+    for wrong in (
+        None,
+        "",
+        "sk-",
+        "admin",
+        altered,
+        mixed,
+        key + "x",
+        f"sk-{session.session_id}-",
+        "sk-é-ü",
+        "x" * 5000,
+    ):
         if wrong is not None:
             wrong = wrong.encode("utf-8").decode("latin-1")
-        status, found = post(gateway, wrong, "/v1/chat/completions", ASK)
+        status, reply = post(gateway, wrong, "/v1/chat/completions", ASK)
         assert status == 401
-        messages.add(found["error"]["message"])
+        messages.add(reply["error"]["message"])
     assert len(messages) == 1
     assert post(gateway, key, "/v1/session/reward", {"reward": 1.0, "call": f"chatcmpl-{call}"})[0] == 404
     assert post(gateway, key, "/v1/session/reward", {"reward": 1.0, "call": other.session_id})[0] == 404
@@ -108,10 +119,10 @@ def test_keys(served) -> None:
     assert post(gateway, key, "/v1/sessions", {})[0] == 401
     assert not other.rewards
     assert other.reward is None
-    assert not one.calls
+    assert not session.calls
     assert post(gateway, key, "/v1/session/close", {})[0] == 200
     assert post(gateway, key, "/v1/chat/completions", ASK)[0] == 401
-    assert gateway.closed == [(one, False)]
+    assert gateway.closed == [(session, False)]
     status, opened = post(gateway, gateway.admin_key, "/v1/sessions", {"group_id": "g"})
     assert status == 200
     assert post(gateway, opened["key"], "/v1/models", {})[0] in (404, 405)
@@ -143,14 +154,14 @@ def test_bodies_that_come_after_their_session_has_closed(served) -> None:
 
 def test_the_same_text_in_two_sessions_shares_nothing(served) -> None:
     gateway, _ = served
-    (one, key), (other, other_key) = gateway.open(number=1), gateway.open(number=2)
+    (session, key), (other, other_key) = gateway.open(number=1), gateway.open(number=2)
     secret = {"messages": [{"role": "user", "content": "the secret is 42"}]}
     assert post(gateway, key, "/v1/chat/completions", secret)[0] == 200
-    status, found = post(gateway, other_key, "/v1/chat/completions", secret)
+    status, reply = post(gateway, other_key, "/v1/chat/completions", secret)
     assert status == 200
-    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert other.calls[0].base.base is None
-    assert one.calls[0].output.tolist() != other.calls[0].output.tolist()
+    assert session.calls[0].output.tolist() != other.calls[0].output.tolist()
 
 
 def test_huge_and_lying_bodies(served) -> None:
@@ -223,7 +234,7 @@ def test_slow_readers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         waiting = connections.WaitingConnections(5)
         for reads in (True, False):
             protocol = connections.PatientProtocol(config, ServerState(), {}, waiting=waiting)
-            transport = SimpleNamespace(get_extra_info=lambda name: None, abort=lambda own=reads: ended.append(own))
+            transport = SimpleNamespace(get_extra_info=lambda name: None, abort=lambda task=reads: ended.append(task))
             protocol.connection_made(transport)
             protocol.pause_writing()
             if reads:
@@ -324,18 +335,18 @@ def test_unfinished_bodies_keep_nobody_out(served, monkeypatch: pytest.MonkeyPat
 def test_limits_of_a_session(served) -> None:
     gateway, engine = served
     session, key = gateway.open()
-    found: list[int] = []
+    statuses: list[int] = []
 
     def ask() -> None:
-        found.append(post(gateway, key, "/v1/chat/completions", ASK)[0])
+        statuses.append(post(gateway, key, "/v1/chat/completions", ASK)[0])
 
     threads = [threading.Thread(target=ask) for _ in range(12)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(found) <= {200, 403, 429}
-    assert found.count(200) >= 3
+    assert set(statuses) <= {200, 403, 429}
+    assert statuses.count(200) >= 3
     while len(session.calls) < MOST_CALLS:
         ask()
     status, error = post(gateway, key, "/v1/chat/completions", ASK)
@@ -372,5 +383,5 @@ def test_odd_fields_are_refused_in_a_line(served) -> None:
     for path, body, told in ODD_FIELDS:
         if path == "/v1/messages":
             body = {"max_tokens": 3, "messages": [{"role": "user", **body}]}
-        status, found = post(gateway, key, path, body)
-        assert (status, told in found["error"]["message"]) == (400, True), (body, found)
+        status, reply = post(gateway, key, path, body)
+        assert (status, told in reply["error"]["message"]) == (400, True), (body, reply)

@@ -134,6 +134,6 @@ def test_reasoning_is_found_again_whatever_ids_a_client_gives(tmp_path: Path) ->
     session.reasoning[visible_digest(answer.message())] = "hm"
     call = {"id": "another", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     sent = [{"role": "developer", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    found = template_messages(sent, session, ChatTemplate(tmp_path / "model"))
-    assert [message["role"] for message in found] == ["system", "assistant"]
-    assert found[1]["reasoning_content"] == "hm"
+    messages = template_messages(sent, session, ChatTemplate(tmp_path / "model"))
+    assert [message["role"] for message in messages] == ["system", "assistant"]
+    assert messages[1]["reasoning_content"] == "hm"

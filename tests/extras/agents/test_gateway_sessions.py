@@ -87,12 +87,12 @@ class ScriptedAgent(threading.Thread):
         return [*messages, reply, {"role": "user", "content": f"next {self._random.integers(10**6)}"}]
 
     def _sub_agent(self) -> list[dict]:
-        own = [
+        messages = [
             {"role": "system", "content": "a sub-agent"},
             {"role": "user", "content": f"{self._random.integers(10**6)}"},
         ]
         for _ in range(int(self._random.integers(1, 4))):
-            own += [self._ask(own), {"role": "user", "content": f"more {self._random.integers(10**6)}"}]
+            messages += [self._ask(messages), {"role": "user", "content": f"more {self._random.integers(10**6)}"}]
         return [{"role": "user", "content": f"the sub-agent says {self._random.integers(10**6)}"}]
 
     def _ask(self, messages: list[dict], choices: int = 1) -> dict:
@@ -100,9 +100,9 @@ class ScriptedAgent(threading.Thread):
         body = {"model": "m", "messages": messages, "tools": TOOLS, "n": choices}
         self._connection.request("POST", "/v1/chat/completions", json.dumps(body), self._headers)
         reply = self._connection.getresponse()
-        found = json.loads(reply.read())
-        assert reply.status == 200, found
-        return found["choices"][-1]["message"]
+        content = json.loads(reply.read())
+        assert reply.status == 200, content
+        return content["choices"][-1]["message"]
 
 
 def check_sessions(sessions: list[Session], engine: ScriptedEngine) -> None:
@@ -119,12 +119,12 @@ def check_sessions(sessions: list[Session], engine: ScriptedEngine) -> None:
         owned = [rollout.token_ids[rollout.loss_mask].tolist() for rollout in rollouts]
         trained += sum(map(len, owned))
         by_call = [tuple(call.output.tolist()) for call in session.calls]
-        found = [
+        in_rollouts = [
             tuple(rollout.token_ids[begin:end].tolist())
             for rollout in rollouts
             for begin, end in np.flatnonzero(np.diff(rollout.loss_mask, prepend=0, append=0)).reshape(-1, 2)
         ]
-        assert Counter(by_call) == Counter(found), "an answer is not trained exactly once"
+        assert Counter(by_call) == Counter(in_rollouts), "an answer is not trained exactly once"
     assert not any(prompts.values()), "the engine saw other prompts than the trees have"
     assert sampled == trained
 

@@ -29,15 +29,15 @@ def test_a_log_belongs_to_one_gateway(tmp_path: Path) -> None:
     log.close()
     SessionLog(tmp_path / "log.jsonl").close()
     key_file.write_text("old")
-    own = SimpleNamespace(output=str(tmp_path / "log.jsonl"), key_file=str(key_file))
-    key = gateway_command._key(own)
+    arguments = SimpleNamespace(output=str(tmp_path / "log.jsonl"), key_file=str(key_file))
+    key = gateway_command._key(arguments)
     assert key_file.read_text() == key + "\n"
     assert key_file.stat().st_mode & 0o777 == 0o600
     with pytest.raises(InputError, match=r"--key-file .*file.key: belongs to another gateway that is running"):
-        gateway_command._key(own)
+        gateway_command._key(arguments)
     assert key_file.read_text() == key + "\n"
     with pytest.raises(InputError, match=r"--key-file .*: is --output"):
-        gateway_command._key(SimpleNamespace(output=own.output, key_file=own.output))
+        gateway_command._key(SimpleNamespace(output=arguments.output, key_file=arguments.output))
     with pytest.raises(InputError, match=r"--key-file .*: cannot be written"):
-        gateway_command._key(SimpleNamespace(output=own.output, key_file=str(tmp_path)))
+        gateway_command._key(SimpleNamespace(output=arguments.output, key_file=str(tmp_path)))
     gateway_command._KEY_FILES.pop().close()

@@ -28,9 +28,9 @@ def test_context_ranks_share_tokens_and_heads() -> None:
     step = StepWork(sequences, masks, mesh_costs(SMALL, RunMesh(1, 1, 1, (12,)), cluster))
     meshes = [make_mesh(SMALL, 4, MeshSizes(context=context)) for context in (1, 2, 4)]
     assert [(mesh.data, mesh.copies, mesh.world_size) for mesh in meshes] == [(4, 4, 4), (2, 4, 4), (1, 4, 4)]
-    one, two, _ = (stage_memory(SMALL, mesh, StateSettings(), 0, flight) for mesh in meshes)
-    assert two.keys_values == pytest.approx(one.keys_values / 2)
-    assert (two.weights, two.gradients, two.optimizer) == (one.weights, one.gradients, one.optimizer)
+    alone, two, _ = (stage_memory(SMALL, mesh, StateSettings(), 0, flight) for mesh in meshes)
+    assert two.keys_values == pytest.approx(alone.keys_values / 2)
+    assert (two.weights, two.gradients, two.optimizer) == (alone.weights, alone.gradients, alone.optimizer)
     work = step.estimate(1, StepBudget(512), PipelineShape())
     first, second, _ = (stage_time(SMALL, mesh, cluster, work, 0) for mesh in meshes)
     assert second.attention == pytest.approx(first.attention / 2)
@@ -38,7 +38,7 @@ def test_context_ranks_share_tokens_and_heads() -> None:
     sizes = {choice.mesh.context: choice.segment_tokens for choice in possible_choices(SMALL, cluster)}
     assert sizes == {1: 8192, 2: 16384, 4: 32768}
     shared = stage_memory(SMALL, make_mesh(SMALL, 8, MeshSizes(context=8)), StateSettings(), 0, flight)
-    assert shared.keys_values == pytest.approx(one.keys_values / 4)  # four key/value heads
+    assert shared.keys_values == pytest.approx(alone.keys_values / 4)  # four key/value heads
     offloaded = stage_memory(SMALL, meshes[1], StateSettings(kv_offload_fraction=0.5), 0, flight)
     # Six layers and two buffers of twelve are left on the device.
     gathered = flight.tokens * 2 * 2 * 2 * 64

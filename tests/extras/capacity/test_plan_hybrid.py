@@ -31,30 +31,30 @@ def test_a_model_with_gated_delta_net_counts_its_operations_and_states() -> None
     sequences, masks = made_up_sequences(40, 6000, 600, 8)
     costs = mesh_costs(shape, RunMesh(1, 1, 1, (12,)), cluster)
     planner = Planner(shape, cluster, StepWork(sequences, masks, costs))
-    one, two = RunMesh(1, 1, 2, (12,)), RunMesh(1, 2, 1, (7, 5))
+    single, two = RunMesh(1, 1, 2, (12,)), RunMesh(1, 2, 1, (7, 5))
     counts = ReplicaWork(1000, 50_000, 0, 1, 1000, 1000, 1000)
-    time = stage_time(shape, one, cluster, counts, 0)
+    time = stage_time(shape, single, cluster, counts, 0)
     # The rule is counted by its measured time, beside elementwise work.
     expected = StepCounts(1000, 50_000, 0).flops(shape) - 3 * shape.linear_token_operations * 1000
-    without_rule = stage_time(replace(shape, linear_attention_layers=()), one, cluster, counts, 0)
+    without_rule = stage_time(replace(shape, linear_attention_layers=()), single, cluster, counts, 0)
     assert time.elementwise > without_rule.elementwise
     attention = 12.0 * 3 * shape.query_width * 50_000
     assert time.gemm * cluster.gemm_rate + attention == pytest.approx(expected)
     # Two stages share the work: 6 and 3 layers with states.
     stages = [stage_time(shape, two, cluster, counts, stage) for stage in (0, 1)]
-    assert sum(each.gemm for each in stages) == pytest.approx(time.gemm)
-    assert sum(each.attention for each in stages) == pytest.approx(time.attention)
+    assert sum(stage_seconds.gemm for stage_seconds in stages) == pytest.approx(time.gemm)
+    assert sum(stage_seconds.attention for stage_seconds in stages) == pytest.approx(time.attention)
     # Bytes as training counts them, with the states of the plan's open forks.
-    assert planner._bytes(Choice(one, 256)) == replace(
+    assert planner._bytes(Choice(single, 256)) == replace(
         SegmentBytes.of_shape(shape, RankTensors(2)), work_fixed=0.0, fixed=0.0
     )
-    planned = planner.simulate(Choice(one, 256))
+    planned = planner.simulate(Choice(single, 256))
     segments = planned.work.planned[0]
     runs = SegmentRuns.of(segments)
     states = StepStates.of([runs.counts], StateBytes.of_shape(shape, 2), int(runs.forks_in_flight.max()))
     assert states.in_flight > 0
     without = Planner(shape, cluster, planner.step)
     without._stage_bytes = lambda *arguments: StageBytes(planner._stage_bytes(*arguments).segments)
-    added = planned.memory.total - without.simulate(Choice(one, 256)).memory.total
+    added = planned.memory.total - without.simulate(Choice(single, 256)).memory.total
     assert states.in_flight <= added <= states.in_flight + states.kept.sum() + states.work.max()
     assert planner.simulate(Choice(two, 256)).memory.total < planned.memory.total

@@ -40,8 +40,8 @@ EXPERTS = replace(SMALL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=2
 
 
 def config_of(shape: DecoderShape, **more: object) -> ModelConfig:
-    own = dict(qk_layernorm=shape.qk_layernorm, add_qkv_bias=shape.add_qkv_bias)
-    return ModelConfig(**settings_of(shape) | own | more)
+    flags = dict(qk_layernorm=shape.qk_layernorm, add_qkv_bias=shape.add_qkv_bias)
+    return ModelConfig(**settings_of(shape) | flags | more)
 
 
 def small_step(seed: int = 5, num: int = 24) -> StepWork:
@@ -52,8 +52,8 @@ def small_step(seed: int = 5, num: int = 24) -> StepWork:
         for i in range(num)
     ]
     masks = [np.arange(len(s)) >= len(prompts[i % 4]) for i, s in enumerate(sequences)]
-    whole = RunMesh(1, 1, 1, (SMALL.num_layers,))
-    return StepWork(sequences, masks, mesh_costs(SMALL, whole, Cluster(8)))
+    single = RunMesh(1, 1, 1, (SMALL.num_layers,))
+    return StepWork(sequences, masks, mesh_costs(SMALL, single, Cluster(8)))
 
 
 def planner(num_gpus: int = 8, shape: DecoderShape = SMALL, **more: object) -> Planner:
@@ -105,14 +105,14 @@ def test_parameters_are_those_of_the_real_model(seed: int) -> None:
 @pytest.mark.parametrize("shape", [SMALL, EXPERTS], ids=["dense", "experts"])
 def test_ranks_together_hold_the_model(shape: DecoderShape) -> None:
     mesh = make_mesh(shape, 16, MeshSizes(tensor=2, pipeline=4, experts=2 if shape.num_experts else 1, expert_tensor=1))
-    whole = RankParameters(0)
+    total = RankParameters(0)
     for stage in range(4):
-        whole += rank_parameters(shape, mesh, stage)
+        total += rank_parameters(shape, mesh, stage)
     # What a tensor group holds twice: norms, and routers.
     twice = shape.num_layers * (2 * shape.hidden_size + 2 * shape.kv_channels) + shape.hidden_size
     twice += sum(shape.moe_layers) * (shape.num_experts or 0) * shape.hidden_size
     groups = 2 if shape.num_experts else 1
-    assert 2 * whole.dense - twice + groups * whole.experts == shape.num_parameters
+    assert 2 * total.dense - twice + groups * total.experts == shape.num_parameters
 
 
 def test_states_are_those_of_the_real_optimizer() -> None:
@@ -139,13 +139,13 @@ def test_states_are_divided_offloaded_and_smaller() -> None:
     def optimizer(**more: object) -> float:
         return stage_memory(SMALL, mesh, StateSettings(**more), 0, nothing).optimizer
 
-    whole = optimizer(distributed_optimizer=False)
-    assert optimizer() == whole / 4
-    assert optimizer(offload_fraction=0.75) == whole / 16
-    assert optimizer(exp_avg="bf16", exp_avg_sq="bf16") == pytest.approx(whole / 4 * 8 / 12)
+    replicated = optimizer(distributed_optimizer=False)
+    assert optimizer() == replicated / 4
+    assert optimizer(offload_fraction=0.75) == replicated / 16
+    assert optimizer(exp_avg="bf16", exp_avg_sq="bf16") == pytest.approx(replicated / 4 * 8 / 12)
     assert optimizer(optimizer=False) == 0
     host = stage_memory(SMALL, mesh, StateSettings(offload_fraction=1.0), 0, nothing).host
-    assert host == pytest.approx(whole / 4 * 16 / 12)
+    assert host == pytest.approx(replicated / 4 * 16 / 12)
     experts = stage_memory(EXPERTS, make_mesh(EXPERTS, 8, MeshSizes(experts=4)), StateSettings(), 0, nothing)
     held = rank_parameters(EXPERTS, make_mesh(EXPERTS, 8, MeshSizes(experts=4)), 0)
     assert experts.optimizer == pytest.approx(12 * (held.dense / 8 + held.experts / 2))
@@ -154,8 +154,8 @@ def test_states_are_divided_offloaded_and_smaller() -> None:
 def step_of_training(plan: Planner, mesh: RunMesh, segment_tokens: int) -> StepPlan:
     """What training would plan for the slowest replica, as its engine says."""
     partition = plan.step.partition(mesh.data)
-    own = partition.sequences_of(int(partition.cost_per_rank.argmax()))
-    samples = [TrainingSample(plan.step.sequences[i], plan.step.masks[i]) for i in own]
+    numbers = partition.sequences_of(int(partition.cost_per_rank.argmax()))
+    samples = [TrainingSample(plan.step.sequences[i], plan.step.masks[i]) for i in numbers]
     shape = PipelineShape(mesh.pipeline, mesh.chunks, mesh.layers, CostModel.from_shape(SMALL))
     return plan_step(samples, "dta", StepBudget(segment_tokens), pipeline=shape)
 
@@ -164,12 +164,12 @@ def step_of_training(plan: Planner, mesh: RunMesh, segment_tokens: int) -> StepP
 def test_a_plan_is_that_of_training_and_its_parts_add_up(pipeline: int, chunks: int) -> None:
     plan = planner()
     mesh = make_mesh(SMALL, 8, MeshSizes(pipeline=pipeline, chunks=chunks))
-    found = plan.simulate(Choice(mesh, 256))
-    assert sum(found.time.parts().values()) == found.time.total
-    assert sum(found.memory.parts().values()) == found.memory.total
-    segments, counts = found.work.planned
-    own = plan.step.partition(mesh.data).tokens_per_rank
-    assert found.work.tokens in own
+    prediction = plan.simulate(Choice(mesh, 256))
+    assert sum(prediction.time.parts().values()) == prediction.time.total
+    assert sum(prediction.memory.parts().values()) == prediction.memory.total
+    segments, counts = prediction.work.planned
+    rank_tokens = plan.step.partition(mesh.data).tokens_per_rank
+    assert prediction.work.tokens in rank_tokens
     if pipeline > 1:
         # Segments and schedule are training's, the seconds are the cluster's.
         step = step_of_training(plan, mesh, segment_tokens=256)
@@ -180,12 +180,12 @@ def test_a_plan_is_that_of_training_and_its_parts_add_up(pipeline: int, chunks: 
         )
         send = send_seconds(SMALL, mesh, plan.cluster, segments.segment_tokens)
         timeline = simulate(schedule, segments.segment_parent, expected, send)
-        assert found.utilisation == timeline.utilisation
+        assert prediction.utilisation == timeline.utilisation
         # What a stage computes by its parts is what the simulation has it busy for.
-        ends = [stage_time(SMALL, mesh, plan.cluster, found.work, s).computing for s in range(pipeline)]
-        gathered = found.work.path_tokens > 0
+        ends = [stage_time(SMALL, mesh, plan.cluster, prediction.work, s).computing for s in range(pipeline)]
+        gathered = prediction.work.path_tokens > 0
         assert ends == pytest.approx(timeline.busy, rel=0.05 if gathered else 1e-9)
-        assert found.time.computing + found.time.bubble == pytest.approx(timeline.makespan, rel=0.05)
+        assert prediction.time.computing + prediction.time.bubble == pytest.approx(timeline.makespan, rel=0.05)
 
 
 def test_recomputation_takes_time_and_less_memory() -> None:
@@ -214,11 +214,11 @@ def test_the_search_finds_what_trying_all_would() -> None:
     assert not misses
     tried = {}
     for choice in choices:
-        found = plan.simulate(choice)
+        prediction = plan.simulate(choice)
         key = choice.mesh.tensor, choice.mesh.context, choice.mesh.pipeline
-        tried[key] = min(tried.get(key, np.inf), found.time.total)
-    found = {(p.choice.mesh.tensor, p.choice.mesh.context, p.choice.mesh.pipeline): p.time.total for p in best}
-    assert found.keys() == tried.keys()
+        tried[key] = min(tried.get(key, np.inf), prediction.time.total)
+    prediction = {(p.choice.mesh.tensor, p.choice.mesh.context, p.choice.mesh.pipeline): p.time.total for p in best}
+    assert prediction.keys() == tried.keys()
     assert best[0].time.total <= 1.1 * min(tried.values())
     assert [p.time.total for p in best] == sorted(p.time.total for p in best)
 
@@ -228,9 +228,9 @@ def test_what_does_not_fit_is_said_with_what_is_missing() -> None:
     best, misses = plan.search(possible_choices(SMALL, plan.cluster), top=3)
     assert not best
     assert misses
-    for found in misses:
-        assert found.misses(2.1) == pytest.approx(found.memory.total / GIB - USABLE * 2.1)
-        assert found.misses(2.1) > 0
+    for prediction in misses:
+        assert prediction.misses(2.1) == pytest.approx(prediction.memory.total / GIB - USABLE * 2.1)
+        assert prediction.misses(2.1) > 0
     assert [p.misses(2.1) for p in misses] == sorted(p.misses(2.1) for p in misses)
 
 
@@ -238,14 +238,14 @@ def test_activations_are_kept_as_far_as_they_fit() -> None:
     step = small_step(num=16)
     shape = replace(SMALL, num_layers=48, moe_layers=())
     mesh = make_mesh(shape, 1)
-    whole = Planner(shape, Cluster(1), step).estimate(Choice(mesh, 1024))
+    unlimited = Planner(shape, Cluster(1), step).estimate(Choice(mesh, 1024))
     less = Planner(shape, Cluster(1), step).estimate(Choice(mesh, 1024, activation_tokens=0))
-    between = (0.5 * whole.memory.total + 0.5 * less.memory.total) / GIB / USABLE
+    between = (0.5 * unlimited.memory.total + 0.5 * less.memory.total) / GIB / USABLE
     plan = Planner(shape, Cluster(1, gpu_memory_gib=between), step)
-    found = plan.fitted(Choice(mesh, 1024))
-    assert found.misses(between) <= 0
-    assert 0 < found.choice.activation_tokens < whole.work.in_flight_tokens
-    more = plan.estimate(replace(found.choice, activation_tokens=found.choice.activation_tokens + 256))
+    fitted = plan.fitted(Choice(mesh, 1024))
+    assert fitted.misses(between) <= 0
+    assert 0 < fitted.choice.activation_tokens < unlimited.work.in_flight_tokens
+    more = plan.estimate(replace(fitted.choice, activation_tokens=fitted.choice.activation_tokens + 256))
     assert more.misses(between) > 0
 
 
@@ -299,20 +299,20 @@ def test_meshes_and_clusters_that_cannot_be_are_refused() -> None:
 
 def test_short_segments_wait_for_their_launches() -> None:
     plan = planner(8, floor_seconds_per_layer=1.0)
-    found = plan.simulate(Choice(make_mesh(SMALL, 8), 128))
-    assert found.time.computing == pytest.approx(12.0 * found.work.segments)
+    prediction = plan.simulate(Choice(make_mesh(SMALL, 8), 128))
+    assert prediction.time.computing == pytest.approx(12.0 * prediction.work.segments)
     free = planner(8, floor_seconds_per_layer=0.0).simulate(Choice(make_mesh(SMALL, 8), 128))
     assert free.time.launches == 0
-    assert free.time.gemm == found.time.gemm
+    assert free.time.gemm == prediction.time.gemm
     # Each of a rank's experts is launched.
     few, many = (
-        stage_time(EXPERTS, make_mesh(EXPERTS, 8, MeshSizes(experts=e)), plan.cluster, found.work, 0).launches
+        stage_time(EXPERTS, make_mesh(EXPERTS, 8, MeshSizes(experts=e)), plan.cluster, prediction.work, 0).launches
         for e in (8, 2)
     )
     assert few < many
     together = replace(EXPERTS, moe_grouped_gemm=True)
     meshes = [make_mesh(EXPERTS, 8, MeshSizes(experts=e)) for e in (8, 2)]
-    grouped = [stage_time(together, mesh, plan.cluster, found.work, 0) for mesh in meshes]
+    grouped = [stage_time(together, mesh, plan.cluster, prediction.work, 0) for mesh in meshes]
     assert grouped[0].launches == pytest.approx(grouped[1].launches, rel=0.2)
     assert grouped[1].launches < few
     with pytest.raises(InputError, match="--moe-grouped-gemm has no effect without --num-experts"):

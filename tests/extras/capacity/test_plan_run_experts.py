@@ -58,7 +58,7 @@ def test_ops_of_an_expert_group_are_those_of_training():
     mesh = make_mesh(SHAPE, 8, MeshSizes(pipeline=2, experts=4))
     assert mesh.synchronized_replicas == 4
     choice = Choice(mesh, 16)
-    found = plan.simulate(choice)
+    prediction = plan.simulate(choice)
 
     _, budget, shape = plan._cut(choice)
     shape = replace(shape, layers=mesh.layers)
@@ -67,11 +67,11 @@ def test_ops_of_an_expert_group_are_those_of_training():
     even = step.partition(4)
     assert [part.tolist() for part in parts] != [even.sequences_of(rank).tolist() for rank in range(4)]
     steps = [plan_step([TrainingSample(sequences[i], masks[i]) for i in part], "dta", budget, shape) for part in parts]
-    training = synchronized_plan(steps[0], [RankPlan.of(each) for each in steps], 0, shape).training
+    training = synchronized_plan(steps[0], [RankPlan.of(other) for other in steps], 0, shape).training
     stage = zip(training.schedule.ops[0], training.most_tokens[0], strict=True)
     most = sorted(tokens for op, tokens in stage if op.kind is OpKind.FORWARD)
-    assert sorted(found.work.planned[1][0].tolist()) == most
-    assert found.work.alone.tokens == max(each.segments.tree.num_tokens for each in steps)
-    assert found.time.experts > 0
+    assert sorted(prediction.work.planned[1][0].tolist()) == most
+    assert prediction.work.alone.tokens == max(trained.segments.tree.num_tokens for trained in steps)
+    assert prediction.time.experts > 0
     alone = plan.simulate(replace(choice, mesh=make_mesh(SHAPE, 8, MeshSizes(pipeline=2))))
     assert alone.time.experts == 0

@@ -31,7 +31,7 @@ FILE = "tau1_airline_gpt4o_4x50"
 
 def measured_steps() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     """(name, settings, row) of each measured step whose segments were cut as the settings say."""
-    found = []
+    steps = []
     for path in sorted((REPOSITORY / "benchmarks" / "results").glob("step_*h200.json")):
         values = json.loads(path.read_text())
         for run in values.get("runs", [values]):
@@ -39,8 +39,8 @@ def measured_steps() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
             files = settings.get("files", [settings.get("file", "")])
             is_fixed = settings.get("tree_segment_tokens") and settings.get("tree_memory_tokens")
             if is_fixed and settings["model"] in SHAPES and len(files) == 1 and FILE in files[0]:
-                found += [(f"{path.stem}-{len(found)}-{row['mode']}", settings, row) for row in run["rows"]]
-    return found
+                steps += [(f"{path.stem}-{len(steps)}-{row['mode']}", settings, row) for row in run["rows"]]
+    return steps
 
 
 @pytest.mark.parametrize(("settings", "row"), [pytest.param(s, r, id=name) for name, s, r in measured_steps()])
@@ -49,8 +49,8 @@ def test_prediction(settings: dict[str, Any], row: dict[str, Any]) -> None:
     shape = SHAPES[settings["model"]]
     shape = replace(shape, qk_layernorm=True)  # All shapes are measured with it.
     cluster = Cluster(settings["processes"], gpus_per_node=8)
-    whole = RunMesh(1, 1, 1, (shape.num_layers,))
-    step = StepWork(*trained_parts(rollouts), mesh_costs(shape, whole, cluster), row["mode"])
+    single = RunMesh(1, 1, 1, (shape.num_layers,))
+    step = StepWork(*trained_parts(rollouts), mesh_costs(shape, single, cluster), row["mode"])
     mesh = make_mesh(
         shape,
         settings["processes"],
@@ -65,24 +65,24 @@ def test_prediction(settings: dict[str, Any], row: dict[str, Any]) -> None:
     kept, memory, segment = (settings.get(f"tree_{name}_tokens") for name in ("activation", "memory", "segment"))
     if row["mode"] == "packed":
         segment = memory = settings["pack_tokens"]
-    found = Planner(shape, cluster, step, states).simulate(Choice(mesh, segment, memory, kept))
+    prediction = Planner(shape, cluster, step, states).simulate(Choice(mesh, segment, memory, kept))
     # What PyTorch allocated; the context and the libraries' buffers are no part of it.
-    assert (found.memory.total - FIXED_BYTES) / GIB == pytest.approx(row["peak_memory_gib"], rel=0.05)
-    assert found.time.total == pytest.approx(row["seconds"], rel=0.15)
+    assert (prediction.memory.total - FIXED_BYTES) / GIB == pytest.approx(row["peak_memory_gib"], rel=0.05)
+    assert prediction.time.total == pytest.approx(row["seconds"], rel=0.15)
 
 
 def steps_with_experts() -> list[Any]:
     """Steps with grouped experts whose tokens travel once to each rank: on one GPU, to which the rate of grouped
     products was fitted, and on two, to which nothing was.
     """
-    found = []
+    steps = []
     for name in ("moe_h200", "moe_2xh200"):
         for run in json.loads((REPOSITORY / "benchmarks" / "results" / f"{name}.json").read_text())["runs"]:
             settings = run.get("settings", {})
             if settings.get("moe_grouped_gemm"):
                 rows = [row | {"date": run["date"]} for row in run["rows"]]
-                found += [pytest.param(settings, row, id=f"{name}-{row['mode']}") for row in rows]
-    return found
+                steps += [pytest.param(settings, row, id=f"{name}-{row['mode']}") for row in rows]
+    return steps
 
 
 @pytest.mark.parametrize(("settings", "row"), steps_with_experts())
@@ -96,8 +96,8 @@ def test_prediction_with_experts(settings: dict[str, Any], row: dict[str, Any]) 
     mesh = make_mesh(shape, settings["processes"], MeshSizes(experts=ranks))
     states = StateSettings(optimizer=False, distributed_optimizer=False)
     choice = Choice(mesh, settings["tree_segment_tokens"], settings["tree_memory_tokens"])
-    found = Planner(shape, cluster, step, states).simulate(choice)
-    allocated = (found.memory.total - FIXED_BYTES) / GIB
+    prediction = Planner(shape, cluster, step, states).simulate(choice)
+    allocated = (prediction.memory.total - FIXED_BYTES) / GIB
     # The first steps were measured when layers with experts still kept their normed tokens, which were copied for the
     # experts on one GPU. On two, the first rank was measured, which has 0.9 GiB less in flight than the other one.
     if row["date"] > "2026-11-20":
@@ -105,5 +105,5 @@ def test_prediction_with_experts(settings: dict[str, Any], row: dict[str, Any]) 
     profile = row.get("profile", {"span_ms": 1, "idle_ms": 0})
     # A GPU that is idle for a third of a profiled step waits for its host, of whose speed the planner knows nothing.
     if profile["idle_ms"] < 0.3 * profile["span_ms"]:
-        assert found.time.total == pytest.approx(row["seconds"], rel=0.1)
-    assert (found.time.experts > 0) == (ranks > 1)
+        assert prediction.time.total == pytest.approx(row["seconds"], rel=0.1)
+    assert (prediction.time.experts > 0) == (ranks > 1)

@@ -34,13 +34,13 @@ def tokens_of_training(step: GroupStep, rank: np.ndarray, group: int) -> int:
     times with its forward."""
     shape, budget, samples = step.shape, step.budget, []
     ranks = range(group * step.group_size, (group + 1) * step.group_size)
-    for each in ranks:
-        own = np.flatnonzero(rank == each)
-        samples.append([TrainingSample(step.sequences[i], step.masks[i]) for i in own])
-    longest = max(len(sample.token_ids) for own in samples for sample in own)
+    for member in ranks:
+        numbers = np.flatnonzero(rank == member)
+        samples.append([TrainingSample(step.sequences[i], step.masks[i]) for i in numbers])
+    longest = max(len(sample.token_ids) for rank_samples in samples for sample in rank_samples)
     memory = max(3 * longest // 2, 8 * budget.segment_tokens)
     budget = StepBudget(budget.segment_tokens, memory, budget.activation_tokens)
-    plans = [plan_step(own, "dta", budget, shape) for own in samples]
+    plans = [plan_step(rank_samples, "dta", budget, shape) for rank_samples in samples]
     training = synchronized_plan(plans[0], [RankPlan.of(plan) for plan in plans], 0, shape).training
     ops, most = training.schedule.ops[0], training.most_tokens[0]
     times = {op: 1 if op.kind is OpKind.FORWARD else 2 + (not training.kept[0, op.segment]) for op in ops}
@@ -66,7 +66,9 @@ def test_seconds_are_those_of_training() -> None:
 
 
 def runs_list(plan: GroupPlan, activation_tokens: int | None) -> bool:
-    forests = [SegmentForest(each.segment_parent.tolist(), each.lengths.tolist()) for each, _ in plan.replicas]
+    forests = [
+        SegmentForest(segments.segment_parent.tolist(), segments.lengths.tolist()) for segments, _ in plan.replicas
+    ]
     kept = choose_kept_segments(plan.tree, activation_tokens)
     return cheaper_op_list(plan.tree, forests, kept, plan.memory_tokens) is not None
 
@@ -81,10 +83,10 @@ def test_a_division_that_does_not_fit_is_never_the_fastest() -> None:
 def test_the_ranks_predict_a_share_each_and_agree() -> None:
     """As the processes of a job do: each predicts some divisions, and all take the same one."""
     sequences, masks, _ = turns_forest(seed_all(5), 9, 4, 5)
-    samples = [TrainingSample(*each) for each in zip(sequences, masks, strict=True)]
+    samples = [TrainingSample(*pair) for pair in zip(sequences, masks, strict=True)]
     shape = PipelineShape(cost_model=TOKENS_ONLY)
     world, barrier = 3, threading.Barrier(3)
-    values, gathered, found = [None] * world, [0] * world, [None] * world
+    values, gathered, partitions = [None] * world, [0] * world, [None] * world
 
     def run(rank: int) -> None:
         def gather(value: list[float]) -> list[list[float]]:
@@ -99,7 +101,7 @@ def test_the_ranks_predict_a_share_each_and_agree() -> None:
         engine = SimpleNamespace(
             mesh=mesh, memory=None, has_device_costs=False, cost_model=lambda _: TOKENS_ONLY, pipeline=lambda _: shape
         )
-        found[rank] = partition_samples(samples, engine, TreeConfig(tree_segment_tokens=64))
+        partitions[rank] = partition_samples(samples, engine, TreeConfig(tree_segment_tokens=64))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -109,7 +111,7 @@ def test_the_ranks_predict_a_share_each_and_agree() -> None:
     assert max(gathered) < sum(gathered)
     step = GroupStep(*trained_parts(samples), 2, StepBudget(64), shape)
     alone = partition_sequences(
-        step.sequences, 4, step.masks, TOKENS_ONLY, step_seconds=lambda all_: [step.slowest(each) for each in all_]
+        step.sequences, 4, step.masks, TOKENS_ONLY, step_seconds=lambda all_: [step.slowest(ranks) for ranks in all_]
     )
-    for each in found:
-        assert each.rank_of_sequence.tolist() == alone.rank_of_sequence.tolist()
+    for partition in partitions:
+        assert partition.rank_of_sequence.tolist() == alone.rank_of_sequence.tolist()

@@ -30,34 +30,34 @@ def plan_of(forest: SegmentForest) -> MergedSegmentTree:
     )
 
 
-def check_slots(forests: list[SegmentForest], found: MergedOpList, memory_tokens: int) -> None:
+def check_slots(forests: list[SegmentForest], op_list: MergedOpList, memory_tokens: int) -> None:
     budget = max([memory_tokens, *(peak_of(forest) for forest in forests)])
     trees = [CostedTree(forest) for forest in forests]
     cost = 0
-    for number, op in enumerate(found.ops):
+    for number, op in enumerate(op_list.ops):
         # A backward right after the forward of the same segments uses its activations.
-        at_once = op.is_backward and number > 0 and found.ops[number - 1] == MergedOp(False, op.segments)
+        at_once = op.is_backward and number > 0 and op_list.ops[number - 1] == MergedOp(False, op.segments)
         assert op.recomputes == (op.is_backward and not at_once)
         largest = max(
             (tree.costs[segment] for tree, segment in zip(trees, op.segments, strict=True) if segment >= 0), default=0
         )
         cost += largest * (1 + op.is_backward + op.recomputes)
-    assert cost == found.cost
+    assert cost == op_list.cost
     for rank, forest in enumerate(forests):
         in_flight = empty = 0
-        own = []
-        for op in found.ops:
+        ops = []
+        for op in op_list.ops:
             segment, sign = op.segments[rank], -1 if op.is_backward else 1
             if segment < 0:
                 empty += sign
                 assert empty >= 0
                 continue
-            own.append(Op(OpKind.BACKWARD if op.is_backward else OpKind.FORWARD, segment))
+            ops.append(Op(OpKind.BACKWARD if op.is_backward else OpKind.FORWARD, segment))
             in_flight += sign * forest.lengths[segment]
             assert in_flight <= budget
         assert (in_flight, empty) == (0, 0)
-        assert len(own) == 2 * len(forest.lengths)
-        allocate_slots(plan_of(forest), own)  # refuses a wrong order
+        assert len(ops) == 2 * len(forest.lengths)
+        allocate_slots(plan_of(forest), ops)  # refuses a wrong order
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -65,13 +65,13 @@ def test_every_rank_runs_its_own_tree_in_a_right_order(seed: int) -> None:
     generator = seed_all(seed)
     forests = [random_forest(generator, int(generator.integers(0, 25))) for _ in range(generator.integers(1, 6))]
     memory_tokens = int(generator.integers(0, 1500))
-    found = build_merged_op_list(forests, memory_tokens)
-    check_slots(forests, found, memory_tokens)
+    op_list = build_merged_op_list(forests, memory_tokens)
+    check_slots(forests, op_list, memory_tokens)
     sizes = [len(forest.lengths) for forest in forests]
-    assert 2 * max(sizes) <= len(found.ops) <= 2 * sum(sizes) + 2
-    assert build_merged_op_list(forests, memory_tokens) == found
+    assert 2 * max(sizes) <= len(op_list.ops) <= 2 * sum(sizes) + 2
+    assert build_merged_op_list(forests, memory_tokens) == op_list
     least = max(sum(CostedTree(forest).costs) for forest in forests)
-    assert found.cost >= least * 3
+    assert op_list.cost >= least * 3
 
 
 def test_equal_trees_cost_nothing_more() -> None:
@@ -84,9 +84,9 @@ def test_equal_trees_cost_nothing_more() -> None:
 
 def test_idle_ranks() -> None:
     forest, none = random_forest(seed_all(1), 9), SegmentForest([], [])
-    found = build_merged_op_list([none, forest, none])
-    assert len(found.ops) == 18
-    check_slots([none, forest, none], found, 0)
+    op_list = build_merged_op_list([none, forest, none])
+    assert len(op_list.ops) == 18
+    check_slots([none, forest, none], op_list, 0)
     assert build_merged_op_list([none, none]).ops == []
 
 
@@ -95,21 +95,21 @@ def test_a_branch_need_not_wait_for_the_others_branches() -> None:
     long = SegmentForest([-1, 0, 1, 2, 3, 4, 0, 6, 7, 8, 9], [10] * 11)
     short = SegmentForest([-1, 0, 1, 2, 0, 4, 5, 0, 7, 8, 0], [10] * 11)
     for budget, slots, nodes in ((60, 28, 16), (80, 22, 15)):
-        found = build_merged_op_list([long, short], budget)
-        check_slots([long, short], found, budget)
-        assert len(found.ops) <= slots < 2 * nodes
+        op_list = build_merged_op_list([long, short], budget)
+        check_slots([long, short], op_list, budget)
+        assert len(op_list.ops) <= slots < 2 * nodes
         assert build_merged_segment_tree([long, short], budget).num_segments >= nodes  # the reason for slots
 
 
 def samples_of(generator: np.random.Generator, count: int) -> list[TrainingSample]:
     stem = generator.integers(0, 50, 30)
-    made = []
+    samples = []
     for _ in range(count):
         tokens = np.concatenate(
             [stem[: generator.integers(1, 30)], generator.integers(0, 50, generator.integers(1, 60))]
         )
-        made.append(TrainingSample(tokens.astype(np.int32), np.arange(len(tokens)) > 0))
-    return made
+        samples.append(TrainingSample(tokens.astype(np.int32), np.arange(len(tokens)) > 0))
+    return samples
 
 
 @pytest.mark.parametrize("activation_tokens", [None, 0, 40, 10**6])
@@ -120,7 +120,7 @@ def test_plans_of_ranks_have_the_same_ops(seed: int, activation_tokens: int | No
         plan_step(samples_of(generator, count), budget=StepBudget(16, None, activation_tokens)) for count in (7, 1, 12)
     ]
     ranks = [RankPlan.of(step) for step in steps]
-    plans = [synchronized_plan(step, ranks, own, PipelineShape()) for own, step in enumerate(steps)]
+    plans = [synchronized_plan(step, ranks, number, PipelineShape()) for number, step in enumerate(steps)]
     ops = [plan.training.schedule.ops[0] for plan in plans]
     kinds = [[op.kind for op in of_rank] for of_rank in ops]
     assert kinds[0] == kinds[1] == kinds[2]
@@ -136,7 +136,7 @@ def test_plans_of_ranks_have_the_same_ops(seed: int, activation_tokens: int | No
         at_once = [
             all(of_rank[at] == (OpKind.BACKWARD, of_rank[at - 1].segment, 0) for of_rank in ops) for at in backwards
         ]
-        assert again[0] == [not found for found in at_once]
+        assert again[0] == [not is_at_once for is_at_once in at_once]
         assert any(at_once)
         assert not all(at_once)
     tree = build_merged_segment_tree([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))

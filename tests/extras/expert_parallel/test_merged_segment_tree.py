@@ -31,8 +31,8 @@ def check_embedding(forests: list[SegmentForest], tree: MergedSegmentTree, memor
         for segment, parent in enumerate(forest.segment_parent):
             assert parent < 0 or node_of[parent] in path_of(parents, node_of[segment])
         for node in range(tree.num_segments):
-            own = [segment_of[above] for above in path_of(parents, node) if segment_of[above] >= 0]
-            assert sum(forest.lengths[segment] for segment in own) <= budget
+            on_path = [segment_of[above] for above in path_of(parents, node) if segment_of[above] >= 0]
+            assert sum(forest.lengths[segment] for segment in on_path) <= budget
     assert (tree.segment_of >= 0).any(axis=0).all()
     for node in range(tree.num_segments):
         present = [(f, s[node]) for f, s in zip(forests, tree.segment_of, strict=True) if s[node] >= 0]
@@ -62,14 +62,14 @@ def test_every_rank_runs_its_own_tree_in_a_right_order(seed: int) -> None:
     tree = build_merged_segment_tree(forests, 600)
     ops = depth_first_schedule(tree)
     for forest, segment_of in zip(forests, tree.segment_of, strict=True):
-        own = [Op(op.kind, int(segment_of[op.segment])) for op in ops if segment_of[op.segment] >= 0]
+        rank_ops = [Op(op.kind, int(segment_of[op.segment])) for op in ops if segment_of[op.segment] >= 0]
         alone = MergedSegmentTree(
             np.asarray(forest.segment_parent, dtype=np.int32),
             np.arange(len(forest.lengths), dtype=np.int32)[None],
             np.asarray(forest.lengths, dtype=np.int64),
         )
-        _, num_slots = allocate_slots(alone, own)  # refuses a wrong order
-        assert len(own) == 2 * len(forest.lengths)
+        _, num_slots = allocate_slots(alone, rank_ops)  # refuses a wrong order
+        assert len(rank_ops) == 2 * len(forest.lengths)
         assert num_slots >= peak_of(forest)
 
 

@@ -48,9 +48,9 @@ class Gather:
     def __call__(self, rank: int, value: Any) -> list[Any]:
         self.values[rank] = value
         self.barrier.wait(60)
-        found = list(self.values)
+        gathered = list(self.values)
         self.barrier.wait(60)
-        return found
+        return gathered
 
 
 def plans(
@@ -75,24 +75,24 @@ def planned_together(
     parts: Sequence[list[TrainingSample]], budget: StepBudget, shape: PipelineShape
 ) -> list[StepPlan | InputError]:
     """The plans of ranks that share experts."""
-    gather, found = Gather(), {}
+    gather, planned = Gather(), {}
 
     def plan(rank: int) -> None:
         group = RankGroup(rank, lambda value: gather(rank, value))
         try:
-            found[rank] = plan_step(parts[rank], "dta", budget, replace(shape, group=group))
+            planned[rank] = plan_step(parts[rank], "dta", budget, replace(shape, group=group))
         except InputError as error:
-            found[rank] = error
+            planned[rank] = error
             gather.barrier.abort()
         except threading.BrokenBarrierError:
-            found[rank] = InputError("another rank found no plan")
+            planned[rank] = InputError("another rank found no plan")
 
     threads = [threading.Thread(target=plan, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    return [found[rank] for rank in range(RANKS)]
+    return [planned[rank] for rank in range(RANKS)]
 
 
 def kept_of_ops(step: StepPlan) -> list[tuple[OpKind, bool]]:
@@ -155,17 +155,17 @@ def test_a_list_of_ops_counts_the_rank_with_most_slots(states):
     alone = [plan_step(part, "dta", StepBudget(8), shape) for part in parts]
     ranks = [RankPlan.of(step, shape) for step in alone]
     merged = build_merged_op_list([rank.forest for rank in ranks], memory_tokens_of(ranks))
-    counted, each, held = op_list_bytes(merged, ranks, shape), shape.memory.stages[0], []
+    counted, stage, held = op_list_bytes(merged, ranks, shape), shape.memory.stages[0], []
     for number, (step, rank) in enumerate(zip(alone, ranks, strict=True)):
-        own = [op for op in merged.ops if op.segments[number] >= 0]
-        ops = [Op(OpKind.BACKWARD if op.is_backward else OpKind.FORWARD, op.segments[number]) for op in own]
+        rank_ops = [op for op in merged.ops if op.segments[number] >= 0]
+        ops = [Op(OpKind.BACKWARD if op.is_backward else OpKind.FORWARD, op.segments[number]) for op in rank_ops]
         bytes_ = allocate_slots(step.segments, ops)[1] * BYTES.slot(4)
         if states is not None:
             bytes_ += allocate_slots(step.segments, ops, rank.forks.open_forks)[1] * states.open_fork
         widest = max(range(len(rank.edges)), key=lambda s: step.segments.lengths[s])
         tokens, path = step.segments.lengths[widest], step.segments.in_flight_tokens[widest]
         held.append(bytes_ + BYTES.kept(4) * tokens + float(BYTES.work(tokens, path)))
-    assert each.states is states
+    assert stage.states is states
     assert max(held) <= counted <= 1.5 * max(held)
     for share, is_taken in ((1.01, True), (0.99, False)):
         limited = [replace(rank, available_bytes=(share * counted,)) for rank in ranks]
@@ -180,8 +180,8 @@ def test_a_list_of_ops_counts_the_rank_with_most_slots(states):
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_that_share_experts_keep_within_the_limit(name, states):
     pipeline, budget = PIPELINES[name], StepBudget(segment_tokens=8)
-    whole = plans(1024.0, budget, pipeline, states)
-    everything = max(peaks(whole, pipeline, states))
+    unlimited = plans(1024.0, budget, pipeline, states)
+    everything = max(peaks(unlimited, pipeline, states))
     for share in (0.9, 0.7):
         limit = share * everything / (1 - UNDIVIDED) / 2**20
         steps = plans(limit, budget, pipeline, states)
@@ -191,5 +191,5 @@ def test_pipelines_that_share_experts_keep_within_the_limit(name, states):
             for step, stages in ((step, step.training.schedule.ops) for step in steps)
         ]
         assert schedules[0] == schedules[1]
-        found = plans(0.1, budget, pipeline, states)
-    assert all(isinstance(error, InputError) and "too small on pipeline rank" in str(error) for error in found)
+        errors = plans(0.1, budget, pipeline, states)
+    assert all(isinstance(error, InputError) and "too small on pipeline rank" in str(error) for error in errors)

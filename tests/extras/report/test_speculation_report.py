@@ -28,11 +28,11 @@ def made_up(rng: np.random.Generator, samples: int, forwards: int) -> Speculatio
 
 def parts_of_time(report: SpeculationReport, parts: int) -> list[float]:
     """Mean live sequences of each part, at twenty thousand moments."""
-    ends, found = np.cumsum(report.seconds), []
+    ends, means = np.cumsum(report.seconds), []
     for part in range(parts):
         moments = (part + (np.arange(20_000 // parts) + 0.5) / (20_000 // parts)) / parts * ends[-1]
-        found.append(float(np.mean([report.live[(ends <= moment).sum()] for moment in moments])))
-    return found
+        means.append(float(np.mean([report.live[(ends <= moment).sum()] for moment in moments])))
+    return means
 
 
 @pytest.mark.parametrize(("samples", "forwards"), [(57, 31), (4, 3), (200, 8)])
@@ -44,22 +44,22 @@ def test_figures_by_loops(samples: int, forwards: int) -> None:
     at = 0
     for decile in range(10):
         count = samples // 10 + (decile < samples % 10)
-        own, at = rows[at : at + count], at + count
+        loop_rows, at = rows[at : at + count], at + count
         name = f"decile_{decile + 1}"
-        if not own:
+        if not loop_rows:
             assert f"speculation_wasted_tokens_{name}" not in metrics
             assert figures["wasted_tokens_by_decile"][decile] is None
             continue
-        wasted = sum(report.drafted[i] - report.accepted[i] for i in own)
+        wasted = sum(report.drafted[i] - report.accepted[i] for i in loop_rows)
         assert metrics[f"speculation_wasted_tokens_{name}"] == wasted == figures["wasted_tokens_by_decile"][decile]
-        gain = sum(report.lengths[i] for i in own) / sum(report.steps[i] for i in own)
+        gain = sum(report.lengths[i] for i in loop_rows) / sum(report.steps[i] for i in loop_rows)
         assert metrics[f"speculation_tokens_per_forward_{name}"] == pytest.approx(gain)
     for number, name in enumerate(CLASSES):
-        own = [i for i in range(samples) if report.classes[i] == number]
-        if own:
-            wasted = sum(report.drafted[i] - report.accepted[i] for i in own)
+        loop_rows = [i for i in range(samples) if report.classes[i] == number]
+        if loop_rows:
+            wasted = sum(report.drafted[i] - report.accepted[i] for i in loop_rows)
             assert metrics[f"speculation_wasted_tokens_{name}"] == wasted == figures["wasted_tokens_by_class"][name]
-            gain = sum(report.lengths[i] for i in own) / sum(report.steps[i] for i in own)
+            gain = sum(report.lengths[i] for i in loop_rows) / sum(report.steps[i] for i in loop_rows)
             assert metrics[f"speculation_tokens_per_forward_{name}"] == pytest.approx(gain)
         else:
             assert figures["wasted_tokens_by_class"][name] is None
@@ -79,15 +79,15 @@ def test_forwards_without_drafts_by_a_schedule(seed: int, has_drafts: bool) -> N
     plain, total = PlainForwards(), 0
     for _ in range(2):
         plain.begin_phase()
-        lengths, places = rng.integers(1, 50, 30).tolist(), 7
-        free = [0] * places
+        lengths, slots = rng.integers(1, 50, 30).tolist(), 7
+        free = [0] * slots
         for length in lengths:
             begin = free.pop(free.index(min(free)))
             free.append(begin + length)
         total += max(free)
         running, waiting, now = [], lengths, 0.0
         while waiting or running:
-            while waiting and len(running) < places:
+            while waiting and len(running) < slots:
                 length, *waiting = waiting
                 steps = length / rng.uniform(1, 4) if has_drafts else length
                 running.append((now + steps, plain.start() + length))

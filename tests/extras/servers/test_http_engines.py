@@ -192,19 +192,19 @@ def test_another_process_sends_long_requests_and_may_die(setup: Setup) -> None:
     requests = setup.requests(40)
     for iteration in range(2):
         results = []
-        for each in (plain, engine):
+        for tested in (plain, engine):
             for server in range(2):
                 setup.fault(server, None, 500, "drop", None, "truncate", "garbage", "short")
-            each.start(PARAMS, iteration)
-            each.submit(requests)
-            if each is engine and iteration == 1:
+            tested.start(PARAMS, iteration)
+            tested.submit(requests)
+            if tested is engine and iteration == 1:
                 while not engine._sender._open:
                     time.sleep(0.001)
                 engine._sender._process.kill()
-            found = {}
-            while len(found) < len(requests):
-                found |= {result.request_id: result for result in each.poll()}
-            results.append([found[request.request_id] for request in requests])
+            by_request = {}
+            while len(by_request) < len(requests):
+                by_request |= {result.request_id: result for result in tested.poll()}
+            results.append([by_request[request.request_id] for request in requests])
         setup.check(requests, results[1])
         assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(*results, strict=True))
     assert engine.statistics()["retried_requests"] > 0

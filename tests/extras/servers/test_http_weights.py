@@ -36,7 +36,7 @@ def test_another_engine_goes_on_with_what_was_sampled(setup: Setup, tmp_path: Pa
     setup.servers[0].token_delay_s = 0.05
     tables = {version: write_checkpoint(tmp_path / str(version), version) for version in (1, 2)}
     settings = replace(QUICK, timeout_s=60, continues=True)
-    first, requests = setup.engine(settings), [replace(each, max_tokens=16) for each in setup.requests(6)]
+    first, requests = setup.engine(settings), [replace(short, max_tokens=16) for short in setup.requests(6)]
     first.update_weights(1, tmp_path / "1")
     first.start(PARAMS, 0)
     first.submit(requests)

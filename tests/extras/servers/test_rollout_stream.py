@@ -50,7 +50,7 @@ class Sampler:
     def sampled_so_far(self) -> dict[int, dict[int, SampledTokens]]:
         return {}
 
-    def place_of(self, request_id: int) -> tuple[int, int]:
+    def sample_of(self, request_id: int) -> tuple[int, int]:
         return divmod(request_id, 2)
 
     def poll(self, seconds: float) -> list[SimpleNamespace]:
@@ -60,7 +60,7 @@ class Sampler:
 
     def score(self, group: int, results: list[SimpleNamespace]) -> list[Rollout]:
         mask = [False, True, True]
-        return [Rollout([1, 2, 3], mask, group_id=str(group), token_versions=each.versions) for each in results]
+        return [Rollout([1, 2, 3], mask, group_id=str(group), token_versions=result.versions) for result in results]
 
     def statistics(self) -> dict[str, float]:
         return {}
@@ -73,7 +73,7 @@ def test_every_group_is_taken_once(seed: int) -> None:
     limits = StreamLimits(groups, steps, bound, total)
     sampler = Sampler(rng)
     stream = RolloutStream(sampler, sampler.update, limits)
-    step, taken, dropped, state = 0, [], 0.0, {}
+    step, taken_groups, dropped, state = 0, [], 0.0, {}
     for number in range(total):
         if number == total // 2:
             # Another process resumes from the saved state.
@@ -83,22 +83,22 @@ def test_every_group_is_taken_once(seed: int) -> None:
             stream = RolloutStream(sampler, sampler.update, limits)
             stream.load_state_dict(state)
         stream.offer(step, None)
-        found = None
-        while found is None:
-            found = stream.take(number, step, 0.02)
-        rollouts, statistics = found
+        batch = None
+        while batch is None:
+            batch = stream.take(number, step, 0.02)
+        rollouts, statistics = batch
         dropped += statistics["stale_rollouts"]
         assert len({rollout.group_id for rollout in rollouts}) == groups
         assert all(0 <= step - rollout.policy_version <= bound for rollout in rollouts)
-        taken += [int(rollout.group_id) for rollout in rollouts]
+        taken_groups += [int(rollout.group_id) for rollout in rollouts]
         time.sleep(rng.random() * 0.01)
         step += steps
     stream.close()
     end = stream.state_dict()
     left = {*end["finished"], *end["unfinished"]}
-    assert len(taken) == len(set(taken)) * 2
-    assert not left & set(taken)
-    assert not set(range(end["next_group"])) - left - set(taken)
+    assert len(taken_groups) == len(set(taken_groups)) * 2
+    assert not left & set(taken_groups)
+    assert not set(range(end["next_group"])) - left - set(taken_groups)
     assert dropped == 0
     assert set(state["unfinished"]) <= set(sampler.submitted)
 
@@ -107,27 +107,27 @@ def test_what_is_sampled_of_a_group_survives_a_file(tmp_path: Path) -> None:
     rng = seed_all(2)
 
     def tokens(count: int) -> SampledTokens:
-        found = SampledTokens()
+        sampled = SampledTokens()
         for version in (4, 5):
             ids, logprobs = rng.integers(0, 99, count).astype(np.int32), -rng.random(count).astype(np.float32)
-            found = found.extended(ids, logprobs, version)
-        return found
+            sampled = sampled.extended(ids, logprobs, version)
+        return sampled
 
-    whole, part = tokens(3), tokens(2)
+    finished, part = tokens(3), tokens(2)
     result = GenerationResult(
-        17, whole.token_ids, whole.logprobs, FinishReason.LENGTH, 4, token_versions=whole.versions
+        17, finished.token_ids, finished.logprobs, FinishReason.LENGTH, 4, token_versions=finished.versions
     )
     torch.save(BegunGroup(4, {1: result}, {3: part}).packed(), tmp_path / "group")
-    found = unpacked(torch.load(tmp_path / "group", weights_only=True))
-    assert found.version == 4
-    assert found.results[1].request_id == 17
-    assert found.results[1].finish_reason is FinishReason.LENGTH
-    assert found.results[1].policy_version == 4
-    kept = SampledTokens(found.results[1].token_ids, found.results[1].logprobs, found.results[1].token_versions)
-    for own, there in ((whole, kept), (part, found.responses[3])):
+    group = unpacked(torch.load(tmp_path / "group", weights_only=True))
+    assert group.version == 4
+    assert group.results[1].request_id == 17
+    assert group.results[1].finish_reason is FinishReason.LENGTH
+    assert group.results[1].policy_version == 4
+    kept = SampledTokens(group.results[1].token_ids, group.results[1].logprobs, group.results[1].token_versions)
+    for sent, read in ((finished, kept), (part, group.responses[3])):
         for name in ("token_ids", "logprobs", "versions"):
-            assert getattr(own, name).dtype == getattr(there, name).dtype
-            assert np.array_equal(getattr(own, name), getattr(there, name))
+            assert getattr(sent, name).dtype == getattr(read, name).dtype
+            assert np.array_equal(getattr(sent, name), getattr(read, name))
 
 
 def test_groups_that_are_dropped_as_too_old_are_replaced() -> None:
@@ -137,9 +137,9 @@ def test_groups_that_are_dropped_as_too_old_are_replaced() -> None:
 
     def take(number: int, step: int) -> tuple[list[Rollout], dict[str, float]] | None:
         end = time.monotonic() + 60
-        while (found := stream.take(number, step, 0.02)) is None and time.monotonic() < end:
+        while (batch := stream.take(number, step, 0.02)) is None and time.monotonic() < end:
             pass
-        return found
+        return batch
 
     stream.offer(0, None)
     assert take(0, 0) is not None
@@ -150,8 +150,8 @@ def test_groups_that_are_dropped_as_too_old_are_replaced() -> None:
     while sampler.version != 5 and time.monotonic() < end:
         time.sleep(0.001)
     time.sleep(0.2)  # until the thread waits for work again
-    found = take(1, 5)
+    last = take(1, 5)
     stream.close()
-    assert found is not None
-    assert found[1]["stale_rollouts"] == 2
-    assert all(rollout.policy_version == 5 for rollout in found[0])
+    assert last is not None
+    assert last[1]["stale_rollouts"] == 2
+    assert all(rollout.policy_version == 5 for rollout in last[0])

@@ -22,19 +22,19 @@ from rollout_runs import Runs
 def test_the_tool_prints_commands_that_a_shell_takes(capsys: pytest.CaptureFixture) -> None:
     flags = "--rollout-speculation das --das-draft-tokens 12 --das-depth 20 --das-window 3 --das-max-tokens 100000"
     flags += " --rollout-batch-size 5 --n-samples-per-prompt 4 --rollout-max-response-len 2000"
-    given = [*flags.split(), "--rollout-temperature", "0.7", "--model", "/my models/m"]
+    fixed_flags = [*flags.split(), "--rollout-temperature", "0.7", "--model", "/my models/m"]
 
     def printed(*arguments: str) -> str:
         main(list(arguments))
         return capsys.readouterr().out
 
-    transfer = printed("--rollout-engine", "vllm", "--rollout-weight-transfer", "ipc", *given)
+    transfer = printed("--rollout-engine", "vllm", "--rollout-weight-transfer", "ipc", *fixed_flags)
     assert shlex.split(transfer)[:2] == ["VLLM_SERVER_DEV_MODE=1", "VLLM_ALLOW_INSECURE_SERIALIZATION=1"]
     assert shlex.split(transfer)[-2:] == ["--weight-transfer-config", '{"backend": "ipc"}']
     for kind in ("vllm", "sglang"):
         experts = printed("--rollout-engine", kind, "--num-experts", "8", "--moe-routing-replay", "--model", "m")
         assert shlex.split(experts)[-1] == "--enable-return-routed-experts"
-    words = shlex.split(printed("--rollout-engine", "vllm", *given, "--", "--tensor-parallel-size", "2"))
+    words = shlex.split(printed("--rollout-engine", "vllm", *fixed_flags, "--", "--tensor-parallel-size", "2"))
     assert words[:6] == ["VLLM_SERVER_DEV_MODE=1", "vllm", "serve", "/my models/m", "--port", "8000"]
     assert words[6:8] == ["--logprobs-mode", "processed_logprobs"]
     assert words[-2:] == ["--tensor-parallel-size", "2"]
@@ -49,10 +49,10 @@ def test_the_tool_prints_commands_that_a_shell_takes(capsys: pytest.CaptureFixtu
     }
     # A collection may take two rounds.
     rounds = "--das-max-tokens 1000000 --dynamic-sampling --dynamic-sampling-max-rounds 2"
-    words = shlex.split(printed("--rollout-engine", "vllm", *given, *rounds.split()))
+    words = shlex.split(printed("--rollout-engine", "vllm", *fixed_flags, *rounds.split()))
     cache = json.loads(words[words.index("--speculative-config") + 1])["suffix_decoding_max_cached_requests"]
     assert cache == 2 * 3 * 5 * 4
-    words = shlex.split(printed("--rollout-engine", "sglang", *given, "--port", "30000", "--host", "10.0.0.1"))
+    words = shlex.split(printed("--rollout-engine", "sglang", *fixed_flags, "--port", "30000", "--host", "10.0.0.1"))
     assert words[:3] == ["python", "-m", "sglang.launch_server"]
     assert words[3:9] == ["--model-path", "/my models/m", "--port", "30000", "--host", "10.0.0.1"]
     options = dict(zip(words[9::2], words[10::2], strict=True))

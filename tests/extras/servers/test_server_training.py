@@ -57,8 +57,8 @@ def test_three_steps_with_the_weights_pushed_before_each(runs: Runs, kind: str) 
     assert not torch.equal(at_step[0]["lm_head.weight"], at_step[3]["lm_head.weight"])
     for server in (first, second):
         assert len(server.loaded) == 3
-        for pushed, own in zip(server.loaded, at_step, strict=False):
-            assert_same(pushed, own)
+        for pushed, expected in zip(server.loaded, at_step, strict=False):
+            assert_same(pushed, expected)
         assert not server.violations
     assert len(first.bodies) + len(second.bodies) == 3 * 12
     assert len(seen) == 3
@@ -74,7 +74,7 @@ def test_three_steps_with_the_weights_pushed_before_each(runs: Runs, kind: str) 
 
 def test_a_resumed_run_trains_on_the_same_rollouts(runs: Runs) -> None:
     runs.add_servers("vllm", 1)
-    whole, _ = runs.run(f"--train-iters 4 --save {runs.folder / 'whole'} --save-interval 2")
+    uninterrupted, _ = runs.run(f"--train-iters 4 --save {runs.folder / 'whole'} --save-interval 2")
     broken, _ = runs.trainer(f"--train-iters 4 --save {runs.folder / 'broken'} --save-interval 2")
     report = broken._report
 
@@ -90,22 +90,22 @@ def test_a_resumed_run_trains_on_the_same_rollouts(runs: Runs) -> None:
     broken.metrics.close()
     continued, output = runs.run(f"--train-iters 4 --save {runs.folder / 'broken'} --save-interval 2")
     assert "after step 2" in output
-    assert_same(weights_of(whole), weights_of(continued))
-    expected, found = (metrics_of(runs.folder / name) for name in ("whole", "broken"))
-    for row in expected + found:
+    assert_same(weights_of(uninterrupted), weights_of(continued))
+    expected, resumed = (metrics_of(runs.folder / name) for name in ("whole", "broken"))
+    for row in expected + resumed:
         row.pop("timing")
-    assert found == expected
+    assert resumed == expected
 
 
 def test_a_server_that_dies_mid_step_does_not_change_the_run(runs: Runs) -> None:
     runs.add_servers("vllm", 1)
-    whole, _ = runs.run(f"--train-iters 2 --rollout-weights-dir {runs.folder / 'w'}")
+    undisturbed, _ = runs.run(f"--train-iters 2 --rollout-weights-dir {runs.folder / 'w'}")
     runs.servers.clear()
     runs.add_servers("vllm", 2, delay_s=0.02)
     runs.servers[0].faults[runs.servers[0].generate_path] = [None] * 3 + ["die"]
     with_death, output = runs.run(f"--train-iters 2 --rollout-weights-dir {runs.folder / 'w'}")
     assert f"rollout server {runs.servers[0].url} is left out" in output
-    assert_same(weights_of(whole), weights_of(with_death))
+    assert_same(weights_of(undisturbed), weights_of(with_death))
 
 
 @pytest.mark.parametrize("bound", [0, 1])
@@ -256,7 +256,7 @@ def test_trees_grow_on_servers(runs: Runs, kind: str) -> None:
     assert [len(rollouts) for rollouts in seen] == [12, 12]
     name = "prompt" if kind == "vllm" else "input_ids"
     contexts = [[tuple(body[name]) for body in server.bodies] for server in servers]
-    assert sum(len(found) > 0 for found in contexts) == 3
+    assert sum(len(prompts) > 0 for prompts in contexts) == 3
     for rollout in seen[1]:
         assert rollout.policy_version == 1
         prompt = tuple(rollout.token_ids[: rollout.segment_ends[0]].tolist())
@@ -264,7 +264,7 @@ def test_trees_grow_on_servers(runs: Runs, kind: str) -> None:
         for position in np.flatnonzero(rollout.loss_mask):
             row = log_softmax(table[rollout.token_ids[position - 1]])
             assert abs(row[rollout.token_ids[position]] - rollout.logprobs[position]) < 1e-5
-        assert any(prompt in found for found in contexts)
+        assert any(prompt in prompts for prompts in contexts)
     assert not any(server.violations for server in servers)
 
 
@@ -273,18 +273,18 @@ def train_on_rank(rank: int, commands: list[str]) -> list[dict[str, Any]]:
     from megatron_dta.core.model.parallel.mesh import destroy_parallel
 
     os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size())
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for command in commands:
         destroy_parallel()
         trainer = build_trainer(parse_arguments(command.split()), Console(file=io.StringIO()))
         try:
             trainer.run()
-            found.append({"weights": weights_of(trainer), "threads": threading.active_count()})
+            results.append({"weights": weights_of(trainer), "threads": threading.active_count()})
         except InputError as error:
-            found.append({"error": str(error)})
+            results.append({"error": str(error)})
         finally:
             trainer.metrics.close()
-    return found
+    return results
 
 
 def test_all_ranks_of_a_mesh_train_on_what_the_first_one_gets(runs: Runs) -> None:
@@ -292,7 +292,7 @@ def test_all_ranks_of_a_mesh_train_on_what_the_first_one_gets(runs: Runs) -> Non
     base = runs.command(
         f"--train-iters 2 --eval-interval 2 --lr 1e-3 --eval-prompt-data {runs.folder / 'prompts.jsonl'}"
     )
-    one, _ = runs.run(f"--train-iters 2 --lr 1e-3 --rollout-weights-dir {runs.folder / 'w'}")
+    single, _ = runs.run(f"--train-iters 2 --lr 1e-3 --rollout-weights-dir {runs.folder / 'w'}")
     group = "--rollout-weight-transfer gloo"
     meshes = {
         "dp": "",
@@ -303,10 +303,10 @@ def test_all_ranks_of_a_mesh_train_on_what_the_first_one_gets(runs: Runs) -> Non
     commands = [f"{base} {flags} --save {runs.folder / name}" for name, flags in meshes.items()]
     ranks = run_on_ranks(train_on_rank, commands, 2, runs.folder / "ranks")
     assert len(server.bodies) - calls == 3 * (2 * 12 + 2 * 7)
-    for place in range(len(meshes)):
-        first, second = (rank[place]["weights"] for rank in ranks)
+    for index in range(len(meshes)):
+        first, second = (rank[index]["weights"] for rank in ranks)
         assert_same(first, second)
-        for name, values in weights_of(one).items():
+        for name, values in weights_of(single).items():
             torch.testing.assert_close(first[name], values, rtol=2e-3, atol=2e-4)
         # It has been evaluated with the weights of its end, byte for byte.
         assert any(all(torch.equal(loaded[name], first[name]) for name in first) for loaded in server.loaded)
@@ -330,10 +330,10 @@ def test_training_replays_and_resumes_behind_what_it_has_used(runs: Runs) -> Non
             rollouts.append(Rollout(tokens, mask, logprobs=np.where(mask, -rng.random(len(tokens)), 0)))
     write_rollouts(runs.folder / "recorded.jsonl", rollouts)
     replay = f"--rollout-replay {runs.folder / 'recorded.jsonl'} --save-interval 1"
-    whole, _ = runs.run(f"--train-iters 4 --save {runs.folder / 'whole'} {replay}", "replay")
+    uninterrupted, _ = runs.run(f"--train-iters 4 --save {runs.folder / 'whole'} {replay}", "replay")
     runs.run(f"--train-iters 2 --save {runs.folder / 'parts'} {replay}", "replay")
     parts, _ = runs.run(f"--train-iters 4 --save {runs.folder / 'parts'} {replay}", "replay")
-    assert_same(weights_of(whole), weights_of(parts))
+    assert_same(weights_of(uninterrupted), weights_of(parts))
     # 8 responses to each of 7 prompts are enough for 4 rollout batches of 3 prompts and 4 samples; the fifth has none.
     with pytest.raises(InputError, match="after step 4: --rollout-replay: all 8 recorded continuations"):
         runs.run(f"--train-iters 6 --save {runs.folder / 'parts'} {replay}", "replay")

@@ -44,9 +44,9 @@ def weights_of(seed: int, bucket_bytes: int = 40) -> HostWeights:
 def check_loaded(server: RolloutServer, weights: HostWeights) -> None:
     assert server.loaded[-1].keys() == weights.tensors.keys()
     for name, values in weights.tensors.items():
-        found = server.loaded[-1][name]
-        assert found.dtype == values.dtype
-        assert torch.equal(found.view(torch.uint8), values.contiguous().view(torch.uint8)), name
+        loaded = server.loaded[-1][name]
+        assert loaded.dtype == values.dtype
+        assert torch.equal(loaded.view(torch.uint8), values.contiguous().view(torch.uint8)), name
 
 
 def sample(setup: Setup, engine: HttpEngine, version: int, weights: HostWeights, iteration: int = 0) -> None:

@@ -60,7 +60,7 @@ def test_every_server_has_the_trainers_bytes_also_one_that_was_restarted(runs: R
         assert server.loaded
         assert not server.violations
         for pushed in server.loaded:
-            (version,) = [v for v, own in at_step.items() if _same(pushed, own)]
+            (version,) = [v for v, weights in at_step.items() if _same(pushed, weights)]
             assert_same(pushed, at_step[version])
     assert _same(first.loaded[-1], restarted[0].loaded[-1])
     # Once for the first members, and once after the restart.

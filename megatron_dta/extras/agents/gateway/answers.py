@@ -53,7 +53,7 @@ async def sample_answer(
         RequestError: the engine refuses the prompt or is closing.
     """
     output, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    prompt, parent, own = request.token_ids, request.parent, None
+    prompt, parent, request_id = request.token_ids, request.parent, None
     try:
         while True:
             piece = replace(
@@ -65,31 +65,38 @@ async def sample_answer(
                 sampled_before=len(output),
             )
             result = await _result(loop, piece)
-            if own is not None:
-                loop.release(own)
-            own = parent = result.request_id
+            if request_id is not None:
+                loop.release(request_id)
+            request_id = parent = result.request_id
             begin = len(output)
             output = np.concatenate([output, result.token_ids])
             logprobs = np.concatenate([logprobs.astype(result.logprobs.dtype), result.logprobs])
-            found = _stopped(tokenizer, output, begin, stops)
-            if found is not None:
-                count, text, stop = found
+            match = _stopped(tokenizer, output, begin, stops)
+            if match is not None:
+                count, text, stop = match
                 yield Sampled(
-                    output[:count], logprobs[:count], text, len(text), result.policy_version, "stop_sequence", stop, own
+                    output[:count],
+                    logprobs[:count],
+                    text,
+                    len(text),
+                    result.policy_version,
+                    "stop_sequence",
+                    stop,
+                    request_id,
                 )
-                own = None
+                request_id = None
                 return
             text = tokenizer.decode(output)
             finish = "stop" if result.ended else "length" if len(output) >= request.max_tokens else ""
             safe = len(text) if finish else safe_length(text, stops)
-            answer = Sampled(output, logprobs, text, safe, result.policy_version, finish, None, own)
-            own = None if finish else own
+            answer = Sampled(output, logprobs, text, safe, result.policy_version, finish, None, request_id)
+            request_id = None if finish else request_id
             yield answer
             if finish:
                 return
     finally:
-        if own is not None:
-            loop.release(own)
+        if request_id is not None:
+            loop.release(request_id)
 
 
 async def _result(loop: EngineLoop, piece: GenerationRequest) -> GenerationResult:
@@ -111,13 +118,13 @@ def _stopped(tokenizer: Tokenizer, output: np.ndarray, begin: int, stops: Sequen
     """(tokens, text, stop string) where one of ``stops`` has come with a token after ``begin``; else None."""
     if not stops:
         return None
-    whole = tokenizer.decode(output)
-    if not any(stop in whole for stop in stops):
+    decoded = tokenizer.decode(output)
+    if not any(stop in decoded for stop in stops):
         return None
     for count in range(begin + 1, len(output) + 1):
         text = tokenizer.decode(output[:count])
-        found = [(text.find(stop), stop) for stop in stops if stop in text]
-        if found:
-            at, stop = min(found)
+        matches = [(text.find(stop), stop) for stop in stops if stop in text]
+        if matches:
+            at, stop = min(matches)
             return count, text[:at], stop
     return None

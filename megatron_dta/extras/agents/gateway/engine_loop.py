@@ -65,8 +65,8 @@ class EngineLoop:
         mesh = self._mesh()
         try:
             while True:
-                own = self._collect(is_over) if mesh.is_first_of_replica else None
-                commands = mesh.from_first_of_replica(own)
+                collected = self._collect(is_over) if mesh.is_first_of_replica else None
+                commands = mesh.from_first_of_replica(collected)
                 if commands.ends:
                     return
                 self._work(commands)
@@ -75,28 +75,28 @@ class EngineLoop:
 
     def _collect(self, is_over: Callable[[], bool]) -> _Commands:
         """The commands that have come; waits a moment for the first one if nothing is running."""
-        found, waits = _Commands(), not self._futures
+        commands, waits = _Commands(), not self._futures
         while True:
             try:
                 kind, value = self._queue.get(timeout=_IDLE_S) if waits else self._queue.get(False)
             except queue.Empty:
-                found.ends = waits and not found.submit and is_over()
-                return found
+                commands.ends = waits and not commands.submit and is_over()
+                return commands
             waits = False
             if kind == "release":
                 if value in self._held:
                     self._held.discard(value)
-                    found.release.append(value)
+                    commands.release.append(value)
                 continue
             request, future = value
             if future.cancelled():
                 continue
             request = replace(request, request_id=self._next_id, hold=True)
-            if request.parent is not None and (request.parent not in self._held or request.parent in found.release):
+            if request.parent is not None and (request.parent not in self._held or request.parent in commands.release):
                 request = replace(request, parent=None)
             self._futures[self._next_id] = future
             self._next_id += 1
-            found.submit.append(request)
+            commands.submit.append(request)
 
     def _work(self, commands: _Commands) -> None:
         for request in commands.submit:

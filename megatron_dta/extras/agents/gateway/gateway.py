@@ -72,13 +72,13 @@ class Gateway:
     def _check_sampling(self, wanted: CallSettings) -> None:
         if self.settings.flags.gateway_override_sampling:
             return
-        for name, value, own in (
+        for name, value, of_run in (
             ("temperature", wanted.temperature, self.params.temperature),
             ("top_p", wanted.top_p, self.params.top_p),
         ):
-            if value is not None and value != own:
+            if value is not None and value != of_run:
                 raise refuse(
-                    f"{name}: {value} is not the run's {own:g}, with which the tokens are trained; leave it out, or "
+                    f"{name}: {value} is not the run's {of_run:g}, with which the tokens are trained; leave it out, or "
                     "start the gateway with --gateway-override-sampling"
                 )
         if wanted.seed is not None:
@@ -89,7 +89,7 @@ class Gateway:
         end = self.sessions.reserve(session, wanted.choices)
         try:
             pieces = [self._sampled(session, prompt, wanted) for _ in range(wanted.choices)]
-            tasks = [asyncio.ensure_future(self._last(each)) for each in pieces]
+            tasks = [asyncio.ensure_future(self._last(choice)) for choice in pieces]
             began = time.monotonic()
             try:
                 answers = await asyncio.gather(*tasks)
@@ -127,18 +127,18 @@ class Gateway:
                 end()
 
     def _sampled(self, session: Session, prompt: GatewayPrompt, wanted: CallSettings) -> AsyncIterator[Sampled]:
-        room = self._room(prompt, wanted)
+        max_tokens = self._room(prompt, wanted)
         parent = session.held_before(prompt.node)
         key = session.random_key(prompt.token_ids)
-        request = GenerationRequest(0, prompt.token_ids, room, key, parent)
+        request = GenerationRequest(0, prompt.token_ids, max_tokens, key, parent)
         return sample_answer(self.loop, self.tokenizer, request, wanted.stops, self.settings.flags.gateway_piece_tokens)
 
     @staticmethod
     async def _last(pieces: AsyncIterator[Sampled]) -> Sampled:
-        found = None
+        last = None
         async for sampled in pieces:
-            found = sampled
-        return found
+            last = sampled
+        return last
 
     def _release_result(self, task: asyncio.Task[Sampled]) -> None:
         if not task.cancelled() and task.exception() is None:
@@ -151,7 +151,7 @@ class Gateway:
         call = Call(
             base=prompt.node,
             base_length=len(prompt.token_ids),
-            own=sampled.output,
+            new_ids=sampled.output,
             number=len(session.calls),
             call_id=call_id,
             logprobs=sampled.logprobs,

@@ -46,15 +46,15 @@ class Answer:
 
     def message(self) -> dict[str, Any]:
         """The message in the form that templates take."""
-        found: dict[str, Any] = {"role": "assistant", "content": self.content or ""}
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or ""}
         if self.reasoning is not None:
-            found["reasoning_content"] = self.reasoning
+            message["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            found["tool_calls"] = [
+            message["tool_calls"] = [
                 {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in self.tool_calls
             ]
-        return found
+        return message
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class AnswerParser:
             return Answer(text, reasoning)
         rest, pieces = split_calls(text, self.tool_calls)
         try:
-            found = [parse_call(piece, schemas_of(tools)) for piece in pieces]
+            parsed = [parse_call(piece, schemas_of(tools)) for piece in pieces]
         except (ValueError, RecursionError):
-            found = []
-        if not found:
+            parsed = []
+        if not parsed:
             return Answer(text, reasoning)
-        calls = tuple(ToolCall(f"call_{call_id[-24:]}_{i}", *call) for i, call in enumerate(found))
+        calls = tuple(ToolCall(f"call_{call_id[-24:]}_{i}", *call) for i, call in enumerate(parsed))
         return Answer(rest.strip() or None, reasoning, calls)
 
     def starts_hidden(self, text: str, has_tools: bool) -> int:
@@ -135,16 +135,16 @@ def template_messages(
     """
     try:
         # A tool may answer nothing.
-        found = template.messages([{**message, "content": message.get("content") or ""} for message in messages])
+        rendered = template.messages([{**message, "content": message.get("content") or ""} for message in messages])
     except InputError as error:
         raise refuse(f"messages: {error}") from error
-    for message in found:
+    for message in rendered:
         message["role"] = "system" if message["role"] == "developer" else message["role"]
         if message["role"] == "assistant" and "reasoning_content" not in message:
             reasoning = session.reasoning.get(visible_digest(message))
             if reasoning is not None:
                 message["reasoning_content"] = reasoning
-    return found
+    return rendered
 
 
 def visible_digest(message: Mapping[str, Any]) -> bytes:

@@ -26,9 +26,9 @@ class PrefixIndex(Generic[Value]):
         """
         for (length, value), digest in zip(entries, _digests(content, [length for length, _ in entries]), strict=True):
             self._values[digest] = value
-            place = bisect.bisect_left(self._lengths, length)
-            if place == len(self._lengths) or self._lengths[place] != length:
-                self._lengths.insert(place, length)
+            index = bisect.bisect_left(self._lengths, length)
+            if index == len(self._lengths) or self._lengths[index] != length:
+                self._lengths.insert(index, length)
 
     def find(self, content: bytes) -> tuple[int, Value] | None:
         """The longest known prefix of ``content``: its length in bytes and its value; None if no prefix is known."""
@@ -41,10 +41,10 @@ class PrefixIndex(Generic[Value]):
 
 def _digests(content: bytes, lengths: list[int]) -> list[bytes]:
     """The digests of the prefixes of these ascending lengths, in one pass over the content."""
-    state, begin, found = hashlib.blake2b(digest_size=16), 0, []
+    state, begin, digests = hashlib.blake2b(digest_size=16), 0, []
     view = memoryview(content)
     for length in lengths:
         state.update(view[begin:length])
         begin = length
-        found.append(state.copy().digest())
-    return found
+        digests.append(state.copy().digest())
+    return digests

@@ -92,8 +92,8 @@ class PromptBuilder:
             answer: the message that the client received, for conversations.
         """
         if not prompt.is_text:
-            whole = call.token_ids().tobytes()
-            session.ids.add(whole, [(len(whole), Base(call, call.length))])
+            token_ids = call.token_ids().tobytes()
+            session.ids.add(token_ids, [(len(token_ids), Base(call, call.length))])
             return
         if call.finish == "stop_sequence":
             # The client's history ends before the stop string, the sampled ids after it.
@@ -112,25 +112,25 @@ class PromptBuilder:
         if answer is None or prompt.messages is None:
             return before + text, call.length
         assert self._template is not None
-        begun, said = prompt.messages, answer.message()
+        begun, message = prompt.messages, answer.message()
         if words_to_continue(begun):  # clients send them back with the answer, as one message
-            said["content"] = text_of(begun[-1]["content"]) + said["content"]
+            message["content"] = text_of(begun[-1]["content"]) + message["content"]
             begun = begun[:-1]
-        whole = self._rendered(self._template.text, [*begun, said], prompt.tools, generation_prompt=False)
-        if not whole.startswith(before):
+        rendered = self._rendered(self._template.text, [*begun, message], prompt.tools, generation_prompt=False)
+        if not rendered.startswith(before):
             return None
-        own = whole[len(before) :]
-        end, written = max(((own.rfind(text), token) for token, text in self._ends.items()), default=(-1, -1))
+        repeated = rendered[len(before) :]
+        end, written = max(((repeated.rfind(text), token) for token, text in self._ends.items()), default=(-1, -1))
         if end < 0:
             return None
         thought = _thought(text, answer)
-        if thought and "".join(thought.split()) not in "".join(own.split()):
+        if thought and "".join(thought.split()) not in "".join(repeated.split()):
             return None
         sampled = int(call.output[-1])
         if sampled == written:
-            return before + own[: end + len(self._ends[written])], call.length
+            return before + repeated[: end + len(self._ends[written])], call.length
         # An end that the template does not write ends the call's branch; the client never saw it as text.
-        return before + own[:end], call.length - (sampled in self._ends)
+        return before + repeated[:end], call.length - (sampled in self._ends)
 
     def _of_text(
         self, session: Session, text: str, messages: list[dict[str, Any]] | None, tools: list[Any] | None
@@ -180,22 +180,22 @@ class PromptBuilder:
         Only the part after the known prefix is new. Special tokens are found in the ids and then, in the same order,
         in the text; if the text lacks one, the ones after it are left out.
         """
-        found: list[tuple[int, Base]] = []
+        boundaries: list[tuple[int, Base]] = []
         known, at, node = prompt.known, prompt.known_bytes, prompt.node
-        for place, token in enumerate(prompt.token_ids[known:].tolist(), start=known):
+        for index, token in enumerate(prompt.token_ids[known:].tolist(), start=known):
             special = self._special.get(token)
             if special is None:
                 continue
             begin = prompt.content.find(special, at)
             if begin < 0:
                 break
-            if begin > at and place > known:
-                found.append((begin, Base(node, place)))
+            if begin > at and index > known:
+                boundaries.append((begin, Base(node, index)))
             at = begin + len(special)
-            found.append((at, Base(node, place + 1)))
-        if not found or found[-1][0] < len(prompt.content):
-            found.append((len(prompt.content), Base(node, node.length)))
-        return found
+            boundaries.append((at, Base(node, index + 1)))
+        if not boundaries or boundaries[-1][0] < len(prompt.content):
+            boundaries.append((len(prompt.content), Base(node, node.length)))
+        return boundaries
 
     @staticmethod
     def _rendered(render: Callable[..., str], *arguments: Any, **ends: bool) -> str:

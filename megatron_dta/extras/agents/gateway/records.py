@@ -38,13 +38,13 @@ def session_rollouts(session: Session, reward: float | None) -> list[Rollout]:
             raise ValueError("the session has no reward")
         seen: set[int] = set()
         return [_rollout(session, leaf, _path(leaf), reward, seen) for leaf in leaves(session.calls)]
-    found = []
+    rollouts = []
     for call in session.calls:
-        own = session.rewards.get(call.number, reward)
-        if own is None:
+        call_reward = session.rewards.get(call.number, reward)
+        if call_reward is None:
             raise ValueError(f"call {call.call_id} has no reward and neither has the session")
-        found.append(_rollout(session, call, [call], own, set(), f"{session.session_id}/{call.number}"))
-    return found
+        rollouts.append(_rollout(session, call, [call], call_reward, set(), f"{session.session_id}/{call.number}"))
+    return rollouts
 
 
 def _path(leaf: Call) -> list[Call]:

@@ -29,17 +29,17 @@ class Node:
     Attributes:
         base: the node that it begins with; None: it begins with nothing known.
         base_length: number of tokens that it has from ``base`` and those before it.
-        own: int32 [C]: its tokens after those.
+        new_ids: int32 [C], its tokens after those.
     """
 
     base: Node | None
     base_length: int
-    own: np.ndarray
+    new_ids: np.ndarray
 
     @property
     def length(self) -> int:
         """Tokens up to the end of the node."""
-        return self.base_length + len(self.own)
+        return self.base_length + len(self.new_ids)
 
     @property
     def parent(self) -> Call | None:
@@ -54,7 +54,7 @@ class Node:
         """The first ``length`` tokens up to the end of the node (default: all), int32."""
         pieces, node, left = [], self, self.length if length is None else length
         while node is not None and left > 0:
-            pieces.append(node.own[: max(0, left - node.base_length)])
+            pieces.append(node.new_ids[: max(0, left - node.base_length)])
             left = min(left, node.base_length)
             node = node.base
         return np.concatenate(pieces[::-1]) if pieces else np.zeros(0, np.int32)
@@ -62,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Call(Node):
-    """One answer of the model; ``base`` is its prompt, and ``own`` the answer as it was sampled.
+    """One answer of the model; ``base`` is its prompt, and ``new_ids`` the answer as it was sampled.
 
     Attributes:
         number: place in the session, from 0.
@@ -86,7 +86,7 @@ class Call(Node):
     @property
     def output(self) -> np.ndarray:
         """int32 [R]: the answer."""
-        return self.own
+        return self.new_ids
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Session:
     def add(self, call: Call) -> None:
         """Append a finished call."""
         self.calls.append(call)
-        self.num_tokens += len(call.own)
+        self.num_tokens += len(call.new_ids)
 
     def random_key(self, prompt_ids: np.ndarray) -> int:
         """The key of the random numbers of one more answer to this prompt, in [0, 2^63).
@@ -158,8 +158,8 @@ class Session:
         """
         digest = hashlib.blake2b(prompt_ids.astype(np.int32).tobytes(), digest_size=16).digest()
         self.asked[digest] = self.asked.get(digest, -1) + 1
-        own = hashlib.blake2b(digest + b"%d,%d" % (self.number, self.asked[digest]), digest_size=8).digest()
-        return int.from_bytes(own, "little") >> 1
+        key_bytes = hashlib.blake2b(digest + b"%d,%d" % (self.number, self.asked[digest]), digest_size=8).digest()
+        return int.from_bytes(key_bytes, "little") >> 1
 
     def held_before(self, node: Node | None) -> int | None:
         """The held request of the latest call that shares a prefix with ``node``; None if there is none."""

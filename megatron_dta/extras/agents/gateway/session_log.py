@@ -54,9 +54,9 @@ class SessionLog:
             begin = max(0, end - 2**16)
             self._file.seek(begin)
             piece = self._file.read(end - begin)
-            place = piece.rfind(b"\n")
-            if place >= 0:
-                end = begin + place + 1
+            newline = piece.rfind(b"\n")
+            if newline >= 0:
+                end = begin + newline + 1
                 break
             end = begin
         self._file.truncate(end)

@@ -83,14 +83,14 @@ class GroupStep:
             longest = max((len(self.sequences[i]) for part in parts for i in part), default=0)
             budget = replace(budget, memory_tokens=default_in_flight(longest, budget.segment_tokens))
         replicas = [replace(self, budget=budget).replica(part) for part in parts]
-        tree = build_merged_segment_tree([each for each, _ in replicas], budget.memory_tokens)
+        tree = build_merged_segment_tree([segments for segments, _ in replicas], budget.memory_tokens)
         largest = tuple(tree.largest([counts[kind] for _, counts in replicas]) for kind in range(3))
         return GroupPlan(replicas, tree, largest, budget.memory_tokens)
 
-    def replica(self, own: Sequence[int]) -> tuple[SegmentPlan, Counts]:
+    def replica(self, numbers: Sequence[int]) -> tuple[SegmentPlan, Counts]:
         """The segments of a rank with these sequences, and their counts."""
-        segments = plan_forest([self.sequences[i] for i in own], self.tree_mode, self.budget, self.shape)
-        return segments, segment_counts(segments, [self.masks[i] for i in own])
+        segments = plan_forest([self.sequences[i] for i in numbers], self.tree_mode, self.budget, self.shape)
+        return segments, segment_counts(segments, [self.masks[i] for i in numbers])
 
     def seconds(self, plan: GroupPlan) -> float:
         """Predicted seconds of a group's forwards and backwards."""
@@ -101,7 +101,7 @@ class GroupStep:
         if stages > 1:
             # Exact for equal segments, and close for unequal ones.
             return seconds / stages * (tree.num_segments + stages - 1) / max(1, tree.num_segments)
-        merged = cheaper_op_list(tree, [each for each, _ in plan.replicas], kept, plan.memory_tokens)
+        merged = cheaper_op_list(tree, [segments for segments, _ in plan.replicas], kept, plan.memory_tokens)
         if merged is None:
             return seconds
         of_ops = np.array([op.segments for op in merged.ops]).T

@@ -97,7 +97,7 @@ def build_merged_op_list(forests: Sequence[SegmentTree], memory_tokens: int = 0)
     trees = [CostedTree(forest) for forest in forests]
     budget = max([memory_tokens, *(tree.peak for tree in trees)])
     lists = (_Builder(trees, budget, order, weight).build() for order in _ORDERS.values() for weight in _WEIGHTS)
-    return min(lists, key=lambda found: (found.cost, len(found.ops)))
+    return min(lists, key=lambda op_list: (op_list.cost, len(op_list.ops)))
 
 
 def cheaper_op_list(
@@ -111,12 +111,12 @@ def cheaper_op_list(
     """
     if len(forests) == 1 or not tree.num_segments:
         return None
-    found = build_merged_op_list(forests, memory_tokens)
+    op_list = build_merged_op_list(forests, memory_tokens)
     if kept is None:
-        return found
+        return op_list
     largest = tree.largest([CostedTree(forest).costs for forest in forests])
     of_tree = int((largest * (FORWARD + np.where(kept, BACKWARD, RECOMPUTING_BACKWARD))).sum())
-    return found if found.cost < of_tree else None
+    return op_list if op_list.cost < of_tree else None
 
 
 class _Rank:
@@ -178,17 +178,17 @@ class _Builder:
         self._budget, self._weight = budget, weight
 
     def build(self) -> MergedOpList:
-        found: list[MergedOp] = []
+        ops: list[MergedOp] = []
         cost = 0
         while any(rank.num_left or rank.num_empty for rank in self._ranks):
             op, largest = self._next()
             for rank, segment in zip(self._ranks, op.segments, strict=True):
                 (rank.end if op.is_backward else rank.begin)(segment)
-            if op.is_backward and not (found and found[-1] == MergedOp(False, op.segments)):
+            if op.is_backward and not (ops and ops[-1] == MergedOp(False, op.segments)):
                 op = replace(op, recomputes=True)
-            found.append(op)
+            ops.append(op)
             cost += largest * (RECOMPUTING_BACKWARD if op.recomputes else BACKWARD if op.is_backward else FORWARD)
-        return MergedOpList(found, cost)
+        return MergedOpList(ops, cost)
 
     def _next(self) -> tuple[MergedOp, int]:
         """The next op and the cost of its largest segment."""

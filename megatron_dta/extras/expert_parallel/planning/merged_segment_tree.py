@@ -103,7 +103,9 @@ def build_merged_segment_tree(forests: Sequence[SegmentTree], memory_tokens: int
 def largest_of_ranks(counts: Sequence[Sequence[int]], segments: Sequence[np.ndarray]) -> np.ndarray:
     """The largest of the ranks' ``counts`` at their ``segments``, 0 for an empty one (-1): int64 [len(segments[0])]."""
     pairs = zip(counts, segments, strict=True)
-    return np.max([np.append(np.asarray(own, dtype=np.int64), 0)[places] for own, places in pairs], axis=0)
+    return np.max(
+        [np.append(np.asarray(rank_counts, dtype=np.int64), 0)[segment_of] for rank_counts, segment_of in pairs], axis=0
+    )
 
 
 class CostedTree:
@@ -147,7 +149,8 @@ class _MergedWalk:
         self.ready = [sorted((tree.subtree_costs[root], root) for root in tree.roots) for tree in trees]
         self.in_flight = [0] * len(trees)
         self.left = [
-            [cost - own for cost, own in zip(tree.subtree_costs, tree.costs, strict=True)] + [sum(tree.costs)]
+            [cost - node_cost for cost, node_cost in zip(tree.subtree_costs, tree.costs, strict=True)]
+            + [sum(tree.costs)]
             for tree in trees
         ]
         self.parents: list[int] = []

@@ -52,7 +52,7 @@ def synchronize(step: StepPlan, shape: PipelineShape) -> StepPlan:
     return synchronized_plan(step, shape.group.gather(RankPlan.of(step, shape)), shape.group.rank, shape)
 
 
-def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape) -> StepPlan:
+def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], rank_index: int, shape: PipelineShape) -> StepPlan:
     """Return ``step`` with empty segments added and with passes that have the same ops on all ranks.
 
     Args:
@@ -71,10 +71,10 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape
         merged = cheaper_op_list(tree, [rank.forest for rank in ranks], kept, memory_tokens_of(ranks))
         is_free = shape.memory is None
         if merged is not None and (is_free or op_list_bytes(merged, ranks, shape) <= available_bytes(ranks, 0)):
-            return _plan_op_list(step, ranks, own, shape, merged)
+            return _plan_op_list(step, ranks, rank_index, shape, merged)
     if kept is None:
         raise out_of_memory(step, ranks, shape, 0, missing)
-    segment_of = tree.segment_of[own]
+    segment_of = tree.segment_of[rank_index]
     if tree.num_segments < min_segments:
         tree, segment_of = _empty_tree(min_segments, len(ranks)), np.full(min_segments, -1, dtype=np.int32)
         kept = choose_kept_segments(tree, step.activation_tokens, shape.num_stages)
@@ -96,15 +96,15 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], own: int, shape
 
 
 def _plan_op_list(
-    step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, merged: MergedOpList
+    step: StepPlan, ranks: Sequence[RankPlan], rank_index: int, shape: PipelineShape, merged: MergedOpList
 ) -> StepPlan:
     """``synchronized_plan`` with a list of ops. Of a rank's empty segments, the last one begun ends first."""
     num_own, num_forwards = step.segments.num_segments, max(len(rank.edges) for rank in ranks)
     num_empty, open_empty, kept = 0, list[int](), list[int]()
     ops, most_tokens = [], []
     for op in merged.ops:
-        segment = op.segments[own]
-        lengths = [rank.forest.lengths[each] for rank, each in zip(ranks, op.segments, strict=True) if each >= 0]
+        segment = op.segments[rank_index]
+        lengths = [rank.forest.lengths[number] for rank, number in zip(ranks, op.segments, strict=True) if number >= 0]
         most_tokens.append(int(max(lengths, default=0)))
         if segment < 0 and op.is_backward:
             segment = open_empty.pop()

@@ -89,13 +89,13 @@ def stages_within_memory(
     for share, limit in shares_and_limits(path, shape):
         kept = choose_kept_segments(tree, None if share == 1 else int(share * path), shape.num_stages)
         limited = replace(shape, max_in_flight_tokens=limit)
-        found = plan_training_pass(tree, largest_counts(tree, ranks), kept, limited)
+        plan = plan_training_pass(tree, largest_counts(tree, ranks), kept, limited)
         over = [
-            stage_peak_bytes(tree, found, shape, each, forks) - available_bytes(ranks, each)
-            for each in range(shape.num_stages)
+            stage_peak_bytes(tree, plan, shape, of_stage, forks) - available_bytes(ranks, of_stage)
+            for of_stage in range(shape.num_stages)
         ]
         if max(over) <= 0:
-            return found
+            return plan
         if max(over) < missing:
             missing, stage = max(over), int(np.argmax(over))
     raise out_of_memory(step, ranks, shape, stage, missing)
@@ -105,7 +105,7 @@ def op_list_bytes(merged: MergedOpList, ranks: Sequence[RankPlan], shape: Pipeli
     """Maximum number of bytes that a rank holds at once in a list of ops, in which only the running op keeps
     activations.
     """
-    (each, of_states), layers = shape.memory.stages[0], shape.layers[0]
+    (segment_bytes, of_states), layers = shape.memory.stages[0], shape.layers[0]
     num_slots = num_forks = 0
     counts, segments_of = [], []
     for number, rank in enumerate(ranks):
@@ -113,18 +113,18 @@ def op_list_bytes(merged: MergedOpList, ranks: Sequence[RankPlan], shape: Pipeli
         ops = _own_ops([(op.is_backward, op.segments[number]) for op in merged.ops])
         num_slots = max(num_slots, allocate_slots(tree, ops)[1])
         segments = np.array([op.segments[number] for op in merged.ops if op.is_backward], dtype=np.int64)
-        own = [tree.lengths, tree.in_flight_tokens]
+        rank_counts = [tree.lengths, tree.in_flight_tokens]
         if of_states is not None:
             num_forks = max(num_forks, allocate_slots(tree, ops, rank.forks.open_forks)[1])
-            own += [rank.forks.inner_forks, 2 * rank.forks.num_states + 4 * rank.forks.widest_levels]
-        counts.append(own)
+            rank_counts += [rank.forks.inner_forks, 2 * rank.forks.num_states + 4 * rank.forks.widest_levels]
+        counts.append(rank_counts)
         segments_of.append(segments)
     tokens, paths, *states = (largest_of_ranks(values, segments_of) for values in zip(*counts, strict=True))
-    at_work = each.kept(layers) * tokens + each.work(tokens, paths)
+    at_work = segment_bytes.kept(layers) * tokens + segment_bytes.work(tokens, paths)
     if of_states is not None:
         at_work = at_work + of_states.exit * states[0] + of_states.state * states[1]
-    pools = num_slots * each.slot(layers) + (0.0 if of_states is None else of_states.open_fork * num_forks)
-    return each.fixed + pools + float(at_work.max(initial=0))
+    pools = num_slots * segment_bytes.slot(layers) + (0.0 if of_states is None else of_states.open_fork * num_forks)
+    return segment_bytes.fixed + pools + float(at_work.max(initial=0))
 
 
 def _own_ops(ops: Sequence[tuple[bool, int]]) -> list[Op]:

@@ -30,10 +30,12 @@ class BegunGroup:
 
     def packed(self) -> dict[str, Any]:
         """Tensors, numbers and strings."""
-        samples = [_packed(place, response) for place, response in self.responses.items()]
-        for place, result in self.results.items():
-            own = SampledTokens(result.token_ids, result.logprobs, result.token_versions)
-            samples.append(_packed(place, own) | {"request": result.request_id, "finish": result.finish_reason.value})
+        samples = [_packed(sample, response) for sample, response in self.responses.items()]
+        for sample, result in self.results.items():
+            tokens = SampledTokens(result.token_ids, result.logprobs, result.token_versions)
+            samples.append(
+                _packed(sample, tokens) | {"request": result.request_id, "finish": result.finish_reason.value}
+            )
         return {"version": self.version, "samples": samples}
 
 
@@ -43,9 +45,9 @@ def unpacked(packed: dict[str, Any]) -> BegunGroup:
     for sample in packed["samples"]:
         response = SampledTokens(*(sample[name].numpy() for name in _ARRAYS))
         if "finish" not in sample:
-            group.responses[sample["place"]] = response
+            group.responses[sample["number"]] = response
             continue
-        group.results[sample["place"]] = GenerationResult(
+        group.results[sample["number"]] = GenerationResult(
             sample["request"],
             response.token_ids,
             response.logprobs,
@@ -56,6 +58,6 @@ def unpacked(packed: dict[str, Any]) -> BegunGroup:
     return group
 
 
-def _packed(place: int, response: SampledTokens) -> dict[str, Any]:
+def _packed(sample: int, response: SampledTokens) -> dict[str, Any]:
     arrays = {name: torch.from_numpy(np.array(getattr(response, name))) for name in _ARRAYS}
-    return {"place": place, **arrays}
+    return {"number": sample, **arrays}

@@ -38,9 +38,9 @@ class GroupSampler:
         """Send the requests of a group that are not finished."""
         prompt = prompts_at(self._task.prompts, group, 1, self._seed)[0]
         most, first = self._params.max_response_tokens, group * self.samples
-        numbers = [first + place for place in range(self.samples) if place not in begun.results]
+        numbers = [first + sample for sample in range(self.samples) if sample not in begun.results]
         # A continued run may have a lower cap.
-        so_far = {first + place: response for place, response in begun.responses.items() if len(response) < most}
+        so_far = {first + sample: response for sample, response in begun.responses.items() if len(response) < most}
         self._engine.submit(
             [GenerationRequest(number, prompt.token_ids, most, key=number) for number in numbers], so_far
         )
@@ -48,13 +48,13 @@ class GroupSampler:
 
     def sampled_so_far(self) -> dict[int, dict[int, SampledTokens]]:
         """The tokens of unfinished requests, by group and place; any thread may call this."""
-        found: dict[int, dict[int, SampledTokens]] = {}
+        by_group: dict[int, dict[int, SampledTokens]] = {}
         for number, response in self._engine.sampled_so_far().items():
-            group, place = self.place_of(number)
-            found.setdefault(group, {})[place] = response
-        return found
+            group, sample = self.sample_of(number)
+            by_group.setdefault(group, {})[sample] = response
+        return by_group
 
-    def place_of(self, request_id: int) -> tuple[int, int]:
+    def sample_of(self, request_id: int) -> tuple[int, int]:
         """The group of a request, and which of its samples it is."""
         return divmod(request_id, self.samples)
 
@@ -80,4 +80,4 @@ class GroupSampler:
     def statistics(self) -> dict[str, float]:
         """The scorer's counts since the last call."""
         before, self._before = self._before, self._task.scorer.tally
-        return counted(before, self._before, lambda found: [found])
+        return counted(before, self._before, lambda tally: [tally])

@@ -234,14 +234,16 @@ class RolloutStream:
         """Metrics of a batch, with the groups and rollouts dropped since the last one."""
         versions = [rollout.token_versions[rollout.loss_mask] for rollout in rollouts]
         step = self._step
-        found = {
+        statistics = {
             "token_staleness": float(step - np.mean(np.concatenate(versions))),
-            "mixed_rollouts": float(np.mean([own.min() < own.max() for own in versions])),
+            "mixed_rollouts": float(
+                np.mean([rollout_versions.min() < rollout_versions.max() for rollout_versions in versions])
+            ),
             "unfinished_groups": float(len(self._open)),
             **{name: float(count) for name, count in self._dropped.items()},
         }
         self._dropped = dict.fromkeys(self._dropped, 0)
-        return found | self._sampler.statistics()
+        return statistics | self._sampler.statistics()
 
     def _may_admit(self) -> bool:
         if self._offered is None or not self._is_begun or self._jobs:
@@ -326,15 +328,15 @@ class RolloutStream:
                 self._next_group = max(self._next_group, number + 1)
                 begun = self._begun.pop(number, BegunGroup(self._loaded))
                 # A continued run may have fewer samples.
-                kept = {place: result for place, result in begun.results.items() if place < self._sampler.samples}
+                kept = {sample: result for sample, result in begun.results.items() if sample < self._sampler.samples}
                 self._open[number] = _Group(begun.version, kept, begun.responses)
                 self._sampler.submit(number, self._open[number])
                 self._score_if_whole(number)
 
     def _receive(self, results: list[GenerationResult]) -> None:
         for result in results:
-            number, place = self._sampler.place_of(result.request_id)
-            self._open[number].results[place] = result
+            number, sample = self._sampler.sample_of(result.request_id)
+            self._open[number].results[sample] = result
             self._score_if_whole(number)
 
     def _score_if_whole(self, number: int) -> None:

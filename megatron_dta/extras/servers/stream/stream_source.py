@@ -47,17 +47,18 @@ class StreamSource(Rank0Source):
                 {"group": group, "rollouts": [pack_rollout(rollout) for rollout in finished[group]]}
                 for group in finished
             ]
-            state["begun"] = [{"group": group, **each.packed()} for group, each in state["begun"].items()]
+            state["begun"] = [{"group": group, **begun.packed()} for group, begun in state["begun"].items()]
         return self._mesh.from_first({"stream": state})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        found = state.get("stream")
-        if self._stream is not None and found:
+        saved = state.get("stream")
+        if self._stream is not None and saved:
             groups = {
-                each["group"]: [unpack_rollout(rollout) for rollout in each["rollouts"]] for each in found["finished"]
+                entry["group"]: [unpack_rollout(rollout) for rollout in entry["rollouts"]]
+                for entry in saved["finished"]
             }
-            begun = {each["group"]: unpacked(each) for each in found["begun"]}
-            self._stream.load_state_dict(found | {"finished": groups, "begun": begun})
+            begun = {entry["group"]: unpacked(entry) for entry in saved["begun"]}
+            self._stream.load_state_dict(saved | {"finished": groups, "begun": begun})
 
     def _taking(self, number: int, current: int) -> Callable[[], tuple[list[Rollout], dict[str, float]] | None]:
         return lambda: self._stream.take(number, current, _WAIT_S)

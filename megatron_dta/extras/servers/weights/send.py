@@ -56,7 +56,7 @@ class RolloutWeights:
 
     def delete_before(self, version: int) -> None:
         """See ``sampling.sources.rank0_source.WeightsWriter``."""
-        self._delete(lambda found: found < version)
+        self._delete(lambda held: held < version)
 
     def close(self) -> None:
         """See ``sampling.sources.rank0_source.WeightsWriter``."""
@@ -110,8 +110,8 @@ class HeldWeights:
 
     def delete_before(self, version: int) -> None:
         """See ``sampling.sources.rank0_source.WeightsWriter``."""
-        for found in [found for found in self._held if found < version]:
-            self._free.append(self._held.pop(found))
+        for old in [old for old in self._held if old < version]:
+            self._free.append(self._held.pop(old))
 
     def close(self) -> None:
         """See ``sampling.sources.rank0_source.WeightsWriter``."""
@@ -132,5 +132,5 @@ def rollout_weights(config: TrainConfig, model: torch.nn.Module) -> RolloutWeigh
 
 def weights_folder(config: TrainConfig) -> Path:
     """The folder of the checkpoints for servers."""
-    given = config.sampling.rollout_weights_dir
-    return Path(given) if given is not None else Path(config.checkpoint.save) / "rollout-weights"
+    folder = config.sampling.rollout_weights_dir
+    return Path(folder) if folder is not None else Path(config.checkpoint.save) / "rollout-weights"

@@ -66,8 +66,8 @@ class GroupTransfer:
             TransferError: a server could not take them; none of ``servers`` has complete weights.
         """
         try:
-            found = set((await self._all(servers, self._protocol.weights_label)).values())
-            if self._group is None or tuple(servers) != self._members or not found <= {labels.old, None}:
+            labels_held = set((await self._all(servers, self._protocol.weights_label)).values())
+            if self._group is None or tuple(servers) != self._members or not labels_held <= {labels.old, None}:
                 await self._form(servers, weights)
             await self._alone(servers, self._group.begin)
             await self._all(servers, lambda server: self._protocol.begin_update(server, labels.running))
@@ -122,24 +122,24 @@ class GroupTransfer:
         _raise_failures(servers, results)
         return dict(zip(servers, results, strict=True))
 
-    async def _alone(self, servers: Sequence[Server], own: Callable[[], Answer]) -> Answer:
-        """``own``, whose failure ends the update for all servers."""
-        return await self._together(servers, lambda server: asyncio.sleep(0), own)
+    async def _alone(self, servers: Sequence[Server], send: Callable[[], Answer]) -> Answer:
+        """``send``, whose failure ends the update for all servers."""
+        return await self._together(servers, lambda server: asyncio.sleep(0), send)
 
     async def _together(
-        self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]], own: Callable[[], Answer]
+        self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]], send: Callable[[], Answer]
     ) -> Answer:
-        """``own`` in this process during ``act`` for all servers; the first failure ends all."""
+        """``send`` in this process during ``act`` for all servers; the first failure ends all."""
         acts = [asyncio.ensure_future(act(server)) for server in servers]
-        ours = _in_thread(own)
+        ours = _in_thread(send)
         await asyncio.wait([*acts, ours], return_when=asyncio.FIRST_EXCEPTION)
-        failed = [each for each in (*acts, ours) if each.done() and each.exception() is not None]
+        failed = [task for task in (*acts, ours) if task.done() and task.exception() is not None]
         if failed:
             await self.close()
             # The others end, too, since the group is gone.
             await asyncio.wait(acts, timeout=self._client.settings.connect_timeout_s)
-            for each in acts:
-                each.cancel()
+            for task in acts:
+                task.cancel()
         results = await asyncio.gather(*acts, return_exceptions=True)
         if not failed:
             return ours.result()

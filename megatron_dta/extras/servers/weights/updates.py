@@ -110,11 +110,11 @@ class ServerWeights:
             returns: they are back while requests run, and are checked before they get some.
         """
         if isinstance(self._weights, HostWeights):
-            given = await self._send(servers, labels)
+            updated = await self._send(servers, labels)
         else:
             done = await asyncio.gather(*(self._load(server, labels) for server in servers))
-            given = [server for server, is_done in zip(servers, done, strict=True) if is_done]
-        for server in given:
+            updated = [server for server, is_done in zip(servers, done, strict=True) if is_done]
+        for server in updated:
             try:
                 if returns:
                     await self._check(server)
@@ -122,7 +122,7 @@ class ServerWeights:
                 self._leave_out(server, str(error))
                 return False
             self._client.take_back(server)
-        return bool(given)
+        return bool(updated)
 
     async def _load(self, server: Server, labels: Labels) -> bool:
         try:

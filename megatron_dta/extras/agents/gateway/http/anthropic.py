@@ -17,18 +17,18 @@ _FINISH = {"stop": "end_turn", "length": "max_tokens", "stop_sequence": "stop_se
 
 def messages_of(request: AnthropicRequest) -> list[dict[str, Any]]:
     """The conversation in OpenAI's form; ``RequestError`` for content that is not text."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     if request.system:
-        found.append({"role": "system", "content": _text(request.system, "system")})
+        messages.append({"role": "system", "content": _text(request.system, "system")})
     for number, message in enumerate(request.messages, start=1):
         where = f"messages.{number}"
         if isinstance(message.content, str):
-            found.append({"role": message.role, "content": message.content})
+            messages.append({"role": message.role, "content": message.content})
         elif message.role == "assistant":
-            found.append(_assistant(message.content, where))
+            messages.append(_assistant(message.content, where))
         else:
-            found += _user(message.content, where)
-    return found
+            messages += _user(message.content, where)
+    return messages
 
 
 def tools_of(request: AnthropicRequest) -> list[dict[str, Any]] | None:
@@ -68,28 +68,28 @@ def _assistant(blocks: list[Block], where: str) -> dict[str, Any]:
             thoughts.append(block.thinking)
         else:
             text += _text([block], where)
-    found: dict[str, Any] = {"role": "assistant", "content": text}
+    message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
-        found["tool_calls"] = calls
+        message["tool_calls"] = calls
     if thoughts:
-        found["reasoning_content"] = "".join(thoughts)
-    return found
+        message["reasoning_content"] = "".join(thoughts)
+    return message
 
 
 def _user(blocks: list[Block], where: str) -> list[dict[str, Any]]:
     """Tool results become messages of their own, in order with the texts between them."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for block in blocks:
         if block.type == "tool_result":
             content = _text(block.content or "", where)
-            found.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
+            messages.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
             continue
         text = _text([block], where)
-        if found and found[-1]["role"] == "user":
-            found[-1]["content"] += text
+        if messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] += text
         else:
-            found.append({"role": "user", "content": text})
-    return found
+            messages.append({"role": "user", "content": text})
+    return messages
 
 
 def whole(model: str, prompt: GatewayPrompt, choice: Choice) -> dict[str, Any]:
@@ -130,22 +130,22 @@ async def stream(
 
 def _rest(choice: Choice, sent: int) -> list[bytes]:
     """The events after the first ``sent`` characters of an answer's text."""
-    found, index = [], 0
+    events, index = [], 0
     content = choice.answer.content or ""
     if sent:
         rest = content[sent:] if choice.sampled.text.startswith(content) else ""
         if rest:
-            found.append(_event("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": rest}}))
-        found.append(_event("content_block_stop", {"index": 0}))
+            events.append(_event("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": rest}}))
+        events.append(_event("content_block_stop", {"index": 0}))
         index = 1
     for block in _blocks(choice.answer):
         if block["type"] == "text" and sent:
             continue
-        found += _block_events(index, block)
+        events += _block_events(index, block)
         index += 1
     reason = {"stop_reason": _FINISH[choice.call.finish], "stop_sequence": choice.sampled.stop}
     used = {"output_tokens": len(choice.call.output)}
-    return [*found, _event("message_delta", {"delta": reason, "usage": used})]
+    return [*events, _event("message_delta", {"delta": reason, "usage": used})]
 
 
 def _block_events(index: int, block: dict[str, Any]) -> list[bytes]:
@@ -165,13 +165,13 @@ def _block_events(index: int, block: dict[str, Any]) -> list[bytes]:
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
     if answer.reasoning is not None:
-        found.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
     if answer.content or not answer.tool_calls:
-        found.append({"type": "text", "text": answer.content or ""})
-    found += [{"type": "tool_use", "id": c.call_id, "name": c.name, "input": c.arguments} for c in answer.tool_calls]
-    return found
+        blocks.append({"type": "text", "text": answer.content or ""})
+    blocks += [{"type": "tool_use", "id": c.call_id, "name": c.name, "input": c.arguments} for c in answer.tool_calls]
+    return blocks
 
 
 def _event(kind: str, value: dict[str, Any]) -> bytes:

@@ -186,7 +186,9 @@ class Application:
         if body.stream:
             items = self._gateway.stream(session, prompt, settings)
             parser = self._gateway.parser
-            return await self._stream(items, lambda own: anthropic.stream(model, prompt, own, parser, bool(tools)))
+            return await self._stream(
+                items, lambda sampled: anthropic.stream(model, prompt, sampled, parser, bool(tools))
+            )
         choices = await _unless_gone(request, self._gateway.answer(session, prompt, settings))
         return JSONResponse(anthropic.whole(model, prompt, choices[0]))
 

@@ -68,10 +68,10 @@ class BodyBudget:
             # Its task has not been told yet.
             return
         body.size += size
-        of_owner = sum(each.size for each in self._arriving if each.owner is body.owner)
+        of_owner = sum(other.size for other in self._arriving if other.owner is body.owner)
         if self._most_of_owner is not None and of_owner > self._most_of_owner:
             raise RequestError(429, f"the session sends more than {self._most_of_owner} bytes at once; send less")
-        while sum(each.size for each in self._arriving) > self._most:
+        while sum(other.size for other in self._arriving) > self._most:
             oldest = self._arriving.pop(0)
             oldest.is_given_up = True
             oldest.limit.reschedule(asyncio.get_running_loop().time())

@@ -35,16 +35,16 @@ class OpenAIReplies:
         self._created = int(time.time())
 
     def whole(self, prompt: GatewayPrompt, choices: Sequence[Choice]) -> dict[str, Any]:
-        found = []
+        rows = []
         for index, choice in enumerate(choices):
-            own: dict[str, Any] = {"index": index, "finish_reason": _FINISH[choice.call.finish]}
+            row: dict[str, Any] = {"index": index, "finish_reason": _FINISH[choice.call.finish]}
             if self._is_chat:
-                own["message"] = _message(choice.answer)
+                row["message"] = _message(choice.answer)
             else:
-                own["text"] = choice.sampled.text
-            own["logprobs"] = self._logprobs(choice)
-            found.append(own)
-        return {**self._head(choices[0].call.call_id, ""), "choices": found, "usage": usage(prompt, choices)}
+                row["text"] = choice.sampled.text
+            row["logprobs"] = self._logprobs(choice)
+            rows.append(row)
+        return {**self._head(choices[0].call.call_id, ""), "choices": rows, "usage": usage(prompt, choices)}
 
     async def stream(
         self, prompt: GatewayPrompt, items: AsyncIterator[Any], parser: AnswerParser, with_usage: bool
@@ -64,8 +64,10 @@ class OpenAIReplies:
             safe = min(item.safe, parser.starts_hidden(item.text, self.has_tools)) if self._is_chat else item.safe
             if safe > sent:
                 text, sent = item.text[sent:safe], safe
-                own = _delta({"content": text}) if self._is_chat else {"index": 0, "text": text, "finish_reason": None}
-                yield event({**head, "choices": [own]})
+                delta = (
+                    _delta({"content": text}) if self._is_chat else {"index": 0, "text": text, "finish_reason": None}
+                )
+                yield event({**head, "choices": [delta]})
         yield b"data: [DONE]\n\n"
 
     def _rest(self, choice: Choice, sent: int) -> list[dict[str, Any]]:
@@ -74,8 +76,8 @@ class OpenAIReplies:
         finish, answer = _FINISH[choice.call.finish], choice.answer
         logprobs = self._logprobs(choice)
         if not self._is_chat:
-            own = {"index": 0, "text": choice.sampled.text[sent:], "finish_reason": finish, "logprobs": logprobs}
-            return [{**head, "choices": [own]}]
+            row = {"index": 0, "text": choice.sampled.text[sent:], "finish_reason": finish, "logprobs": logprobs}
+            return [{**head, "choices": [row]}]
         deltas: list[dict[str, Any]] = []
         if answer.reasoning is not None:
             deltas.append({"reasoning_content": answer.reasoning})
@@ -91,8 +93,8 @@ class OpenAIReplies:
 
     def _head(self, call_id: str, suffix: str) -> dict[str, Any]:
         kind, prefix = ("chat.completion", "chatcmpl-") if self._is_chat else ("text_completion", "cmpl-")
-        found = kind + (suffix if self._is_chat else "")
-        return {"id": prefix + call_id, "object": found, "created": self._created, "model": self._model}
+        object_name = kind + (suffix if self._is_chat else "")
+        return {"id": prefix + call_id, "object": object_name, "created": self._created, "model": self._model}
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if not self._wants_logprobs:
@@ -126,12 +128,12 @@ def _delta(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
 
 
 def _message(answer: Answer) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.reasoning is not None:
-        found["reasoning_content"] = answer.reasoning
+        message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
-        found["tool_calls"] = _tool_calls(answer)
-    return found
+        message["tool_calls"] = _tool_calls(answer)
+    return message
 
 
 def _tool_calls(answer: Answer) -> list[dict[str, Any]]:

@@ -199,9 +199,9 @@ def parsed(model: type[Model], body: bytes) -> Model:
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         # The deepest one belongs to the form that was meant, where a field may have several.
-        first = max(errors, key=lambda each: len(each["loc"]))
-        place = ".".join(str(part) for part in first["loc"][:6])
+        first = max(errors, key=lambda error: len(error["loc"]))
+        field = ".".join(str(part) for part in first["loc"][:6])
         message = first["msg"]
         if first["type"] == "extra_forbidden":
             message = "the gateway does not know this field; leave it out"
-        raise refuse(f"{place or 'body'}: {message}") from None
+        raise refuse(f"{field or 'body'}: {message}") from None
