@@ -132,9 +132,7 @@ def compare(rollouts: list[Rollout], arguments: argparse.Namespace, model: CostM
         group = {} if step is None else {"slowest_group": step.slowest(partition.rank_of_sequence)}
         return figures(partition, seconds) | group
 
-    partition = partition_costs(
-        costs, ranks, step and (lambda candidates: [step.slowest(candidate) for candidate in candidates])
-    )
+    partition = partition_costs(costs, ranks, step and (lambda splits: [step.slowest(split) for split in splits]))
     result = measured(partition, time.perf_counter() - begin)
     result["least_slowest_cost"] = least_slowest(costs, ranks)
     result["sequences"], result["tokens"] = len(sequences), sum(map(len, sequences))

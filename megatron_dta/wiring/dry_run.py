@@ -293,22 +293,19 @@ def _memory(
     copies_reference = not is_base and not config.objective.offload_reference
     worst: tuple[int, RankMemory, float] | None = None
     for stage in range(mesh.pipeline):
-        trained_stage = stage_memory(shape, mesh, states, stage, flight)
+        total = stage_memory(shape, mesh, states, stage, flight)
         # An approximation: adapters are assumed to be spread over the stages as the weights are.
-        gradients, optimizer, host = (
-            part * trained for part in (trained_stage.gradients, trained_stage.optimizer, trained_stage.host)
-        )
-        of_stage = replace(trained_stage, gradients=gradients, optimizer=optimizer, host=host)
+        gradients, optimizer, host = (part * trained for part in (total.gradients, total.optimizer, total.host))
+        of_stage = replace(total, gradients=gradients, optimizer=optimizer, host=host)
         more = 0.0
         if objective.needs_critic:
-            more += trained_stage.weights + trained_stage.gradients + trained_stage.optimizer
+            more += total.weights + total.gradients + total.optimizer
         if objective.needs_ref_logprobs and copies_reference:
             more += of_stage.weights
         if not config.distillation.offload_teacher:
             teachers = [DecoderShape.of(teacher) for teacher in _teacher_shapes(config).values()]
             more += sum(
-                stage_memory(teacher_shape, mesh, states, stage, InFlight(0.0, 0.0, 0.0)).weights
-                for teacher_shape in teachers
+                stage_memory(teacher, mesh, states, stage, InFlight(0.0, 0.0, 0.0)).weights for teacher in teachers
             )
         if worst is None or of_stage.total + more > worst[1].total + worst[2]:
             worst = stage, of_stage, more

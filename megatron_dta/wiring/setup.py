@@ -121,10 +121,8 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         source_state, planning = state.get("source", {}), state.get("planning", {})
         _report_continuation(start, iteration, changed, config, console)
 
-    continues = (
-        start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
-    )
-    if not continues:
+    resumes = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
+    if not resumes:
         save_base(config, model)
     # A new run starts a new metrics file, including the record before the first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
@@ -165,7 +163,7 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         rollout_samples=open_rollout_samples(config, task, console),
         resumed=start is not None and resumes,
         end_id=task.tokenizer.eos_id if task is not None else stored_end(config),
-        saved_iteration=progress.iteration if continues else None,
+        saved_iteration=progress.iteration if resumes else None,
         lock=lock or nullcontext(),
     )
 
@@ -173,7 +171,7 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
 def _report_continuation(
     start: Path, iteration: int, changed: list[str], config: TrainConfig, console: Console
 ) -> None:
-    """Print where the run continues and what has changed since then."""
+    """Print where the run resumes and what has changed since then."""
     console.print(f"continuing {start} after step {iteration}", soft_wrap=True)
     if not console.quiet and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save):
         changed = [*changed, *filter(None, [lost_records(metrics_path(config), iteration)])]

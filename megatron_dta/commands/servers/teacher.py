@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from megatron_dta.training.config import TrainConfig
 
 FLAGS = ToolFlags(
-    "megatron-dta teacher",
-    ("model", "tree"),
-    f"{MESH} load_hf hf_checkpoint skip_checkpoint_checks seed",
+    "megatron-dta teacher", ("model", "tree"), f"{MESH} load_hf hf_checkpoint skip_checkpoint_checks seed"
 )
 KEY = "MEGATRON_DTA_TEACHER_KEY"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -48,12 +46,12 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8100, help="port; 0 for any free one (default: %(default)s)")
     parser.add_argument("--max-body-mib", type=int, default=1024, help="longest request (default: %(default)s)")
-    arguments, others = parser.parse_known_args()
-    if not 0 <= arguments.port < 2**16:
-        raise InputError(f"--port {arguments.port}: must be a port, 0 to 65535")
-    if arguments.host not in _LOOPBACK and len(os.environ.get(KEY, "")) < 16:
+    options, others = parser.parse_known_args()
+    if not 0 <= options.port < 2**16:
+        raise InputError(f"--port {options.port}: must be a port, 0 to 65535")
+    if options.host not in _LOOPBACK and len(os.environ.get(KEY, "")) < 16:
         raise InputError(
-            f"--host {arguments.host}: others may reach it, so {KEY} must hold a key of 16 characters or more"
+            f"--host {options.host}: others may reach it, so {KEY} must hold a key of 16 characters or more"
         )
     config, left_out = FLAGS.parse(others)
     if config.checkpoint.load_hf is None:
@@ -63,7 +61,7 @@ def main() -> None:
     check_engine(config)
     if left_out and os.environ.get("RANK", "0") == "0":
         print(passed_over(left_out))
-    _serve(config, arguments)
+    _serve(config, options)
 
 
 @dataclass
@@ -76,7 +74,7 @@ class _Job:
     result: Future
 
 
-def _serve(config: TrainConfig, arguments: Any) -> None:
+def _serve(config: TrainConfig, options: Any) -> None:
     import torch
 
     from megatron_dta.core.engine import TreeEngine
@@ -93,19 +91,14 @@ def _serve(config: TrainConfig, arguments: Any) -> None:
     model = build_model(config.model, device, config.parallel)
     load_hf(config, model)
     model.requires_grad_(False).eval()
-    engine = TreeEngine(
-        model,
-        1.0,
-        config.tree.logprob_chunk_tokens,
-        config.tree.tree_attention_impl,
-    )
+    engine = TreeEngine(model, 1.0, config.tree.logprob_chunk_tokens, config.tree.tree_attention_impl)
     head = _whole_head(engine)
     jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
     ends, server = threading.Event(), None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ends.set())
     if mesh.rank == 0:
-        server = _server(config, engine, head, jobs, arguments)
+        server = _server(config, engine, head, jobs, options)
         print(f"teacher: {server.url}, {(os.environ.get(KEY) and 'with a key') or 'without a key'}", flush=True)
     try:
         while _work(engine, config, jobs, ends):
@@ -171,7 +164,7 @@ def _whole_head(engine: TreeEngine) -> tuple[np.ndarray, str, bool]:
     if part.post_process:
         shard = (mesh.tensor_rank, *tensor_bytes(part.output_weight()), part.fp32_lm_head)
     parts = [shard] if mesh.replica_group is None else mesh.gather_over_replica(shard)
-    parts = sorted((rank_shard for rank_shard in parts if rank_shard is not None), key=lambda rank_shard: rank_shard[0])
+    parts = sorted((entry for entry in parts if entry is not None), key=lambda entry: entry[0])
     head = torch.cat([torch.from_numpy(values) for _, values, _, _ in parts]).numpy()
     return head, parts[0][2], parts[0][3]
 
@@ -181,7 +174,7 @@ def _server(
     engine: TreeEngine,
     head: tuple[np.ndarray, str, bool],
     jobs: queue.SimpleQueue[_Job],
-    arguments: Any,
+    options: Any,
 ) -> Any:
     """Listen; the routes check requests, and the ranks compute one at a time."""
     import asyncio
@@ -199,7 +192,7 @@ def _server(
 
     check_packages("megatron-dta teacher")
     key, one_at_a_time = os.environ.get(KEY, ""), asyncio.Lock()
-    most = arguments.max_body_mib * 2**20
+    most = options.max_body_mib * 2**20
     budget = BodyBudget(2 * most)
 
     def guarded(call: Any) -> Any:
@@ -244,4 +237,4 @@ def _server(
 
     routes = [Route(f"/v1/{name}", guarded(score), methods=["POST"]) for name in ("logprobs", "rows")]
     routes += [Route("/v1/teacher", guarded(about)), Route("/v1/head", guarded(weights))]
-    return GatewayServer(Starlette(routes=routes), arguments.host, arguments.port, 256)
+    return GatewayServer(Starlette(routes=routes), options.host, options.port, 256)

@@ -98,18 +98,14 @@ def command_agent(command: str, seconds: float) -> Agent:
         raise InputError(f"--agent-command {command!r}: there is no program {words[0] if words else ''!r}")
 
     def run(record: Mapping[str, Any], access: AgentAccess) -> AgentEnd:
-        with (
-            tempfile.TemporaryFile() as output,
-            tempfile.TemporaryFile() as errors,
-            tempfile.TemporaryFile() as standard_input,
-        ):
-            standard_input.write(json.dumps(dict(record), default=str).encode() + b"\n")
-            standard_input.seek(0)
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as stdin:
+            stdin.write(json.dumps(dict(record), default=str).encode() + b"\n")
+            stdin.seek(0)
             supervised = [*_SUPERVISOR, str(os.getpid()), str(_SECONDS_TO_END), *words]
             try:
                 process = subprocess.Popen(
                     supervised,
-                    stdin=standard_input,
+                    stdin=stdin,
                     stdout=output,
                     stderr=errors,
                     env=os.environ | access.environment(),

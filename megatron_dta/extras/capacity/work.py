@@ -116,9 +116,7 @@ class StepWork:
     def partition(self, num_replicas: int, step: GroupStep | None = None) -> Partition:
         """The division of the sequences over the replicas; ``step`` is given if they share experts."""
         if step is not None:
-            return partition_costs(
-                self.costs, num_replicas, lambda candidates: [step.slowest(candidate) for candidate in candidates]
-            )
+            return partition_costs(self.costs, num_replicas, lambda splits: [step.slowest(split) for split in splits])
         if num_replicas not in self._partitions:
             self._partitions[num_replicas] = partition_costs(self.costs, num_replicas)
         return self._partitions[num_replicas]
@@ -164,7 +162,7 @@ class StepWork:
                 work = ReplicaWork.of(
                     plan.tree, plan.largest, size, ReplicaWork.of(*replica, replica[0].segment_tokens)
                 )
-                work = replace(work, merged=tuple(replica_segments for replica_segments, _ in plan.replicas))
+                work = replace(work, merged=tuple(segments for segments, _ in plan.replicas))
             self._plans[key] = replace(work, imbalance=partition.max_over_mean)
         return self._plans[key]
 

@@ -1,6 +1,6 @@
 """Converts layers with experts to Hugging Face's names: Mixtral, and Qwen3-MoE if queries and keys are normalized.
 
-transformers 4 keeps every expert's matrices separate; transformers 5 stacks those of a layer.
+transformers 4 keeps every expert's kinds separate; transformers 5 stacks those of a layer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             of_expert[_KINDS[parts["kind"]]] = tensor
     for layer, experts in of_layers.items():
         ordered = [experts[expert] for expert in range(len(experts))]
-        stacked[f"{layer}.gate_up_proj"] = torch.stack(
-            [torch.cat([matrices["gate"], matrices["up"]]) for matrices in ordered]
-        )
-        stacked[f"{layer}.down_proj"] = torch.stack([matrices["down"] for matrices in ordered])
+        stacked[f"{layer}.gate_up_proj"] = torch.stack([torch.cat([kinds["gate"], kinds["up"]]) for kinds in ordered])
+        stacked[f"{layer}.down_proj"] = torch.stack([kinds["down"] for kinds in ordered])
     return stacked

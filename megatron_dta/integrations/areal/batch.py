@@ -96,10 +96,10 @@ class RowBatch:
 
         def function(logprobs_BT: Tensor, entropy_BT: Tensor, sequences: np.ndarray) -> Tensor:
             numbers = [self.plan.computed[sequence] for sequence in sequences]
-            placement = Placement([self.plan.rows[number] for number in numbers], logprobs_BT)
+            layout = Placement([self.plan.rows[number] for number in numbers], logprobs_BT)
             data = table.pack(numbers, logprobs_BT.device)
             return self._weighted(
-                placement.join(logprobs_BT), placement.join(entropy_BT), data, loss_fn, loss_weight_fn, total
+                layout.join(logprobs_BT), layout.join(entropy_BT), data, loss_fn, loss_weight_fn, total
             )
 
         return self._engine.forward_backward(self.plan.batch, SequenceLoss(function))

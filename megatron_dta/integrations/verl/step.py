@@ -92,9 +92,9 @@ class MiniBatch:
 
         def function(logprobs_BT: Tensor, entropy_BT: Tensor, sequences: np.ndarray) -> Tensor:
             numbers = [self.plan.computed[sequence] for sequence in sequences]
-            placement = Placement([self.plan.rows[number] for number in numbers], logprobs_BT)
+            layout = Placement([self.plan.rows[number] for number in numbers], logprobs_BT)
             outputs = {
-                name: torch.nested.nested_tensor_from_jagged(placement.join(values), placement.offsets)
+                name: torch.nested.nested_tensor_from_jagged(layout.join(values), layout.offsets)
                 for name, values in self._named(logprobs_BT, entropy_BT)
             }
             value, _ = loss(model_output=outputs, data=table.select(numbers, self._engine.device), dp_group=None)
@@ -114,10 +114,9 @@ class MiniBatch:
         }
         with torch.enable_grad():
             value, _ = loss(model_output=nested, data=self._own_data(), dp_group=group)
-            of_leaves = torch.autograd.grad(value / self._dp_size, list(leaves.values()), allow_unused=True)
+            grads = torch.autograd.grad(value / self._dp_size, list(leaves.values()), allow_unused=True)
         gradients = [
-            torch.zeros_like(leaf) if gradient is None else gradient
-            for leaf, gradient in zip(leaves.values(), of_leaves, strict=True)
+            torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves.values(), grads, strict=True)
         ]
         lengths = [len(row.token_ids) for row in self._rows]
         flat = torch.stack(gradients).cpu().numpy()

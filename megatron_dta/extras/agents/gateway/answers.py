@@ -53,7 +53,7 @@ async def sample_answer(
         RequestError: the engine refuses the prompt or is closing.
     """
     output, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    prompt, parent, request_id = request.token_ids, request.parent, None
+    prompt, parent, held = request.token_ids, request.parent, None
     try:
         while True:
             piece = replace(
@@ -65,9 +65,9 @@ async def sample_answer(
                 sampled_before=len(output),
             )
             result = await _result(loop, piece)
-            if request_id is not None:
-                loop.release(request_id)
-            request_id = parent = result.request_id
+            if held is not None:
+                loop.release(held)
+            held = parent = result.request_id
             begin = len(output)
             output = np.concatenate([output, result.token_ids])
             logprobs = np.concatenate([logprobs.astype(result.logprobs.dtype), result.logprobs])
@@ -82,21 +82,21 @@ async def sample_answer(
                     result.policy_version,
                     "stop_sequence",
                     stop,
-                    request_id,
+                    held,
                 )
-                request_id = None
+                held = None
                 return
             text = tokenizer.decode(output)
             finish = "stop" if result.ended else "length" if len(output) >= request.max_tokens else ""
             safe = len(text) if finish else safe_length(text, stops)
-            answer = Sampled(output, logprobs, text, safe, result.policy_version, finish, None, request_id)
-            request_id = None if finish else request_id
+            answer = Sampled(output, logprobs, text, safe, result.policy_version, finish, None, held)
+            held = None if finish else held
             yield answer
             if finish:
                 return
     finally:
-        if request_id is not None:
-            loop.release(request_id)
+        if held is not None:
+            loop.release(held)
 
 
 async def _result(loop: EngineLoop, piece: GenerationRequest) -> GenerationResult:

@@ -104,7 +104,7 @@ def largest_of_ranks(counts: Sequence[Sequence[int]], segments: Sequence[np.ndar
     """The largest of the ranks' ``counts`` at their ``segments``, 0 for an empty one (-1): int64 [len(segments[0])]."""
     pairs = zip(counts, segments, strict=True)
     return np.max(
-        [np.append(np.asarray(rank_counts, dtype=np.int64), 0)[segment_of] for rank_counts, segment_of in pairs], axis=0
+        [np.append(np.asarray(of_rank, dtype=np.int64), 0)[segment_of] for of_rank, segment_of in pairs], axis=0
     )
 
 

@@ -236,9 +236,7 @@ class RolloutStream:
         step = self._step
         statistics = {
             "token_staleness": float(step - np.mean(np.concatenate(versions))),
-            "mixed_rollouts": float(
-                np.mean([rollout_versions.min() < rollout_versions.max() for rollout_versions in versions])
-            ),
+            "mixed_rollouts": float(np.mean([of_tokens.min() < of_tokens.max() for of_tokens in versions])),
             "unfinished_groups": float(len(self._open)),
             **{name: float(count) for name, count in self._dropped.items()},
         }

@@ -187,7 +187,7 @@ class Application:
             items = self._gateway.stream(session, prompt, settings)
             parser = self._gateway.parser
             return await self._stream(
-                items, lambda sampled: anthropic.stream(model, prompt, sampled, parser, bool(tools))
+                items, lambda pieces: anthropic.stream(model, prompt, pieces, parser, bool(tools))
             )
         choices = await _unless_gone(request, self._gateway.answer(session, prompt, settings))
         return JSONResponse(anthropic.whole(model, prompt, choices[0]))

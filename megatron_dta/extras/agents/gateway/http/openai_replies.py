@@ -64,10 +64,8 @@ class OpenAIReplies:
             safe = min(item.safe, parser.starts_hidden(item.text, self.has_tools)) if self._is_chat else item.safe
             if safe > sent:
                 text, sent = item.text[sent:safe], safe
-                delta = (
-                    _delta({"content": text}) if self._is_chat else {"index": 0, "text": text, "finish_reason": None}
-                )
-                yield event({**head, "choices": [delta]})
+                row = _delta({"content": text}) if self._is_chat else {"index": 0, "text": text, "finish_reason": None}
+                yield event({**head, "choices": [row]})
         yield b"data: [DONE]\n\n"
 
     def _rest(self, choice: Choice, sent: int) -> list[dict[str, Any]]:
