@@ -15,7 +15,6 @@ COMMANDS = {
     "inspect-tree": "show how much rollouts share and how the planner cuts them",
     "plan-run": "predict the memory and time of a run and choose its mesh",
     "plan-partition": "divide sequences over data-parallel ranks",
-    "simulate-pipeline": "simulate the pipeline schedule of a step",
     "convert-hf-to-megatron": "convert a Hugging Face checkpoint",
     "convert-megatron-to-hf": "convert a Megatron checkpoint back",
     "verify-checkpoint": "compare both forms of a checkpoint",

@@ -14,13 +14,10 @@ from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.partition.divide import partition_sequences, trained_parts
 from megatron_dta.core.planning.plan_step import plan_step
-from megatron_dta.core.planning.segments.recompute import choose_kept_segments
 from megatron_dta.core.planning.segments.schedule import OpKind
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.extras.expert_parallel.planning.group_step import GroupPlan, GroupStep
-from megatron_dta.extras.expert_parallel.planning.merged_op_list import cheaper_op_list
-from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import SegmentForest
+from megatron_dta.extras.expert_parallel.planning.group_step import GroupStep
 from megatron_dta.extras.expert_parallel.planning.synchronized_plan import RankPlan, synchronized_plan
 from megatron_dta.training.data.division import partition_samples
 from partition_cases import turns_forest
@@ -48,8 +45,6 @@ def tokens_of_training(step: GroupStep, rank: np.ndarray, group: int) -> int:
 
 
 def test_seconds_are_those_of_training() -> None:
-    """Of merged trees, and of the lists of ops that training runs where they are faster."""
-    forms = set()
     for seed, activation_tokens in itertools.product(range(4), (None, 0)):
         rng = seed_all(seed)
         sequences = branching_sequences(rng, count=90, longest=60)
@@ -61,16 +56,6 @@ def test_seconds_are_those_of_training() -> None:
         plans = [step.plan(rank, group) for group in range(2)]
         assert [step.seconds(plan) for plan in plans] == pytest.approx(expected)
         assert step.slowest(rank) == pytest.approx(max(expected))
-        forms |= {runs_list(plan, activation_tokens) for plan in plans}
-    assert forms == {False, True}
-
-
-def runs_list(plan: GroupPlan, activation_tokens: int | None) -> bool:
-    forests = [
-        SegmentForest(segments.segment_parent.tolist(), segments.lengths.tolist()) for segments, _ in plan.replicas
-    ]
-    kept = choose_kept_segments(plan.tree, activation_tokens)
-    return cheaper_op_list(plan.tree, forests, kept, plan.memory_tokens) is not None
 
 
 def test_a_division_that_does_not_fit_is_never_the_fastest() -> None:

@@ -17,15 +17,11 @@ from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.core.planning.costs.state_bytes import StateBytes
 from megatron_dta.core.planning.plan_step import plan_step
-from megatron_dta.core.planning.segments.schedule import Op, OpKind, allocate_slots
+from megatron_dta.core.planning.segments.schedule import OpKind
 from megatron_dta.core.planning.step.passes import PipelineShape, RankGroup, StepBudget, stage_peak_bytes
 from megatron_dta.core.planning.step.plan import StepPlan
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.shapes.decoder import DecoderShape
-from megatron_dta.extras.expert_parallel.planning.merged_op_list import build_merged_op_list
-from megatron_dta.extras.expert_parallel.planning.rank_plan import RankPlan, memory_tokens_of
-from megatron_dta.extras.expert_parallel.planning.synchronized_plan import synchronized_plan
-from megatron_dta.extras.expert_parallel.planning.within_memory import op_list_bytes
 from tree_engine_cases import branching_sequences
 
 SHAPE = DecoderShape(
@@ -126,7 +122,6 @@ def peaks(steps: list[StepPlan], pipeline: PipelineShape, states: StateBytes | N
 
 @pytest.mark.parametrize("states", [None, STATES], ids=["attention", "states"])
 def test_ranks_of_one_stage_keep_within_the_limit(states):
-    """Also where a list of ops has more branches in flight than each rank alone."""
     budget = StepBudget(segment_tokens=8)
     everything = max(peaks(plans(1024.0, budget, states=states), ONE_STAGE, states))
     forms = set()
@@ -138,42 +133,6 @@ def test_ranks_of_one_stage_keep_within_the_limit(states):
         assert max(peaks(steps, ONE_STAGE, states)) <= share * everything
         forms.add(bool(steps[0].training.kept.all()))
     assert forms == {True, False}
-
-
-@pytest.mark.parametrize("states", [None, STATES], ids=["attention", "states"])
-def test_a_list_of_ops_counts_the_rank_with_most_slots(states):
-    """A rank of many short branches beside one of few long ones: against each rank's own op list, and taken only
-    within the limit."""
-    rng = seed_all(9)
-    trunk = rng.integers(0, 8, 6)
-    many = [np.append(trunk, rng.integers(0, 8, length)) for length in (9, 8, 7, 9, 8, 7, 9, 8)]
-    few = [np.append(trunk, rng.integers(0, 8, length)) for length in (40, 9)]
-    parts = [
-        [TrainingSample(tokens.astype(np.int32), np.arange(len(tokens)) > 0) for tokens in of] for of in (many, few)
-    ]
-    shape = replace(ONE_STAGE, cost_model=CostModel.from_shape(SHAPE), memory=memory_of(1024.0, ONE_STAGE, states))
-    alone = [plan_step(part, "dta", StepBudget(8), shape) for part in parts]
-    ranks = [RankPlan.of(step, shape) for step in alone]
-    merged = build_merged_op_list([rank.forest for rank in ranks], memory_tokens_of(ranks))
-    counted, stage, held = op_list_bytes(merged, ranks, shape), shape.memory.stages[0], []
-    for number, (step, rank) in enumerate(zip(alone, ranks, strict=True)):
-        rank_ops = [op for op in merged.ops if op.segments[number] >= 0]
-        ops = [Op(OpKind.BACKWARD if op.is_backward else OpKind.FORWARD, op.segments[number]) for op in rank_ops]
-        bytes_ = allocate_slots(step.segments, ops)[1] * BYTES.slot(4)
-        if states is not None:
-            bytes_ += allocate_slots(step.segments, ops, rank.forks.open_forks)[1] * states.open_fork
-        widest = max(range(len(rank.edges)), key=lambda s: step.segments.lengths[s])
-        tokens, path = step.segments.lengths[widest], step.segments.in_flight_tokens[widest]
-        held.append(bytes_ + BYTES.kept(4) * tokens + float(BYTES.work(tokens, path)))
-    assert stage.states is states
-    assert max(held) <= counted <= 1.5 * max(held)
-    for share, is_taken in ((1.01, True), (0.99, False)):
-        limited = [replace(rank, available_bytes=(share * counted,)) for rank in ranks]
-        try:
-            ops = synchronized_plan(alone[0], limited, 0, shape).training.schedule.ops[0]
-        except InputError:
-            ops = []
-        assert ([op.kind is OpKind.BACKWARD for op in ops] == [op.is_backward for op in merged.ops]) == is_taken
 
 
 @pytest.mark.parametrize("states", [None, STATES], ids=["attention", "states"])

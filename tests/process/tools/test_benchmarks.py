@@ -88,3 +88,16 @@ def test_what_cannot_be_measured_is_refused(command: str, message: str) -> None:
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_simulated_pipeline_is_within_its_bound(tmp_path: Path) -> None:
+    command = [str(write_repetitive(tmp_path / "r.jsonl")), "--tree-segment-tokens", "16", "--json"]
+    done = run_python(["benchmarks/simulate_pipeline.py", "--pipeline-model-parallel-size", "3", *command])
+    values = json.loads(done.stdout.splitlines()[-1])
+    assert values["layers_per_stage"] == [
+        22,
+        22,
+        20,
+    ]  # the last stage has the logits
+    assert 0.5 < values["static_utilisation"] - 1e-9 <= values["utilisation"] <= values["bound_utilisation"]
+    assert values["peak_in_flight_tokens"] <= values["in_flight_limit"]

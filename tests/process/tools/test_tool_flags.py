@@ -96,7 +96,6 @@ class Recording(argparse.Namespace):
         "rollout decode --batch 2 --prompt-tokens 3 --response-tokens 3 --runs 1 --burst 2",
         "inspect_tree ROLLOUTS --max-sequences 3",
         "plan_partition ROLLOUTS --data-parallel-size 2",
-        "simulate_pipeline ROLLOUTS --pipeline-model-parallel-size 2",
         "report_run RUN",
     ],
 )

@@ -8,8 +8,6 @@ flight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron_dta.core.common.errors import InputError
 
 
@@ -56,22 +54,3 @@ def layers_per_stage(
         )
         layers[v] += 1
     return layers
-
-
-def check_layers_per_stage(layers: Sequence[int], num_layers: int, num_virtual_stages: int, flag: str) -> list[int]:
-    """Return a list of layers given by a user with ``flag``.
-
-    Raises InputError if the number of entries is not that of the virtual stages, a stage has no layer, or the sum is
-    not the model's number of layers.
-    """
-    shown = ",".join(map(str, layers))
-    if len(layers) != num_virtual_stages:
-        raise InputError(
-            f"{flag} {shown}: has {len(layers)} entries for {num_virtual_stages} (virtual) pipeline stages"
-        )
-    for stage, count in enumerate(layers):
-        if count < 1:
-            raise InputError(f"{flag} {shown}: stage {stage} has {count} layers; each must have at least 1")
-    if sum(layers) != num_layers:
-        raise InputError(f"{flag} {shown}: adds up to {sum(layers)} layers, but --num-layers is {num_layers}")
-    return list(layers)

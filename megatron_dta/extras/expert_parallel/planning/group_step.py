@@ -19,11 +19,9 @@ from megatron_dta.core.planning.segments.plan import SegmentPlan
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
 from megatron_dta.core.planning.step.modes import plan_forest
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
-from megatron_dta.extras.expert_parallel.planning.merged_op_list import cheaper_op_list
 from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import (
     MergedSegmentTree,
     build_merged_segment_tree,
-    largest_of_ranks,
 )
 
 Counts = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -101,12 +99,4 @@ class GroupStep:
         if stages > 1:
             # Exact for equal segments, and close for unequal ones.
             return seconds / stages * (tree.num_segments + stages - 1) / max(1, tree.num_segments)
-        merged = cheaper_op_list(tree, [segments for segments, _ in plan.replicas], kept, plan.memory_tokens)
-        if merged is None:
-            return seconds
-        of_ops = np.array([op.segments for op in merged.ops]).T
-        largest = [largest_of_ranks([counts[kind] for _, counts in plan.replicas], of_ops) for kind in range(3)]
-        forward, backward = model.segment_seconds(*largest)
-        runs_forward = np.array([not op.is_backward or op.recomputes for op in merged.ops])
-        runs_backward = np.array([op.is_backward for op in merged.ops])
-        return float(forward[runs_forward].sum() + backward[runs_backward].sum())
+        return seconds

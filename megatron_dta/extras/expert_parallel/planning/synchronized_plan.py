@@ -1,16 +1,13 @@
 """Plans a step for a rank of an expert-parallel group: the same ops on every rank, some of them on empty segments.
 
-The ranks exchange their segment trees, and each of them computes the same plan for all. There are two forms:
+The ranks exchange their segment trees, and each of them computes the same plan for all: a merged segment tree
+(``merged_segment_tree``), over which the passes are planned as over a single rank's tree.
 
-- a merged segment tree (``merged_segment_tree``), over which the passes are planned as over a single rank's tree;
-- a list of ops (``merged_op_list``), for a single pipeline stage, if it is faster than the tree.
-
-A node or op stands for one of the rank's segments or for an *empty segment*. An empty segment has no tokens, rows,
+A node stands for one of the rank's segments or for an *empty segment*. An empty segment has no tokens, rows,
 trained edges, (edge, sequence) pairs or losses, and starts at the end of the stream. Its forward and backward take part
 in the collective communication of every layer and change nothing. No other part of a plan treats it specially.
 
-The segments to recompute are chosen on the merged tree too, as all ranks must recompute together. A list of ops
-recomputes nearly all segments, so it is used only where it saves more empty segments than that costs.
+The segments to recompute are chosen on the merged tree too, as all ranks must recompute together.
 """
 
 from __future__ import annotations
@@ -21,27 +18,23 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
-from megatron_dta.core.planning.pipeline.schedule import PipelineOp, PipelineSchedule, forward_only_pipeline
+from megatron_dta.core.planning.pipeline.schedule import PipelineSchedule, forward_only_pipeline
 from megatron_dta.core.planning.pipeline.simulation import message_order, simulate
 from megatron_dta.core.planning.segments.ancestors import RootPaths
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
-from megatron_dta.core.planning.segments.schedule import OpKind
 from megatron_dta.core.planning.step.passes import PassPlan, PipelineShape, plan_training_pass
 from megatron_dta.core.planning.step.plan import StepPlan
-from megatron_dta.extras.expert_parallel.planning.merged_op_list import MergedOpList, cheaper_op_list
 from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import (
     MergedSegmentTree,
     build_merged_segment_tree,
 )
 from megatron_dta.extras.expert_parallel.planning.rank_plan import (
     RankPlan,
-    available_bytes,
     largest_counts,
     memory_tokens_of,
 )
 from megatron_dta.extras.expert_parallel.planning.within_memory import (
     kept_nodes,
-    op_list_bytes,
     out_of_memory,
     stages_within_memory,
 )
@@ -67,11 +60,6 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], rank_index: int
     tree = build_merged_segment_tree([rank.forest for rank in ranks], memory_tokens_of(ranks))
     kept, missing = kept_nodes(tree, step, ranks, shape)
     num_forwards = max([min_segments, *(len(rank.edges) for rank in ranks)])
-    if shape.num_stages == 1 and tree.num_segments >= min_segments:
-        merged = cheaper_op_list(tree, [rank.forest for rank in ranks], kept, memory_tokens_of(ranks))
-        is_free = shape.memory is None
-        if merged is not None and (is_free or op_list_bytes(merged, ranks, shape) <= available_bytes(ranks, 0)):
-            return _plan_op_list(step, ranks, rank_index, shape, merged)
     if kept is None:
         raise out_of_memory(step, ranks, shape, 0, missing)
     segment_of = tree.segment_of[rank_index]
@@ -90,37 +78,6 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], rank_index: int
     return replace(
         _with_empty_segments(step, num_empty),
         training=_renumbered(training, number, num_own + num_empty),
-        forward_only=_forward_pass(num_forwards, ranks, shape),
-        num_ranks=len(ranks),
-    )
-
-
-def _plan_op_list(
-    step: StepPlan, ranks: Sequence[RankPlan], rank_index: int, shape: PipelineShape, merged: MergedOpList
-) -> StepPlan:
-    """``synchronized_plan`` with a list of ops. Of a rank's empty segments, the last one begun ends first."""
-    num_own, num_forwards = step.segments.num_segments, max(len(rank.edges) for rank in ranks)
-    num_empty, open_empty, kept = 0, list[int](), list[int]()
-    ops, most_tokens = [], []
-    for op in merged.ops:
-        segment = op.segments[rank_index]
-        lengths = [rank.forest.lengths[number] for rank, number in zip(ranks, op.segments, strict=True) if number >= 0]
-        most_tokens.append(int(max(lengths, default=0)))
-        if segment < 0 and op.is_backward:
-            segment = open_empty.pop()
-        elif segment < 0:
-            segment, num_empty = num_own + num_empty, num_empty + 1
-            open_empty.append(segment)
-        ops.append(PipelineOp(OpKind.BACKWARD if op.is_backward else OpKind.FORWARD, segment))
-        if op.is_backward and not op.recomputes:
-            kept.append(segment)
-    num_empty = max(num_empty, num_forwards - num_own)
-    kept_mask = np.zeros((1, num_own + num_empty), dtype=bool)
-    kept_mask[0, kept] = True
-    training = PassPlan(PipelineSchedule(1, 1, [ops]), [], None, kept_mask, [most_tokens])
-    return replace(
-        _with_empty_segments(step, num_empty),
-        training=training,
         forward_only=_forward_pass(num_forwards, ranks, shape),
         num_ranks=len(ranks),
     )

@@ -1,9 +1,9 @@
 """Keeps the plan of ranks that share experts within a limit of bytes.
 
-Each rank has planned its own segments within its limit. Together they run a merged segment tree, or a list of ops, with
-more segments in flight or longer ones at the same time. A node or op counts with the tokens of its longest segment,
-because a rank's experts get rows of all ranks, and with the most states of any rank. Slots, of keys and values and of
-open forks, are those of the rank with most. So no rank takes more than is counted here.
+Each rank has planned its own segments within its limit. Together they run a merged segment tree, with more segments in
+flight or longer ones at the same time. A node counts with the tokens of its longest segment, because a rank's experts
+get rows of all ranks, and with the most states of any rank. Slots, of keys and values and of open forks, are those of
+the rank with most. So no rank takes more than is counted here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
 from megatron_dta.core.planning.segments.runs import ForkCounts
-from megatron_dta.core.planning.segments.schedule import Op, OpKind, allocate_slots, depth_first_schedule
+from megatron_dta.core.planning.segments.schedule import allocate_slots, depth_first_schedule
 from megatron_dta.core.planning.step.choice import shares_and_limits
 from megatron_dta.core.planning.step.evaluate import StageTensors, keep_within, out_of_memory_error
 from megatron_dta.core.planning.step.passes import (
@@ -28,7 +28,6 @@ from megatron_dta.core.planning.step.passes import (
     states_of_ops,
 )
 from megatron_dta.core.planning.step.plan import StepPlan
-from megatron_dta.extras.expert_parallel.planning.merged_op_list import MergedOpList
 from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import MergedSegmentTree, largest_of_ranks
 from megatron_dta.extras.expert_parallel.planning.rank_plan import (
     RankPlan,
@@ -43,9 +42,6 @@ def kept_nodes(
 ) -> tuple[np.ndarray | None, float]:
     """The nodes of the merged tree that keep their activations on all ranks, bool [C] (None if not even those of one
     path fit), and the missing bytes.
-
-    With a limit in bytes, a node counts with the tokens of its longest segment and with the most states of any rank, so
-    no rank takes more than is counted here. Slots are those of the rank with most.
     """
     if shape.memory is None or shape.num_stages > 1:
         return choose_kept_segments(tree, step.activation_tokens, shape.num_stages), 0.0
@@ -99,36 +95,3 @@ def stages_within_memory(
         if max(over) < missing:
             missing, stage = max(over), int(np.argmax(over))
     raise out_of_memory(step, ranks, shape, stage, missing)
-
-
-def op_list_bytes(merged: MergedOpList, ranks: Sequence[RankPlan], shape: PipelineShape) -> float:
-    """Maximum number of bytes that a rank holds at once in a list of ops, in which only the running op keeps
-    activations.
-    """
-    (segment_bytes, of_states), layers = shape.memory.stages[0], shape.layers[0]
-    num_slots = num_forks = 0
-    counts, segments_of = [], []
-    for number, rank in enumerate(ranks):
-        tree = rank.forest
-        ops = _own_ops([(op.is_backward, op.segments[number]) for op in merged.ops])
-        num_slots = max(num_slots, allocate_slots(tree, ops)[1])
-        segments = np.array([op.segments[number] for op in merged.ops if op.is_backward], dtype=np.int64)
-        rank_counts = [tree.lengths, tree.in_flight_tokens]
-        if of_states is not None:
-            num_forks = max(num_forks, allocate_slots(tree, ops, rank.forks.open_forks)[1])
-            rank_counts += [rank.forks.inner_forks, 2 * rank.forks.num_states + 4 * rank.forks.widest_levels]
-        counts.append(rank_counts)
-        segments_of.append(segments)
-    tokens, paths, *states = (largest_of_ranks(values, segments_of) for values in zip(*counts, strict=True))
-    at_work = segment_bytes.kept(layers) * tokens + segment_bytes.work(tokens, paths)
-    if of_states is not None:
-        at_work = at_work + of_states.exit * states[0] + of_states.state * states[1]
-    pools = num_slots * segment_bytes.slot(layers) + (0.0 if of_states is None else of_states.open_fork * num_forks)
-    return segment_bytes.fixed + pools + float(at_work.max(initial=0))
-
-
-def _own_ops(ops: Sequence[tuple[bool, int]]) -> list[Op]:
-    """A rank's ops from (whether an op is a backward, segment), without those of empty segments."""
-    return [
-        Op(OpKind.BACKWARD if is_backward else OpKind.FORWARD, segment) for is_backward, segment in ops if segment >= 0
-    ]
