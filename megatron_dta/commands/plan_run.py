@@ -24,12 +24,13 @@ import numpy as np
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.costs.element_bytes import DTYPE_BYTES
 from megatron_dta.core.planning.partition.divide import trained_parts
 from megatron_dta.core.rollouts.load import load_chosen_rollouts
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import PRESETS, Cluster
-from megatron_dta.extras.capacity.memory import DTYPE_BYTES, StateSettings
+from megatron_dta.extras.capacity.memory import StateSettings
 from megatron_dta.extras.capacity.meshes import Choice, MeshSizes, SearchSpace, make_mesh, possible_choices
 from megatron_dta.extras.capacity.report import as_json, print_misses, print_predictions
 from megatron_dta.extras.capacity.search import Planner

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron_dta.core.planning.costs.element_bytes import optimizer_bytes
 from megatron_dta.training.config import OptimizationConfig
-
-_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 def constant_bytes(
@@ -39,10 +38,6 @@ def constant_bytes(
 
 def state_bytes(settings: OptimizationConfig, dtype: torch.dtype) -> float:
     """Bytes of moments and master weight on the device for each parameter of ``dtype``."""
-    if dtype in (torch.float32, torch.float64):
-        each = 2 * dtype.itemsize  # These weights are their own master weights.
-    else:
-        each = sum(
-            _BYTES[name] for name in (settings.main_params_dtype, settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
-        )
-    return each * (1 - settings.optimizer_offload_fraction) if settings.optimizer_cpu_offload else each
+    dtypes = settings.main_params_dtype, settings.exp_avg_dtype, settings.exp_avg_sq_dtype
+    on_host = settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0
+    return optimizer_bytes(dtype.itemsize, *dtypes) * (1 - on_host)

@@ -14,12 +14,10 @@ from megatron_dta.core.model.attention.segment_attention import choose_attention
 from megatron_dta.core.model.parallel.context_group import context_group
 from megatron_dta.core.model.parallel.mesh import training_mesh
 from megatron_dta.core.model.tree_model import TreeGPTModel
+from megatron_dta.core.planning.costs.element_bytes import LOGIT_ELEMENTS
 
 if TYPE_CHECKING:
     from megatron_dta.core.model.parallel.staged_model import Model
-
-# Default number of logits alive at once: enough rows to fill a GPU. On a CPU, more rows gain nothing.
-LOGIT_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
 
 
 class RankModel:

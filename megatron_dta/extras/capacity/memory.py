@@ -9,7 +9,8 @@ logits         the logit chunk that exists at a time, and its gradient
 workspace      temporary memory of the running segment, messages, and a fixed amount for the CUDA context, NCCL and the
                allocator
 
-Bytes per token are those of ``planning.costs.segment_bytes``.
+The formulas of bytes are in ``core.planning.costs``: of a token in ``segment_bytes``, of a parameter's states in
+``element_bytes``, of a plan's ops in ``memory_budget``. This module divides them over a mesh and adds them up.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.costs.element_bytes import DTYPE_BYTES, LOGIT_ELEMENTS, optimizer_bytes
 from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.core.shapes.decoder import DecoderShape, RankParameters
@@ -26,10 +28,8 @@ from megatron_dta.core.shapes.run_mesh import RunMesh
 
 # CUDA context, NCCL buffers, and the workspaces of cuBLAS and Triton.
 FIXED_BYTES = 2.0 * GIB
-# Default number of logits of a chunk on a GPU, and bytes of a logit with its gradient.
-LOGIT_ELEMENTS = 1 << 27
+# Bytes of a logit with its gradient.
 LOGIT_BYTES = 4.0
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,9 @@ class StateSettings:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of optimizer states per parameter; float32 weights are their own master weights."""
-        if not self.optimizer:
-            return 0
-        master = 0 if self.weights == "fp32" else DTYPE_BYTES[self.main_params]
-        return master + DTYPE_BYTES[self.exp_avg] + DTYPE_BYTES[self.exp_avg_sq]
+        """Bytes of optimizer states per parameter."""
+        dtypes = self.main_params, self.exp_avg, self.exp_avg_sq
+        return optimizer_bytes(DTYPE_BYTES[self.weights], *dtypes) if self.optimizer else 0
 
 
 @dataclass(frozen=True)
@@ -100,17 +98,6 @@ class RankMemory:
         return sum(self.parts().values())
 
 
-def _expert_bytes(shape: DecoderShape, mesh: RunMesh, element: int, rows: int) -> tuple[float, float]:
-    """Bytes of a token in a layer's ungrouped experts beyond those of their products: kept, and in use."""
-    routing = 8.0 * shape.num_experts / rows
-    hidden, ranks = element * shape.hidden_size / mesh.tensor, mesh.experts * mesh.expert_tensor
-    copies = shape.moe_router_topk * mesh.expert_tensor * hidden
-    # The tokens of all ranks, of which each has some for each of its own.
-    travelling = ranks * hidden if ranks > 1 else 0.0
-    # Each copy of a token, in the order of its experts, before and after them.
-    return travelling + 2 * copies + routing, 2 * copies + 3 * travelling + routing
-
-
 @lru_cache(maxsize=4096)
 def counted_bytes(
     shape: DecoderShape, mesh: RunMesh, states: StateSettings, layers: Sequence[int] | None = None
@@ -118,44 +105,26 @@ def counted_bytes(
     """Count the bytes of a token on a rank, without logits; figures per layer are means over its ``layers`` (a range
     or tuple, None for all).
     """
-    layers = layers or range(shape.num_layers)
-    tensor, rows = mesh.tensor, mesh.tensor if mesh.sequence_parallel else 1
-    element = DTYPE_BYTES[states.weights]
-    kept = work = spread = 0.0
-    for layer, count in shape.kinds(layers):
-        rank = RankTensors(
-            element,
-            tensor,
-            mesh.sequence_parallel,
-            expert_ranks=mesh.experts,
-            context_size=mesh.context,
-            expert_tensor_size=mesh.expert_tensor,
-            kv_offload_fraction=states.kv_offload_fraction,
-        )
-        of_experts = (0.0, 0.0)
-        if shape.moe_layers[layer] and shape.moe_grouped_gemm:
-            # As training counts them.
-            of_layer = SegmentBytes.of_shape(replace(shape, moe_layers=(True,) * shape.num_layers), rank, layers)
-        else:
-            width = shape.layer_width(layer)
-            dense = replace(shape, ffn_hidden_size=width, num_experts=None, moe_layers=(), moe_grouped_gemm=False)
-            of_layer = SegmentBytes.of_shape(dense, rank, layers)
-            if shape.moe_layers[layer]:
-                of_experts = _expert_bytes(shape, mesh, element, rows)
-        kept += (of_layer.kept_per_token_and_layer + of_experts[0] / mesh.context) * count / len(layers)
-        work = max(work, of_layer.work_per_token + of_experts[1] / mesh.context)
-        spread = max(spread, of_layer.spread_per_token)
+    rank = RankTensors(
+        DTYPE_BYTES[states.weights],
+        mesh.tensor,
+        mesh.sequence_parallel,
+        expert_ranks=mesh.experts,
+        context_size=mesh.context,
+        expert_tensor_size=mesh.expert_tensor,
+        kv_offload_fraction=states.kv_offload_fraction,
+    )
     # Fixed bytes are in FIXED_BYTES.
-    coefficients = dict(kept_per_token_and_layer=kept, work_per_token=work, spread_per_token=spread)
-    result = replace(of_layer, **coefficients, work_fixed=0.0, fixed=0.0)
-    if states.full_recompute_layers is None:
-        return result
-    # Each unit of layers keeps its input; a unit holds its activations while it is recomputed.
+    counted = replace(SegmentBytes.of_kinds(shape, rank, layers or range(shape.num_layers)), work_fixed=0.0, fixed=0.0)
     unit = states.full_recompute_layers
+    if unit is None:
+        return counted
+    # Each unit of layers keeps its input; a unit holds its activations while it is recomputed.
+    held = unit * counted.kept_per_token_and_layer + unit**0.5 * counted.spread_per_token
     return replace(
-        result,
-        kept_per_token_and_layer=result.input_per_token / unit,
-        work_per_token=work + unit * kept + unit**0.5 * spread,
+        counted,
+        kept_per_token_and_layer=counted.input_per_token / unit,
+        work_per_token=counted.work_per_token + held,
         spread_per_token=0.0,
     )
 
@@ -196,7 +165,7 @@ def stage_memory(
     num_layers, logits, once = len(mesh.stage_layers(stage)), 0.0, 0.0
     if (len(mesh.layers) - 1) % mesh.pipeline == stage:
         once = segment_bytes.kept_per_token
-        rows = max(1, LOGIT_ELEMENTS // shape.vocab_size)
+        rows = max(1, LOGIT_ELEMENTS["cuda"] // shape.vocab_size)
         rows = min(rows, flight.segment / mesh.context)
         logits = rows * shape.vocab_size / mesh.tensor * LOGIT_BYTES
     of_token = replace(segment_bytes, kept_per_token=once).kept(num_layers)

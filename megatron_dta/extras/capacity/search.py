@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from megatron_dta.core.planning.costs.element_bytes import DTYPE_BYTES
 from megatron_dta.core.planning.costs.memory_budget import GIB, MemoryBudget, StageBytes, peak_bytes
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.costs.segment_bytes import SegmentBytes
@@ -33,7 +34,6 @@ from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import Cluster
 from megatron_dta.extras.capacity.memory import (
-    DTYPE_BYTES,
     InFlight,
     RankMemory,
     StateSettings,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from megatron_dta.core.planning.costs.element_bytes import DTYPE_BYTES
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.run_mesh import RunMesh
@@ -33,7 +34,7 @@ from megatron_dta.extras.capacity.cluster import (
     Cluster,
     elementwise_channels,
 )
-from megatron_dta.extras.capacity.memory import DTYPE_BYTES, StateSettings, rank_parameters, state_parameters
+from megatron_dta.extras.capacity.memory import StateSettings, rank_parameters, state_parameters
 from megatron_dta.extras.capacity.work import ReplicaWork
 
 # Kernels that each expert of a rank adds, over those of a layer without experts: 5 of about 30.

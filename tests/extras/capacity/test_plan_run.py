@@ -217,8 +217,8 @@ def test_the_search_finds_what_trying_all_would() -> None:
         prediction = plan.simulate(choice)
         key = choice.mesh.tensor, choice.mesh.context, choice.mesh.pipeline
         tried[key] = min(tried.get(key, np.inf), prediction.time.total)
-    prediction = {(p.choice.mesh.tensor, p.choice.mesh.context, p.choice.mesh.pipeline): p.time.total for p in best}
-    assert prediction.keys() == tried.keys()
+    by_mesh = {(p.choice.mesh.tensor, p.choice.mesh.context, p.choice.mesh.pipeline): p.time.total for p in best}
+    assert by_mesh.keys() == tried.keys()
     assert best[0].time.total <= 1.1 * min(tried.values())
     assert [p.time.total for p in best] == sorted(p.time.total for p in best)
 
