@@ -59,6 +59,8 @@ setup(
         "nccl": ["nccl4py>=0.6,<0.7"],
         # The Hugging Face reference of tools/check_parity.py and the test-suite.
         "parity": ["transformers>=4.57,<6"],
+        # GGUF files to Hugging Face folders (examples/real_model/smollm2.py).
+        "gguf": ["transformers>=5.0,<6", "gguf>=0.17", "accelerate"],
         # The training engine of verl; the other packages are imported by verl's workers without being declared.
         "verl": [
             "verl>=0.9.1,<0.10",
