@@ -83,8 +83,8 @@ def convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
-    # The folder's weights are not quantized.
-    del model.config.quantization_config
+    # The folder's weights are not quantized; transformers before 5.20 does not say that they were.
+    model.config.__dict__.pop("quantization_config", None)
     model.to(torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
