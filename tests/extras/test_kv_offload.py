@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from math import ceil
-from mmap import PAGESIZE
 
 import numpy as np
 import pytest
@@ -181,49 +180,3 @@ def test_segments_too_short_to_hide_the_copies_are_refused(case, monkeypatch):
     assert warning.startswith("warning: --kv-offload-fraction 1")
     # Rates vary from start to start.
     assert len(check_copies(engine, ceil(assumed), lambda _: 0.75 * h200.host)) == 1
-
-
-class Runtime:
-    """Registers as CUDA does: whole pages, none twice. Counts what is registered."""
-
-    def __init__(self) -> None:
-        self.pages: dict[int, range] = {}
-
-    def cudaHostRegister(self, address: int, size: int, _: int) -> int:  # noqa: N802
-        pages = range(address // PAGESIZE, -(-(address + size) // PAGESIZE))
-        if any(page in registered for registered in self.pages.values() for page in pages):
-            return 712
-        self.pages[address] = pages
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        del self.pages[address]
-        return 0
-
-
-def test_pinned_memory_is_unregistered_before_others_get_it(monkeypatch):
-    """Engines that come and go, with small and growing pools; a failed call leaves no error behind."""
-    runtime, launches = Runtime(), []
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    slots = []
-    for _ in range(40):
-        slots = [HostSlots(1.0, torch.device("cpu")) for _ in range(3)]
-        for host_slots in slots:
-            host_slots.is_cuda = True
-            for size in (0, 100, 90, 5000):
-                memory = host_slots.memory(0, size)
-                assert memory.numel() == size
-                memory.fill_(7)
-        assert len(runtime.pages) == 3
-        assert sum(len(pages) for pages in runtime.pages.values()) == 3 * -(-5000 // PAGESIZE)
-        del host_slots
-        slots.clear()
-        assert not runtime.pages
-    monkeypatch.setattr(torch, "ones", lambda *_, **where: launches.append(where))
-    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *_: 2)
-    refused = HostSlots(0.5, torch.device("cpu"))
-    refused.is_cuda = True
-    with pytest.raises(InputError, match=r"--kv-offload-fraction 0.5: 0.0 GiB of host memory cannot be pinned; lower"):
-        refused.memory(0, 10)
-    assert launches == [{"device": "cuda"}]

@@ -1,5 +1,5 @@
 """Scaled rotary positions: frequencies bit for bit as transformers computes them, models equal far beyond the original
-length, Megatron's own formulas where it has them, trees and sampling like the stock model.
+length, trees and sampling like the stock model.
 """
 
 from __future__ import annotations
@@ -31,20 +31,12 @@ VOCABULARY = 11
 SCALINGS = {
     "none": None,
     "linear": {"rope_type": "linear", "factor": 3.3},
-    "linear, old name": {"type": "linear", "factor": 2.0},
     "llama3": {
         "rope_type": "llama3",
         "factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 40,
-    },
-    "llama3, other factors": {
-        "rope_type": "llama3",
-        "factor": 5.5,
-        "low_freq_factor": 1.25,
-        "high_freq_factor": 3.7,
-        "original_max_position_embeddings": 51,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40},
     "yarn, length of the model": {"type": "yarn", "factor": 3.0},
@@ -123,29 +115,6 @@ def test_frequencies_have_the_bits_of_transformers(name, head_size, theta):
     assert attention_factor(model_of(config)) == pytest.approx(rotary.attention_scaling, rel=1e-14)
 
 
-def test_frequencies_are_megatrons_where_it_has_the_formula():
-    from megatron.core.models.common.embeddings import YarnRotaryEmbedding
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    initialize_parallel(0)
-    shape = dict(num_layers=1, hidden_size=64, num_attention_heads=1, vocab_size=5, rotary_base=500000.0)
-    plain = RotaryEmbedding(64, 1.0, rotary_base=500000, use_cpu_initialization=True)
-    assert torch.equal(inverse_frequencies(ModelConfig(**shape)), plain.inv_freq)
-    half = RotaryEmbedding(64, 0.5, rotary_base=500000, use_cpu_initialization=True)
-    assert torch.equal(inverse_frequencies(ModelConfig(**shape, rotary_percent=0.5)), half.inv_freq)
-    llama3 = RotaryEmbedding(
-        64, 1.0, rotary_base=500000, rope_scaling=True, rope_scaling_factor=32.0, use_cpu_initialization=True
-    )
-    scaled = ModelConfig(**shape, use_rope_scaling=True, rope_scaling_factor=32.0)
-    torch.testing.assert_close(inverse_frequencies(scaled), llama3.inv_freq, rtol=3e-7, atol=0)
-    yarn = YarnRotaryEmbedding(
-        64, rotary_base=500000, scaling_factor=4.0, original_max_position_embeddings=4096, use_cpu_initialization=True
-    )
-    angles = yarn(2)[0][1, 0, 0, :32]  # at position 1 the angles are the frequencies
-    scaled = ModelConfig(**shape, position_embedding_type="yarn", rotary_scaling_factor=4.0)
-    torch.testing.assert_close(inverse_frequencies(scaled), angles, rtol=3e-7, atol=0)
-
-
 @pytest.mark.parametrize("name", SCALINGS)
 def test_logits_and_gradients_are_those_of_transformers_beyond_the_original_length(name):
     generator = seed_all(100 + list(SCALINGS).index(name))
@@ -169,7 +138,7 @@ def test_logits_and_gradients_are_those_of_transformers_beyond_the_original_leng
         torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()), msg=parameter)
 
 
-@pytest.mark.parametrize("name", ["linear", "llama3, other factors", "yarn, everything"])
+@pytest.mark.parametrize("name", ["linear", "llama3", "yarn, everything"])
 def test_trees_agree_with_the_stock_model_and_transformers(name):
     generator = seed_all(17)
     config = config_json(SCALINGS[name])

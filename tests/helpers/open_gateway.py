@@ -69,7 +69,6 @@ def open_gateway(
     tokenizer: HuggingFaceTokenizer,
     folder: Path,
     max_concurrent: int = 32,
-    max_connections: int = 2048,
     **flags: object,
 ) -> Iterator[OpenGateway]:
     """Serve with these flags until the block ends."""
@@ -101,7 +100,7 @@ def open_gateway(
         gateway.close(session)
 
     application = Application(gateway, Administration("admin", opened, end)).asgi()
-    server = GatewayServer(application, "127.0.0.1", 0, max_connections)
+    server = GatewayServer(application, "127.0.0.1", 0)
     try:
         yield OpenGateway(gateway, server.url, "admin", closed)
     finally:

@@ -74,22 +74,6 @@ def test_openais_client(served: OpenGateway) -> None:
         client.chat.completions.create(model="m", messages=ask, temperature=0.2)
 
 
-def test_anthropics_client(served: OpenGateway) -> None:
-    anthropic = pytest.importorskip("anthropic")
-    session, agent = access(served)
-    client = anthropic.Anthropic(base_url=served.url, api_key=agent.api_key, max_retries=0)
-    tools = [{"name": "look_up", "description": "", "input_schema": {"type": "object"}}]
-    ask = [{"role": "user", "content": "b?"}]
-    reply = client.messages.create(model="m", max_tokens=60, messages=ask, tools=tools)
-    assert reply.stop_reason == "tool_use"
-    result = {"type": "tool_result", "tool_use_id": reply.content[0].id, "content": "3"}
-    later = [*ask, {"role": "assistant", "content": reply.content}, {"role": "user", "content": [result]}]
-    with client.messages.stream(model="m", max_tokens=60, messages=later, tools=tools) as stream:
-        assert "".join(stream.text_stream) == "3"
-        assert stream.get_final_message().stop_reason == "end_turn"
-    assert session.calls[1].parent is session.calls[0]
-
-
 @pytest.mark.parametrize("name", ["openai_agent", "sdk_agent"])
 def test_the_examples_agents(name: str, served: OpenGateway) -> None:
     """The agents of ``examples/tool_agent.py``: one path of two calls, and the reward of the right answer."""

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import select
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-import uvicorn
-from uvicorn.server import ServerState
 
-from megatron_dta.extras.agents.gateway.http import bodies, connections
+from megatron_dta.extras.agents.gateway.http import bodies
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
 
@@ -37,15 +32,9 @@ ASK = {"messages": [{"role": "user", "content": "a"}]}
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[OpenGateway, ScriptedEngine]]:
-    with gateway_on(tmp_path) as gateway:
-        yield gateway
-
-
-@contextmanager
-def gateway_on(tmp_path: Path, **more: object) -> Iterator[tuple[OpenGateway, ScriptedEngine]]:
     tokenizer = chat_tokenizer(tmp_path / "model")
     engine = ScriptedEngine(lambda prompt, key: [65 + key % 7] * 60 + [tokenizer.eos_id], tokenizer.vocab_size, 0.002)
-    with open_gateway(engine, tokenizer, tmp_path / "model", **LIMITS, **more) as gateway:
+    with open_gateway(engine, tokenizer, tmp_path / "model", **LIMITS) as gateway:
         yield gateway, engine
 
 
@@ -222,80 +211,6 @@ def test_closed_sockets_end_their_calls(served) -> None:
     client.close()
     assert post(gateway, key, "/v1/chat/completions", ASK)[0] == 200
     settled(gateway, engine, session)
-
-
-def test_slow_readers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that reads nothing for too long loses its connection; one that reads in between keeps it."""
-    monkeypatch.setattr(connections, "SECONDS_TO_READ", 0.1)
-    ended = []
-
-    async def serve() -> None:
-        config = uvicorn.Config(lambda *_: None, log_config=None)
-        waiting = connections.WaitingConnections(5)
-        for reads in (True, False):
-            protocol = connections.PatientProtocol(config, ServerState(), {}, waiting=waiting)
-            transport = SimpleNamespace(get_extra_info=lambda name: None, abort=lambda task=reads: ended.append(task))
-            protocol.connection_made(transport)
-            protocol.pause_writing()
-            if reads:
-                protocol.resume_writing()
-        end = time.monotonic() + 20
-        while not ended and time.monotonic() < end:
-            await asyncio.sleep(0.05)
-
-    asyncio.run(serve())
-    assert ended == [False]
-
-
-def test_half_open_connections_keep_nobody_out(tmp_path: Path) -> None:
-    """More of them than there may be connections: others are answered, and the oldest half-open ones are closed."""
-    with gateway_on(tmp_path, max_connections=8) as (gateway, _):
-        _, key = gateway.open()
-        begun = [b"", b"P", head(key, 50)[:-9], b"GET /health HTTP/1.1\r\nx: " + b"y" * 1000]
-        clients = [connection(gateway) for _ in range(30)]
-        for i, client in enumerate(clients):
-            with suppress(OSError):
-                client.sendall(begun[i % len(begun)])
-        for _ in range(3):
-            assert post(gateway, key, "/v1/chat/completions", ASK)[0] == 200
-        assert sum(is_closed(client) for client in clients) >= 20
-        for client in clients:
-            client.close()
-
-
-def test_waiting_connections_are_closed_in_time(served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a head is complete, between requests, and where the rest of a refused body comes bit by bit."""
-    monkeypatch.setattr(connections, "SECONDS_TO_ASK", 0.3)
-    gateway, _ = served
-    _, key = gateway.open()
-    begun = {
-        "nothing": (b"", b""),
-        "head": (b"GET /health HTTP/1.1\r\n", b"a: b\r\n"),
-        "between": (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b""),
-        "refused": (head("wrong", 10_000) + b"{", b" "),
-        "second head": (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET", b"X"),
-    }
-    for name, (first, more) in begun.items():
-        with connection(gateway) as client:
-            client.sendall(first)
-            end = time.monotonic() + 20
-            while not is_closed(client) and time.monotonic() < end:
-                with suppress(OSError):
-                    client.sendall(more)
-                time.sleep(0.02)
-            assert time.monotonic() < end, name
-    assert post(gateway, key, "/v1/chat/completions", ASK)[0] == 200
-
-
-def is_closed(client: socket.socket) -> bool:
-    """Whether the server has closed a connection; what it has sent is dropped."""
-    try:
-        while select.select([client], [], [], 0)[0]:
-            if not client.recv(65536):
-                return True
-    except OSError:
-        return True
-    return False
 
 
 def received(client: socket.socket) -> bytes:

@@ -13,8 +13,7 @@ pytest.importorskip("starlette")
 from test_gateway_calls import events, post
 
 from blank_tokenizer import blank_tokenizer
-from megatron_dta.extras.agents.gateway.messages import Answer, AnswerParser, ToolCall
-from megatron_dta.extras.agents.gateway.session import Session
+from megatron_dta.extras.agents.gateway.messages import Answer, AnswerParser
 from megatron_dta.sampling.params import SamplingParams
 from open_gateway import chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
@@ -122,18 +121,3 @@ def test_words_of_the_assistant_are_continued(tmp_path: Path) -> None:
         talk = [ask, {"role": "assistant", "content": "that is four"}, {"role": "user", "content": "sure?"}]
         post(gateway.url + "/v1/chat/completions", key, {"messages": talk})
         assert session.calls[1].parent is session.calls[0]
-
-
-def test_reasoning_is_found_again_whatever_ids_a_client_gives(tmp_path: Path) -> None:
-    answer = Answer(None, "hm", (ToolCall("call_1", "add", {"a": 1}),))
-    from megatron_dta.extras.agents.gateway.messages import template_messages, visible_digest
-    from megatron_dta.sampling.prompts.chat_template import ChatTemplate
-
-    chat_tokenizer(tmp_path / "model")
-    session = Session("s", 0, "secret")
-    session.reasoning[visible_digest(answer.message())] = "hm"
-    call = {"id": "another", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    sent = [{"role": "developer", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    messages = template_messages(sent, session, ChatTemplate(tmp_path / "model"))
-    assert [message["role"] for message in messages] == ["system", "assistant"]
-    assert messages[1]["reasoning_content"] == "hm"

@@ -269,20 +269,6 @@ def test_made_up_sequences_have_the_numbers_asked_for(seed: int) -> None:
     assert other.num_tokens == unique
 
 
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ((4, 4, 100), "do not fit"),
-        ((0, 50, 60), "--sequences must be at least 1"),
-        ((8, 1000, 300, 4, 10**9), "--attention-pairs"),
-    ],
-)
-def test_impossible_numbers_are_refused(numbers: tuple[int, ...], message: str) -> None:
-    with pytest.raises(InputError, match=message) as error:
-        made_up_sequences(*numbers)
-    assert "\n" not in str(error.value)
-
-
 def test_meshes_and_clusters_that_cannot_be_are_refused() -> None:
     with pytest.raises(InputError, match="--tensor-model-parallel-size 3"):
         make_mesh(SMALL, 9, MeshSizes(tensor=3))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.extras.report.charts import draft_charts, draft_profiles, flat
 from megatron_dta.sampling.speculation.report import PlainForwards, SpeculationReport, drafting_benefit
 from megatron_dta.training.monitor.metric_names import is_known
 
@@ -125,26 +124,3 @@ def test_savings_by_hand() -> None:
     servers = {"timing": {"speculation_accepted_tokens": 30.0, "speculation_generated_tokens": 90.0}}
     assert drafting_benefit([servers]) == "DAS: the servers' drafts gave 30 of 90 sampled tokens."
     assert drafting_benefit([{"timing": {}}]) is None
-
-
-def test_curves_of_a_run() -> None:
-    rng = seed_all(2)
-    reports = [made_up(rng, 40, 20) for _ in range(5)]
-    records = [flat({"iteration": i, "timing": report.metrics()}) for i, report in enumerate(reports, 3)]
-    records.insert(2, {"iteration": 99})
-    for name, field in (
-        ("live_batch_tenth", "live_batch_over_time"),
-        ("tokens_per_forward_decile", "tokens_per_forward_by_decile"),
-    ):
-        curves = draft_profiles(records, name)
-        # The first, the middle and the last step.
-        assert [curve.name for curve in curves] == ["step 3", "step 5", "step 7"]
-        for curve, report in zip(curves, (reports[0], reports[2], reports[4]), strict=True):
-            np.testing.assert_allclose(curve.values, report.figures()[field])
-    charts = draft_charts(records)
-    assert len(charts) >= 8
-    assert [text for _, text in charts[1].keys] == [
-        *(f"tokens_per_forward_{c}" for c in CLASSES),
-        "tokens_per_forward_longest_4",
-    ]
-    assert draft_charts([flat({"iteration": 1, "timing": {"collect_seconds": 1.0}})]) == []

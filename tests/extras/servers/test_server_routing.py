@@ -59,14 +59,6 @@ def test_other_replies_are_refused(setup: Setup, routing, shape, message) -> Non
         generate(engine, setup.requests(4))
 
 
-@KINDS
-def test_nobody_asks_without_replay(setup: Setup) -> None:
-    setup.add_servers(1)
-    engine = setup.started()
-    assert all(result.routed_experts is None for result in generate(engine, setup.requests(3)))
-    assert not any("return_routed_experts" in body for body in setup.servers[0].bodies)
-
-
 @pytest.mark.parametrize(
     ("text", "read", "message"),
     [

@@ -7,11 +7,9 @@ import sys
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from conftest import seed_all
 from http_engine_cases import KINDS, PARAMS, QUICK, VOCABULARY, Setup, check_result
@@ -160,20 +158,6 @@ def test_a_server_that_dies_under_an_update_is_left_out_and_returns(setup: Setup
 
 
 @KINDS
-def test_a_restarted_server_joins_a_new_group(setup: Setup) -> None:
-    setup.add_servers(2)
-    engine = setup.engine(open_group=OPENERS[setup.kind])
-    engine.update_weights(1, weights_of(1))
-    setup.servers[0].stop()
-    setup.restart(0)
-    weights = weights_of(2)
-    engine.update_weights(2, weights)
-    for server in setup.servers:
-        check_loaded(server, weights)
-    assert [server.receiver.groups for server in setup.servers] == [1, 2]
-
-
-@KINDS
 def test_servers_that_refuse_or_hang(setup: Setup) -> None:
     setup.add_servers(2)
     engine = setup.engine(replace(QUICK, timeout_s=1.0), open_group=OPENERS[setup.kind])
@@ -222,17 +206,12 @@ import os; os._exit(0)
 
 
 @KINDS
-@pytest.mark.parametrize("way", ["group", "folder"])
-def test_a_server_returns_while_requests_run(setup: Setup, tmp_path: Path, way: str) -> None:
+def test_a_server_returns_while_requests_run(setup: Setup) -> None:
     """It gets the newest weights and then requests, in the same phase."""
     setup.add_servers(2, delay_s=0.02)
     engine = setup.engine(replace(QUICK, revisit_s=0.05, max_requests=2), open_group=OPENERS[setup.kind])
     weights = weights_of(3)
-    folder = tmp_path / "v3"
-    folder.mkdir()
-    save_file(weights.tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text("{}")
-    engine.update_weights(3, folder if way == "folder" else weights)
+    engine.update_weights(3, weights)
     embedding = weights.tensors["model.embed_tokens.weight"].double().numpy()
     setup.table = embedding @ embedding.T * 20
     engine.start(PARAMS, 0)

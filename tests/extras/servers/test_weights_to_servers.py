@@ -25,14 +25,13 @@ def restart(runs: Runs, server: RolloutServer) -> RolloutServer:
     return runs._stack.enter_context(type(server)(server.table, port=int(server.url.rsplit(":", 1)[1])))
 
 
-@pytest.mark.parametrize("bound", [0, 1])
-def test_every_server_has_the_trainers_bytes_also_one_that_was_restarted(runs: Runs, bound: int) -> None:
+def test_every_server_has_the_trainers_bytes_also_one_that_was_restarted(runs: Runs) -> None:
     # Those of runs that other tests have left.
     threads = set(threading.enumerate())
     first, second = runs.add_servers("sglang", 2, processes=2)
     trainer, _ = runs.trainer(
         f"--train-iters 6 --rollout-weight-transfer gloo --rollout-weight-bucket-mb 1 --save {runs.folder / 'run'} "
-        f"--rollout-max-staleness {bound}"
+        "--rollout-max-staleness 1"
     )
     at_step = {0: weights_of(trainer)}
     seen: list[int] = []
@@ -55,7 +54,7 @@ def test_every_server_has_the_trainers_bytes_also_one_that_was_restarted(runs: R
     trainer.run()
     trainer.metrics.close()
     assert len(seen) == 6
-    assert all(number - bound <= version <= number for number, version in enumerate(seen))
+    assert all(number - 1 <= version <= number for number, version in enumerate(seen))
     for server in (first, second, *restarted):
         assert server.loaded
         assert not server.violations

@@ -7,7 +7,6 @@ import resource
 import socket
 import threading
 import time
-from functools import partial
 from typing import Any
 
 from megatron_dta.core.common.errors import InputError
@@ -37,8 +36,6 @@ class GatewayServer:
     def __init__(self, application: Any, host: str, port: int, max_connections: int = 2048) -> None:
         import uvicorn
 
-        from megatron_dta.extras.agents.gateway.http.connections import PatientProtocol, WaitingConnections
-
         max_connections = min(max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -60,7 +57,7 @@ class GatewayServer:
             h11_max_incomplete_event_size=64 * 1024,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=2,
-            http=partial(PatientProtocol, waiting=WaitingConnections(max_connections)),
+            http="h11",
             ws="none",
         )
         self._server = uvicorn.Server(config)
