@@ -28,7 +28,7 @@ from megatron_dta.core.planning.pipeline.schedule import check_schedule, peak_in
 from megatron_dta.core.planning.pipeline.segments import ideal_utilisation
 from megatron_dta.core.planning.pipeline.simulation import simulate
 from megatron_dta.core.planning.plan_step import plan_step
-from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget, attention_pairs
+from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.planning.step.plan import StepPlan
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import load_chosen_rollouts
@@ -55,7 +55,7 @@ def figures(step: StepPlan, shape: PipelineShape) -> dict[str, Any]:
     """Simulate the planned training pass."""
     segments, schedule, stages = step.segments, step.training.schedule, shape.num_stages
     parents, lengths = segments.segment_parent, segments.lengths
-    counts = lengths, attention_pairs(segments), np.diff(step.segment_edges)
+    counts = lengths, segments.attention_pairs, np.diff(step.segment_edges)
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~step.training.kept)
     timeline, static = simulate(schedule, parents, costs, 0.0), tree_1f1b(parents, stages)
     limit = max(in_flight_limits(parents, lengths, stages, shape.max_in_flight_tokens))

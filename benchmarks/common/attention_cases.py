@@ -13,8 +13,7 @@ import numpy as np
 
 from dta_kernels.tree_attention.blocks import local_key_end
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.planning.segments.ancestors import root_paths
-from megatron_dta.core.planning.segments.cut import plan_segments
+from megatron_dta.core.planning.segments.plan import plan_segments, root_paths
 from megatron_dta.core.tree import PrefixTree, build_prefix_tree
 
 

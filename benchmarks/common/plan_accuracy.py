@@ -17,7 +17,7 @@ from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.schedule import PipelineSchedule
 from megatron_dta.core.planning.pipeline.simulation import Timeline, simulate
 from megatron_dta.core.planning.pipeline.timeline import WORK_KINDS, TimelineEvent, busy_seconds
-from megatron_dta.core.planning.step.passes import PipelineShape, attention_pairs
+from megatron_dta.core.planning.step.passes import PipelineShape
 from megatron_dta.core.planning.step.plan import StepPlan
 
 
@@ -30,7 +30,7 @@ def predicted_seconds(step: StepPlan, shape: PipelineShape) -> float:
     costs = PipelineCosts.of_segments(
         shape.cost_model,
         segments.lengths,
-        attention_pairs(segments),
+        segments.attention_pairs,
         np.diff(step.segment_edges),
         shape.layers,
         ~step.training.kept,

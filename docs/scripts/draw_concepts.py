@@ -15,8 +15,7 @@ import numpy as np
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.core.common.files import replacing
-from megatron_dta.core.planning.segments.cut import SegmentPlan, plan_segments
-from megatron_dta.core.planning.segments.schedule import OpKind, depth_first_schedule
+from megatron_dta.core.planning.segments.plan import OpKind, SegmentPlan, depth_first_schedule, plan_segments
 from megatron_dta.core.tree import build_prefix_tree
 
 PROMPT = ["2", "+", "3", "=", "?"]

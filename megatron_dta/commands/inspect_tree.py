@@ -29,8 +29,7 @@ from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.core.planning.costs.state_bytes import StateBytes
-from megatron_dta.core.planning.segments.cut import plan_segments
-from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.segments.plan import SegmentPlan, plan_segments
 from megatron_dta.core.planning.segments.runs import SegmentRuns
 from megatron_dta.core.rollouts.load import load_chosen_rollouts
 from megatron_dta.core.tree import TreeStatistics, build_prefix_tree, tree_statistics

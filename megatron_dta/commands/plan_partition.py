@@ -30,8 +30,8 @@ from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.partition.baselines import contiguous, contiguous_by_cost, first_fit
 from megatron_dta.core.planning.partition.divide import Partition, least_slowest, partition_costs, trained_parts
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
-from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.core.planning.step.search import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.core.rollouts.load import load_chosen_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.tree import PrefixTree, build_prefix_tree

@@ -29,7 +29,6 @@ from megatron_dta.core.engine import StepResult, TreeBatch, TreeEngine
 from megatron_dta.core.engine.cost_inputs import why_not_predicted
 from megatron_dta.core.planning.costs.correction import CostCorrection, MeasuredPass, fit_correction
 from megatron_dta.core.planning.costs.memory_budget import GIB
-from megatron_dta.core.planning.step.passes import attention_pairs
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 
@@ -216,7 +215,7 @@ class Autotuner:
         self._corrects_costs = False
         engine, plan = self._engine, result.plan
         measured = MeasuredPass(
-            (plan.segments.lengths, attention_pairs(plan.segments), np.diff(plan.segment_edges)),
+            (plan.segments.lengths, plan.segments.attention_pairs, np.diff(plan.segment_edges)),
             engine.tree_models[0].stage_layers,
             engine.mesh.pipeline_size,
             plan.training.kept,

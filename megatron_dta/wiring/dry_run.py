@@ -28,10 +28,10 @@ from megatron_dta.core.objectives.fields import Objective
 from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.core.planning.partition.divide import trained_parts
-from megatron_dta.core.planning.segments.cut import default_in_flight
-from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS
-from megatron_dta.core.planning.step.modes import plan_forest
+from megatron_dta.core.planning.plan_step import plan_forest
+from megatron_dta.core.planning.segments.plan import default_in_flight
 from megatron_dta.core.planning.step.passes import StepBudget
+from megatron_dta.core.planning.step.search import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.run_mesh import RunMesh

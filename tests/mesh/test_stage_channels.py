@@ -37,7 +37,7 @@ def watch_messages(rank: int, case: MeshCase) -> tuple[list[tuple[str, int, int,
     """
     import megatron_dta.core.engine.stage_transport as transport
     from megatron_dta.core.engine.stage_run import StageRun
-    from megatron_dta.core.planning.segments.schedule import OpKind
+    from megatron_dta.core.planning.segments.plan import OpKind
 
     calls: list[tuple[str, int, int, int]] = []
     outputs: list[weakref.ref] = []

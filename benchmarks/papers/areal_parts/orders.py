@@ -20,11 +20,10 @@ import numpy as np
 from common.training_step import StepTimer
 from megatron_dta.core.planning.partition.divide import trained_parts
 from megatron_dta.core.planning.segments.branches import Branches
-from megatron_dta.core.planning.segments.cut import plan_segments
-from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.segments.plan import SegmentPlan, plan_segments
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
 from megatron_dta.core.tree import PrefixTree, build_prefix_tree
-from megatron_dta.core.tree.build import as_sequences, build_from_order
+from megatron_dta.core.tree.prefix_tree import as_sequences, build_from_order
 from papers.areal_parts.steps import StepSettings, cut_nodes, measure, plan_of_segments
 from papers.areal_parts.workload import RolloutSet
 from papers.tables import PaperReport

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_dta.core.model.kernel_types import RowChunk, upload
-from megatron_dta.core.planning.step.loss_batches import LossBatch
 from megatron_dta.core.planning.step.passes import StageProgram
-from megatron_dta.core.planning.step.plan import StepPlan
+from megatron_dta.core.planning.step.plan import LossBatch, StepPlan
 
 
 @dataclass(frozen=True)

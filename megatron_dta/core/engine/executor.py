@@ -30,10 +30,10 @@ from megatron_dta.core.planning.costs.correction import CostCorrection
 from megatron_dta.core.planning.costs.memory_budget import MemoryBudget, StageBytes
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
-from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS, SIZES
 from megatron_dta.core.planning.step.flops import StepCounts
 from megatron_dta.core.planning.step.passes import PipelineShape, RankGroup
 from megatron_dta.core.planning.step.plan import StepPlan
+from megatron_dta.core.planning.step.search import DEFAULT_SEGMENT_TOKENS, SIZES
 
 if TYPE_CHECKING:
     from megatron_dta.core.engine.op_clock import OpClock

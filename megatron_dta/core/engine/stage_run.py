@@ -31,7 +31,7 @@ from megatron_dta.core.model.attention.segment_attention import SegmentAttention
 from megatron_dta.core.model.attention.segment_context import SegmentContext
 from megatron_dta.core.model.kernel_types import AttentionShape, accumulation_dtype
 from megatron_dta.core.planning.pipeline.schedule import PipelineOp
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind
 from megatron_dta.core.planning.step.passes import stage_program, state_slots
 from megatron_dta.core.planning.step.plan import StepPlan
 

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup, Work
 
 from megatron_dta.core.model.parallel.stage_channels import StageChannels
 from megatron_dta.core.planning.pipeline.simulation import Message
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind
 
 
 class _Key(NamedTuple):

@@ -4,8 +4,7 @@
 prefixes (dense training). ``tree_statistics`` measures how much work the sharing saves.
 """
 
-from megatron_dta.core.tree.build import build_forest_without_sharing, build_prefix_tree
-from megatron_dta.core.tree.prefix_tree import PrefixTree
+from megatron_dta.core.tree.prefix_tree import PrefixTree, build_forest_without_sharing, build_prefix_tree
 from megatron_dta.core.tree.statistics import TreeStatistics, tree_statistics
 
 __all__ = ["PrefixTree", "TreeStatistics", "build_forest_without_sharing", "build_prefix_tree", "tree_statistics"]

@@ -2,7 +2,7 @@
 
 Sequences with the same node share it, so its tokens are read once. Tokens are compared only where this knowledge ends:
 at roots, and between siblings that happen to begin with the same token. If one such node is a prefix of another, the
-sort of ``build`` continues from there. The result equals that of ``build_prefix_tree`` bit for bit.
+sort of ``sort_sequences`` continues from there. The result equals that of ``build_prefix_tree`` bit for bit.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dta.core.tree.build import as_sequences, build_from_order, sort_sequences
-from megatron_dta.core.tree.prefix_tree import PrefixTree
+from megatron_dta.core.tree.prefix_tree import PrefixTree, as_sequences, build_from_order, sort_sequences
 
 
 @dataclass(frozen=True)

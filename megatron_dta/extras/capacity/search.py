@@ -25,10 +25,9 @@ from megatron_dta.core.planning.pipeline.planner import DEFAULT_FACTOR, plan_pip
 from megatron_dta.core.planning.pipeline.schedule import PipelineOp, PipelineSchedule, next_op_is_backward
 from megatron_dta.core.planning.pipeline.segments import ideal_utilisation
 from megatron_dta.core.planning.pipeline.simulation import simulate
-from megatron_dta.core.planning.segments.plan import SegmentTree
+from megatron_dta.core.planning.segments.plan import SegmentTree, depth_first_schedule
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments, kept_on_stages
 from megatron_dta.core.planning.segments.runs import ForkCounts, SegmentRuns
-from megatron_dta.core.planning.segments.schedule import depth_first_schedule
 from megatron_dta.core.planning.step.passes import PassPlan, PipelineShape, StepBudget, stage_chunks
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.run_mesh import RunMesh

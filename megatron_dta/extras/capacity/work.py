@@ -17,8 +17,7 @@ from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.partition.divide import Partition, partition_costs
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
 from megatron_dta.core.planning.pipeline.segments import pipeline_segment_tokens, tokens_of_floor
-from megatron_dta.core.planning.segments.cut import default_in_flight
-from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.segments.plan import SegmentPlan, default_in_flight
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree
 from megatron_dta.extras.expert_parallel.planning.group_step import GroupStep

@@ -11,9 +11,10 @@ from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.engine import TreeEngine
 from megatron_dta.core.extensions import EXPERT_PARALLEL
 from megatron_dta.core.planning.partition.divide import Partition, partition_sequences, trained_parts
-from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS, PIPELINE_SIZES, SIZES
+from megatron_dta.core.planning.pipeline.choice import PIPELINE_SIZES
 from megatron_dta.core.planning.step.passes import StepBudget
 from megatron_dta.core.planning.step.sample import TrainingSample
+from megatron_dta.core.planning.step.search import DEFAULT_SEGMENT_TOKENS, SIZES
 
 
 def partition_samples(samples: Sequence[TrainingSample], engine: TreeEngine, tree: TreeConfig) -> Partition:

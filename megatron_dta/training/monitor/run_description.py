@@ -16,7 +16,7 @@ from megatron_dta.core.config.derived.pipeline_layout import stage_layers
 from megatron_dta.core.model.parallel.mesh import Mesh
 from megatron_dta.core.planning.costs.gpus import gpu_named
 from megatron_dta.core.planning.costs.memory_budget import GIB
-from megatron_dta.core.planning.step.choice import DEFAULT_SEGMENT_TOKENS
+from megatron_dta.core.planning.step.search import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.run_mesh import RunMesh

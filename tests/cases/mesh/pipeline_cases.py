@@ -14,7 +14,7 @@ from megatron_dta.core.planning.pipeline.schedule import (
     children_of,
     needs_of,
 )
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
 SHAPES = ("mixed", "chain", "roots", "star", "deep")

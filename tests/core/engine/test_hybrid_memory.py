@@ -19,7 +19,7 @@ from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.objectives.registry import make_objective
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind
 from megatron_dta.core.planning.step.passes import stage_chunks, stage_peak_bytes
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock

@@ -30,7 +30,7 @@ from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.costs import segment_bytes
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.shapes.decoder import DecoderShape
 from mesh_worker import run_on_ranks

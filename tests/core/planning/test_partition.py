@@ -137,20 +137,6 @@ def test_ranks_without_work() -> None:
     assert partition.cost_per_rank.max() == partition_sequences(long, 1).total_cost
 
 
-def test_bad_arguments() -> None:
-    sequences = [np.array([1, 2, 3], np.int32), np.array([1, 4], np.int32)]
-    masks = [np.array([False, True, True]), np.array([False, True])]
-    with pytest.raises(ValueError, match="not 0"):
-        partition_sequences(sequences, 0)
-    with pytest.raises(ValueError, match="3 names for 2 sequences"):
-        partition_sequences(sequences, 2, keep_together=["a", "b", "c"])
-    for bad in (masks[:1], [masks[0], masks[0]], [masks[0].astype(int), masks[1].astype(int)]):
-        with pytest.raises(ValueError, match="one bool array for each sequence"):
-            partition_sequences(sequences, 2, bad)
-    with pytest.raises(ValueError, match="position 0"):
-        partition_sequences(sequences, 2, [masks[0], ~masks[1]])
-
-
 @pytest.mark.parametrize("by_cost", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_contiguous_runs_of_leaves(seed: int, by_cost: bool) -> None:

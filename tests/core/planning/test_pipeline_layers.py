@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.pipeline.layers import layers_per_stage
 
 
@@ -35,13 +34,3 @@ def test_no_division_has_a_faster_slowest_rank(seed: int) -> None:
     assert min(chosen) >= 1
     best = min(max(rank_costs(division, ranks, *costs)) for division in divisions(count, stages, 1))
     assert max(rank_costs(chosen, ranks, *costs)) == pytest.approx(best, rel=1e-12)
-
-
-def test_bad_sizes() -> None:
-    with pytest.raises(InputError, match="--num-layers 3 is less than the 4"):
-        layers_per_stage(3, 4)
-    for arguments in ((4, 0), (-1, 2)):
-        with pytest.raises(ValueError, match="layers"):
-            layers_per_stage(*arguments)
-    with pytest.raises(ValueError, match="ranks"):
-        layers_per_stage(8, 4, num_stages=3)

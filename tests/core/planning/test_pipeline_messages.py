@@ -17,7 +17,7 @@ from megatron_dta.core.planning.pipeline.schedule import (
     tree_1f1b,
 )
 from megatron_dta.core.planning.pipeline.simulation import Message, Timeline, global_order, message_order, simulate
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind
 from pipeline_cases import SHAPES, random_costs, random_tree
 
 

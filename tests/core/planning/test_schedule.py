@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.segments.plan import Op, OpKind, SegmentPlan, depth_first_schedule
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
-from megatron_dta.core.planning.segments.schedule import Op, OpKind, allocate_slots, depth_first_schedule
+from megatron_dta.core.planning.segments.slots import allocate_slots
 from megatron_dta.core.tree import build_prefix_tree
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD

@@ -10,8 +10,7 @@ import pytest
 
 from conftest import rollout_file, seed_all
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.planning.segments.cut import plan_segments
-from megatron_dta.core.planning.segments.plan import SegmentPlan, segment_parents
+from megatron_dta.core.planning.segments.plan import SegmentPlan, plan_segments, segment_parents
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import PrefixTree, build_prefix_tree
 from segment_planner_cases import ROLLOUTS, random_sequences

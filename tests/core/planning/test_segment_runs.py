@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_dta.core.planning.segments.cut import plan_segments
-from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.segments.plan import SegmentPlan, depth_first_schedule, plan_segments
 from megatron_dta.core.planning.segments.runs import SegmentRuns
-from megatron_dta.core.planning.segments.schedule import allocate_slots, depth_first_schedule
-from megatron_dta.core.tree.build import build_prefix_tree
+from megatron_dta.core.planning.segments.slots import allocate_slots
+from megatron_dta.core.tree.prefix_tree import build_prefix_tree
 from segment_planner_cases import random_sequences
 
 

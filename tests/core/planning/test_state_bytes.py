@@ -16,9 +16,9 @@ from megatron_dta.core.planning.costs.memory_budget import StageBytes
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.core.planning.costs.state_bytes import StateBytes, StepStates
 from megatron_dta.core.planning.plan_step import plan_step
-from megatron_dta.core.planning.segments.cut import plan_segments
+from megatron_dta.core.planning.segments.plan import plan_segments
 from megatron_dta.core.planning.segments.runs import SegmentRuns
-from megatron_dta.core.planning.step import choice as step_choice
+from megatron_dta.core.planning.step import search as step_search
 from megatron_dta.core.planning.step.passes import StepBudget, stage_chunks, stage_peak_bytes, state_slots
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.tree import build_prefix_tree
@@ -29,7 +29,7 @@ STATES = StateBytes(open_fork=90.0, exit=30.0, state=8.0)
 
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_choice, "SIZES", (64, 32, 16, 8, 4))
+    monkeypatch.setattr(step_search, "SIZES", (64, 32, 16, 8, 4))
 
 
 def comb(teeth: int) -> list[TrainingSample]:

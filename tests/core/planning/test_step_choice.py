@@ -10,25 +10,26 @@ import numpy as np
 import pytest
 
 from common.plan_accuracy import predicted_seconds
-from conftest import rollout_file, seed_all
-from megatron_dta.common.named_shapes import SHAPES
+from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.memory_budget import GIB, ChunkTensors, MemoryBudget, StageBytes, peak_bytes
-from megatron_dta.core.planning.costs.model import CostModel
-from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
-from megatron_dta.core.planning.costs.segment_counts import segment_counts
+from megatron_dta.core.planning.costs.model import CostModel, segment_counts
+from megatron_dta.core.planning.costs.segment_bytes import SegmentBytes
+from megatron_dta.core.planning.pipeline import choice as pipeline_choice
 from megatron_dta.core.planning.plan_step import plan_step
-from megatron_dta.core.planning.segments.cut import plan_segments
-from megatron_dta.core.planning.segments.merge_small import merge_small_segments
-from megatron_dta.core.planning.segments.plan import SegmentPlan, segment_parents
+from megatron_dta.core.planning.segments.plan import (
+    OpKind,
+    SegmentPlan,
+    depth_first_schedule,
+    plan_segments,
+    segment_parents,
+)
 from megatron_dta.core.planning.segments.recompute import choose_kept_by_memory
-from megatron_dta.core.planning.segments.schedule import OpKind, depth_first_schedule
-from megatron_dta.core.planning.step import choice as step_choice
-from megatron_dta.core.planning.step.choice import choose_step
+from megatron_dta.core.planning.step import search as step_search
 from megatron_dta.core.planning.step.evaluate import evaluate_plan
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget, stage_peak_bytes
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts.load import load_rollouts
+from megatron_dta.core.planning.step.search import choose_step, merge_small_segments
 from megatron_dta.core.tree import build_prefix_tree
 from pipeline_cases import random_tree
 from segment_planner_cases import random_sequences
@@ -40,8 +41,8 @@ LAYERS = 6
 
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_choice, "SIZES", (64, 32, 16, 8, 4))
-    monkeypatch.setattr(step_choice, "PIPELINE_SIZES", (32, 16, 8))
+    monkeypatch.setattr(step_search, "SIZES", (64, 32, 16, 8, 4))
+    monkeypatch.setattr(pipeline_choice, "PIPELINE_SIZES", (32, 16, 8))
 
 
 def random_segments(rng: np.random.Generator, count: int, longest: int = 9) -> SegmentPlan:
@@ -227,7 +228,7 @@ def test_the_choice_against_all_sizes_and_budgets(seed: int) -> None:
     longest = max(len(s.token_ids) for s in samples)
     for available in (3000, 6000, 30_000):
         shape, best = shape_of(float(available)), np.inf
-        for size in step_choice.SIZES:
+        for size in step_search.SIZES:
             for budget in range(longest, max(3 * longest // 2, 4 * size) + 1, 9):
                 choice, _, missing = evaluate_plan(plan_segments(tree, size, budget), masks, shape, budget)
                 assert (choice is None) == (missing > 0)
@@ -287,21 +288,3 @@ def test_no_forward_runs_again_right_after_itself(stages: int, chunks: int, acti
             assert not kept[0].all()
     assert at_once > 10
     assert recomputed > 20
-
-
-def test_a_real_set_in_the_memory_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    rollouts = load_rollouts(rollout_file("tau1_airline_gpt4o_4x50.npz"), max_sequences=40)
-    samples = [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
-    model = SHAPES["qwen3-1.7b"]
-    sizes, costs = SegmentBytes.of_shape(model, RankTensors(logit_rows=883)), CostModel.from_shape(model)
-    seconds = {}
-    for gib in (22.0, 40.0, 64.0):
-        memory = MemoryBudget(gib, (9.7 * GIB,), (StageBytes(sizes),))
-        shape = PipelineShape(layers=(28,), cost_model=costs, memory=memory)
-        step = plan_step(samples, "dta", pipeline=shape)
-        assert stage_peak_bytes(step.segments, step.training, shape, 0) <= memory.available(0)
-        seconds[gib] = predicted_seconds(step, shape)
-    everything = float(sum(map(np.sum, costs.segment_seconds(*segment_counts(step.segments, None)))))
-    assert seconds[64.0] <= seconds[40.0] <= 1.05 * seconds[64.0] <= 1.05 * everything
-    assert seconds[22.0] <= 1.3 * seconds[64.0]

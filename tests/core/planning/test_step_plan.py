@@ -7,7 +7,7 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.core.planning.plan_step import plan_step
-from megatron_dta.core.planning.step.modes import plan_packs
+from megatron_dta.core.planning.step.packs import plan_packs
 from megatron_dta.core.planning.step.passes import StepBudget
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.extras.parity.cases import random_training_samples

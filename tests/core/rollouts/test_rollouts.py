@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import REPOSITORY, rollout_file, seed_all
+from conftest import REPOSITORY, seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.jsonl import write_jsonl
 from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
@@ -164,41 +164,6 @@ def test_bad_last_row_stops_a_run_that_would_not_reach_it(tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------------------------------------------- real npz data
-
-
-@pytest.mark.parametrize("name", ["tau1_airline_qwen25_3x50.npz", "mint_math_thinkstrip_perturn.npz"])
-@pytest.mark.parametrize("sample_granularity", ["trajectory", "turn"])
-def test_real_npz_matches_plain_reading(name: str, sample_granularity: str) -> None:
-    path = rollout_file(name)
-    rollouts = load_rollouts(path, sample_granularity=sample_granularity)
-    with np.load(path, allow_pickle=False) as data:
-        z = {key: data[key] for key in data.files}
-    expected = []
-    for i in range(len(z["offsets"]) - 1):
-        tokens = z["tokens"][z["offsets"][i] : z["offsets"][i + 1]]
-        spans = [(int(z["span_beg"][k]), int(z["span_end"][k])) for k in range(z["span_off"][i], z["span_off"][i + 1])]
-        for end, trained in (
-            [(e, [(b, e)]) for b, e in spans] if sample_granularity == "turn" else [(len(tokens), spans)]
-        ):
-            mask = np.zeros(end, bool)
-            for b, e in trained:
-                mask[b:e] = True
-            expected.append((tokens[:end], mask, float(z["reward"][i]), str(z["group_names"][z["group"][i]]), i))
-    assert len(rollouts) == len(expected)
-    rows_of: dict[str | None, set[int]] = {}
-    for rollout, (tokens, mask, reward, group, row) in zip(rollouts, expected, strict=True):
-        np.testing.assert_array_equal(rollout.token_ids, tokens)
-        np.testing.assert_array_equal(rollout.loss_mask, mask)
-        assert rollout.reward == reward
-        assert rollout.group_id == group
-        rows_of.setdefault(rollout.trajectory_id, set()).add(row)
-    if "turn" in z:  # several stored rows are one trajectory
-        keys = set(zip(z["group"].tolist(), z["model"].tolist(), z["trial"].tolist(), strict=True))
-        assert len(rows_of) == len(keys) < len(expected)
-    elif sample_granularity == "turn":
-        assert all(len(rows) == 1 for rows in rows_of.values())
-    else:
-        assert set(rows_of) == {None}
 
 
 def test_small_npz(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 import tracemalloc
@@ -10,7 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from conftest import rollout_file, seed_all
+from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree, tree_statistics
 
@@ -192,17 +191,6 @@ def test_no_sequences() -> None:
         assert (statistics.tokens, statistics.token_reuse, statistics.attention_reuse, statistics.depth) == (0, 1, 1, 0)
 
 
-def test_single_tokens_and_duplicates() -> None:
-    sequences = [np.array([token], np.int32) for token in (7, 0, 7, 7, 2**31 - 1)]
-    tree = build_prefix_tree(sequences)
-    check_structure(tree, sequences)
-    assert tree.num_tokens == 3
-    same = [np.arange(129, dtype=np.int32)] * 5
-    tree = build_prefix_tree(same)
-    assert (tree.num_tokens, tree.num_nodes, tree.sequence_node.tolist()) == (129, 1, [0] * 5)
-    assert tree_statistics(tree).token_reuse == 5.0
-
-
 def test_a_longer_chunk_of_zeros_is_not_a_shorter_sequence() -> None:
     """Chunks are padded with zeros when compared: token id 0 must not be taken for padding."""
     sequences = [np.zeros(length, np.int32) for length in (1, 2, 63, 64, 65, 191, 192, 193, 700)]
@@ -293,29 +281,3 @@ def test_statistics_against_counting(seed: int) -> None:
         assert statistics.token_reuse == sum(lengths) / len(trie.prefixes)
         separate = sum(sum(range(1, length + 1)) for length in lengths)
         assert statistics.attention_reuse == separate / sum(map(len, trie.prefixes))
-
-
-@pytest.mark.parametrize("name", ["mint_math_thinkstrip_perturn.npz", "math_qwen25_8x100.npz"])
-def test_a_real_set_against_hashes_of_its_prefixes(name: str) -> None:
-    """Unique tokens and visible pairs counted with one running 64-bit hash per prefix, apart from the tree's code."""
-    with np.load(rollout_file(name)) as file:
-        tokens, offsets = file["tokens"].astype(np.int32), file["offsets"]
-    sequences = [tokens[a:b] for a, b in itertools.pairwise(offsets) if b > a]
-    hashes = set()
-    visible = 0
-    modulus = (1 << 61) - 1
-    for sequence in sequences:
-        value = 0
-        for position, token in enumerate(sequence.tolist()):
-            value = (value * 1_000_003 + token + 1) % modulus
-            if value not in hashes:
-                hashes.add(value)
-                visible += position + 1
-    tree = build_prefix_tree(sequences)
-    statistics = tree_statistics(tree)
-    lengths = np.diff(offsets)
-    assert statistics.unique_tokens == len(hashes)
-    assert statistics.tokens == lengths.sum()
-    assert statistics.attention_reuse == int((lengths * (lengths + 1) // 2).sum()) / visible
-    indices, _ = tree.stream_indices_of(np.arange(len(sequences)))
-    np.testing.assert_array_equal(tree.token_ids[indices], np.concatenate(sequences))

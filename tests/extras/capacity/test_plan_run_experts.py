@@ -11,7 +11,7 @@ from conftest import seed_all
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.core.planning.plan_step import plan_step
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.extras.capacity.cluster import Cluster

@@ -14,7 +14,7 @@ from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.partition.divide import partition_sequences, trained_parts
 from megatron_dta.core.planning.plan_step import plan_step
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.expert_parallel.planning.group_step import GroupStep

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.planning.segments.schedule import Op, allocate_slots, depth_first_schedule
+from megatron_dta.core.planning.segments.plan import Op, depth_first_schedule
+from megatron_dta.core.planning.segments.slots import allocate_slots
 from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import (
     MergedSegmentTree,
     SegmentForest,

@@ -17,7 +17,7 @@ from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
 from megatron_dta.core.planning.costs.state_bytes import StateBytes
 from megatron_dta.core.planning.plan_step import plan_step
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind
 from megatron_dta.core.planning.step.passes import PipelineShape, RankGroup, StepBudget, stage_peak_bytes
 from megatron_dta.core.planning.step.plan import StepPlan
 from megatron_dta.core.planning.step.sample import TrainingSample

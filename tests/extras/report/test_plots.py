@@ -10,7 +10,7 @@ import pytest
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
-from megatron_dta.core.planning.segments.cut import plan_segments
+from megatron_dta.core.planning.segments.plan import plan_segments
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.extras.report.plots.curves import MOST_POINTS, Curve
 from megatron_dta.extras.report.plots.figures import svg_text, write_figure

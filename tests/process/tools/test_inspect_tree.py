@@ -10,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from conftest import seed_all
-from megatron_dta.core.planning.segments.cut import plan_segments
+from megatron_dta.core.planning.segments.plan import plan_segments
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import build_prefix_tree
 from tool_runs import Tool

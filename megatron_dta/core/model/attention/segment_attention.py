@@ -13,8 +13,7 @@ from dta_kernels.tree_attention.blocks import local_key_end
 from dta_kernels.tree_attention.config import MAX_HEAD_SIZE, supports
 from dta_kernels.tree_attention.plan import AttentionShape, TreeAttentionPlan, plan_tree_attention
 from megatron_dta.core.model.kernels import choose_triton
-from megatron_dta.core.planning.segments.ancestors import RootPaths
-from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.segments.plan import RootPaths, SegmentPlan
 
 FLAG = "tree_attention_impl"
 

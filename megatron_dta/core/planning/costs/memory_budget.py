@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_dta.core.planning.costs.segment_bytes import SegmentBytes
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind
 
 if TYPE_CHECKING:
     from megatron_dta.core.planning.costs.state_bytes import StateBytes, StepStates

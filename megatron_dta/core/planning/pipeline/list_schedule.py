@@ -31,8 +31,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from megatron_dta.core.planning.pipeline.schedule import PipelineOp, PipelineSchedule
-from megatron_dta.core.planning.segments.plan import path_totals
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind, path_totals
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
 NEVER = float("inf")

@@ -32,7 +32,7 @@ from megatron_dta.core.planning.pipeline.list_schedule import (
 )
 from megatron_dta.core.planning.pipeline.schedule import PipelineSchedule, backward_order, peak_in_flight, tree_1f1b
 from megatron_dta.core.planning.pipeline.simulation import op_times, simulate
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind
 
 # (mirrored, policy) of the list schedules that are improved, and the patiences tried in each pass of the improvement.
 STARTS = ((False, Policy(alternate=True, patience=0.1)), (True, Policy()))

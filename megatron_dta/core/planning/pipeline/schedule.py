@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_dta.core.planning.segments.plan import tree_depth
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind, tree_depth
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
 

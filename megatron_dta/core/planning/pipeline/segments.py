@@ -12,7 +12,7 @@ N / (N + P - 1) of the time), but not below 256 tokens, where weights are read f
 Launches by the host bound the time of a segment from below. A segment of S tokens takes max(floor, a S), and a step of
 T tokens max(floor, a S) (T / S + P - 1). The minimum is at S = floor / a: smaller segments take as long each, and
 larger ones increase the bubble. S is therefore at least that, as long as (P - 1) S is within half of the limit. Where
-stages wait nevertheless, ``planning.step.choice`` compares the rule's size with smaller ones.
+stages wait nevertheless, ``planning.pipeline.choice`` compares the rule's size with smaller ones.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import math
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.pipeline.planner import DEFAULT_FACTOR
-from megatron_dta.core.planning.segments.cut import default_memory_tokens, plan_segments
-from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.segments.plan import SegmentPlan, default_memory_tokens, plan_segments
 from megatron_dta.core.tree import PrefixTree
 
 SHARE_OF_BUDGET = 2.5

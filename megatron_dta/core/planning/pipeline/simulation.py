@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.schedule import PipelineOp, PipelineSchedule, children_of
-from megatron_dta.core.planning.segments.schedule import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
 

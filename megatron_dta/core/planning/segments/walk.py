@@ -32,9 +32,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_dta.core.planning.segments.branches import Branches
-from megatron_dta.core.planning.segments.siblings import Siblings
-from megatron_dta.core.planning.segments.subset_sum import Run, fewest_wasted, least_wasteful, longest_within
+from megatron_dta.core.planning.segments.branches import (
+    Branches,
+    Run,
+    Siblings,
+    fewest_wasted,
+    least_wasteful,
+    longest_within,
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.memory_budget import GIB, MemoryBudget, StageBytes
-from megatron_dta.core.planning.costs.segment_counts import segment_counts
+from megatron_dta.core.planning.costs.model import segment_counts
 from megatron_dta.core.planning.segments.plan import SegmentPlan, SegmentTree
 from megatron_dta.core.planning.segments.recompute import (
     choose_kept_by_memory,
@@ -128,6 +128,16 @@ def with_peak(choice: StepChoice, shape: PipelineShape) -> StepChoice:
     passes = plan_passes(segments, np.zeros(segments.num_segments), choice.kept, shape)
     peak = stage_peak_bytes(segments, passes[0], shape, 0)
     return replace(choice, passes=passes, peak_bytes=(peak,))
+
+
+def choose_kept_within(
+    segments: SegmentPlan, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape
+) -> StepChoice:
+    """Choose the kept activations of given segments, for example of packs, within the memory of the only stage."""
+    choice, _, missing = evaluate_plan(segments, loss_masks, shape, 0)
+    if choice is None:
+        raise out_of_memory_error(shape.memory, 0, missing, segments.tree, segments.segment_tokens, None)
+    return with_peak(choice, shape)
 
 
 def out_of_memory_error(

@@ -18,15 +18,18 @@ Legend: L leaves, in depth-first order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.partition.range_minimum import RangeMinimum
 from megatron_dta.core.planning.partition.sequence_costs import path_lengths
 from megatron_dta.core.planning.partition.sequence_runs import cheapest_cut, greedy_cut
-from megatron_dta.core.tree import PrefixTree
+from megatron_dta.core.planning.segments.plan import SegmentPlan, plan_segments
+from megatron_dta.core.tree import PrefixTree, build_prefix_tree
+from megatron_dta.core.tree.concatenate import concatenate_forests
 
 # First fit also tries runs of at most the capacity divided by these numbers.
 PARTS = (2, 3, 4)
@@ -52,6 +55,24 @@ class Leaves:
     def of(cls, tree: PrefixTree) -> Leaves:
         nodes = np.flatnonzero(tree.node_subtree_end == np.arange(1, tree.num_nodes + 1))
         return cls(nodes, *path_lengths(tree, nodes))
+
+
+def plan_packs(sequences: Sequence[np.ndarray], capacity: int) -> SegmentPlan:
+    """Divide the sequences into trees of at most ``capacity`` tokens, each one segment, with few tokens in total."""
+    if not len(sequences):
+        return plan_segments(build_prefix_tree(sequences), capacity)
+    longest = max(len(sequence) for sequence in sequences)
+    if longest > capacity:
+        raise InputError(
+            f"--tree-segment-tokens {capacity} is less than the longest sequence ({longest} tokens), which --tree-mode "
+            f"packed must hold in one pack; raise it to {longest} or more, or use --tree-mode dta"
+        )
+    packs = pack_sequences(build_prefix_tree(sequences), capacity)
+    trees = [build_prefix_tree([sequences[i] for i in pack]) for pack in packs]
+    forest = concatenate_forests(trees, np.concatenate(packs))
+    segment_start = np.concatenate([[0], np.cumsum([tree.num_tokens for tree in trees])]).astype(np.int64)
+    parents = np.full(len(trees), -1, dtype=np.int32)
+    return SegmentPlan(tree=forest, segment_start=segment_start, segment_parent=parents, segment_tokens=capacity)
 
 
 def pack_sequences(tree: PrefixTree, capacity: int) -> list[np.ndarray]:

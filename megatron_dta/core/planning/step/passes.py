@@ -8,22 +8,22 @@ ops run depth first, nothing is sent, and nothing of ``pipeline`` but the schedu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_dta.core.planning.costs.memory_budget import ChunkTensors, MemoryBudget, peak_bytes
-from megatron_dta.core.planning.costs.model import CostModel
+from megatron_dta.core.planning.costs.model import DEFAULT_COSTS, CostModel
 from megatron_dta.core.planning.pipeline.schedule import (
     PipelineOp,
     PipelineSchedule,
     forward_only_pipeline,
     next_op_is_backward,
 )
-from megatron_dta.core.planning.segments.plan import SegmentPlan, SegmentTree
+from megatron_dta.core.planning.segments.plan import Op, OpKind, SegmentPlan, SegmentTree, depth_first_schedule
 from megatron_dta.core.planning.segments.recompute import kept_on_stages
-from megatron_dta.core.planning.segments.schedule import Op, allocate_slots, depth_first_schedule
+from megatron_dta.core.planning.segments.slots import allocate_slots
 
 if TYPE_CHECKING:
     from megatron_dta.core.planning.costs.state_bytes import StateBytes, StepStates
@@ -83,7 +83,7 @@ class PipelineShape:
     num_stages: int = 1
     num_model_chunks: int = 1
     layers: tuple[int, ...] = (1,)
-    cost_model: CostModel = field(default_factory=CostModel)
+    cost_model: CostModel = DEFAULT_COSTS
     max_in_flight_tokens: int | None = None
     memory: MemoryBudget | None = None
     is_measured: bool = False
@@ -146,17 +146,24 @@ def plan_passes(
         segment_edges: number of trained edges in each segment.
         kept: bool [num_segments], see ``plan_training_pass``.
     """
-    counts = segments.lengths, attention_pairs(segments), np.asarray(segment_edges)
-    training = plan_training_pass(segments, counts, kept, shape)
-    forward_only = forward_only_pipeline(segments.num_segments, shape.num_stages, shape.num_model_chunks)
     if shape.num_stages == 1:
-        return training, PassPlan(forward_only, [])
+        forwards = [PipelineOp(OpKind.FORWARD, segment) for segment in range(segments.num_segments)]
+        return _depth_first_pass(segments, kept), PassPlan(PipelineSchedule(1, 1, [forwards]), [])
     from megatron_dta.core.planning.pipeline.costs import PipelineCosts
     from megatron_dta.core.planning.pipeline.simulation import message_order, simulate
 
+    counts = segments.lengths, segments.attention_pairs, np.asarray(segment_edges)
+    training = plan_training_pass(segments, counts, kept, shape)
+    forward_only = forward_only_pipeline(segments.num_segments, shape.num_stages, shape.num_model_chunks)
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers)
     timeline = simulate(forward_only, segments.segment_parent, costs)
     return training, PassPlan(forward_only, message_order(forward_only, timeline), timeline)
+
+
+def _depth_first_pass(tree: SegmentTree, kept: np.ndarray) -> PassPlan:
+    """The training pass of a single stage."""
+    ops = [PipelineOp(kind, segment) for kind, segment in depth_first_schedule(tree)]
+    return PassPlan(PipelineSchedule(1, 1, [ops]), [], None, np.array(kept, dtype=bool, ndmin=2))
 
 
 def plan_training_pass(
@@ -170,8 +177,7 @@ def plan_training_pass(
             segment's backward right after its forward keeps them as well, because that is free.
     """
     if shape.num_stages == 1:
-        ops = [PipelineOp(kind, segment) for kind, segment in depth_first_schedule(tree)]
-        return PassPlan(PipelineSchedule(1, 1, [ops]), [], None, np.array(kept, dtype=bool, ndmin=2))
+        return _depth_first_pass(tree, kept)
     from megatron_dta.core.planning.pipeline.costs import PipelineCosts
     from megatron_dta.core.planning.pipeline.planner import plan_pipeline
     from megatron_dta.core.planning.pipeline.simulation import message_order, simulate
@@ -190,12 +196,6 @@ def plan_training_pass(
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~keeps)
     timeline = simulate(schedule, parents, costs)
     return PassPlan(schedule, message_order(schedule, timeline), timeline, keeps)
-
-
-def attention_pairs(segments: SegmentPlan) -> np.ndarray:
-    """Number of visible (query, key) pairs of each segment, int64 [num_segments]."""
-    sums = np.concatenate([[0], np.cumsum(segments.tree.position.astype(np.int64) + 1)])
-    return np.diff(sums[segments.segment_start])
 
 
 def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StageProgram:

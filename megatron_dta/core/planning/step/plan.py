@@ -26,16 +26,36 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_dta.core.planning.segments.ancestors import RootPaths, root_paths
-from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.segments.plan import RootPaths, SegmentPlan, root_paths
 from megatron_dta.core.planning.step.evaluate import StepChoice
-from megatron_dta.core.planning.step.loss_batches import LossBatch, make_loss_batches
 from megatron_dta.core.planning.step.passes import PassPlan, PipelineShape, plan_passes
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.tree import PrefixTree
 
 if TYPE_CHECKING:
     from megatron_dta.core.planning.segments.runs import SegmentRuns
+
+
+# Maximum number of elements of a loss batch: 1 MiB per field in float32. A longer sequence gets a batch of its own.
+MAX_ELEMENTS = 1 << 18
+# Below this area, padding costs less than another launch of the loss.
+FREE_ELEMENTS = 1 << 12
+
+
+@dataclass(frozen=True)
+class LossBatch:
+    """Sequences that complete in one segment and whose losses are computed in one call.
+
+    A loss is written for the trained tokens of one sequence, with time as the last axis; a batch adds a leading axis.
+    The rectangle costs padding, so it holds sequences of similar length and its area is bounded.
+
+    Attributes:
+        sequences: int64 [B].
+        pair_index: int64 [B, T], the pair of each token, in sequence order; P, the number of pairs, marks padding.
+    """
+
+    sequences: np.ndarray
+    pair_index: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -157,7 +177,7 @@ def plan_segmented_step(
         segment_rows=segment_rows.astype(np.int64),
         segment_edges=segment_edges.astype(np.int64),
         segment_pairs=segment_pairs,
-        loss_batches=make_loss_batches(sequence_pairs, completed_in, segments.num_segments),
+        loss_batches=_loss_batches(sequence_pairs, completed_in, segments.num_segments),
         paths=root_paths(segments),
         memory_tokens=choice.memory_tokens,
         activation_tokens=activation_tokens,
@@ -183,3 +203,34 @@ def _edges(tree: PrefixTree, pair_child: np.ndarray) -> tuple[np.ndarray, np.nda
     edge_of_child = np.full(tree.num_tokens, -1, dtype=np.int64)
     edge_of_child[child] = np.arange(len(child))
     return child, edge_row, np.flatnonzero(is_row), edge_of_child[pair_child]
+
+
+def _loss_batches(sequence_pairs: np.ndarray, completed_in: np.ndarray, num_segments: int) -> list[list[LossBatch]]:
+    """Make the loss batches of every segment.
+
+    Args:
+        sequence_pairs: int64 [Q + 1], offsets of each sequence's pairs.
+        completed_in: int64 [Q], segment that holds each sequence's last row.
+    """
+    lengths = np.diff(sequence_pairs)
+    batches: list[list[LossBatch]] = [[] for _ in range(num_segments)]
+    order = np.lexsort((-lengths, completed_in))
+    begin = 0
+    for end in range(1, len(order) + 1):
+        if end < len(order) and _fits(lengths, completed_in, order[begin], order[end], end - begin + 1):
+            continue
+        chosen = order[begin:end]
+        steps = np.arange(lengths[chosen[0]])
+        index = sequence_pairs[chosen][:, None] + steps
+        index[steps >= lengths[chosen][:, None]] = sequence_pairs[-1]
+        batches[completed_in[chosen[0]]].append(LossBatch(chosen.astype(np.int64), index))
+        begin = end
+    return batches
+
+
+def _fits(lengths: np.ndarray, completed_in: np.ndarray, first: int, candidate: int, count: int) -> bool:
+    """Whether ``candidate`` may join the rectangle whose first and longest sequence is ``first``."""
+    if completed_in[first] != completed_in[candidate]:
+        return False
+    area = int(lengths[first]) * count
+    return area <= FREE_ELEMENTS or (area <= MAX_ELEMENTS and 2 * lengths[candidate] >= lengths[first])

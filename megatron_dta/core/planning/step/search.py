@@ -1,4 +1,13 @@
-"""Searches the segment size S and the budget M of tokens in flight for a step on a single stage.
+"""Chooses segment size, tokens in flight and recomputed segments of a step on a single stage by predicted time.
+
+None of these choices changes the result of a step. The planner takes the fastest predicted plan that fits the memory of
+a rank. With segments of S tokens and a budget of M tokens in flight:
+
+    larger S     fewer launches and fewer reads of the weights, but more activations of the running segment
+    larger M     fuller segments, but keys, values and kept activations of more tokens
+    recompute    a second forward of some segments (``recompute``), which saves their activations
+
+Pairs of S and M are searched.
 
 Planning one pair (S, M) takes milliseconds, and all planning may take only a small share of the step. The number of
 trials therefore follows from the predicted step time. Trials are counted and not timed, so that all ranks choose the
@@ -17,17 +26,25 @@ a smaller one makes less full segments, a larger one recomputes more forwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_dta.core.planning.segments.cut import STRATEGIES, default_memory_tokens, plan_segments
-from megatron_dta.core.planning.segments.merge_small import merge_small_segments
+from megatron_dta.core.planning.segments.plan import (
+    STRATEGIES,
+    SegmentPlan,
+    default_memory_tokens,
+    plan_segments,
+    segment_parents,
+)
 from megatron_dta.core.planning.step.evaluate import StepChoice, evaluate_plan, out_of_memory_error, with_peak
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.tree import PrefixTree
 
+# Segment sizes to try if none is given, and the size to use if costs were not measured.
+SIZES = (8192, 6656, 5376, 4352, 3584, 2816, 2048, 1536, 1024, 768, 512, 256)
+DEFAULT_SEGMENT_TOKENS = 2048
 # Without a limit in bytes, larger segments get the default budget of segments of this size.
 UNLIMITED_SEGMENT_TOKENS = 2048
 # The first phase ends after this many sizes that are slower than the best.
@@ -46,6 +63,35 @@ FULL_PLAN_TRIALS = 2
 BUDGET_STEP = 1 / 16
 SIZE_STEP = 1 / 16
 GRANULE = 64
+# A merged segment may exceed ``segment_tokens`` by this share. Maximum number of merges, and maximum number of pairs of
+# neighbours that are tried for each, shortest segment first.
+EXTRA_LENGTH = 1 / 16
+MAX_TRIES = 32
+
+
+def choose_step(
+    tree: PrefixTree, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape, budget: StepBudget
+) -> StepChoice:
+    """Choose the fastest plan over ``tree``. The choice is deterministic, so all ranks of a replica agree.
+
+    Args:
+        loss_masks: see ``segment_counts``.
+        shape: cost model and memory of the stage. Bytes are limited only if it has a memory budget.
+        budget: fixed values; segment_tokens and memory_tokens are chosen where they are None.
+
+    Raises:
+        InputError: no plan fits into the memory (the message says how many bytes are missing), or an argument that
+            ``plan_segments`` refuses.
+    """
+    sizes = [budget.segment_tokens] if budget.segment_tokens else list(useful_sizes(SIZES, tree, shape))
+    return StepSearch(tree, loss_masks, shape, budget).choose(sizes)
+
+
+def useful_sizes(sizes: Sequence[int], tree: PrefixTree, shape: PipelineShape) -> Iterator[int]:
+    """The sizes worth trying: of those that hold all tokens in one segment, only the smallest."""
+    for size, smaller in zip(sizes, [*sizes[1:], 0], strict=True):
+        if smaller * shape.context_size < tree.num_tokens or not smaller:
+            yield size * shape.context_size
 
 
 @dataclass
@@ -196,3 +242,42 @@ class StepSearch:
                 self.shape.memory, 0, self.missing, self.tree, least_size, self.limits.memory_tokens
             )
         return with_peak(best, self.shape)
+
+
+def merge_small_segments(plan: SegmentPlan, memory_tokens: int) -> SegmentPlan:
+    """Merge short segments with their neighbours, up to ``1 + EXTRA_LENGTH`` times ``plan.segment_tokens`` tokens.
+
+    Every forward has a minimum time, which the host needs to launch its kernels. Any cut of the stream is a valid plan;
+    only the tokens in flight change.
+
+    Args:
+        plan: the segments.
+        memory_tokens: maximum number of tokens in flight. A plan that already exceeds it may not get more than it has.
+
+    Returns:
+        The merged plan. Its ``segment_tokens`` is larger than that of ``plan`` if one of its segments is.
+    """
+    limit = int(plan.segment_tokens * (1 + EXTRA_LENGTH))
+    most = max(memory_tokens, plan.peak_in_flight_tokens)
+    for _ in range(MAX_TRIES):
+        merged = _merge_one(plan, limit, most)
+        if merged is None:
+            break
+        plan = merged
+    longest = int(plan.lengths.max(initial=0))
+    if longest <= plan.segment_tokens:
+        return plan
+    return SegmentPlan(plan.tree, plan.segment_start, plan.segment_parent, longest)
+
+
+def _merge_one(plan: SegmentPlan, limit: int, most: int) -> SegmentPlan | None:
+    """The first merge that fits, by the length of the shorter neighbour; None if none does."""
+    lengths = plan.lengths
+    fits = np.flatnonzero(lengths[:-1] + lengths[1:] <= limit)
+    shorter = np.minimum(lengths[fits], lengths[fits + 1])
+    for first in fits[np.argsort(shorter, kind="stable")][:MAX_TRIES].tolist():
+        starts = np.delete(plan.segment_start, first + 1)
+        merged = SegmentPlan(plan.tree, starts, segment_parents(plan.tree, starts), plan.segment_tokens)
+        if merged.peak_in_flight_tokens <= most:
+            return merged
+    return None

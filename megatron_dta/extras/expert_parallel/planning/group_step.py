@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.planning.costs.segment_counts import segment_counts
-from megatron_dta.core.planning.segments.cut import default_in_flight
-from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.costs.model import segment_counts
+from megatron_dta.core.planning.plan_step import plan_forest
+from megatron_dta.core.planning.segments.plan import SegmentPlan, default_in_flight
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
-from megatron_dta.core.planning.step.modes import plan_forest
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import (
     MergedSegmentTree,

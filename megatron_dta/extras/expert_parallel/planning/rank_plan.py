@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dta.core.planning.segments.runs import ForkCounts
-from megatron_dta.core.planning.step.passes import PipelineShape, attention_pairs
+from megatron_dta.core.planning.step.passes import PipelineShape
 from megatron_dta.core.planning.step.plan import StepPlan
 from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import MergedSegmentTree, SegmentForest
 
@@ -40,7 +40,7 @@ class RankPlan:
         segments = step.segments
         return cls(
             SegmentForest(segments.segment_parent, segments.lengths),
-            attention_pairs(segments).tolist(),
+            segments.attention_pairs.tolist(),
             np.diff(step.segment_edges).tolist(),
             step.memory_tokens,
             (math.inf,) if memory is None else tuple(memory.available(stage) for stage in range(shape.num_stages)),

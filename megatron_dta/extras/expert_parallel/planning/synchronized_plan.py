@@ -20,7 +20,7 @@ import numpy as np
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.schedule import PipelineSchedule, forward_only_pipeline
 from megatron_dta.core.planning.pipeline.simulation import message_order, simulate
-from megatron_dta.core.planning.segments.ancestors import RootPaths
+from megatron_dta.core.planning.segments.plan import RootPaths
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
 from megatron_dta.core.planning.step.passes import PassPlan, PipelineShape, plan_training_pass
 from megatron_dta.core.planning.step.plan import StepPlan

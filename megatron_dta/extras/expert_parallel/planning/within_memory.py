@@ -15,10 +15,11 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.pipeline.choice import shares_and_limits
+from megatron_dta.core.planning.segments.plan import depth_first_schedule
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
 from megatron_dta.core.planning.segments.runs import ForkCounts
-from megatron_dta.core.planning.segments.schedule import allocate_slots, depth_first_schedule
-from megatron_dta.core.planning.step.choice import shares_and_limits
+from megatron_dta.core.planning.segments.slots import allocate_slots
 from megatron_dta.core.planning.step.evaluate import StageTensors, keep_within, out_of_memory_error
 from megatron_dta.core.planning.step.passes import (
     PassPlan,

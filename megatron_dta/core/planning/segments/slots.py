@@ -1,11 +1,8 @@
-"""Orders the forwards and backwards of segments as a list of ops, and allocates slots for their keys and values.
+"""Allocates slots for the keys and values of segments, for any schedule of forwards and backwards.
 
 A segment's forward needs its ancestors' keys and values. Its backward needs its descendants' gradients with respect to
-its own keys and values. Running the forwards in preorder, and each backward as soon as the backwards of all its
-children are done, therefore keeps one path of the segment tree in flight.
-
-An op list is data: the executor follows it, and slots are assigned from it before the step begins. The allocation only
-uses the lifetime of each segment, so it serves any order that respects these dependencies.
+its own keys and values. An op list is data: the executor follows it, and slots are assigned from it before the step
+begins. The allocation only uses the lifetime of each segment, so it serves any order that respects these dependencies.
 
 Example: segments 1 and 2 are children of segment 0, with 3, 4 and 2 tokens. The schedule is F0 F1 B1 F2 B2 B0. Segment
 0 takes slots 0 to 2 and segment 1 takes slots 3 to 6; segment 2 starts at slot 3 again, so 7 slots suffice.
@@ -15,51 +12,24 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from enum import Enum
-from typing import NamedTuple
 
 import numpy as np
 
-from megatron_dta.core.planning.segments.plan import SegmentPlan
-
-
-class OpKind(Enum):
-    FORWARD = "F"
-    BACKWARD = "B"
-
-
-class Op(NamedTuple):
-    """One step of a schedule."""
-
-    kind: OpKind
-    segment: int
-
-
-def depth_first_schedule(plan: SegmentPlan) -> list[Op]:
-    """The schedule with one root path in flight: forwards in preorder, backwards as soon as all children's are done."""
-    ops: list[Op] = []
-    path: list[int] = []
-    for segment, parent in enumerate(plan.segment_parent.tolist()):
-        while path and path[-1] != parent:
-            ops.append(Op(OpKind.BACKWARD, path.pop()))
-        ops.append(Op(OpKind.FORWARD, segment))
-        path.append(segment)
-    ops.extend(Op(OpKind.BACKWARD, segment) for segment in reversed(path))
-    return ops
+from megatron_dta.core.planning.segments.plan import Op, OpKind, SegmentTree
 
 
 def allocate_slots(
-    plan: SegmentPlan, schedule: Sequence[Op], sizes: np.ndarray | None = None
+    tree: SegmentTree, schedule: Sequence[Op], sizes: np.ndarray | None = None
 ) -> tuple[np.ndarray, int]:
     """Allocate slots for keys and values, one per token, so that segments alive at the same time never overlap.
 
     A segment is alive from its forward to its backward. If the schedule has no backward for it, it is alive until the
     last forward among its descendants. Each segment takes the lowest free run that holds it (first fit). For
-    depth-first schedules this is a stack: a segment begins where its parent ends, and the number of slots is the plan's
+    depth-first schedules this is a stack: a segment begins where its parent ends, and the number of slots is the
     peak of tokens in flight.
 
     Args:
-        plan: the segments.
+        tree: the segments.
         schedule: every segment's forward once, and its backward at most once. Segments without tokens need no slots
             and may be left out.
         sizes: slots of each segment, int64 [num_segments]; None for one per token. Segments of size 0 get slot 0.
@@ -70,8 +40,8 @@ def allocate_slots(
     Raises:
         ValueError: the schedule runs an op twice, lacks a forward, or runs an op before another that it depends on.
     """
-    ends_with = _last_uses(plan, schedule)
-    sizes = plan.lengths if sizes is None else sizes
+    ends_with = _last_uses(tree, schedule)
+    sizes = tree.lengths if sizes is None else sizes
     slot_start = np.where(sizes > 0, -1, 0).astype(np.int64)
     slots = _FreeSlots()
     lengths = sizes.tolist()
@@ -84,21 +54,21 @@ def allocate_slots(
     return slot_start, slots.num_slots
 
 
-def _last_uses(plan: SegmentPlan, schedule: Sequence[Op]) -> list[list[int]]:
+def _last_uses(tree: SegmentTree, schedule: Sequence[Op]) -> list[list[int]]:
     """The segments whose lifetime ends with each op; raises ValueError if the schedule is invalid."""
-    parents = plan.segment_parent.tolist()
+    parents = tree.segment_parent.tolist()
     never = len(schedule)
-    forward_at, backward_at = [never] * plan.num_segments, [never] * plan.num_segments
+    forward_at, backward_at = [never] * tree.num_segments, [never] * tree.num_segments
     for at, (kind, segment) in enumerate(schedule):
         times = forward_at if kind is OpKind.FORWARD else backward_at
         if times[segment] != never:
             raise ValueError(f"the schedule runs {kind.value}({segment}) twice")
         times[segment] = at
     last_use = list(forward_at)
-    for segment in range(plan.num_segments - 1, -1, -1):
+    for segment in range(tree.num_segments - 1, -1, -1):
         parent = parents[segment]
         if forward_at[segment] == never:
-            if plan.lengths[segment] == 0:
+            if tree.lengths[segment] == 0:
                 continue
             raise ValueError(f"the schedule lacks F({segment})")
         if parent >= 0 and forward_at[parent] > forward_at[segment]:

@@ -1,15 +1,8 @@
-"""Chooses the segment size, the tokens in flight and the recomputed segments of a step by predicted time.
+"""Chooses the segments of a step on a pipeline and the activations that they keep, by predicted time.
 
-None of these choices changes the result of a step. The planner takes the fastest predicted plan that fits the memory of
-a rank. With segments of S tokens and a budget of M tokens in flight:
-
-    larger S     fewer launches and fewer reads of the weights, but more activations of the running segment
-    larger M     fuller segments, but keys, values and kept activations of more tokens
-    recompute    a second forward of some segments (``recompute``), which saves their activations
-
-On a single stage, pairs of S and M are searched (``StepSearch``). For a pipeline, each candidate is scheduled and
-simulated, and its memory is the largest amount that any stage holds at once in that schedule. Where its busiest stage
-would still wait, shorter segments are tried too: they fill and drain the pipeline sooner.
+Each candidate is scheduled and simulated, and its memory is the largest amount that any stage holds at once in that
+schedule. Where its busiest stage would still wait, shorter segments are tried too: they fill and drain the pipeline
+sooner.
 """
 
 from __future__ import annotations
@@ -17,59 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_dta.core.planning.costs.segment_counts import segment_counts
-from megatron_dta.core.planning.segments.cut import default_memory_tokens
-from megatron_dta.core.planning.segments.plan import SegmentPlan
+from megatron_dta.core.planning.costs.model import segment_counts
+from megatron_dta.core.planning.costs.state_bytes import StepStates
+from megatron_dta.core.planning.pipeline.segments import plan_pipeline_segments, rounded, tokens_of_floor
+from megatron_dta.core.planning.segments.plan import SegmentPlan, default_memory_tokens
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
-from megatron_dta.core.planning.step.evaluate import StepChoice, evaluate_plan, out_of_memory_error, with_peak
+from megatron_dta.core.planning.segments.runs import SegmentRuns
+from megatron_dta.core.planning.step.evaluate import StepChoice, out_of_memory_error
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget, plan_passes, stage_peak_bytes
-from megatron_dta.core.planning.step.search import StepSearch
+from megatron_dta.core.planning.step.search import DEFAULT_SEGMENT_TOKENS, useful_sizes
 from megatron_dta.core.tree import PrefixTree
 
-if TYPE_CHECKING:
-    from megatron_dta.core.planning.segments.runs import SegmentRuns
-
-# Segment sizes to try if none is given, and the size to use if costs were not measured.
-SIZES = (8192, 6656, 5376, 4352, 3584, 2816, 2048, 1536, 1024, 768, 512, 256)
+# Segment sizes to try if none is given.
 PIPELINE_SIZES = (4096, 2048, 1024, 512)
-DEFAULT_SEGMENT_TOKENS = 2048
 # Shares of the tokens in flight whose activations are kept; a pipeline tries them in turn.
 KEPT_SHARES = (1.0, 0.7, 0.4, 0.0)
 # If the busiest stage of a pipeline computes for less than this share of the step, segments that are shorter by these
 # factors are tried as well.
 BUSY_ENOUGH = 0.95
 SHORTER = (0.75, 0.5)
-
-
-def choose_step(
-    tree: PrefixTree, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape, budget: StepBudget
-) -> StepChoice:
-    """Choose the fastest plan over ``tree``. The choice is deterministic, so all ranks of a replica agree.
-
-    Args:
-        loss_masks: see ``segment_counts``.
-        shape: stages, cost model and memory. Bytes are limited only if it has a memory budget.
-        budget: fixed values; segment_tokens and memory_tokens are chosen where they are None.
-
-    Raises:
-        InputError: no plan fits into the memory (the message says how many bytes are missing), or an argument that
-            ``plan_segments`` refuses.
-    """
-    if shape.num_stages > 1:
-        return _for_pipeline(tree, loss_masks, shape, budget)
-    sizes = [budget.segment_tokens] if budget.segment_tokens else list(_useful_sizes(SIZES, tree, shape))
-    return StepSearch(tree, loss_masks, shape, budget).choose(sizes)
-
-
-def _useful_sizes(sizes: Sequence[int], tree: PrefixTree, shape: PipelineShape) -> Iterator[int]:
-    """The sizes worth trying: of those that hold all tokens in one segment, only the smallest."""
-    for size, smaller in zip(sizes, [*sizes[1:], 0], strict=True):
-        if smaller * shape.context_size < tree.num_tokens or not smaller:
-            yield size * shape.context_size
 
 
 class _Candidate(NamedTuple):
@@ -85,12 +48,10 @@ class _Candidate(NamedTuple):
     segments: SegmentPlan
 
 
-def _for_pipeline(
+def choose_pipeline_step(
     tree: PrefixTree, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape, limits: StepBudget
 ) -> StepChoice:
-    """``choose_step`` for several stages."""
-    from megatron_dta.core.planning.pipeline.segments import plan_pipeline_segments, rounded, tokens_of_floor
-
+    """The fastest plan over ``tree`` on several stages; arguments and errors as in ``choose_step``."""
     stages, longest = shape.num_stages, int(tree.sequence_lengths.max(initial=0))
     at_floor = tokens_of_floor(shape.cost_model)
 
@@ -106,7 +67,7 @@ def _for_pipeline(
     elif shape.memory is None and not shape.is_measured:
         sizes = [DEFAULT_SEGMENT_TOKENS * shape.context_size]
     else:
-        sizes = _useful_sizes(PIPELINE_SIZES, tree, shape)
+        sizes = useful_sizes(PIPELINE_SIZES, tree, shape)
     candidates = []
     for size in sizes:
         budgets = [limits.memory_tokens or default_memory_tokens(tree, size)]
@@ -174,8 +135,6 @@ def _attempts(
     segments: SegmentPlan, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape, memory_tokens: int
 ) -> Iterator[StepChoice]:
     """Pipeline plans that keep fewer and fewer activations; the last one holds only one path in flight."""
-    from megatron_dta.core.planning.segments.runs import SegmentRuns
-
     path, edges = segments.peak_in_flight_tokens, segment_counts(segments, loss_masks)[2]
     runs = SegmentRuns.of(segments) if shape.memory.has_states else None
     forks = None if runs is None else [runs.counts]
@@ -206,8 +165,6 @@ def _least_bytes(
     segments: SegmentPlan, runs: SegmentRuns | None, kept: np.ndarray, shape: PipelineShape, stage: int
 ) -> float:
     """Lower bound on a stage's bytes for any schedule: the heaviest root path, in the backward of its last segment."""
-    from megatron_dta.core.planning.costs.state_bytes import StepStates
-
     lengths, parents = segments.lengths.tolist(), segments.segment_parent.tolist()
     fixed = pools = peak = 0.0
     for virtual_stage in range(stage, len(shape.layers), shape.num_stages):
@@ -227,22 +184,11 @@ def _least_bytes(
     return fixed + pools + peak
 
 
-def choose_kept_of(
-    segments: SegmentPlan,
-    loss_masks: Sequence[np.ndarray] | None,
-    shape: PipelineShape,
-    activation_tokens: int | None = None,
+def choose_kept_on_stages(
+    segments: SegmentPlan, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape
 ) -> StepChoice:
-    """Choose the kept activations of given segments, for example of packs."""
-    if shape.memory is None:
-        return StepChoice(segments, choose_kept_segments(segments, activation_tokens, shape.num_stages), 0, np.nan)
-    if shape.num_stages == 1:
-        choice, _, missing = evaluate_plan(segments, loss_masks, shape, 0)
-        stage = 0
-        if choice is not None:
-            choice = with_peak(choice, shape)
-    else:
-        choice, missing, stage = _within_memory(segments, loss_masks, shape, 0)
+    """Choose the kept activations of given segments, for example of packs, within the memory of every stage."""
+    choice, missing, stage = _within_memory(segments, loss_masks, shape, 0)
     if choice is None:
         raise out_of_memory_error(shape.memory, stage, missing, segments.tree, segments.segment_tokens, None)
     return choice
