@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +20,6 @@ from conftest import seed_all
 from forked import Program, run_python, run_ranks
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
-from megatron_dta.extras.teachers.array_message import pack
 
 MODEL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 13 --max-position-embeddings 64 --swiglu"
 STYLE = "--disable-bias-linear --qk-layernorm --rotary-base 100 --seed 3"
@@ -84,25 +81,17 @@ def test_meshes_agree(kind: str, task: Path, tmp_path: Path) -> None:
                 assert row[metric] == pytest.approx(wanted[metric], rel=1e-4, abs=1e-6), (name, metric)
 
 
-def test_a_teacher_alone_and_refusals(task: Path, tmp_path: Path) -> None:
-    """Without rewards the divergence falls; unknown names and other vocabularies are refused in a line."""
+def test_a_teacher_alone(task: Path, tmp_path: Path) -> None:
+    """Without rewards the divergence falls; an unknown name is refused in a line."""
     done = run_python(command(task, "full-vocabulary", tmp_path / "alone", "--teacher-only", "--lr", "3e-3"))
     assert done.returncode == 0, done.stderr
     divergences = [row["teacher_kl"] for row in rows(tmp_path / "alone")]
     assert divergences[-1] < divergences[0]
-    for changes, says in (
-        (["--teacher-load-hf", f"c={task}/a", "--train-iters", "1"], "is not one of --teacher-load-hf: c"),
-        (["--teacher-load-hf", f"a={task}/b"], "give NAME=FOLDER, each name once"),
-        (["--vocab-size", "14"], "has a vocabulary of 13 and the policy of 14"),
-        (["--objective", "sft"], "--teacher-load-hf needs a policy gradient"),
-    ):
-        arguments = command(task, "full-vocabulary", tmp_path / "refused", *changes)
-        if "c=" in changes[1]:
-            start = arguments.index("--teacher-load-hf")
-            del arguments[start : start + 3]
-        refused = run_python(arguments)
-        assert refused.returncode == 2, refused.stderr
-        assert says in refused.stderr
+    arguments = command(task, "full-vocabulary", tmp_path / "refused", "--train-iters", "1")
+    start = arguments.index("--teacher-load-hf")
+    refused = run_python([*arguments[:start], "--teacher-load-hf", f"c={task}/a", *arguments[start + 3 :]])
+    assert refused.returncode == 2, refused.stderr
+    assert "is not one of --teacher-load-hf: c" in refused.stderr
 
 
 def test_a_teacher_with_a_mesh_of_its_own(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,33 +108,6 @@ def test_a_teacher_with_a_mesh_of_its_own(task: Path, tmp_path: Path, monkeypatc
             for row, wanted in zip(rows(tmp_path / mesh[0]), rows(tmp_path / "local"), strict=True):
                 for metric in ("loss", "grad_norm", "teacher_kl"):
                     assert row[metric] == pytest.approx(wanted[metric], rel=1e-5, abs=1e-6), metric
-            if "tensor" in mesh[0]:
-                check_refusals(url)
-
-
-def check_refusals(url: str) -> None:
-    """Bad messages and keys are answered; the teacher goes on."""
-
-    def post(path: str, body: bytes, key: str = "a key of enough characters") -> tuple[int, str]:
-        request = urllib.request.Request(url + path, body, {"authorization": f"Bearer {key}"})
-        try:
-            with urllib.request.urlopen(request, timeout=30) as reply:
-                return reply.status, ""
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())["error"]["message"]
-
-    good = {
-        "token_ids": np.array([1, 2, 3], np.int32),
-        "lengths": np.array([3]),
-        "loss_mask": np.array([False, True, True]),
-    }
-    assert post("/v1/logprobs", pack(good)) == (200, "")
-    status, message = post("/v1/rows", pack(good | {"token_ids": np.array([1, 2, 13], np.int32)}))
-    assert (status, message[:27]) == (400, "token_ids: must be in [0, 1")
-    for body in (b"", b"x" * 1000, pack(good)[:-1], b'{"arrays":[["a","object",[1]]]}\n' + b"0" * 8):
-        assert post("/v1/logprobs", body)[0] == 400
-    assert post("/v1/logprobs?temperature=nan", pack(good))[0] == 400
-    assert post("/v1/logprobs", pack(good), "wrong")[0] == 401
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(folder, run):
     _compare(rows_without_timing(folder / run), rows_without_timing(folder / "stored-1"))
 
 
-SAMPLED_RUNS = ["sampled-tp2", "sampled-dp2", "sharded-dp2", "sampled-cp2", "sampled-tp2-dp2"]
+SAMPLED_RUNS = ["sampled-tp2", "sampled-dp2", "sharded-dp2", "sampled-cp2"]
 
 
 @pytest.mark.parametrize("run", SAMPLED_RUNS)

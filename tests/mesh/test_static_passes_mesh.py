@@ -17,8 +17,8 @@ from decode_layer_cases import MODELS, few_parts, fused_model, passes, small_par
 from decode_mesh_cases import Job, build_on
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from mesh_worker import named_parameters, run_on_ranks
-from rollout_forest import NEVER, Drive, assert_same, run_forest, started
-from sampling_cases import random_prompts, sampling_config
+from rollout_forest import Drive, assert_same, run_forest, started
+from sampling_cases import sampling_config
 from speculation_exact_cases import suffix_drafting
 from triton_device import interpreter
 
@@ -117,34 +117,3 @@ def test_static_passes_give_the_samples_of_one_process(tmp_path):
         for request_id in expected:
             first, other = (rank[name][0][request_id][1] for rank in ranks)
             assert np.array_equal(first.logprobs, other.logprobs)
-
-
-def moved_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor]]) -> list[tuple[int, list]]:
-    """The weights of one rank move, and then nobody's."""
-    from megatron_dta.sampling.interface import GenerationRequest, generate
-
-    model = build_on(*argument, MESHES["tp2"])
-    prompts = random_prompts(np.random.default_rng(3), [4, 4])
-    requests = [GenerationRequest(i, prompt, 6, i) for i, prompt in enumerate(prompts)]
-    results = []
-    with small_parts():
-        engine = started(model, NEVER, attention_impl="triton", static_passes=True)
-        for move in (None, 1, None):
-            if rank == move:
-                parameter = next(model.parameters())
-                parameter.data = parameter.data.clone()
-            engine.start(NEVER, 4)
-            tokens = [result.token_ids.tolist() for result in generate(engine, requests)]
-            results.append((engine._steps.captures, tokens))
-    return results
-
-
-@interpreter
-def test_ranks_capture_again_together(tmp_path):
-    model = fused_model("QK-norm", num_layers=1)
-    config = replace(config_of("QK-norm"), num_layers=1)
-    ranks = run_on_ranks(moved_on_rank, (config, weights_of(model)), 2, tmp_path / "mesh")
-    assert ranks[0] == ranks[1]
-    captures = [count for count, _ in ranks[0]]
-    assert captures[0] < captures[1] == captures[2]
-    assert ranks[0][0][1] == ranks[0][1][1] == ranks[0][2][1]

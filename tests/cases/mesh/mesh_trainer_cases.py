@@ -1,4 +1,4 @@
-"""Training commands on one, two and four processes, and comparisons of their metrics and weights."""
+"""Training commands on one and two processes, and comparisons of their metrics and weights."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def train_on_rank(rank: int, jobs: list[tuple[str, str | None]]) -> list[dict[st
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Holds what runs on one, two and four processes have left behind."""
+    """Holds what runs on one and two processes have left behind."""
     path = tmp_path_factory.mktemp("runs")
     rollouts = make_rollouts(seed_all(3), 12, 4)
     write_rollouts(path / "train.jsonl", rollouts)
@@ -102,8 +102,7 @@ def folder(tmp_path_factory) -> Path:
         job("moved", half, SP),
         job("moved", stored),
     ]
-    fours = [job("sampled-tp2-dp2", SAMPLED, TP)]
-    for jobs, world_size in ((on_one_rank, 1), (twos, 2), (fours, 4)):
+    for jobs, world_size in ((on_one_rank, 1), (twos, 2)):
         for rank in run_on_ranks(train_on_rank, jobs, world_size, path / f"ranks-{world_size}"):
             expected = [2 if cut or "--train-iters 2" in name else 4 for name, cut in jobs]
             assert [run["iteration"] for run in rank] == expected

@@ -206,23 +206,6 @@ def test_only_the_first_path_trains_a_shared_token(case, aggregation):
     assert len(ratios) == sum(int(kept.sum()) for kept in keep)
 
 
-def test_metrics_are_means_over_what_counts(case):
-    model, weights, samples = case
-    expected = {}
-
-    def note(sequences: list[Alone]) -> Tensor:
-        ratios = torch.cat([(s.logprobs - s.old).exp() for s in sequences]).detach()
-        gaps = torch.cat([(s.logprobs - s.rollout).abs() for s in sequences]).detach()
-        expected.update(ratio=ratios.mean(), ratio_max=ratios.max(), sampler_logprob_gap=gaps.mean())
-        expected["sampler_logprob_gap_max"] = gaps.max()
-        return sequences[0].logprobs.sum()
-
-    reference_gradients(model, weights, samples, note)
-    result, _ = train(case, {}, CUTS[2])
-    for name, value in expected.items():
-        assert float(result.metrics[name]) == pytest.approx(float(value), rel=1e-12), name
-
-
 # -------------------------------------------------------------------------------------------------------------- meshes
 
 PAIRS = np.array([[0, 1], [2, 0], [3, 5], [4, 7]])

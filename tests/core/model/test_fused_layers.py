@@ -137,15 +137,6 @@ def test_auto_takes_triton_on_a_gpu_for_what_it_takes():
         choose_fused_layers("liger", torch.float32, CUDA)
 
 
-def test_triton_on_a_cpu_is_refused_but_for_the_interpreter(monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choose_fused_layers("triton", torch.float32, CPU)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(InputError, match="fused_layer_impl triton needs a CUDA GPU; use auto or reference"):
-        choose_fused_layers("triton", torch.float32, CPU)
-
-
 @interpreter
 def test_tensor_and_sequence_parallelism_equal_one_process(tmp_path):
     pytest.importorskip("triton")

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import seed_all
 from dta_kernels.layers.weight_gradients import add_row_gradients, add_weight_gradient, gradient_placeholder
 from dta_kernels.logprobs.linear import linear_logprobs
 from linear_logprobs_cases import chunks_of
+from live_bytes import LiveBytes
 from main_grad_cases import (
     BY_AUTOGRAD,
     DIRECT,
@@ -139,31 +139,6 @@ def test_sums_equal_their_slow_twins(rows, dtype):
     torch.testing.assert_close(rows_found.double(), rows_wanted, rtol=tolerance, atol=tolerance)
 
 
-class _Memory(TorchDispatchMode):
-    """Most bytes of tensors, made while it is active, that were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive, self.peak, self.largest = {}, 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        inputs = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
-        outputs = function(*args, **(kwargs or {}))
-        for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in inputs:
-                storage = tensor.untyped_storage()
-                self.alive[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes()
-                self.largest = max(self.largest, storage.nbytes())
-        if self._sum() > self.peak:
-            gc.collect()  # what Triton's interpreter leaves in cycles
-            self.peak = max(self.peak, self._sum())
-        return outputs
-
-    def _sum(self) -> int:
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        return sum(size for _, size in self.alive.values())
-
-
 @interpreter
 @pytest.mark.parametrize("with_buffer", [True, False])
 def test_memory_of_the_logprob_op(with_buffer):
@@ -179,12 +154,11 @@ def test_memory_of_the_logprob_op(with_buffer):
     chunks, buffer = chunks_of(rows, edge_row, chunk_rows), torch.zeros(vocabulary, width)
     gradient_placeholder(weight)  # made once
     gc.freeze()
-    with _Memory() as memory:
+    with LiveBytes() as memory:
         outputs = linear_logprobs(
             hidden, weight, edge_row, target, chunks, TEMPERATURE, True, buffer if with_buffer else None
         )
         torch.autograd.grad(outputs, (hidden, weight), [torch.ones_like(x) for x in outputs])
-    chunk, of_rows, of_weight = 4 * (chunk_rows + 1) * vocabulary, 4 * rows * width, 4 * vocabulary * width
-    assert memory.largest == (chunk if with_buffer else of_weight)
-    assert chunk + of_rows <= memory.peak
-    assert (memory.peak <= chunk + 2 * of_rows) == with_buffer
+    chunk, of_rows = 4 * (chunk_rows + 1) * vocabulary, 4 * rows * width
+    assert chunk + of_rows <= memory.most
+    assert (memory.most <= chunk + 2 * of_rows) == with_buffer

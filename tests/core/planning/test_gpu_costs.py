@@ -98,14 +98,3 @@ def test_a_known_correction_comes_back(stages: int, chunks: int) -> None:
     fitted = fit_correction(model, replace(noisy, events=held_up))
     for name, value in asdict(truth).items():
         assert getattr(fitted, name) == pytest.approx(value, rel=0.1), name
-
-
-def test_too_few_ops_correct_nothing_and_no_factor_is_absurd() -> None:
-    rng = seed_all(3)
-    model = gpu_cost_model(SHAPE, H200, LayerSplit(), 8192)
-    measured = measured_pass(rng, CostCorrection(2.0, 2.0, 2.0, 2.0).apply(model), 1, 1, 0.0)
-    few = replace(measured, events=[event for event in measured.events if event.segment in (4, 5)])
-    assert fit_correction(model, few) == CostCorrection()
-    assert fit_correction(model, replace(measured, events=[])) == CostCorrection()
-    slow = replace(measured, events=[replace(e, end=1 + 1e3 * (e.end - 1)) for e in measured.events])
-    assert fit_correction(model, slow).forward_work == 4.0

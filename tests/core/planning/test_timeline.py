@@ -98,13 +98,8 @@ def test_a_trace_has_a_process_for_the_plan_and_the_execution(tmp_path: Path) ->
     ("content", "message"),
     [
         ("[", "is not a JSON file"),
-        ("[" * 200_000, "is not a JSON file"),
-        ("[]", "is not a timeline"),
         ("{}", "KeyError: 'traceEvents'"),
-        ({**GOOD, "more": 1}, "'more'"),
-        ({**GOOD, "end": "1"}, "TypeError"),
         ({**GOOD, "end": -1.0}, "ends before it starts"),
-        ({**GOOD, "start": float("nan")}, "ends before it starts"),
         ({**GOOD, "stage": -1}, "negative stage"),
     ],
 )
