@@ -75,7 +75,7 @@ def out_of_memory(
 def stages_within_memory(
     tree: MergedSegmentTree, step: StepPlan, ranks: Sequence[RankPlan], shape: PipelineShape
 ) -> PassPlan:
-    """The first plan of a pipeline's training pass that fits on all stages of all ranks (``step.choice``).
+    """The first plan of a pipeline's training pass that fits on all stages of all ranks (``pipeline.choice``).
 
     A node counts with the tokens of its longest segment, so no rank takes more than is counted here.
 
