@@ -40,17 +40,13 @@ from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig, TreeConfig
 from megatron_dta.core.engine import StepResult
-from megatron_dta.core.planning.pipeline.timeline import (
-    beside_plan,
-    timeline_span,
-    timeline_utilisation,
-    write_timelines,
-)
+from megatron_dta.core.planning.pipeline.timeline import timeline_span, timeline_utilisation
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.training.autotune import Autotuner, measure_gpu
 from megatron_dta.training.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from megatron_dta.training.config.derived.device_queues import set_device_queues
+from megatron_dta.training.monitor.timeline_files import beside_plan, write_timelines
 
 PARALLEL = (
     "tensor_model_parallel_size",

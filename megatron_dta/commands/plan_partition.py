@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
+from megatron_dta.commands.partition_baselines import contiguous, contiguous_by_cost, first_fit
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.model import CostModel
-from megatron_dta.core.planning.partition.baselines import contiguous, contiguous_by_cost, first_fit
 from megatron_dta.core.planning.partition.divide import Partition, least_slowest, partition_costs, trained_parts
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget

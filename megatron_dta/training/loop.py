@@ -29,7 +29,6 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.engine import StepResult, TreeBatch, TreeEngine
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.core.objectives.fields import Objective
-from megatron_dta.core.planning.pipeline.timeline import beside_plan, write_timelines
 from megatron_dta.core.rollouts.paths import decoded_tokens
 from megatron_dta.sampling.sources.batch_source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.training.autotune import Autotuner
@@ -46,6 +45,7 @@ from megatron_dta.training.monitor.metrics import TIMING, MetricsLog
 from megatron_dta.training.monitor.rollout_samples import RolloutSamples
 from megatron_dta.training.monitor.step_metrics import Stopwatch, step_sizes, step_timing
 from megatron_dta.training.monitor.stop_signals import StopSignals
+from megatron_dta.training.monitor.timeline_files import beside_plan, write_timelines
 from megatron_dta.training.monitor.watchdog import Watchdog
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 from megatron_dta.training.teachers import Teachers

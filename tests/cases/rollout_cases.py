@@ -34,6 +34,7 @@ def random_rollout(rng: np.random.Generator, length: int | None = None) -> Rollo
         group_id=rng.choice(["a", "Größe 数\u2028", "0", 'quote " and \\ \n']),
         trajectory_id=f"t{rng.integers(10**9)}" if rng.random() < 0.5 else None,
         policy_version=int(rng.integers(0, 2**62)) if rng.random() < 0.5 else None,
+        routed_experts=rng.integers(-1, 8, 4 * length).astype(np.int16) if rng.random() < 0.3 else None,
     )
 
 

@@ -18,8 +18,7 @@ from megatron_dta.core.engine import StepPart, TreeEngine, prepare_batch
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.objectives.weights import count_trained
 from megatron_dta.core.planning.costs.gpus import gpu_named, least_offload_tokens
-from megatron_dta.core.planning.costs.kv_offload import layers_on_device, layers_on_host
-from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
+from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes, layers_on_device, layers_on_host
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.extras.kv_offload.copy_speed import check_copies
 from megatron_dta.extras.kv_offload.pool import HostSlots, OffloadedKVPool, _Buffer

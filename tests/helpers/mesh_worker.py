@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from forked import forkserver, use_errors_of_parent
@@ -44,6 +45,7 @@ class MeshCase:
     Attributes:
         partition: indices of the samples of each data-parallel rank.
         weights: of the whole model.
+        loss_length, preference_pairs: see ``prepare_batch`` and ``StepPart``.
         sabotage: name of something to leave out, for tests that must fail.
     """
 
@@ -57,6 +59,8 @@ class MeshCase:
     temperature: float = 1.0
     aggregation: str = "token-mean"
     sabotage: str = ""
+    loss_length: float | None = None
+    preference_pairs: np.ndarray | None = None
 
 
 @dataclass
@@ -305,10 +309,11 @@ def _run_case(case: MeshCase) -> RankResult:
         # Plain experts count as grouped ones: a limit need not be right to be kept.
         with mock.patch.object(cost_inputs, "why_not_predicted", return_value=None):
             engine.limit_memory(case.tree.tree_memory_gib, 0.0)
-    samples = [case.samples[i] for i in case.partition[mesh.data_rank]]
-    counts = count_trained([sample.num_trained for sample in case.samples])
-    pipeline = engine.pipeline(case.tree.tree_segment_tokens)
-    batch = prepare_batch(samples, case.tree, case.aggregation, pipeline, part=StepPart(counts))
+    indices = case.partition[mesh.data_rank]
+    samples = [case.samples[i] for i in indices]
+    counts = count_trained([sample.num_counted for sample in case.samples])
+    pipeline, part = engine.pipeline(case.tree.tree_segment_tokens), StepPart(counts, indices, case.preference_pairs)
+    batch = prepare_batch(samples, case.tree, case.aggregation, pipeline, case.loss_length, part)
     result.logprobs = engine.compute_logprobs(batch)
     if case.parallel.overlap_grad_reduce:
         # In its first step Megatron only learns which gradients to expect; from the second on it overlaps.

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.planning.pipeline.timeline import WORK_KINDS, read_timelines
+from megatron_dta.core.planning.pipeline.timeline import WORK_KINDS
 from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.training.monitor.timeline_files import read_timelines
 from mesh_trainer_cases import GRPO, SHAPE, SHARDED, _compare, train_on_rank
 from mesh_worker import run_on_ranks
 from resume_cases import rows_without_timing

@@ -53,25 +53,6 @@ def test_the_same_run(method: str, tmp_path: Path) -> None:
         assert with_it["speculation_drafter_tokens"] > 0
 
 
-def test_trees_are_in_the_checkpoint(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        runs = Runs(stack, tmp_path, seed_all(5))
-        base = "--rollout-speculation das --save-interval 2 --old-logprobs recompute"
-        unbroken, _ = runs.run(f"{base} --train-iters 4 --save {tmp_path / 'whole'}", "in-process")
-        first, _ = runs.run(f"{base} --train-iters 2 --save {tmp_path / 'parts'}", "in-process")
-        stored = first.source.timing()["speculation_drafter_tokens"]
-        trainer, _ = runs.trainer(f"{base} --train-iters 4 --save {tmp_path / 'parts'}", "in-process")
-        try:
-            assert trainer.source.timing()["speculation_drafter_tokens"] == stored > 0
-            trainer.run()
-        finally:
-            trainer.metrics.close()
-        assert_same_weights(weights_of(unbroken), weights_of(trainer))
-        tokens = [t.source.timing()["speculation_drafter_tokens"] for t in (unbroken, trainer)]
-        assert tokens[0] == tokens[1] > stored
-    assert records(tmp_path / "whole" / "metrics.jsonl")[0] == records(tmp_path / "parts" / "metrics.jsonl")[0]
-
-
 STOPPING = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 400 --task arithmetic "
     "--arithmetic-max-operand 9 --rollout-batch-size 3 --n-samples-per-prompt 3 --rollout-max-response-len 330 "

@@ -26,7 +26,7 @@ from megatron_dta.core.model.kernel_types import accumulation_dtype
 from megatron_dta.core.model.parallel.context_group import context_group
 from megatron_dta.core.model.parallel.mesh import Mesh
 from megatron_dta.core.model.tree_model import TreeGPTModel
-from megatron_dta.core.tree.multiplicity import token_weights
+from megatron_dta.core.tree import PrefixTree
 
 
 class ExpertPass:
@@ -102,3 +102,19 @@ def with_auxiliary_losses(result: StepResult, passes: Sequence[ExpertPass], mesh
         for name, coefficient in used.items()
     }
     return replace(result, metrics=result.metrics | losses)
+
+
+def token_weights(tree: PrefixTree, sequence_weights: np.ndarray) -> np.ndarray:
+    """For each stream token, the sum of ``sequence_weights`` [Q] over the sequences through it: float64 [N].
+
+    With weights of 1 this is the number of sequences through the token. The sums run from the leaves up, so a small
+    weight is not lost to rounding next to a large one in another subtree.
+    """
+    weights = np.zeros(tree.num_nodes, dtype=np.float64)
+    np.add.at(weights, tree.sequence_node, sequence_weights)
+    totals = weights.tolist()
+    parents = tree.node_parent.tolist()
+    for node in range(tree.num_nodes - 1, -1, -1):
+        if parents[node] >= 0:
+            totals[parents[node]] += totals[node]
+    return np.repeat(np.asarray(totals, dtype=np.float64), np.diff(tree.node_start))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.attention.kv_pool import KVPool, LayerSlots, SlotRuns, zero_slots
-from megatron_dta.core.planning.costs.kv_offload import NUM_BUFFERS, layers_on_host
+from megatron_dta.core.planning.costs.segment_bytes import NUM_BUFFERS, layers_on_host
 
 FLAG = "--kv-offload-fraction"
 

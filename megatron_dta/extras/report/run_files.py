@@ -18,13 +18,14 @@ from typing import Any
 from megatron_dta.common.rows import read_rows
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.common.files import read_json
-from megatron_dta.core.planning.pipeline.timeline import TimelineEvent, read_timelines
+from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.report.sessions import SavedSession, session_from
 from megatron_dta.training.checkpoint.best import BEST
 from megatron_dta.training.data.saved_rollouts import FOLDER, TEXTS_SUFFIX, TOKENS_SUFFIX
 from megatron_dta.training.monitor.metrics import SETTINGS, read_metrics
+from megatron_dta.training.monitor.timeline_files import read_timelines
 
 MOST_TIMELINES = 2
 TextRun = tuple[int, str, bool]

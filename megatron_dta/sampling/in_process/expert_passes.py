@@ -7,13 +7,25 @@ blocks that they exchange. A rank that has finished runs passes over no tokens u
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
 from megatron_dta.core.model.attention.context import AttentionContext
-from megatron_dta.core.model.attention.empty_context import EmptyContext
+from megatron_dta.core.model.hybrid.path_states import NoTokens, PathStates
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.staged_model import Model
+
+
+@dataclass
+class EmptyContext(AttentionContext):
+    """A pass over no tokens, which only joins the collective operations of the ranks in every layer."""
+
+    path_states: PathStates | None = field(default_factory=NoTokens)
+
+    def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        return query + key.sum() + value.sum()
 
 
 class DecodingPasses:

@@ -6,14 +6,9 @@ import itertools
 
 import numpy as np
 
+from common.schedule_check import needs_of
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
-from megatron_dta.core.planning.pipeline.schedule import (
-    PipelineOp,
-    PipelineSchedule,
-    backward_order,
-    children_of,
-    needs_of,
-)
+from megatron_dta.core.planning.pipeline.schedule import PipelineOp, PipelineSchedule, backward_order, children_of
 from megatron_dta.core.planning.segments.plan import OpKind
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD

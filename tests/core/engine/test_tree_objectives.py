@@ -16,7 +16,7 @@ from megatron_dta.core.config import ObjectiveConfig, ParallelConfig
 from megatron_dta.core.engine import StepPart, TreeEngine, prepare_batch
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.objectives.registry import make_objective
-from mesh_worker import run_on_ranks
+from mesh_worker import MeshCase, run_cases, run_on_ranks
 from objective_cases import TEMPERATURE, Alone, largest_error, make_case, reference_gradients
 from tree_engine_cases import tree_config
 
@@ -216,78 +216,32 @@ MESHES = {
 }
 
 
-def on_mesh(rank: int, argument: tuple) -> dict[str, dict]:
-    """Loss, metrics and gradient norm of each setting, as this rank finds them."""
-    from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
-    from megatron_dta.core.objectives.weights import count_trained
-    from megatron_dta.training.config import OptimizationConfig
-    from megatron_dta.training.optimizer.build import TrainingOptimizer
-    from mesh_worker import copy_shards
-
-    (model, weights, samples), parallel, partition, settings = argument
-    device = initialize_parallel(5, parallel)
-    mesh = current_mesh()
-    tree_model = build_model(model, device, parallel)
-    copy_shards(tree_model, weights, model)
-    optimizer = TrainingOptimizer(tree_model, OptimizationConfig(train_iters=1, lr=1e-3), parallel)
-    engine = TreeEngine(optimizer.chunks, TEMPERATURE, 5)
-    indices = partition[mesh.data_rank]
-    metrics_of_settings = {}
-    for name, options in settings.items():
-        aggregation, ownership = options.pop("aggregation", "token-mean"), options.pop("owned", None)
-        step_samples = (
-            samples
-            if ownership is None
-            else [replace(sample, owned=mask) for sample, mask in zip(samples, ownership, strict=True)]
-        )
-        batch = prepare_batch(
-            [step_samples[i] for i in indices],
-            tree_config("dta", 6),
-            aggregation,
-            engine.pipeline(6),
-            13.0,
-            StepPart(
-                count_trained([sample.num_counted for sample in step_samples]),
-                indices,
-                PAIRS if options["objective"] == "dpo" else None,
-            ),
-        )
-        optimizer.zero_grad()
-        result = engine.forward_backward(batch, make_objective(ObjectiveConfig(**options)))
-        optimizer.reduce_gradients()
-        optimizer.optimizer.prepare_grads()
-        norm = float(optimizer.optimizer.get_grad_norm())
-        metrics = {metric: float(value) for metric, value in result.metrics.items()}
-        metrics_of_settings[name] = {"loss": float(result.loss), "norm": norm, **metrics}
-    return metrics_of_settings
-
-
 @pytest.mark.parametrize("mesh", MESHES)
 def test_meshes_give_the_same(case, mesh, tmp_path):
     """Pairs across ranks, owners across ranks, largest values of all ranks, one denominator."""
     model, weights, samples = case
     assert len(samples) == 12
-    owned = first_paths(samples)
+    owned = [replace(sample, owned=mask) for sample, mask in zip(samples, first_paths(samples), strict=True)]
     settings = {
-        "dpo": {"objective": "dpo", "dpo_beta": 0.3},
-        "gspo": {"objective": "gspo", "aggregation": "sequence-sum"} | GSPO_CLIP | TIS,
-        "owned": {"objective": "grpo", "owned": owned, "aggregation": "sequence-mean"} | CLIP,
+        "dpo": ({"objective": "dpo", "dpo_beta": 0.3}, "token-mean", samples, PAIRS),
+        "gspo": ({"objective": "gspo"} | GSPO_CLIP | TIS, "sequence-sum", samples, None),
+        "owned": ({"objective": "grpo"} | CLIP, "sequence-mean", owned, None),
     }
-    options, partition = MESHES[mesh]
-    argument = (case, ParallelConfig(**options), partition, {name: dict(value) for name, value in settings.items()})
-    ranks = run_on_ranks(on_mesh, argument, 2, tmp_path / "mesh")
-    for name, value in settings.items():
-        remaining = dict(value)
-        aggregation = remaining.pop("aggregation", "token-mean")
-        variant = case
-        if remaining.pop("owned", None) is not None:
-            variant = (model, weights, [replace(s, owned=mask) for s, mask in zip(samples, owned, strict=True)])
-        result, gradients = train(
-            variant, remaining, CUTS[0], aggregation, part=StepPart(preference_pairs=PAIRS) if name == "dpo" else None
+    sizes, partition = MESHES[mesh]
+    cases = {
+        name: MeshCase(
+            model, ParallelConfig(**sizes), tree_config("dta", 6), step_samples, partition, weights, objective,
+            TEMPERATURE, aggregation, loss_length=13.0, preference_pairs=pairs,
         )
+        for name, (objective, aggregation, step_samples, pairs) in settings.items()
+    }  # fmt: skip
+    ranks = run_on_ranks(run_cases, cases, 2, tmp_path / "mesh")
+    for name, (objective, aggregation, step_samples, pairs) in settings.items():
+        part = StepPart(preference_pairs=pairs)
+        result, gradients = train((model, weights, step_samples), objective, CUTS[0], aggregation, part=part)
         norm = sum(float((gradient**2).sum()) for gradient in gradients.values()) ** 0.5
         for rank in ranks:
-            assert rank[name]["loss"] == pytest.approx(float(result.loss), rel=1e-12)
-            assert rank[name]["norm"] == pytest.approx(norm, rel=1e-6)  # Megatron computes it in float32
+            assert rank[name].loss == pytest.approx(float(result.loss), rel=1e-12)
+            assert rank[name].grad_norm == pytest.approx(norm, rel=1e-6)  # Megatron computes it in float32
             for metric, expected in result.metrics.items():
-                assert rank[name][metric] == pytest.approx(float(expected), rel=1e-9), (name, metric)
+                assert rank[name].metrics[metric] == pytest.approx(float(expected), rel=1e-9), (name, metric)

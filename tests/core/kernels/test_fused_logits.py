@@ -14,9 +14,8 @@ import os
 
 from conftest import seed_all
 from dta_kernels.logprobs import fused_logits
-from dta_kernels.logprobs.linear import RowChunk, VocabularyShard, linear_logprobs
+from dta_kernels.logprobs.linear import linear_logprobs
 from linear_logprobs_cases import chunks_of
-from mesh_worker import run_on_ranks
 from tree_attention_cases import poisoned_memory
 from triton_device import DEVICE
 
@@ -99,32 +98,3 @@ def test_large_logits_stay_finite_and_a_repeat_changes_no_bit():
     results = [run(case, "both", 6, fused=True) for _ in range(2)]
     assert all(torch.isfinite(x).all() for x in results[0])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-
-
-def _on_rank(rank: int, cases: list) -> list:
-    bounds = [0, 31, 75]
-    shard = VocabularyShard(bounds[rank], torch.distributed.group.WORLD)
-    outcomes = []
-    for seed in cases:
-        hidden, weight, edge_row, target, *upstream = random_case(seed, torch.float32)
-        hidden = hidden.requires_grad_()
-        part = weight[bounds[rank] : bounds[rank + 1]].clone().requires_grad_()
-        chunks = [RowChunk(0, len(hidden), 0, len(target))]
-        outputs = linear_logprobs(hidden, part, edge_row, target, chunks, TEMPERATURE, fused=True, shard=shard)
-        grad_hidden, grad_weight = torch.autograd.grad(outputs, (hidden, part), upstream)
-        torch.distributed.all_reduce(grad_hidden)
-        outcomes.append([x.detach() for x in (*outputs, grad_hidden, grad_weight)])
-    return outcomes
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="its ranks are processes on a CPU")
-def test_a_divided_vocabulary(tmp_path):
-    seeds = [11, 12]
-    ranks = run_on_ranks(_on_rank, seeds, 2, tmp_path)
-    for index, seed in enumerate(seeds):
-        logprobs, entropy, grad_hidden, grad_weight = truth(random_case(seed, torch.float32), "both")
-        first, second = ranks[0][index], ranks[1][index]
-        assert all(torch.equal(a, b) for a, b in zip(first[:3], second[:3], strict=True))
-        joined = (*first[:3], torch.cat([first[3], second[3]]))
-        for actual, wanted in zip(joined, (logprobs, entropy, grad_hidden, grad_weight), strict=True):
-            torch.testing.assert_close(actual.double(), wanted, rtol=2e-5, atol=2e-5)

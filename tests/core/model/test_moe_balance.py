@@ -11,10 +11,10 @@ import torch
 from conftest import seed_all
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.engine.expert_pass import token_weights
 from megatron_dta.core.model.build import build_model, build_stock_model
 from megatron_dta.core.model.experts import router
 from megatron_dta.core.tree import build_prefix_tree
-from megatron_dta.core.tree.multiplicity import token_weights
 from megatron_dta.extras.parity import compare_outcomes, run_stock, run_tree
 from megatron_dta.extras.parity.plain_router import PlainRouter
 from megatron_dta.training.config import OptimizationConfig

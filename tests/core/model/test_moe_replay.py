@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from megatron_dta.core.planning.step.routing_replay import (
     replaced_share,
     shaped_routing,
 )
-from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock
@@ -149,29 +147,6 @@ def test_a_shared_token_goes_where_its_first_rollout_sent_it() -> None:
     assert replaced_share(routing, agreed) == replaced / known
     assert replaced_share(routing, [choice[..., ::-1] for choice in routing]) == 0
     assert replaced_share([np.full_like(routing[0], -1)], [routing[0]]) == 0
-
-
-def test_files_keep_it(tmp_path: Path) -> None:
-    generator = seed_all(5)
-    rollouts = [
-        Rollout(
-            token_ids=np.arange(length),
-            loss_mask=np.arange(length) > 0,
-            advantages=np.ones(length),
-            routed_experts=random_routing(generator, length) if length != 4 else None,
-        )
-        for length in (3, 4, 9)
-    ]
-    path = tmp_path / "rollouts.jsonl"
-    write_rollouts(path, rollouts)
-    for loaded, rollout in zip(load_rollouts(path), rollouts, strict=True):
-        if rollout.routed_experts is None:
-            assert loaded.routed_experts is None
-        else:
-            assert loaded.routed_experts.dtype == np.int16
-            assert np.array_equal(loaded.routed_experts, rollout.routed_experts)
-    (cut, *_) = load_rollouts(path, max_length=2)
-    assert np.array_equal(cut.routed_experts, rollouts[0].routed_experts[: 2 * LAYERS * TOPK])
 
 
 def test_what_is_no_routing_is_refused() -> None:

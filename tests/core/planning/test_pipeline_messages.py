@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from common.schedule_check import needs_of
 from conftest import seed_all
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.planner import plan_pipeline
@@ -13,7 +14,6 @@ from megatron_dta.core.planning.pipeline.schedule import (
     PipelineSchedule,
     children_of,
     forward_only_pipeline,
-    needs_of,
     tree_1f1b,
 )
 from megatron_dta.core.planning.pipeline.simulation import Message, Timeline, global_order, message_order, simulate

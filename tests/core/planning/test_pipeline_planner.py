@@ -7,12 +7,13 @@ import time
 import numpy as np
 import pytest
 
+from common.schedule_check import check_schedule
 from conftest import seed_all
 from megatron_dta.core.planning.pipeline.bounds import makespan_bound
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.list_schedule import longest_path_tokens
 from megatron_dta.core.planning.pipeline.planner import plan_pipeline
-from megatron_dta.core.planning.pipeline.schedule import check_schedule, peak_in_flight, tree_1f1b
+from megatron_dta.core.planning.pipeline.schedule import peak_in_flight, tree_1f1b
 from megatron_dta.core.planning.pipeline.simulation import simulate
 from pipeline_cases import SHAPES, all_schedules, random_costs, random_tree, slow_times
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from common.schedule_check import check_schedule
 from conftest import seed_all
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.planner import plan_pipeline
@@ -12,7 +13,6 @@ from megatron_dta.core.planning.pipeline.schedule import (
     PipelineOp,
     PipelineSchedule,
     backward_order,
-    check_schedule,
     forward_only_pipeline,
     peak_in_flight,
     tree_1f1b,

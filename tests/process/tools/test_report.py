@@ -15,7 +15,7 @@ from conftest import REPOSITORY, seed_all
 from forked import run_python
 from headless_browser import browse, evaluate
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.planning.pipeline.timeline import TimelineEvent, write_timelines
+from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.report import page as report_page
@@ -24,6 +24,7 @@ from megatron_dta.extras.report.run_files import SavedStep
 from megatron_dta.extras.report.transcripts import runs_of_ids, transcripts, turns_of
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
 from megatron_dta.training.data.saved_rollouts import text_runs
+from megatron_dta.training.monitor.timeline_files import write_timelines
 from trainer_cases import run as train
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>")

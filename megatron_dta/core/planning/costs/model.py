@@ -20,13 +20,11 @@ GPU.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.segments.plan import SegmentPlan
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.tree.trained_edges import merge_intervals, trained_intervals
@@ -63,18 +61,6 @@ class CostModel:
     forward_pair_share: float = 1 / ATTENTION_PASSES
     forward_edge_share: float = 1 / GEMM_PASSES
     forward_floor_share: float = FORWARD_FLOOR_PER_LAYER / FLOOR_SECONDS_PER_LAYER
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise InputError(f"{field.name} of the cost model must be a number not below 0, not {value!r}")
-            if field.name.endswith("_share") and value > 1:
-                raise InputError(f"{field.name} of the cost model is a part of the whole and cannot be {value!r}")
-        if self.seconds_per_token <= 0:
-            raise InputError("seconds_per_token of the cost model must be above 0")
-        if not isinstance(self.segment_tokens, int) or self.segment_tokens < 1:
-            raise InputError(f"segment_tokens of the cost model must be a whole number above 0: {self.segment_tokens}")
 
     @classmethod
     def from_shape(cls, shape: DecoderShape, segment_tokens: int = 2048) -> CostModel:

@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_dta.core.planning.costs.kv_offload import layers_on_device
 from megatron_dta.core.shapes.decoder import DecoderShape
 
 # Bytes that do not depend on a step's segments: cuBLAS workspaces of two threads (32 MiB each), position tables, plan.
@@ -34,13 +33,26 @@ FIXED_BYTES = 9 * float(1 << 24)
 MOST_SCORES = 9 * float(1 << 27)
 # Number of tokens by which tiles of a segment may extend beyond its queries and its keys.
 TILE_TOKENS, TILE_KEYS = 64, 128
-# The same in the backward of FlashAttention 4.
 # Bytes of indices for a token on a segment's path: its slot, subtree end and index among the keys.
 _INDEX_BYTES = 64
 # Rows that the experts of a rank may get in a layer, over their equal share, if experts are divided over ranks. Layers
 # route independently, so what a rank keeps of all its layers deviates less. More rows are computed all the same, but
 # their memory is not counted.
 EXPERT_SHARE = 1.25
+# With ``--kv-offload-fraction``, layers on the host take turns in this number of buffers on the device.
+NUM_BUFFERS = 2
+
+
+def layers_on_host(num_layers: int, fraction: float) -> list[int]:
+    """The layers, counted from 0, whose K/V slots are on the host: the given share, evenly spread over the depth."""
+    count = round(fraction * num_layers)
+    return [(2 * i + 1) * num_layers // (2 * count) for i in range(count)]
+
+
+def layers_on_device(num_layers: float, fraction: float) -> float:
+    """Number of layers whose K/V slots take memory on the device, buffers included."""
+    count = round(fraction * num_layers)
+    return num_layers - count + min(NUM_BUFFERS, count)
 
 
 @dataclass(frozen=True)

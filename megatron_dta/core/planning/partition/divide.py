@@ -18,7 +18,6 @@ from typing import Protocol
 import numpy as np
 
 from megatron_dta.core.planning.costs.model import CostModel
-from megatron_dta.core.planning.partition.baselines import first_stops_of_leaves
 from megatron_dta.core.planning.partition.search import candidates
 from megatron_dta.core.planning.partition.sequence_costs import RankCounts, SequenceCosts
 from megatron_dta.core.planning.partition.sequence_runs import SequenceRuns
@@ -180,3 +179,9 @@ def least_slowest(costs: SequenceCosts, num_ranks: int) -> float:
     unshared = alone - np.maximum(costs.shared, np.append(costs.shared[1:], 0.0))[stop]
     crowded = np.sort(unshared)[::-1][::num_ranks]
     return max(mean, float(alone.max()), float((crowded * np.arange(1, len(crowded) + 1)).max()))
+
+
+def first_stops_of_leaves(costs: SequenceCosts) -> np.ndarray:
+    """The first stop of each leaf, int64, ascending; the stops on a leaf's path before it go with the leaf."""
+    leaf = costs.tree.node_subtree_end[costs.stop_node] == costs.stop_node + 1
+    return np.append(0, np.flatnonzero(leaf)[:-1] + 1)

@@ -83,7 +83,7 @@ def simulate(
     """Simulate the schedule with the times of ``costs``.
 
     Args:
-        schedule: the op lists. ``check_schedule`` explains why an invalid one cannot run.
+        schedule: the op lists.
         segment_parent: int [N], the segment tree in preorder, -1 at roots.
         costs: times for V = num_stages * num_model_chunks virtual stages.
         send_seconds: time between the end of an op and the start of one that needs its message on another rank.
@@ -236,5 +236,5 @@ def global_order(schedule: PipelineSchedule, timeline: Timeline) -> list[tuple[i
         if message in waiting:
             offer(waiting.pop(message))
     if any(index < len(ops) for index, ops in zip(at, schedule.ops, strict=True)):
-        raise ValueError("the schedule deadlocks; check_schedule says where")
+        raise ValueError("the schedule deadlocks")
     return order

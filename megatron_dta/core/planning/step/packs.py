@@ -29,7 +29,6 @@ from megatron_dta.core.planning.partition.sequence_costs import path_lengths
 from megatron_dta.core.planning.partition.sequence_runs import cheapest_cut, greedy_cut
 from megatron_dta.core.planning.segments.plan import SegmentPlan, plan_segments
 from megatron_dta.core.tree import PrefixTree, build_prefix_tree
-from megatron_dta.core.tree.concatenate import concatenate_forests
 
 # First fit also tries runs of at most the capacity divided by these numbers.
 PARTS = (2, 3, 4)
@@ -69,10 +68,41 @@ def plan_packs(sequences: Sequence[np.ndarray], capacity: int) -> SegmentPlan:
         )
     packs = pack_sequences(build_prefix_tree(sequences), capacity)
     trees = [build_prefix_tree([sequences[i] for i in pack]) for pack in packs]
-    forest = concatenate_forests(trees, np.concatenate(packs))
+    forest = _concatenate(trees, np.concatenate(packs))
     segment_start = np.concatenate([[0], np.cumsum([tree.num_tokens for tree in trees])]).astype(np.int64)
     parents = np.full(len(trees), -1, dtype=np.int32)
     return SegmentPlan(tree=forest, segment_start=segment_start, segment_parent=parents, segment_tokens=capacity)
+
+
+def _concatenate(trees: Sequence[PrefixTree], sequences: np.ndarray) -> PrefixTree:
+    """The forest of all ``trees``, with their streams concatenated; prefixes that they share are not merged.
+
+    Args:
+        trees: at least one forest.
+        sequences: int64 [Q], the new index of each sequence, in the order of the trees and of the sequences within
+            them.
+    """
+    first_node = np.concatenate([[0], np.cumsum([tree.num_nodes for tree in trees])]).astype(np.int64)
+    first_token = np.concatenate([[0], np.cumsum([tree.num_tokens for tree in trees])]).astype(np.int64)
+    node_start = [tree.node_start[:-1] + offset for tree, offset in zip(trees, first_token[:-1], strict=True)]
+    node_parent = [
+        np.where(tree.node_parent >= 0, tree.node_parent + offset, -1)
+        for tree, offset in zip(trees, first_node[:-1], strict=True)
+    ]
+    node_subtree_end = [tree.node_subtree_end + offset for tree, offset in zip(trees, first_node[:-1], strict=True)]
+    sequence_node = [tree.sequence_node + offset for tree, offset in zip(trees, first_node[:-1], strict=True)]
+    back = np.empty(len(sequences), dtype=np.int64)
+    back[sequences] = np.arange(len(sequences))
+    like = trees[0]
+    return PrefixTree(
+        token_ids=np.concatenate([tree.token_ids for tree in trees]),
+        node_start=np.concatenate([*node_start, first_token[-1:]]).astype(like.node_start.dtype),
+        node_parent=np.concatenate(node_parent).astype(like.node_parent.dtype),
+        node_position=np.concatenate([tree.node_position for tree in trees]),
+        node_subtree_end=np.concatenate(node_subtree_end).astype(like.node_subtree_end.dtype),
+        sequence_node=np.concatenate(sequence_node)[back].astype(like.sequence_node.dtype),
+        sequence_lengths=np.concatenate([tree.sequence_lengths for tree in trees])[back],
+    )
 
 
 def pack_sequences(tree: PrefixTree, capacity: int) -> list[np.ndarray]:

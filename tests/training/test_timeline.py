@@ -17,13 +17,11 @@ from megatron_dta.core.planning.pipeline.planner import plan_pipeline
 from megatron_dta.core.planning.pipeline.simulation import simulate
 from megatron_dta.core.planning.pipeline.timeline import (
     TimelineEvent,
-    beside_plan,
-    read_timelines,
     timeline_events,
     timeline_span,
     timeline_utilisation,
-    write_timelines,
 )
+from megatron_dta.training.monitor.timeline_files import beside_plan, read_timelines, write_timelines
 
 GOOD = {"stage": 0, "kind": "F", "segment": 1, "chunk": 0, "start": 0.0, "end": 1.0}
 

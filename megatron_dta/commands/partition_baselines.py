@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_dta.core.planning.partition.divide import first_stops_of_leaves
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts, path_lengths
 from megatron_dta.core.planning.partition.sequence_runs import SequenceRuns, greedy_cut
 from megatron_dta.core.tree import PrefixTree
@@ -41,12 +42,6 @@ def contiguous_by_cost(costs: SequenceCosts, num_ranks: int) -> np.ndarray:
     leaves = SequenceRuns.indivisible(costs)[0].joined(first_stops_of_leaves(costs))
     run_of_leaf = np.searchsorted(leaves.even_runs(num_ranks), np.arange(len(leaves)), side="right") - 1
     return run_of_leaf[np.searchsorted(leaves.begin, costs.stop_of_sequence, side="right") - 1]
-
-
-def first_stops_of_leaves(costs: SequenceCosts) -> np.ndarray:
-    """The first stop of each leaf, int64, ascending; the stops on a leaf's path before it go with the leaf."""
-    leaf = costs.tree.node_subtree_end[costs.stop_node] == costs.stop_node + 1
-    return np.append(0, np.flatnonzero(leaf)[:-1] + 1)
 
 
 def contiguous(tree: PrefixTree, num_ranks: int) -> np.ndarray:
