@@ -26,6 +26,7 @@ from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.layers import layers_per_stage
 from megatron_dta.core.planning.pipeline.planner import in_flight_limits
 from megatron_dta.core.planning.pipeline.schedule import peak_in_flight, tree_1f1b
+from megatron_dta.core.planning.pipeline.segments import ideal_utilisation
 from megatron_dta.core.planning.pipeline.simulation import simulate
 from megatron_dta.core.planning.plan_step import plan_step
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
@@ -33,11 +34,6 @@ from megatron_dta.core.planning.step.plan import StepPlan
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import load_chosen_rollouts
 from megatron_dta.extras.capacity.predicted_costs import SHAPE, add_cost_flags, read_costs
-
-
-def ideal_utilisation(num_segments: int, num_stages: int) -> float:
-    """N / (N + P - 1): utilisation of plain 1F1B over N equal microbatches; 1 for none."""
-    return num_segments / (num_segments + num_stages - 1) if num_segments else 1.0
 
 
 def parse_arguments() -> argparse.Namespace:

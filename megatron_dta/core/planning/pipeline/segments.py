@@ -74,6 +74,11 @@ def plan_pipeline_segments(
     return plan_segments(tree, size, memory_tokens)
 
 
+def ideal_utilisation(num_segments: int, num_stages: int) -> float:
+    """N / (N + P - 1): utilisation of plain 1F1B over N equal microbatches; 1 for none."""
+    return num_segments / (num_segments + num_stages - 1) if num_segments else 1.0
+
+
 def in_flight_budget(tree: PrefixTree, segment_tokens: int, memory_tokens: int | None, limit: int | None) -> int:
     """Limit on in-flight tokens with which segments are planned."""
     longest = int(tree.sequence_lengths.max(initial=0))
