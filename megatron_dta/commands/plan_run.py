@@ -50,7 +50,7 @@ MESH_FLAGS = (
     "expert_model_parallel_size",
     "context_parallel_size",
 )
-STEP_FLAGS = ("sequences", "unique_tokens", "longest_path", "samples_per_prompt", "attention_pairs")
+STEP_FLAGS = ("sequences", "unique_tokens", "longest_path", "samples_per_prompt")
 DTYPE_FLAGS = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
 
 
@@ -77,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
         default="h200",
         help="preset for the cluster flags that are not given (default: %(default)s)",
     )
-    for field in fields(Cluster):
+    for field in (field for field in fields(Cluster) if field.name in HELP):
         kind = int if field.name in ("num_gpus", "gpus_per_node") else float
         required = field.default is MISSING
         metavar, text = "N" if kind is int else "X", HELP[field.name]
@@ -164,7 +164,7 @@ def read_shape(arguments: argparse.Namespace) -> DecoderShape:
 
 
 def read_cluster(arguments: argparse.Namespace) -> Cluster:
-    values = {field.name: getattr(arguments, field.name) for field in fields(Cluster)}
+    values = {field.name: getattr(arguments, field.name) for field in fields(Cluster) if field.name in HELP}
     return Cluster(**{**PRESETS[arguments.gpu], **{name: value for name, value in values.items() if value is not None}})
 
 
@@ -176,7 +176,6 @@ def read_step(arguments: argparse.Namespace) -> tuple[list[np.ndarray], list[np.
             arguments.unique_tokens,
             arguments.longest_path,
             arguments.samples_per_prompt or 1,
-            arguments.attention_pairs,
         )
     return trained_parts(load_chosen_rollouts(arguments))
 

@@ -29,34 +29,18 @@ def test_it_is_refused_where_it_is_not_installed():
         build_model(MODEL, initialize_parallel(1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_other_dtypes_are_refused(dtype):
+def test_other_dtypes_are_refused():
     with pytest.raises(InputError, match="needs --bf16: it rounds the factors of float32 products to TF32"):
-        build_model(replace(MODEL, params_dtype=dtype), initialize_parallel(1))
+        build_model(replace(MODEL, params_dtype=torch.float32), initialize_parallel(1))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(), "--fp8-recipe blockwise needs widths in multiples of 128: --hidden-size is 64; give tensorwise"),
-    ],
-)
-def test_fp8_is_refused_where_it_does_not_fit(settings, message):
+def test_fp8_is_refused_where_it_does_not_fit():
+    message = "--fp8-recipe blockwise needs widths in multiples of 128: --hidden-size is 64; give tensorwise"
     shape = dict(hidden_size=64, ffn_hidden_size=192, num_attention_heads=4, kv_channels=16, num_query_groups=2)
-    model = replace(MODEL, **(shape | dict(fp8_format="hybrid") | settings))
+    model = replace(MODEL, **(shape | dict(fp8_format="hybrid")))
     with pytest.raises(InputError, match=message) as error:
         check_fp8(model, ParallelConfig())
     assert "\n" not in str(error.value)
-
-
-def test_widths_count_on_each_tensor_rank():
-    model = replace(
-        MODEL, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4, kv_channels=64, fp8_format="e4m3"
-    )
-    model = replace(model, num_query_groups=2)
-    check_fp8(model, ParallelConfig(tensor_model_parallel_size=2))
-    with pytest.raises(InputError, match="query heads times --kv-channels over the tensor ranks is 64"):
-        check_fp8(model, ParallelConfig(tensor_model_parallel_size=4))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -180,9 +164,3 @@ def test_state_dictionaries_are_those_of_local_layers():
     layer.load_state_dict({"weight": torch.zeros(2, 3)})
     layer.load_state_dict({"weight": torch.ones(2, 3), "_extra_state": torch.ones(5, dtype=torch.uint8)})
     assert torch.equal(layer.weight, torch.ones(2, 3))
-
-
-def test_what_a_layer_keeps():
-    layer = tree_layer()
-    assert layer.save_original_input
-    assert layer.quantized_bytes == 12

@@ -1,7 +1,7 @@
 """Generates sequences with given totals, to plan a run whose rollouts do not exist yet.
 
-All prompts have one length, and the answers of each prompt have nearly equal lengths. One answer is longer, so that the
-longest sequence has the requested length.
+All prompts have one length, the longest possible, and the answers of each prompt have nearly equal lengths. One answer
+is longer, so that the longest sequence has the requested length.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from megatron_dta.core.common.errors import InputError
 
 
 def made_up_sequences(
-    num_sequences: int,
-    unique_tokens: int,
-    longest_path: int,
-    samples_per_prompt: int = 1,
-    attention_pairs: int | None = None,
+    num_sequences: int, unique_tokens: int, longest_path: int, samples_per_prompt: int = 1
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Generate token ids and loss masks of sequences with these totals; the answers are trained.
 
@@ -25,8 +21,6 @@ def made_up_sequences(
         unique_tokens: tokens of the forest, with shared tokens counted once.
         longest_path: tokens of the longest sequence.
         samples_per_prompt: sequences that share a prompt.
-        attention_pairs: (query, key) pairs; selects the length of the prompts whose forest comes nearest. None takes
-            the longest possible prompts, which have most pairs.
 
     Raises:
         InputError: no forest has these totals.
@@ -46,10 +40,7 @@ def made_up_sequences(
             f"{samples_per_prompt} of each prompt: with one sequence both are equal, and with more there are at least "
             "a token of each prompt and answer and at most the longest path for each sequence"
         )
-    prompt = most
-    if attention_pairs is not None:
-        prompt = _prompt_for_pairs(num_sequences, groups, unique_tokens, longest_path, attention_pairs, most)
-    sequences, masks = [], []
+    sequences, masks, prompt = [], [], most
     for i, answer in enumerate(_answers(num_sequences, groups, unique_tokens, prompt, longest_path)):
         tokens = np.zeros(prompt + answer, dtype=np.int32)
         tokens[0], tokens[prompt] = 1 + i // samples_per_prompt, 1 + i
@@ -70,26 +61,3 @@ def _answers(num_sequences: int, groups: int, unique: int, prompt: int, longest:
         return None
     length, more = divmod(rest, num_sequences - 1)
     return [first] + [length + (i < more) for i in range(num_sequences - 1)]
-
-
-def _prompt_for_pairs(
-    num_sequences: int, groups: int, unique: int, longest: int, attention_pairs: int, most: int
-) -> int:
-    """Length of the prompts whose forest comes nearest to ``attention_pairs``."""
-
-    def pairs(prompt: int) -> float:
-        answers = _answers(num_sequences, groups, unique, prompt, longest)
-        if answers is None:
-            return np.nan
-        lengths = np.asarray(answers, dtype=np.float64)
-        return groups * prompt * (prompt + 1) / 2 + float((lengths * prompt + lengths * (lengths + 1) / 2).sum())
-
-    prompts = np.unique(np.linspace(1, most, 1024).astype(int)).tolist()
-    counts = np.asarray([pairs(prompt) for prompt in prompts])
-    nearest = int(np.nanargmin(np.abs(counts - attention_pairs)))
-    if abs(counts[nearest] - attention_pairs) > 0.05 * attention_pairs:
-        raise InputError(
-            f"--attention-pairs {attention_pairs} is not possible: {num_sequences} sequences of {unique} unique tokens "
-            f"and a longest path of {longest} have {np.nanmin(counts):,.0f} to {np.nanmax(counts):,.0f}"
-        )
-    return prompts[nearest]
