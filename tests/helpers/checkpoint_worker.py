@@ -161,22 +161,6 @@ def hold_writers() -> threading.Event:
     return release
 
 
-def step_while_writing(rank: int, folder: Path) -> None:
-    """The same state saved at once and, with a step before anything is written, in the background."""
-    from megatron_dta.training.checkpoint.save_load import CheckpointSaver
-
-    part = Rank(Stretch(ParallelConfig(), 1, folder))
-    part.step()
-    part.save(folder / "now")
-    release = hold_writers()
-    settings = replace(part.config.checkpoint, save=str(folder / "background"), async_save=True)
-    saver = CheckpointSaver(replace(part.config, checkpoint=settings), part.model, part.optimizer)
-    saver.save(1, {})
-    part.step()
-    release.set()
-    saver.finish()
-
-
 def save_in_background(rank: int, stretch: Stretch) -> dict[str, Any]:
     """Train on while a held writer waits; then let it write. What the folder showed at each moment."""
     from megatron_dta.training.checkpoint.save_load import CheckpointSaver

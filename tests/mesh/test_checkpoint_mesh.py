@@ -15,7 +15,6 @@ from checkpoint_worker import (
     poison_one_rank,
     run_stretches,
     save_in_background,
-    step_while_writing,
 )
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.training.checkpoint.files import find_checkpoint, prune_checkpoints
@@ -147,11 +146,6 @@ def test_background_writing(tmp_path: Path) -> None:
         assert seen["one rank done"] == (False, []), rank
         assert seen["finished"] == ("1", [first]), rank
         assert seen["all"] == ("4", ["iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"]), rank
-
-
-def test_background_writing_keeps_the_weights_of_its_step(tmp_path: Path) -> None:
-    run_on_ranks(step_while_writing, tmp_path, 1, tmp_path / "run")
-    assert_same_tensors(tmp_path / "background", tmp_path / "now")
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:

@@ -57,23 +57,6 @@ def sample(setup: Setup, engine: HttpEngine, version: int, weights: HostWeights,
         assert result.policy_version == version
 
 
-def test_buckets_have_one_dtype_and_exceed_their_size_by_one_tensor() -> None:
-    weights = weights_of(0)
-    assert [list(bucket.shapes) for bucket in weights.buckets] == [
-        ["model.embed_tokens.weight"], ["a", "b"], ["c"], ["large"], ["d"]
-    ]  # fmt: skip
-    assert [bucket.buffer.numel() for bucket in weights.buckets] == [VOCABULARY * 16, 44, 16, 286, 2]
-    assert [[list(bucket.shapes) for bucket in run] for run in weights.runs] == [
-        [["model.embed_tokens.weight"]], [["a", "b"]], [["c"]], [["large"], ["d"]]
-    ]  # fmt: skip
-    assert [list(bucket.shapes) for bucket in weights_of(0, 29).buckets][1:3] == [["a"], ["b"]]
-    assert [list(bucket.shapes) for bucket in weights_of(0, 30).buckets][1:3] == [["a", "b"], ["c"]]
-    assert [list(bucket.shapes) for bucket in weights_of(0, 1 << 20).buckets] == [
-        ["model.embed_tokens.weight"], ["a", "b"], ["c"], ["large", "d"]
-    ]  # fmt: skip
-    assert sum(bucket.buffer.numel() for bucket in weights.buckets) == VOCABULARY * 16 + 44 + 16 + 288
-
-
 CALLS = {
     "vllm": [
         "/pause", "/start_weight_update", *["/update_weights"] * 4, "/finish_weight_update", "/reset_prefix_cache",
