@@ -3,86 +3,52 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from typing import Any
 
+from raw_server import RawRequest, RawServer, reply
 
-class RewardServer:
+
+class RewardServer(RawServer):
     """Answers each request with the next plan; the last one stays.
 
     Plans: a dictionary or number (JSON), bytes (as they are), ("status", code), "hang", "cut", "drop", "gzip", and what
     comes a bit at a time: "drip" (the body), "continue" (interim replies without end).
 
     Attributes:
-        url: where it is.
         bodies: what it was sent.
     """
 
     def __init__(self, *plans: Any, hang_s: float = 2.0) -> None:
-        self.plans, self.bodies, self._lock = list(plans), [], threading.Lock()
-        outer = self
+        self.plans, self.bodies, self._hang_s = list(plans), [], hang_s
+        super().__init__(self._pieces)
+        self.url += "/score?x=1"
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                with outer._lock:
-                    outer.bodies.append(request := json.loads(body))
-                    plan = outer.plans.pop(0) if len(outer.plans) > 1 else outer.plans[0]
-                if callable(plan):
-                    plan = plan(request)
-                self._answer(plan)
+    def _pieces(self, request: RawRequest) -> Iterator[bytes]:
+        self.bodies.append(body := json.loads(request.body))
+        plan = self.plans.pop(0) if len(self.plans) > 1 else self.plans[0]
+        if callable(plan):
+            plan = plan(body)
+        if plan == "drop":
+            return
+        if plan == "hang":
+            time.sleep(self._hang_s)
+        if plan == "continue":
+            yield from _drip(b"HTTP/1.1 100 Continue\r\n\r\n")
+            return
+        content = {} if isinstance(plan, tuple | str) else plan
+        content = content if isinstance(content, bytes) else json.dumps(content).encode()
+        status = f"{plan[1]} Status" if isinstance(plan, tuple) else "200 OK"
+        missing = 50 if plan in ("cut", "drip") else 0
+        headers = ["Content-Encoding: gzip"] if plan == "gzip" else []
+        whole_reply = reply(content + b" " * missing, status, *headers)
+        yield whole_reply[: len(whole_reply) - missing]
+        if plan == "drip":
+            yield from _drip(b" ")
 
-            def _answer(self, plan: Any) -> None:
-                if plan == "drop":
-                    self.close_connection = True
-                    return
-                if plan == "hang":
-                    time.sleep(hang_s)
-                if plan == "continue":
-                    self._drip(b"HTTP/1.1 100 Continue\r\n\r\n")
-                    return
-                status = plan[1] if isinstance(plan, tuple) else 200
-                content = (
-                    plan
-                    if isinstance(plan, bytes)
-                    else json.dumps({} if isinstance(plan, (tuple, str)) else plan).encode()
-                )
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content) + (50 if plan in ("cut", "drip") else 0)))
-                if plan == "gzip":
-                    self.send_header("Content-Encoding", "gzip")
-                self.end_headers()
-                self.wfile.write(content)
-                if plan == "drip":
-                    self._drip(b" ")
 
-            def _drip(self, part: bytes) -> None:
-                for _ in range(40):
-                    self.wfile.write(part)
-                    self.wfile.flush()
-                    time.sleep(0.1)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            def handle_error(self, *_: Any) -> None:
-                pass  # a client that has given up
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/score?x=1"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-
-    def __enter__(self) -> RewardServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _drip(part: bytes) -> Iterator[bytes]:
+    for _ in range(40):
+        yield part
+        time.sleep(0.1)

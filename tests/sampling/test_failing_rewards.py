@@ -83,8 +83,8 @@ def test_a_wrong_reply_is_told_at_once(reply: object, message: str) -> None:
 
 def test_servers_take_turns_and_stand_in() -> None:
     with RewardServer({"reward": 1}) as good:
-        closed = RewardServer({"reward": 2})
-        closed.close()
+        with RewardServer({"reward": 2}) as closed:
+            pass
         function = RemoteReward([closed.url, good.url], 1.0, 2)
         assert [function({}, "x", []) for _ in range(4)] == [1.0] * 4
         assert function.counts["reward_retries"] == 2
