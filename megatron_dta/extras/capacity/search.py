@@ -32,13 +32,7 @@ from megatron_dta.core.planning.step.passes import PassPlan, PipelineShape, Step
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import Cluster
-from megatron_dta.extras.capacity.memory import (
-    InFlight,
-    RankMemory,
-    StateSettings,
-    counted_bytes,
-    stage_memory,
-)
+from megatron_dta.extras.capacity.memory import InFlight, RankMemory, StateSettings, counted_bytes, stage_memory
 from megatron_dta.extras.capacity.meshes import Choice
 from megatron_dta.extras.capacity.step_time import (
     StepTime,

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from conftest import seed_all
 from http_engine_cases import EOS, KINDS, PARAMS, QUICK, VOCABULARY, Setup, check_result
 from megatron_dta.common.keyed_random import Domain
-from megatron_dta.core.common.errors import InputError
-from megatron_dta.extras.servers.engine import HttpEngine
 from megatron_dta.extras.servers.http_client import ServerError
-from megatron_dta.extras.servers.vllm import VllmProtocol
 from megatron_dta.sampling.interface import FinishReason, GenerationRequest, generate
-from rollout_servers import VllmServer
 
 
 @KINDS
@@ -229,19 +223,6 @@ def test_a_server_that_dies_mid_step_loses_its_requests_to_the_others(setup: Set
 
 
 @KINDS
-def test_when_all_servers_die_the_step_fails_with_one_line(setup: Setup) -> None:
-    setup.add_servers(2, delay_s=0.05)
-    setup.fault(0, None, "die")
-    setup.fault(1, None, None, "die")
-    engine = setup.started()
-    with pytest.raises(ServerError, match=r"^request \d+ \(.*\): no rollout server is left \(http") as caught:
-        generate(engine, setup.requests(40, prompts=10))
-    assert "\n" not in str(caught.value)
-    assert engine.poll() == []  # the others were given up
-    engine.start(PARAMS, 1)
-
-
-@KINDS
 def test_a_request_that_fails_for_good_names_itself_and_the_server(setup: Setup) -> None:
     setup.add_servers(1)
     setup.fault(0, *[500] * 4)
@@ -257,35 +238,3 @@ def test_a_request_that_fails_for_good_names_itself_and_the_server(setup: Setup)
     with pytest.raises(ServerError, match=r"refused with 400: .*out of vocabulary"):
         generate(engine, [GenerationRequest(1, np.array([20], np.int32), 2, key=0)])
     assert len(setup.servers[0].calls) == calls + 1
-
-
-@pytest.mark.parametrize(
-    ("urls", "match"),
-    [
-        ([], "give at least one"),
-        (["localhost:8000"], "must be like http://HOST:PORT"),
-        (["http://"], "must be like"),
-        (["http://a:1", "http://a:1/"], "given twice"),
-    ],
-)
-def test_wrong_urls_are_named(urls: list[str], match: str) -> None:
-    with pytest.raises(InputError, match=match):
-        HttpEngine(VllmProtocol(), urls)
-
-
-def test_the_fake_servers_are_strict() -> None:
-    """Or the tests of requests could not fail: what is misspelt is refused."""
-    with ExitStack() as stack:
-        setup = Setup(stack, "vllm", seed_all(1))
-        setup.add_servers(1)
-        assert isinstance(setup.servers[0], VllmServer)
-
-        class Misspelt(VllmProtocol):
-            def body(self, *arguments):
-                return super().body(*arguments) | {"max_new_tokens": 3}
-
-        engine = HttpEngine(Misspelt(), [setup.servers[0].url], QUICK)
-        stack.callback(engine.close)
-        engine.start(PARAMS, 0)
-        with pytest.raises(ServerError, match="max_new_tokens: Extra inputs are not permitted"):
-            generate(engine, setup.requests(1))

@@ -97,30 +97,6 @@ def test_weights_are_updated_on_every_server_between_phases(setup: Setup, tmp_pa
 
 
 @KINDS
-def test_a_server_that_cannot_update_is_left_out_until_it_can(setup: Setup, tmp_path: Path) -> None:
-    setup.add_servers(2)
-    engine = setup.engine()
-    path = UPDATE_CALLS[setup.kind][2]
-    setup.fault(0, *[500] * 4, path=path)
-    setup.table = write_checkpoint(tmp_path / "v1", 1)
-    engine.update_weights(1, tmp_path / "v1")
-    engine.start(PARAMS, 0)
-    requests = setup.requests(10)
-    setup.check(requests, generate(engine, requests))
-    assert not setup.servers[0].bodies
-    assert setup.servers[0].url in setup.lines[0]
-    setup.table = write_checkpoint(tmp_path / "v2", 2)
-    engine.update_weights(2, tmp_path / "v2")
-    engine.start(PARAMS, 1)
-    setup.check(requests, generate(engine, requests))
-    assert setup.servers[0].bodies
-    for server in range(2):
-        setup.fault(server, *[500] * 4, path=path)
-    with pytest.raises(ServerError, match="no rollout server could take the new weights"):
-        engine.update_weights(3, tmp_path / "v2")
-
-
-@KINDS
 def test_a_server_with_other_weights_is_left_out(setup: Setup, tmp_path: Path) -> None:
     """It was restarted, or another trainer has updated it: its tokens would be of other weights than they say."""
     setup.add_servers(2)

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from http_engine_cases import KINDS, PARAMS, Setup
-from megatron_dta.common.http.replies import TransientFailureError
 from megatron_dta.extras.servers.http_client import ServerError
 from megatron_dta.extras.servers.protocol import RoutingShape
-from megatron_dta.extras.servers.routing import array_of, integers_of
 from megatron_dta.sampling.interface import generate
 from megatron_dta.sampling.prompts.load import Prompt
 from megatron_dta.sampling.sources.independent import to_rollout
@@ -57,18 +55,3 @@ def test_other_replies_are_refused(setup: Setup, routing, shape, message) -> Non
     engine.start(PARAMS, 0)
     with pytest.raises(ServerError, match=message):
         generate(engine, setup.requests(4))
-
-
-@pytest.mark.parametrize(
-    ("text", "read", "message"),
-    [
-        ("?", array_of, "not in base64"),
-        ("AAAA", array_of, "no NumPy array"),
-        ("AAAA", integers_of, "not a list of 32-bit integers"),
-        ("\u00e9", integers_of, "not in base64"),
-    ],
-)
-def test_damaged_experts_are_asked_for_again(text, read, message) -> None:
-    assert read(None, "x") is None
-    with pytest.raises(TransientFailureError, match=f"the reply's x is {message}"):
-        read(text, "x")

@@ -28,16 +28,8 @@ from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import (
     MergedSegmentTree,
     build_merged_segment_tree,
 )
-from megatron_dta.extras.expert_parallel.planning.rank_plan import (
-    RankPlan,
-    largest_counts,
-    memory_tokens_of,
-)
-from megatron_dta.extras.expert_parallel.planning.within_memory import (
-    kept_nodes,
-    out_of_memory,
-    stages_within_memory,
-)
+from megatron_dta.extras.expert_parallel.planning.rank_plan import RankPlan, largest_counts, memory_tokens_of
+from megatron_dta.extras.expert_parallel.planning.within_memory import kept_nodes, out_of_memory, stages_within_memory
 
 
 def synchronize(step: StepPlan, shape: PipelineShape) -> StepPlan:
@@ -51,7 +43,7 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], rank_index: int
     Args:
         step: plan of this rank alone.
         ranks: counts of all ranks of the group.
-        own: index of this rank in ``ranks``.
+        rank_index: of this rank in ``ranks``.
         shape: stages of the pipeline, its costs, and the group.
     """
     min_segments = 0 if shape.group is None else shape.group.min_segments
