@@ -47,7 +47,7 @@ def test_timelines(tmp_path: Path) -> None:
     for label in ("a step $x", "stage 2", "forward", "backward", "send"):
         assert f">{label}</text>" in text
     assert "wait" not in text
-    for name in ("t.png", "t.svg", "t.pdf"):
+    for name in ("t.png", "t.svg"):
         write_figure(figure, tmp_path / name)
         assert (tmp_path / name).stat().st_size > 5000
     with pytest.raises(InputError, match=r"\.gif"):

@@ -174,7 +174,7 @@ def test_a_hanging_request_is_moved(setup: Setup) -> None:
     assert time.monotonic() - begin < 20
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["vllm"])
 def test_another_process_sends_long_requests_and_may_die(setup: Setup) -> None:
     setup.add_servers(2, delay_s=0.05)
     plain, engine = setup.engine(), setup.engine(replace(QUICK, long_tokens=8))
