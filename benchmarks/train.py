@@ -92,7 +92,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kv-offload-fraction", type=float, default=0.0, help="as in training")
     parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "reference"), default="auto")
     parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
-    parser.add_argument("--moe-grouped-gemm", action="store_true", help="experts as grouped products")
     parser.add_argument("--fp8-format", choices=("e4m3", "hybrid"), help="layers' products in FP8")
     parser.add_argument("--fp8-recipe", choices=("blockwise", "tensorwise", "mxfp8"), help="as in training")
     for name in PARALLEL:
@@ -131,7 +130,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     # A GPU decides as in training.
     is_divided = arguments.tensor_model_parallel_size > 1
     is_divided |= arguments.expert_model_parallel_size > 1 and arguments.pipeline_model_parallel_size > 1
-    is_sparse = MODELS[arguments.model].num_experts is not None and (is_divided or not arguments.moe_grouped_gemm)
+    is_sparse = MODELS[arguments.model].num_experts is not None and is_divided
     can_decide = torch.cuda.is_available() and "packed" not in arguments.tree_mode and not is_sparse
     arguments.automatic = can_decide and not is_given
     if not arguments.automatic and not is_given:
@@ -184,7 +183,7 @@ def model_config(arguments: argparse.Namespace, sets: dict[str, list[TrainingSam
     shape = benchmark_model(
         arguments.model, vocab_size, longest, arguments.bf16, arguments.num_layers, arguments.fused_layer_impl
     )
-    names = ("transformer_impl", "fp8_format", "fp8_recipe", "moe_grouped_gemm")
+    names = ("transformer_impl", "fp8_format", "fp8_recipe")
     return replace(shape, **{name: getattr(arguments, name) for name in names})
 
 

@@ -1,7 +1,7 @@
 """Measures the update of a server's weights, on one GPU: through its memory (CUDA IPC) against a folder.
 
     python benchmarks/weight_transfer.py --shape 8b [--ways ipc folder] [--folder /dev/shm/weights] [--repeats 3]
-        [--bucket-mib 512] [--receiver stand-in|vllm] [--vllm-flags="--enforce-eager"] [--output FILE.json]
+        [--receiver stand-in|vllm] [--vllm-flags="--enforce-eager"] [--output FILE.json]
 
 The trainer's side is that of a run: a model on the mesh with random weights, the copy or the files that training waits
 for ("write"), and the engine that updates the servers ("update"). The server is another process on the same GPU. The
@@ -63,7 +63,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=list(MODELS), default="tiny")
     parser.add_argument("--ways", nargs="+", choices=("ipc", "folder"), default=["ipc", "folder"])
     parser.add_argument("--folder", default="/dev/shm/rollout-weights", help="of the checkpoints")
-    parser.add_argument("--bucket-mib", type=int, default=512, help="--rollout-weight-bucket-mb")
     parser.add_argument("--receiver", choices=("stand-in", "vllm"), default="stand-in")
     parser.add_argument(
         "--vllm-flags",
@@ -84,7 +83,6 @@ def run_config(arguments: argparse.Namespace, way: str) -> TrainConfig:
         rollout_engine="vllm",
         rollout_server_url=["http://127.0.0.1:1"],
         rollout_weight_transfer=way,
-        rollout_weight_bucket_mb=arguments.bucket_mib,
         rollout_weights_dir=arguments.folder,
     )
     return TrainConfig(model, sampling=sampling)
@@ -191,7 +189,7 @@ def main() -> None:
         raise InputError("--receiver vllm needs a GPU; leave it out")
     model = build_model(run_config(arguments, "folder").model, device).eval()
     num_bytes = sum(values.nbytes for _, values in hf_weights(run_config(arguments, "folder"), model).iterate())
-    settings = {name: getattr(arguments, name) for name in ("shape", "receiver", "bucket_mib", "repeats", "folder")}
+    settings = {name: getattr(arguments, name) for name in ("shape", "receiver", "repeats", "folder")}
     report = Report("update of a server's weights", settings, device, arguments.output)
     for way in arguments.ways:
         report.add({"way": way, "bytes": num_bytes, **measure(arguments, way, model, device)})

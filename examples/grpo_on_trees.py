@@ -77,7 +77,6 @@ def small_model(samples: list[TrainingSample]) -> ModelConfig:
         hidden_size=64,
         ffn_hidden_size=128,
         num_attention_heads=4,
-        group_query_attention=True,
         num_query_groups=2,
         qk_layernorm=True,
         swiglu=True,

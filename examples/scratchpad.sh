@@ -24,12 +24,12 @@ size=${SIZE:-$("$python" -c 'import torch; print("large" if torch.cuda.is_availa
 case $size in
 large)
   task=(--base 10 --digits 24 --examples 2 --carelessness 0.1)
-  model=(--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --group-query-attention --num-query-groups 4
+  model=(--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --num-query-groups 4
     --rotary-base 1000 --max-position-embeddings 576 --bf16)
   tree=(--tree-segment-tokens 8192)
   warmup=(--global-batch-size 64 --train-iters "${WARMUP_STEPS:-300}" --lr 5e-4 --lr-warmup-iters 20)
   sampling=(--rollout-max-response-len 96 --rollout-batch-size 32 --n-samples-per-prompt 16
-    --inference-max-requests 512 --rollout-cuda-graphs)
+    --inference-max-requests 512)
   rates=(--lr 1e-5) steps=${STEPS:-120} dense_steps=${DENSE_STEPS:-24} solved=${SOLVED:-19200}
   ;;
 small)

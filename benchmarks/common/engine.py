@@ -76,9 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()
     add("--dtype", choices=("bf16", "fp32"), default=None, help="default: bf16 on a GPU, else fp32")
     add("--batch", type=int, default=64, help="sequences decoded at once (--inference-max-requests)")
     add("--block-size", type=int, default=16, help="tokens of a page of the cache")
-    add("--buffer-size-gb", type=float, help="--inference-dynamic-batching-buffer-size-gb")
+    add("--buffer-size-gb", type=float, help="GiB of the K/V cache")
     add("--max-tokens", type=int, default=4096, help="tokens of a forward pass")
-    add("--cuda-graphs", action=argparse.BooleanOptionalAction, help="--rollout-cuda-graphs (default: where possible)")
+    add("--cuda-graphs", action=argparse.BooleanOptionalAction, help="decode in CUDA graphs (default: where possible)")
     add("--burst", type=int, default=8, help="passes that run before the host reads their tokens")
     add("--attention-impl", choices=("auto", "triton", "reference"), default="auto")
     add("--enable-fp32-lm-head", action="store_true", help="keep logits in float32, as in training")
@@ -110,7 +110,6 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
         max_position_embeddings=arguments.max_position_embeddings,
         bf16=dtype == "bf16",
         enable_fp32_lm_head=arguments.enable_fp32_lm_head,
-        moe_grouped_gemm=shape.num_experts is not None,
     )
     model = build_model(config, device, parallel).eval()
     read, groups = 1.0, min(parallel.pipeline_model_parallel_size, arguments.batch)

@@ -138,7 +138,6 @@ def model_config(arguments: argparse.Namespace, vocab_size: int) -> ModelConfig:
         hidden_size=arguments.hidden_size,
         ffn_hidden_size=3 * arguments.hidden_size,
         num_attention_heads=4,
-        group_query_attention=True,
         num_query_groups=2,
         max_position_embeddings=longest,
         vocab_size=vocab_size,

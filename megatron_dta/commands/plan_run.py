@@ -68,7 +68,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--args-file", metavar="FILE", help="argument file of megatron_dta.train with model, mesh and settings")
     for name in SHAPE_FLAGS:
         add(_flag(name), type=int, metavar="N", help="setting of the model, in place of or in addition to --model")
-    add("--moe-grouped-gemm", action="store_true", help="run the experts of a rank as grouped products")
     for name in ("qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights"):
         add(_flag(name), action="store_true", help="setting of the model, in place of or in addition to --model")
     add(
@@ -219,11 +218,9 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     begin = time.perf_counter()
     cluster = read_cluster(arguments)
     if arguments.args_file is not None:
-        if arguments.moe_grouped_gemm:
-            raise InputError("--moe-grouped-gemm has no effect with --args-file; write it there")
         shape, looked_at, states, arguments.args_file_gives = read_args_file(arguments.args_file, cluster.num_gpus)
     else:
-        shape = replace(read_shape(arguments), moe_grouped_gemm=arguments.moe_grouped_gemm)
+        shape = read_shape(arguments)
         states = read_states(arguments)
         looked_at = choices(arguments, shape, cluster)
     sequences, masks = read_step(arguments)

@@ -25,7 +25,7 @@ FLAGS = ToolFlags(
     "megatron-dta rollout-server-command",
     ("model",),
     "load_hf hf_checkpoint rollout_engine temperature rollout_top_p rollout_server_url rollout_speculation das_window "
-    "das_max_tokens das_depth das_draft_tokens rollout_batch_size over_sampling_batch_size n_samples_per_prompt "
+    "das_depth das_draft_tokens rollout_batch_size over_sampling_batch_size n_samples_per_prompt "
     "rollout_max_response_len rollout_weight_transfer dynamic_sampling "
     "dynamic_sampling_max_rounds",
 )

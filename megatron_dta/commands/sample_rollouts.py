@@ -25,8 +25,7 @@ FLAGS = ToolFlags(
     "megatron-dta sample-rollouts",
     ("model", "reward", "treepo", "environment", "agent"),
     f"{MESH} {TASK} {ENGINE} rollout_batch_size over_sampling_batch_size n_samples_per_prompt num_steps_per_rollout "
-    "train_iters rollout_stop_degenerate dynamic_sampling dynamic_sampling_max_rounds overlong_buffer_len "
-    "overlong_penalty_factor",
+    "train_iters rollout_stop_degenerate dynamic_sampling dynamic_sampling_max_rounds overlong_buffer_len",
 )
 
 

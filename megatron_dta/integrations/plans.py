@@ -95,7 +95,7 @@ class Planner:
         numbers = list(range(len(samples)))
         if mesh.data_size > 1 and samples:
             numbers = partition_samples(samples, engine, self._tree).sequences_of(mesh.data_rank).tolist()
-        counts = count_trained(np.array([sample.num_counted for sample in samples], np.int64))
+        counts = count_trained(np.array([sample.num_trained for sample in samples], np.int64))
         batch = prepare_batch(
             [samples[i] for i in numbers],
             self._tree,

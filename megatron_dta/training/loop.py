@@ -42,7 +42,6 @@ from megatron_dta.training.data.step import StepSamples, pack_steps, unpack_step
 from megatron_dta.training.huggingface.save import save_hf
 from megatron_dta.training.monitor.console import RunConsole
 from megatron_dta.training.monitor.metrics import TIMING, MetricsLog
-from megatron_dta.training.monitor.rollout_samples import RolloutSamples
 from megatron_dta.training.monitor.step_metrics import Stopwatch, step_sizes, step_timing
 from megatron_dta.training.monitor.stop_signals import StopSignals
 from megatron_dta.training.monitor.timeline_files import beside_plan, write_timelines
@@ -108,7 +107,6 @@ class Trainer:
     critic: Critic | None = None
     teachers: Teachers | None = None
     rollout_files: RolloutFiles | None = None
-    rollout_samples: RolloutSamples | None = None
     resumed: bool = False
     end_id: int | None = None  # the token that ends trained responses, if a tokenizer says so
     saved_iteration: int | None = None
@@ -208,8 +206,6 @@ class Trainer:
             with watch.measure("collect"):
                 rollouts = self._collect()
             sampled += 0 if self.config.data.rollouts else decoded_tokens(rollouts)
-            if self.rollout_samples is not None:
-                self.rollout_samples.show(self.progress.iteration + 1, rollouts)
             with watch.measure("prepare"):
                 self.tuner.update()
                 self.progress.waiting = self.preparation.prepare(rollouts)

@@ -29,11 +29,7 @@ TASK = (
     "filter_overlong_prompts"
 )
 # Settings of the in-process rollout engine.
-ENGINE = (
-    "rollout_top_p rollout_max_response_len temperature inference_max_requests "
-    "inference_dynamic_batching_buffer_size_gb rollout_cuda_graphs "
-    "seed"
-)
+ENGINE = "rollout_top_p rollout_max_response_len temperature inference_max_requests seed"
 
 
 @dataclass(frozen=True)

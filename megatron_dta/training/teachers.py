@@ -43,7 +43,6 @@ _SHARED = (
     "enable_fp32_lm_head",
     "fused_layer_impl",
     "transformer_impl",
-    "moe_grouped_gemm",
 )
 
 
@@ -68,8 +67,6 @@ def teacher_shape(config: TrainConfig, folder: str) -> ModelConfig:
     """The shape of the teacher in ``folder``; ``InputError`` if its vocabulary is not the policy's."""
     shared = {name: getattr(config.model, name) for name in _SHARED}
     settings = settings_from_hf(folder, {})
-    if "num_experts" not in settings:
-        del shared["moe_grouped_gemm"]
     if settings.get("vocab_size") != config.model.vocab_size:
         raise InputError(
             f"--teacher-load-hf {folder}: has a vocabulary of {settings.get('vocab_size')} and the policy of "
@@ -211,10 +208,9 @@ def _target(batch: TreeBatch, own: list[int], row_there: np.ndarray, coefficient
     plan = batch.plan
     spans = [np.arange(plan.sequence_pairs[i], plan.sequence_pairs[i + 1]) for i in own]
     pairs = np.concatenate([np.zeros(0, np.int64), *spans])
-    counts = np.ones(len(pairs), bool) if batch.owned is None else batch.owned[pairs]
     rows, first, place = np.unique(plan.edge_row[plan.pair_edge[pairs]], return_index=True, return_inverse=True)
-    weights = np.bincount(place, batch.loss_weights[pairs] * counts, len(rows)) * coefficient
-    numbers = np.bincount(place, counts, len(rows)).astype(np.int64)
+    weights = np.bincount(place, batch.loss_weights[pairs], len(rows)) * coefficient
+    numbers = np.bincount(place, minlength=len(rows))
     return TeacherTarget(rows.astype(np.int64), weights, numbers, row_there[first])
 
 

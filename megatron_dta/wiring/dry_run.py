@@ -48,7 +48,7 @@ from megatron_dta.training.checkpoint.save_load import check_continues, check_we
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.config.derived.lora_sizes import adapter_parameters
 from megatron_dta.training.config.distillation import is_address
-from megatron_dta.training.data.stored import StoredRollouts, load_files
+from megatron_dta.training.data.stored import StoredRollouts
 from megatron_dta.training.huggingface.config.config import architecture, read_hf_config
 from megatron_dta.training.huggingface.files import SafetensorsFolder
 from megatron_dta.training.huggingface.mappings import ModelShape, parameters_of
@@ -113,7 +113,6 @@ def _check_folders(config: TrainConfig) -> None:
     logging = config.logging
     for flag, path in (
         ("--save", config.checkpoint.save),
-        ("--metrics-file", logging.metrics_file and str(Path(logging.metrics_file).parent)),
         ("--tensorboard-dir", logging.tensorboard_dir),
         ("--timeline-dir", logging.timeline_dir),
         ("--rollout-weights-dir", config.sampling.rollout_weights_dir),
@@ -137,9 +136,6 @@ def _show_prompts(config: TrainConfig, task: SamplingTask, show: Callable[[str, 
         load_agent(config.agent)
     if config.environment.environment is not None:
         load_environment(config.environment.environment)
-    if sampling.rollout_replay:
-        recorded = load_files(sampling.rollout_replay, config)
-        show("replay", f"{len(recorded):,} recorded rollouts")
     lengths = [len(prompt.token_ids) for prompt in task.prompts]
     if not lengths:
         raise InputError("there are no prompts to train on")
@@ -302,7 +298,7 @@ def _memory(
             more += total.weights + total.gradients + total.optimizer
         if objective.needs_ref_logprobs and copies_reference:
             more += of_stage.weights
-        if not config.distillation.offload_teacher:
+        if not config.objective.offload_reference:
             teachers = [DecoderShape.of(teacher) for teacher in _teacher_shapes(config).values()]
             more += sum(
                 stage_memory(teacher, mesh, states, stage, InFlight(0.0, 0.0, 0.0)).weights for teacher in teachers

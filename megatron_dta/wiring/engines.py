@@ -37,7 +37,6 @@ def build_drafting(config: TrainConfig) -> SuffixDrafting | None:
     drafter = DrafterParams(
         depth=settings.das_depth,
         window=settings.das_window,
-        max_tokens=settings.das_max_tokens,
         draft=DraftParams(width=settings.das_draft_tokens),
     )
     speculator = Speculator(drafter, SpeculationGate(ForwardCost(), ForwardCost()), settings.das_budget)
@@ -63,7 +62,7 @@ def build_engine(
     """
     reason = why_not_captured(model, attention_impl) if config.rollout_cuda_graphs is not False else None
     if reason is not None and config.rollout_cuda_graphs:
-        raise InputError(f"--rollout-cuda-graphs {reason}; leave it out")
+        raise InputError(f"rollout_cuda_graphs {reason}; leave it out")
     if reason is not None and report is not None and next(model.parameters()).is_cuda:
         report(f"decoding without CUDA graphs: it {reason}")
     settings = EngineSettings(

@@ -1,10 +1,9 @@
-"""Opens the files that a run writes beside its checkpoints: metrics, rollouts, samples to read."""
+"""Opens the files that a run writes beside its checkpoints: metrics and rollouts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_dta.common.console import Console
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.task import SamplingTask
@@ -13,14 +12,10 @@ from megatron_dta.training.config.train import settings_by_flag
 from megatron_dta.training.data.saved_rollouts import RolloutFiles
 from megatron_dta.training.data.stored import stored_tokenizer
 from megatron_dta.training.monitor.metrics import MetricsLog, write_settings
-from megatron_dta.training.monitor.rollout_samples import RolloutSamples
-from megatron_dta.wiring.sources import steps_per_rollout_batch
 
 
 def metrics_path(config: TrainConfig) -> Path | None:
-    """The path of the run's metrics file; None if neither --metrics-file nor --save is given."""
-    if config.logging.metrics_file is not None:
-        return Path(config.logging.metrics_file)
+    """The path of the run's metrics file; None without --save."""
     return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save is not None else None
 
 
@@ -38,23 +33,9 @@ def open_rollout_files(config: TrainConfig, task: SamplingTask | None) -> Rollou
     folder, interval = config.checkpoint.save, config.logging.save_rollouts_interval
     if folder is None or interval is None or current_mesh().rank != 0:
         return None
-    return RolloutFiles(folder, interval, config.logging.save_rollouts_groups, tokenizer_of(config, task))
-
-
-def open_rollout_samples(config: TrainConfig, task: SamplingTask | None, console: Console) -> RolloutSamples | None:
-    """The printer of sample rollouts on rank 0; None on other ranks, which have the same samples, or if it is off."""
-    count = config.logging.log_rollout_samples
-    if not count or current_mesh().rank != 0:
-        return None
-    return RolloutSamples(
-        count,
-        config.logging.log_interval,
-        steps_per_rollout_batch(config),
-        tokenizer_of(config, task),
-        lambda line: console.print(line, soft_wrap=True),
-    )
+    return RolloutFiles(folder, interval, tokenizer_of(config, task))
 
 
 def tokenizer_of(config: TrainConfig, task: SamplingTask | None) -> Tokenizer | None:
-    """The tokenizer that decodes rollouts for files and for the console."""
+    """The tokenizer that decodes rollouts for files."""
     return task.tokenizer if task is not None else stored_tokenizer(config)

@@ -70,7 +70,6 @@ from megatron_dta.wiring.outputs import (
     metrics_path,
     open_metrics,
     open_rollout_files,
-    open_rollout_samples,
     tokenizer_of,
 )
 from megatron_dta.wiring.sources import build_sampled_data
@@ -126,7 +125,7 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         save_base(config, model)
     # A new run starts a new metrics file, including the record before the first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
-    engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay)
+    engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay is not None)
     teachers = build_teachers(config, device, engine, lambda chunks: _engine(config, chunks))
     constant = _constant_bytes(config, optimizer, _frozen_models(reference, teachers, config), critic)
     tuner = _tuner(config, engine, constant, (optimizer, critic), _frozen_models(reference, teachers))
@@ -160,7 +159,6 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         critic=critic,
         teachers=teachers,
         rollout_files=open_rollout_files(config, task),
-        rollout_samples=open_rollout_samples(config, task, console),
         resumed=start is not None and resumes,
         end_id=task.tokenizer.eos_id if task is not None else stored_end(config),
         saved_iteration=progress.iteration if resumes else None,
@@ -331,12 +329,10 @@ def _frozen_models(
     reference: Model | None, teachers: Teachers | None, config: TrainConfig | None = None
 ) -> list[torch.nn.Module]:
     """The chunks of models that are not trained; with ``config``, only of those that stay on the device."""
-    models: list[torch.nn.Module] = []
-    if reference is not None and not (config is not None and config.objective.offload_reference):
-        models += reference.model_chunks
-    if teachers is not None and not (config is not None and config.distillation.offload_teacher):
-        models += teachers.models
-    return models
+    if config is not None and config.objective.offload_reference:
+        return []
+    chunks = [] if reference is None else list(reference.model_chunks)
+    return chunks + ([] if teachers is None else list(teachers.models))
 
 
 def _engine(

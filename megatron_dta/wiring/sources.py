@@ -4,7 +4,7 @@ independent rollouts (``sources.independent``), trees and episodes with an envir
 of agents (``agents.source``)
 -> over-sampling -> dynamic sampling and overlong shaping (``sources.filters``)
 -> counts of degenerate responses -> drafts in the checkpoint              in this process, on all ranks
--> rank 0's thread, broadcast to all                                       servers and recorded rollouts
+-> rank 0's thread, broadcast to all                                       servers
 
 With ``--rollout-max-staleness`` there is one source instead, ``servers.stream``.
 """
@@ -26,7 +26,6 @@ from megatron_dta.extras.servers.stream.stream_source import StreamSource
 from megatron_dta.extras.servers.weights.send import rollout_weights
 from megatron_dta.sampling.in_process.pass_costs import measure_passes
 from megatron_dta.sampling.interface import RolloutEngine
-from megatron_dta.sampling.replay import ReplayEngine
 from megatron_dta.sampling.sources.batch_source import Evaluation, RolloutSource, SampledSource
 from megatron_dta.sampling.sources.filters import FilteringSource, OverSamplingSource
 from megatron_dta.sampling.sources.independent import SamplingEvaluation, SamplingSource, sampling_params
@@ -36,7 +35,6 @@ from megatron_dta.sampling.sources.stopping_source import StoppingSource
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.source import TreeEvaluation, TreeSource
 from megatron_dta.training.config import TrainConfig
-from megatron_dta.training.data.stored import load_files
 from megatron_dta.training.loop import Progress
 from megatron_dta.wiring.engines import build_drafting, build_engine, server_engine
 
@@ -66,17 +64,13 @@ def build_sampled_data(
                 drafting.learn_costs(measure_passes(engine, params, rows, model.max_sequence_length))
             source = SpeculatingSource(source, drafting)
         return source, [build_sampling_evaluation(engine, task, config, agents)] if evaluated else []
-    is_replay = config.sampling.rollout_engine == "replay"
     first = current_mesh().rank == 0
-    engine = None
-    if first:
-        engine = _replay(config) if is_replay else server_engine(config, report)
+    engine = server_engine(config, report) if first else None
     if config.sampling.rollout_max_staleness:
         return _stream(config, model, task, progress, engine)
     agents = _agents(engine, task, config) if first else None
     inner = build_sampling_source(engine, task, config, agents) if first else None
-    writer = None if is_replay else rollout_weights(config, model)
-    source = Rank0Source(inner, engine, writer, lambda: progress.iteration)
+    source = Rank0Source(inner, engine, rollout_weights(config, model), lambda: progress.iteration)
     if not evaluated:
         return source, []
     evaluation = build_sampling_evaluation(engine, task, config, agents) if first else None
@@ -146,11 +140,6 @@ def _responses_of_a_replica(config: TrainConfig) -> int:
     sampling = config.sampling
     prompts = max(sampling.rollout_batch_size, sampling.over_sampling_batch_size or 0)
     return -(-prompts * sampling.n_samples_per_prompt // current_mesh().data_size)
-
-
-def _replay(config: TrainConfig) -> RolloutEngine:
-    needs_logprobs = config.objective.needs_rollout_logprobs
-    return ReplayEngine(load_files(config.sampling.rollout_replay or [], config), needs_logprobs)
 
 
 def _num_rollout_batches(config: TrainConfig, progress: Progress) -> int:

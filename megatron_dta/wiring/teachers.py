@@ -39,5 +39,5 @@ def build_teachers(
         checkpoint = replace(config.checkpoint, load_hf=folder, hf_checkpoint=folder)
         load_hf(replace(config, model=shape, checkpoint=checkpoint), model)
         model.requires_grad_(False).eval()
-        teachers[name] = Teacher(make_engine(model), config.tree, settings.offload_teacher)
+        teachers[name] = Teacher(make_engine(model), config.tree, config.objective.offload_reference)
     return Teachers(settings, teachers)

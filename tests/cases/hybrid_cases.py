@@ -36,7 +36,7 @@ EXPERTS = dict(
 
 def hybrid_model(vocab_size: int, **changes: Any) -> ModelConfig:
     """A hybrid model without experts, with ``changes``."""
-    shape = dict(hidden_size=24, num_attention_heads=4, group_query_attention=True, num_query_groups=2, kv_channels=8)
+    shape = dict(hidden_size=24, num_attention_heads=4, num_query_groups=2, kv_channels=8)
     plain = dict(swiglu=True, disable_bias_linear=True, max_position_embeddings=32)
     plain["untie_embeddings_and_output_weights"] = True
     return ModelConfig(**(HYBRID | shape | plain | dict(vocab_size=vocab_size) | changes))

@@ -23,7 +23,7 @@ VOCAB, EOS = 23, 22
 SHAPES = {
     "tied, one head size": dict(untie_embeddings_and_output_weights=False),
     "grouped queries, QK-norm, untied": dict(
-        group_query_attention=True, num_query_groups=2, qk_layernorm=True, untie_embeddings_and_output_weights=True
+        num_query_groups=2, qk_layernorm=True, untie_embeddings_and_output_weights=True
     ),
     "padded vocabulary, narrow heads": dict(make_vocab_size_divisible_by=16, kv_channels=6, swiglu=False),
 }

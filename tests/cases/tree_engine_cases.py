@@ -25,7 +25,6 @@ def model_config(dtype: torch.dtype = torch.float64, **settings: object) -> Mode
         hidden_size=24,
         ffn_hidden_size=40,
         num_attention_heads=4,
-        group_query_attention=True,
         num_query_groups=2,
         kv_channels=8,
         vocab_size=VOCABULARY,

@@ -52,7 +52,7 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(_Buffer, "take", take_poisoned)
 
 
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE = {"recompute_granularity": "full"}
 
 
 @pytest.mark.parametrize(

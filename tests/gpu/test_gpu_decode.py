@@ -34,10 +34,10 @@ CUDA = torch.device("cuda")
 GROUPED = SHAPES["grouped queries, QK-norm, untied"] | dict(kv_channels=16)
 EXPERTS = {
     "softmax": dict(
-        num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=32, moe_grouped_gemm=True, disable_bias_linear=True
+        num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=32, disable_bias_linear=True
     ),
     "sigmoid, shared experts": dict(
-        num_experts=16, moe_router_topk=4, moe_ffn_hidden_size=32, moe_grouped_gemm=True, disable_bias_linear=True,
+        num_experts=16, moe_router_topk=4, moe_ffn_hidden_size=32, disable_bias_linear=True,
         moe_router_score_function="sigmoid", moe_shared_expert_intermediate_size=16, moe_router_enable_expert_bias=True,
     ),
 }  # fmt: skip

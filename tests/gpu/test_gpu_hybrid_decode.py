@@ -12,7 +12,7 @@ from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
 from rollout_forest import Drive, assert_same, run_forest, started
 from sampling_cases import make_model
 
-SHAPE = HYBRID | dict(group_query_attention=True, num_query_groups=2, disable_bias_linear=True, kv_channels=16)
+SHAPE = HYBRID | dict(num_query_groups=2, disable_bias_linear=True, kv_channels=16)
 
 
 def test_steps_in_bfloat16_are_within_its_rounding():

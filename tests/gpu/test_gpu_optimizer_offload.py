@@ -16,7 +16,6 @@ OFFLOAD = replace(RATES, use_precision_aware_optimizer=True, optimizer_cpu_offlo
 KINDS = {
     "all": OFFLOAD,
     "half": replace(OFFLOAD, optimizer_offload_fraction=0.5),
-    "overlapped": replace(OFFLOAD, overlap_cpu_optimizer_d2h_h2d=True),
     "bfloat16 gradients": replace(OFFLOAD, main_grads_dtype="bf16"),
 }
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.two_gpus
 
 LONGEST_S = 280
 WIDE = {"hidden_size": 256, "kv_channels": 64, "params_dtype": torch.float32}
-EXPERTS = {"hidden_size": 128, "kv_channels": 64, "moe_grouped_gemm": True, "params_dtype": torch.float32}
+EXPERTS = {"hidden_size": 128, "kv_channels": 64, "params_dtype": torch.float32}
 PARTITION = [[4, 5, 7, 9, 10, 12, 13, 15], [0, 1, 2, 3, 6, 8, 11, 14, 16]]
 MESHES = {
     "cp2": (2, ParallelConfig(context_parallel_size=2), [0]),

@@ -45,7 +45,7 @@ SHAPE = dict(
 SINGLE = model_config(torch.float32, **SHAPE)
 LOCAL = model_config(torch.bfloat16, **SHAPE)
 ENGINE = replace(LOCAL, transformer_impl="transformer_engine")
-FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+FULL = dict(recompute_granularity="full")
 RECIPES = ("blockwise", "tensorwise")
 # No clipping, where what FP8 adds to a gradient does not depend on how near the weights are to a jump.
 SFT = make_objective(ObjectiveConfig(objective="sft"))

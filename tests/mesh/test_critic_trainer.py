@@ -13,10 +13,7 @@ from mesh_worker import run_on_ranks
 from resume_cases import rows_without_timing
 from trainer_cases import make_rollouts
 
-PPO = (
-    "--objective ppo --old-logprobs recompute --use-tis --kl-coef 0.1 --ppo-epochs 2 --shared-token-ownership first "
-    "--critic-lr 5e-3"
-)
+PPO = "--objective ppo --old-logprobs recompute --use-tis --kl-coef 0.1 --ppo-epochs 2 --critic-lr 5e-3"
 DPO = "--objective dpo --dpo-pairs all"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP = "--pipeline-model-parallel-size 2"

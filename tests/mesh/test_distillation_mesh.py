@@ -70,7 +70,7 @@ def test_meshes_agree(kind: str, task: Path, tmp_path: Path) -> None:
     if kind == "full-vocabulary":
         meshes |= {
             "tensor": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
-            "pipeline": ["--pipeline-model-parallel-size", "2", "--offload-teacher"],
+            "pipeline": ["--pipeline-model-parallel-size", "2", "--offload-reference"],
             "context": ["--context-parallel-size", "2"],
         }
     for name, flags in meshes.items():

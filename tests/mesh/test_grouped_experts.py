@@ -1,4 +1,4 @@
-"""Experts as grouped products (``--moe-grouped-gemm``) against experts one by one and the stock model, in float64."""
+"""Experts as grouped products against experts one by one and the stock model, in float64."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from resume_cases import rows_without_timing
 from trainer_cases import make_rollouts
 
 EP = "--expert-model-parallel-size 2"
-SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 900"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce"
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_routing_of_the_rollouts_is_replayed(folder: Path, tmp_path: Path) -> No
         for rollout in rollouts
     ]
     write_rollouts(tmp_path / "routed.jsonl", routed)
-    flags = f"{EXPERTS} --moe-routing-replay --make-vocab-size-divisible-by 2 --old-logprobs recompute"
+    flags = f"{EXPERTS} --moe-routing-replay first --make-vocab-size-divisible-by 2 --old-logprobs recompute"
     command = f"{STORED} {flags} --rollouts {tmp_path}/routed.jsonl"
     run_on_ranks(train_on_rank, [(f"{command} --save {tmp_path}/one", None)], 1, tmp_path / "ranks-1")
     run_on_ranks(train_on_rank, [(f"{command} {EP} --save {tmp_path}/two", None)], 2, tmp_path / "ranks-2")
@@ -79,7 +79,7 @@ def test_routing_of_the_rollouts_is_replayed(folder: Path, tmp_path: Path) -> No
     assert [row["routing_replaced"] for row in alone] == [row["routing_replaced"] for row in two]
     run_on_ranks(
         train_on_rank,
-        [(f"{command} --moe-routing-conflicts fork --save {tmp_path}/fork", None)],
+        [(f"{command} --moe-routing-replay fork --save {tmp_path}/fork", None)],
         1,
         tmp_path / "ranks-f",
     )

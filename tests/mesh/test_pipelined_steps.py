@@ -31,12 +31,12 @@ from triton_device import interpreter
 FUSED = GROUPED | dict(fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16)
 TIED = dict(untie_embeddings_and_output_weights=False)
 EXPERTS = dict(
-    num_layers=2, num_experts=2, moe_router_topk=1, moe_ffn_hidden_size=16, moe_grouped_gemm=True,
+    num_layers=2, num_experts=2, moe_router_topk=1, moe_ffn_hidden_size=16,
     moe_router_pre_softmax=True, disable_bias_linear=True,
 )  # fmt: skip
 STATES = HYBRID | dict(
     num_layers=4, linear_attention_freq="[1,1,1,0]", disable_bias_linear=True, num_query_groups=2,
-    group_query_attention=True, fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16,
+    fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16,
 )  # fmt: skip
 STAGES, TENSOR = dict(pipeline_model_parallel_size=2), dict(tensor_model_parallel_size=2)
 FROM_NUCLEUS = replace(PARAMS, other_eos_ids=(12, 16, 17), vocab_size=20)

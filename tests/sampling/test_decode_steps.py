@@ -22,7 +22,6 @@ from megatron_dta.sampling.in_process.drafting import Round
 from megatron_dta.sampling.in_process.scheduler import Request
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.wiring.engines import build_engine
 from rollout_forest import NEVER, PARAMS, Drive, assert_same, run_forest, started
 from sampling_cases import SHAPES, make_model, random_prompts
@@ -244,7 +243,7 @@ def test_weights_changed_in_place_are_seen_and_moved_ones_too():
 
 
 EXPERTS = dict(
-    num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16, moe_grouped_gemm=True, fused_layer_impl="triton",
+    num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16, fused_layer_impl="triton",
     normalization="RMSNorm", kv_channels=16, disable_bias_linear=True,
 )  # fmt: skip
 EXPERT_MODELS = {
@@ -276,9 +275,9 @@ def test_layers_with_experts(name: str):
 
 def test_why_experts_and_meshes_are_not_captured(monkeypatch: pytest.MonkeyPatch):
     one_by_one = make_model(7, torch.float32, **EXPERTS | dict(moe_grouped_gemm=False, fused_layer_impl="reference"))
-    assert "--moe-grouped-gemm" in why_not_captured(one_by_one)
+    assert "the host has to know" in why_not_captured(one_by_one)
     looped = make_model(7, torch.float32, **EXPERTS | dict(fused_layer_impl="reference"))
-    assert "--moe-grouped-gemm" in why_not_captured(looped)
+    assert "the host has to know" in why_not_captured(looped)
     for name in ("expert_model_parallel_size", "tensor_model_parallel_size"):
         with monkeypatch.context() as patched:
             patched.setattr(looped.config, name, 2)
@@ -306,15 +305,6 @@ def test_what_cannot_run_is_refused():
     if torch.cuda.is_available():
         pytest.skip("the rest is about a machine without a GPU")
     assert "CUDA" in why_not_captured(model)
-    with pytest.raises(InputError, match="--rollout-cuda-graphs needs a CUDA GPU; leave it out"):
+    with pytest.raises(InputError, match="rollout_cuda_graphs needs a CUDA GPU; leave it out"):
         build_engine(SamplingConfig(rollout_cuda_graphs=True), model)
     assert build_engine(SamplingConfig(), model).statistics()["forwards"] == 0
-
-
-def test_the_flag_is_on_off_or_left_out():
-    sampled = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --lr 1e-3 --train-iters 2 --task arithmetic"
-    values = [
-        parse_arguments([*sampled.split(), *more]).sampling.rollout_cuda_graphs
-        for more in ([], ["--rollout-cuda-graphs"], ["--no-rollout-cuda-graphs"])
-    ]
-    assert values == [None, True, False]

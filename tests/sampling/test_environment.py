@@ -54,12 +54,12 @@ def replayed(record, actions):
     return [environment.step(action) for action in actions]
 
 
-def grow(seed: int, factory=Remembering, runner=None, max_turns=None, **changes):
+def grow(seed: int, factory=Remembering, runner=None, **changes):
     runner = runner or EnvironmentRunner(factory, NullTokenizer(VOCAB, EOS))
     defaults = {"width": 6, "max_response_tokens": 60, "segment_tokens": 4}
     engine = RecordingEngine(VOCAB, 0.25, seed=seed)
     queries = [TreeQuery(i, np.array([5, 6]), {"id": 10 + i}) for i in range(4)]
-    sampler = TreeSampler(engine, TreeSettings(**(defaults | changes)), None, runner, max_turns)
+    sampler = TreeSampler(engine, TreeSettings(**(defaults | changes)), None, runner)
     return queries, sampler.sample(queries, SamplingParams(60, EOS, seed=seed), 0), engine, runner
 
 
@@ -103,11 +103,7 @@ def test_every_branch_has_an_environment_of_its_own(seed: int, segment_tokens: i
         assert all(node.turn_ended for node in forks)
 
 
-def test_turns_and_lengths_end_rollouts():
-    _, trees, _, _ = grow(1, max_turns=2)
-    ends = {tree.nodes[leaf].end for tree in trees for leaf in tree.leaves}
-    assert EndReason.TURNS in ends
-    assert EndReason.ENVIRONMENT not in ends
+def test_lengths_end_rollouts():
     _, trees, _, _ = grow(2, max_response_tokens=9)
     lengths = [tree.response_length(leaf) for tree in trees for leaf in tree.leaves]
     assert max(lengths) <= 9

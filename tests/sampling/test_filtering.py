@@ -68,13 +68,13 @@ def test_the_rounds_end() -> None:
     assert names(FilteringSource(Planned(lambda *_: True), steps).next_batch(0)) == ["0:0", "0:1"]
 
 
-@pytest.mark.parametrize(("tokens", "penalty"), [(1, 0), (14, 0), (15, 0), (16, 0.4), (18, 1.2), (20, 2.0)])
+@pytest.mark.parametrize(("tokens", "penalty"), [(1, 0), (14, 0), (15, 0), (16, 0.2), (18, 0.6), (20, 1.0)])
 def test_long_responses_lose_reward_linearly(tokens: int, penalty: float) -> None:
     mask = np.arange(tokens + 3) >= 3
     rollout = Rollout(np.arange(tokens + 3), mask, reward=1.0)
-    assert shape_reward(rollout, 20, 5, 2.0).reward == pytest.approx(1 - penalty)
+    assert shape_reward(rollout, 20, 5).reward == pytest.approx(1 - penalty)
     turns = {"segment_ends": [3, tokens + 3], "branches": [0, 0], "segment_rewards": [0.25, 0.75]}
-    shaped = shape_reward(Rollout(np.arange(tokens + 3), mask, reward=1.0, **turns), 20, 5, 2.0)
+    shaped = shape_reward(Rollout(np.arange(tokens + 3), mask, reward=1.0, **turns), 20, 5)
     np.testing.assert_allclose(shaped.segment_rewards, [0.25, 0.75 - penalty], rtol=1e-6)
 
 

@@ -27,7 +27,7 @@ STATIC = dict(attention_impl="triton", static_passes=True)
 
 
 def hybrid_model(seed: int, dtype: torch.dtype = torch.float64, **more: object):
-    settings = dict(HYBRID) | dict(group_query_attention=True, num_query_groups=2, disable_bias_linear=True) | more
+    settings = dict(HYBRID) | dict(num_query_groups=2, disable_bias_linear=True) | more
     model = make_model(seed, dtype, **settings)
     with torch.no_grad():
         spread(dict(model.named_parameters()), seed)

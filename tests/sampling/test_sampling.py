@@ -67,7 +67,7 @@ def test_logprobs_are_those_of_the_full_vocabulary(dtype: torch.dtype, tolerance
 def test_logprobs_are_the_tree_engines(tree_mode: str, dtype: torch.dtype, tolerance: float):
     """The loop's own invariant: at the sampler's weights, training finds every importance ratio to be 1."""
     rng = seed_all(37)
-    model = make_model(18, dtype, group_query_attention=True, num_query_groups=2)
+    model = make_model(18, dtype, num_query_groups=2)
     prompts = random_prompts(rng, [6, 1, 11])
     sequence_prompt = np.repeat([0, 1, 2], 6)
     params = SamplingParams(max_response_tokens=10, eos_id=EOS, temperature=0.8, top_p=0.9)

@@ -82,6 +82,7 @@ def test_worked_example():
 
 def slow_treepo(rollouts, weights, i, upto, value, config) -> float:
     """Mean gap to the levels above node ``upto`` of rollout i, leaves found by comparing their branches."""
+    options = config.treepo_advantages or []
     rollout, gaps, sizes = rollouts[i], [], []
     for depth in range(upto):
         members = [
@@ -91,9 +92,9 @@ def slow_treepo(rollouts, weights, i, upto, value, config) -> float:
             and other.branches[: depth + 1].tolist() == rollout.branches[: depth + 1].tolist()
         ]
         rewards = [rollouts[k].reward for k in members]
-        if depth == 0 and config.treepo_drop_root:
+        if depth == 0 and "drop-root" in options:
             continue
-        if depth > 0 and (len(members) == 1 or (config.treepo_reject_zero_variance and len(set(rewards)) == 1)):
+        if depth > 0 and (len(members) == 1 or ("reject-zero-variance" in options and len(set(rewards)) == 1)):
             continue
         gaps.append(value - slow_mean(rollouts, weights, members))
         sizes.append(len(members))
@@ -101,7 +102,7 @@ def slow_treepo(rollouts, weights, i, upto, value, config) -> float:
         return 0.0
     return (
         sum(g * s for g, s in zip(gaps, sizes, strict=True)) / sum(sizes)
-        if config.treepo_size_weighted
+        if "size-weighted" in options
         else statistics.fmean(gaps)
     )
 
@@ -115,10 +116,10 @@ def slow_mean(rollouts, weights, members) -> float:
 
 OPTIONS = [
     {},
-    {"treepo_size_weighted": True},
-    {"treepo_drop_root": True},
-    {"treepo_reject_zero_variance": True},
-    {"treepo_size_weighted": True, "treepo_drop_root": True, "treepo_reject_zero_variance": True},
+    {"treepo_advantages": ["size-weighted"]},
+    {"treepo_advantages": ["drop-root"]},
+    {"treepo_advantages": ["reject-zero-variance"]},
+    {"treepo_advantages": ["size-weighted", "drop-root", "reject-zero-variance"]},
 ]
 
 

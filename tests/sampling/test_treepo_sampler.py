@@ -13,7 +13,7 @@ from megatron_dta.sampling.treepo.fallback import fallback_nodes
 from megatron_dta.sampling.treepo.keys import Decision, QueryNumbers, node_key
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
-from megatron_dta.sampling.treepo.stops import StopRules, answer_rule, boxed_answer, most_repeated
+from megatron_dta.sampling.treepo.stops import StopRules, answer_rule, boxed_answer
 from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
 from recording_engine import RecordingEngine
 
@@ -28,7 +28,6 @@ def random_settings(rng: np.random.Generator, **changes) -> TreeSettings:
         width=int(rng.integers(1, 9)),
         max_response_tokens=int(rng.integers(1, 11)),
         segment_tokens=int(rng.integers(1, 5)) if rng.random() < 0.9 else None,
-        max_depth=int(rng.integers(1, 7)) if rng.random() < 0.3 else None,
         branching_factor=int(rng.integers(1, 5)),
         initial_branches=first,
         initial_branches_max=first + int(rng.integers(0, 6)) if rng.random() < 0.4 else None,
@@ -45,7 +44,6 @@ def random_stops(rng: np.random.Generator) -> StopRules:
     return StopRules(
         decode=lambda ids: " ".join(20 * str(token) for token in ids),
         answer=answer_rule(r"\b7{20}\b") if rng.random() < 0.5 else None,
-        repetition_count=2 if rng.random() < 0.5 else None,
     )
 
 
@@ -81,7 +79,7 @@ def test_every_leaf_was_conditioned_on_what_is_recorded_in_front_of_it(part: int
                 reasons[tree.nodes[leaf].end] += 1
             assert abs(sum(tree.leaf_weights().values()) - 1) < 1e-12
     assert fallbacks > 300
-    assert {EndReason.EOS, EndReason.ANSWER, EndReason.REPETITION, EndReason.LENGTH, EndReason.DEPTH} == set(reasons)
+    assert {EndReason.EOS, EndReason.ANSWER, EndReason.LENGTH} == set(reasons)
 
 
 def check_leaf(tree: SampledTree, leaf: int, query: TreeQuery, requests, engine: RecordingEngine, settings) -> None:
@@ -98,11 +96,10 @@ def check_leaf(tree: SampledTree, leaf: int, query: TreeQuery, requests, engine:
         assert np.array_equal(result.logprobs, node.logprobs)
         assert 1 <= len(node.token_ids) <= (settings.segment_tokens or settings.max_response_tokens)
         assert (node.end is None) == (index != leaf)
-        assert (EOS in node.token_ids) <= (node.end in (EndReason.EOS, EndReason.REPETITION))
+        assert (EOS in node.token_ids) <= (node.end == EndReason.EOS)
         begin += len(node.token_ids)
     assert begin == len(tokens)
     assert len(tokens) - len(query.token_ids) <= settings.max_response_tokens
-    assert settings.max_depth is None or tree.nodes[leaf].depth <= settings.max_depth
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -155,7 +152,7 @@ def slow_tree(query: TreeQuery, settings: TreeSettings, engine: RecordingEngine,
                     tokens.append(engine.token_after(prefix + tokens, tree.nodes[node].key))
                 tree.fill(node, tokens, np.array(logprobs, np.float32), 0)
                 ended = tokens[-1] == EOS
-                tree.nodes[node].end = stops.end_of(tree, node, ended, settings.max_response_tokens, settings.max_depth)
+                tree.nodes[node].end = stops.end_of(tree, node, ended, settings.max_response_tokens)
                 if tree.nodes[node].end is None:
                     live.append(node)
         live.sort(key=lambda index: tree.nodes[index].path)
@@ -264,12 +261,3 @@ def test_budgets(seed: int):
 def test_text_rules():
     assert boxed_answer(r"so \boxed{\frac{1}{2}} and \boxed {3") == r"\frac{1}{2}"
     assert boxed_answer("boxed{3}") is None
-    assert most_repeated("abababa", 3) == 3
-    assert most_repeated("ab", 3) == 0
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        text = "".join(rng.choice(list("ab"), int(rng.integers(0, 30))))
-        length = int(rng.integers(1, 6))
-        slow = max((sum(text[j : j + length] == text[i : i + length] for j in range(len(text) - length + 1))
-                    for i in range(len(text) - length + 1)), default=0)  # fmt: skip
-        assert most_repeated(text, length) == slow

@@ -26,7 +26,6 @@ DENSE = ModelConfig(
     hidden_size=64,
     ffn_hidden_size=160,
     num_attention_heads=4,
-    group_query_attention=True,
     num_query_groups=2,
     vocab_size=211,
     swiglu=True,

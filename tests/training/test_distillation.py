@@ -35,7 +35,7 @@ COEFFICIENT = 0.37
 
 
 def make_samples(generator: np.random.Generator) -> list[TrainingSample]:
-    """Branching sequences with gaps in their masks, weights, owners and two teachers."""
+    """Branching sequences with gaps in their masks, weights and two teachers."""
     samples = []
     for tokens in branching_sequences(generator):
         mask = generator.random(len(tokens)) < 0.7
@@ -46,7 +46,6 @@ def make_samples(generator: np.random.Generator) -> list[TrainingSample]:
                 mask,
                 advantages=generator.normal(size=len(tokens)),
                 old_logprobs=-generator.random(len(tokens)) * 3,
-                owned=mask & (generator.random(len(tokens)) < 0.8),
                 weight=float(generator.random() + 0.5),
                 teacher=int(generator.integers(2)),
             )
@@ -64,7 +63,7 @@ def one_by_one(
     for shape, own in teachers:
         frozen.append(build_stock_model(shape, torch.device("cpu")))
         frozen[-1].load_state_dict(own)
-    counted = np.array([sample.num_counted for sample in samples])
+    counted = np.array([sample.num_trained for sample in samples])
     factors = loss_weights(counted, "sequence-mean", sequence_weights=np.array([s.weight for s in samples]))
     total = divergence = 0.0
     for sample, factor in zip(samples, factors, strict=True):
@@ -77,17 +76,16 @@ def one_by_one(
             for each in (student, frozen[sample.teacher])
         )
         kl = (log_p.exp() * (log_p - log_q.detach())).sum(-1)
-        owned = torch.from_numpy(sample.counted_mask[sample.loss_mask])
         fields = LossFields(
-            owned,
+            torch.ones(len(trained), dtype=torch.bool),
             **{n: torch.from_numpy(getattr(sample, n)[sample.loss_mask]) for n in ("advantages", "old_logprobs")},
         )
         logprobs = log_p.gather(1, ids[0, trained, None]).squeeze(1)
         losses = OBJECTIVE(logprobs, -(log_p.exp() * log_p).sum(-1), fields)
-        loss = (losses.loss.sum() + COEFFICIENT * (kl * owned).sum()) * float(factor)
+        loss = (losses.loss.sum() + COEFFICIENT * kl.sum()) * float(factor)
         loss.backward()
         total += float(loss.detach())
-        divergence += float((kl * owned).sum().detach())
+        divergence += float(kl.sum().detach())
     return total, divergence / counted.sum(), {name: p.grad for name, p in student.named_parameters()}
 
 
@@ -129,9 +127,9 @@ def test_trees_equal_one_sequence_at_a_time(tied: bool):
 
 def test_a_teacher_without_experts_has_no_setting_of_experts(tmp_path: Path):
     """Otherwise neither its model nor its shape could be made."""
-    experts = dict(num_experts=4, moe_grouped_gemm=True)
+    experts = dict(num_experts=4)
     policy = model_config(**experts, untie_embeddings_and_output_weights=True)
-    dense = replace(policy, num_experts=None, moe_ffn_hidden_size=None, moe_grouped_gemm=False)
+    dense = replace(policy, num_experts=None, moe_ffn_hidden_size=None)
     (tmp_path / "config.json").write_text(json.dumps(config_from_settings(dense)))
     shape = teacher_shape(TrainConfig(model=policy), str(tmp_path))
     assert DecoderShape.of(shape).num_experts is None
@@ -141,7 +139,7 @@ def test_a_teacher_without_experts_has_no_setting_of_experts(tmp_path: Path):
 def test_sampled_tokens_are_scored_by_their_teachers():
     """Logprobs under the teacher of each sample, equal to those of a dense pass of that teacher alone."""
     generator = seed_all(78)
-    samples = [replace(sample, owned=None) for sample in make_samples(generator)]
+    samples = make_samples(generator)
     shapes = [model_config(**own) for own in TEACHERS]
     engines = [
         TreeEngine(build_model(shape, initialize_parallel(8 + i)), TEMPERATURE) for i, shape in enumerate(shapes)

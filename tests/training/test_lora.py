@@ -23,7 +23,7 @@ from megatron_dta.wiring.dry_run import dry_run
 from tree_engine_cases import GRPO, QWEN2, QWEN3, TEMPERATURE, branching_sequences, tree_config
 
 GPT = {"disable_bias_linear": False, "normalization": "LayerNorm", "swiglu": False}
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL_RECOMPUTE = {"recompute_granularity": "full"}
 EXPERTS = {"num_experts": 3, "moe_ffn_hidden_size": 16, "moe_layer_freq": "[0,1]", "moe_aux_loss_coeff": 0.1}
 MODELS = {
     "qwen3": QWEN3,

@@ -33,7 +33,6 @@ def tiny_model(dtype: torch.dtype = torch.float64) -> ModelConfig:
         hidden_size=16,
         ffn_hidden_size=32,
         num_attention_heads=4,
-        group_query_attention=True,
         num_query_groups=2,
         kv_channels=4,
         vocab_size=40,
@@ -119,10 +118,6 @@ def test_bytes_that_stay_the_same(dtype: torch.dtype, each: int) -> None:
         (
             f"{STORED} --tree-memory-gib 8 --recompute-granularity selective",
             "conflicts with --recompute-granularity selective",
-        ),
-        (
-            f"{STORED} --tree-memory-gib 8 --num-experts 4",
-            "--tree-memory-gib 8: supports experts with --moe-grouped-gemm only; add it",
         ),
     ],
 )

@@ -116,11 +116,11 @@ def test_weights_and_biases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         )
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    log = MetricsLog(None, LoggingConfig(wandb_project="p", wandb_exp_name="n"), -1, {"--lr": 1.0})
+    log = MetricsLog(None, LoggingConfig(wandb_project="p"), -1, {"--lr": 1.0})
     log.write(record(4))
     log.close()
     expected = {"loss": 0.4, "skipped": 0.0, "timing/train_seconds": 1.0}
-    assert calls == [{"project": "p", "name": "n", "config": {"--lr": 1.0}}, (4, expected), "finish"]
+    assert calls == [{"project": "p", "name": None, "config": {"--lr": 1.0}}, (4, expected), "finish"]
     # A resumed run continues the same wandb run; a new run, or one in another folder, gets a new one.
     path = tmp_path / "metrics.jsonl"
     for project, iteration, expected in (
@@ -133,7 +133,7 @@ def test_weights_and_biases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     ):
         calls.clear()
         MetricsLog(path, LoggingConfig(wandb_project=project), iteration, None).close()
-        assert calls[0] == {"project": project, "name": None, "config": None, **expected}
+        assert calls[0] == {"project": project, "name": tmp_path.name, "config": None, **expected}
     (tmp_path / "wandb_run.json").write_text("{")
     MetricsLog(path, LoggingConfig(wandb_project="q"), 3, None).close()
     fake.init = lambda **arguments: 1 / 0

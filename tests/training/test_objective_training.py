@@ -153,7 +153,7 @@ def test_ppo_samples_by_the_definition(stored) -> None:
 def test_a_resumed_ppo_run_is_the_unbroken_one(stored, tmp_path: Path) -> None:
     """Critic, its optimizer and waiting epochs are in the checkpoint; --critic-load takes a critic from it."""
     arguments, _ = stored
-    flags = f"{arguments} --objective ppo --ppo-epochs 2 --shared-token-ownership first --kl-loss-coef 0.1 --save"
+    flags = f"{arguments} --objective ppo --ppo-epochs 2 --kl-loss-coef 0.1 --save"
     whole, _ = run(f"{flags} {tmp_path}/whole --train-iters 5")
     run(f"{flags} {tmp_path}/part --train-iters 3")
     part, output = run(f"{flags} {tmp_path}/part --train-iters 5")
@@ -233,11 +233,6 @@ def test_a_run_without_anything_to_train_ends(stored) -> None:
         ("--old-logprobs recompute --use-tis --tis-clip 1 --tis-clip-low 1", "--tis-clip-low 1 is not below"),
         ("--objective ppo --advantage-estimator rloo", "--advantage-estimator has no effect with --objective ppo"),
         ("--objective ppo --num-critic-only-steps 9 --train-iters 9", "the policy would never train"),
-        ("--objective gspo --shared-token-ownership first", "a loss over whole sequences"),
-        (
-            "--shared-token-ownership first --old-logprobs recompute --use-tis --tis-level sequence",
-            "give --tis-level token",
-        ),
         ("--objective cispo --dual-clip 3", "--dual-clip has no effect with --objective cispo"),
         ("--objective dpo --ppo-epochs 2", "--ppo-epochs 2 has no effect with --objective dpo"),
         ("--objective sft --rejection-sampling threshold", "needs --rejection-reward-threshold"),
@@ -258,8 +253,7 @@ def test_advantages_of_their_own_do_not_pass_unused(stored, tmp_path: Path) -> N
             trainer._step()
 
 
-@pytest.mark.parametrize("ownership", ["every-path", "first"])
-def test_turns_of_a_trajectory_count_as_one(stored, tmp_path: Path, ownership: str) -> None:
+def test_turns_of_a_trajectory_count_as_one(stored, tmp_path: Path) -> None:
     """With trajectory-mean every trajectory's trained tokens weigh 1 / trajectories together, however many turns."""
     _, rollouts = stored
     names = ["turns" if i % 3 else None for i in range(len(rollouts))]
@@ -269,17 +263,16 @@ def test_turns_of_a_trajectory_count_as_one(stored, tmp_path: Path, ownership: s
         for r, name in zip(rollouts, names, strict=True)
     ]
     write_rollouts(tmp_path / "turns.jsonl", turns)
-    flags = f"--rollouts {tmp_path}/turns.jsonl --global-batch-size 12 --shared-token-ownership {ownership}"
+    flags = f"--rollouts {tmp_path}/turns.jsonl --global-batch-size 12"
     trainer, _ = make_trainer(f"{flags} --loss-aggregation trajectory-mean")
     (step,) = trainer.preparation.prepare(turns)
     batch = step.batch(trainer.config.tree, trainer.config.objective, trainer.engine)
-    owned = batch.owned if batch.owned is not None else np.ones(len(batch.loss_weights), bool)
     totals: dict[tuple, float] = {}
     ends = batch.plan.sequence_pairs
     for i, turn in enumerate(turns):
         own = slice(ends[i], ends[i + 1])
         key = turn.group_id, turn.trajectory_id or i
-        totals[key] = totals.get(key, 0.0) + float(batch.loss_weights[own][owned[own]].sum())
+        totals[key] = totals.get(key, 0.0) + float(batch.loss_weights[own].sum())
     counted = [total for total in totals.values() if total]
     assert len(counted) == 8 < len(turns)
     np.testing.assert_allclose(counted, 1 / len(counted), rtol=1e-12)

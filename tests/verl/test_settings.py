@@ -54,7 +54,7 @@ def test_settings_are_translated(model_folder: Path, monkeypatch: pytest.MonkeyP
         tensor_model_parallel_size=2,
         tree_memory_tokens=4096,
         tree_segment_tokens=512,
-        override_settings={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        override_settings={"recompute_granularity": "full"},
     )
     optimizer = McoreOptimizerConfig(
         lr=2e-6,

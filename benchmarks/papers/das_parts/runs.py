@@ -155,7 +155,7 @@ def live_job(task: LiveTask, data: Path, warmup: Path, seed: int, mode: str) -> 
     flags += f"--rollout-batch-size {task.batch} --tokenizer-type CharacterTokenizer --old-logprobs recompute".split()
     flags += ["--load", str(warmup / "checkpoint"), "--finetune", "--prompt-data", str(data / "prompts.jsonl")]
     flags += ["--reward-function", task.reward, "--eval-prompt-data", str(data / "held_out.jsonl")]
-    flags += ["--save-rollouts-interval", "1", "--save-rollouts-groups", str(task.batch)]
+    flags += ["--save-rollouts-interval", "1"]
     flags += DRAFTS if mode != PLAIN else ()
     flags += ["--deterministic-mode"] if task.deterministic and mode != CLOCK else []
     return Job(name, train_and_keep_samples, {"flags": flags}, training_progress)

@@ -86,7 +86,7 @@ def small() -> Scale:
 
 def full() -> Scale:
     """One H200: the task of ``examples/scratchpad.sh``, a long tail on a deeper model, and exactness in float32."""
-    wide = f"{_MODEL} --hidden-size 1024 --num-attention-heads 8 --group-query-attention --num-query-groups 4"
+    wide = f"{_MODEL} --hidden-size 1024 --num-attention-heads 8 --num-query-groups 4"
     warmup = f"{_ADAM} --global-batch-size 64 --lr-warmup-iters 20 --min-lr 1e-5"
     training = f"{_ADAM} --lr 1e-5 --lr-warmup-iters 4 --num-steps-per-rollout 2"
     columns = LiveTask(
@@ -101,7 +101,7 @@ def full() -> Scale:
         "--tree-segment-tokens 8192",
         warmup=f"{warmup} --train-iters 250 --lr 5e-4",
         training=f"{training} --train-iters 32 --lr-decay-iters 32 --rollout-max-response-len 96 --eval-interval 8 "
-        "--inference-max-requests 512 --rollout-cuda-graphs",
+        "--inference-max-requests 512",
         batch=32,
         samples=16,
         modes=(PLAIN, CLOCK),
@@ -120,7 +120,7 @@ def full() -> Scale:
         "--tree-segment-tokens 8192",
         warmup=f"{warmup} --train-iters 125 --lr 3e-4",
         training=f"{training} --train-iters 16 --lr-decay-iters 16 --rollout-max-response-len 384 --eval-interval 8 "
-        "--inference-max-requests 512 --rollout-cuda-graphs",
+        "--inference-max-requests 512",
         batch=32,
         samples=16,
         modes=(PLAIN, CLOCK),

@@ -36,7 +36,6 @@ def small_model(vocab_size: int, longest: int, hidden_size: int = 64) -> ModelCo
         hidden_size=hidden_size,
         ffn_hidden_size=2 * hidden_size,
         num_attention_heads=4,
-        group_query_attention=True,
         num_query_groups=2,
         qk_layernorm=True,
         swiglu=True,

@@ -75,7 +75,7 @@ def scale(name: str) -> Scale:
 
 _FULL = Scale(
     data="--base 10 --digits 24 --examples 2 --carelessness 0.15 --count 16000 --held-out 128",
-    model="--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
+    model="--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --num-query-groups 4 "
     "--rotary-base 1000 --max-position-embeddings 576 --bf16 --tree-segment-tokens 8192",
     warmup="--global-batch-size 64 --train-iters 250 --lr 5e-4 --lr-warmup-iters 20 --min-lr 1e-5 "
     "--lr-decay-style linear",
@@ -184,9 +184,9 @@ def _variants(chosen: Scale) -> Mapping[str, list[tuple[str, str]]]:
             ("branching factor 4", "--treepo-branching-factor 4"),
         ],
         "advantage": [
-            ("size-weighted", "--treepo-size-weighted"),
-            ("without the root", "--treepo-drop-root"),
-            ("without uniform subgroups", "--treepo-reject-zero-variance"),
+            ("size-weighted", "--treepo-advantages size-weighted"),
+            ("without the root", "--treepo-advantages drop-root"),
+            ("without uniform subgroups", "--treepo-advantages reject-zero-variance"),
             ("with leaf weights", "--leaf-weights both"),
             ("REINFORCE++ baseline", "--advantage-estimator reinforce_plus_plus_baseline"),
         ],
@@ -205,6 +205,6 @@ def _variants(chosen: Scale) -> Mapping[str, list[tuple[str, str]]]:
         "segment rewards": [
             ("per segment", "--advantage-estimator treepo_segment"),
             ("per segment, leaf weights", "--advantage-estimator treepo_segment --leaf-weights both"),
-            ("per segment, size-weighted", "--advantage-estimator treepo_segment --treepo-size-weighted"),
+            ("per segment, size-weighted", "--advantage-estimator treepo_segment --treepo-advantages size-weighted"),
         ],
     }

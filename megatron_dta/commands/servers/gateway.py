@@ -84,8 +84,6 @@ def _check(config: TrainConfig) -> None:
         lines.append("--tokenizer-type is missing (and usually --tokenizer-model)")
     if sampling.rollout_engine in SERVERS and not sampling.rollout_server_url:
         lines.append(f"--rollout-engine {sampling.rollout_engine} needs --rollout-server-url http://HOST:PORT")
-    if sampling.rollout_engine == "replay":
-        lines.append("--rollout-engine replay cannot answer calls; leave it out, or give vllm or sglang")
     if sampling.rollout_engine == "in-process" and checkpoint.load is None and checkpoint.load_hf is None:
         lines.append("--load or --load-hf is missing: the model that answers")
     if agent.is_used:
@@ -154,7 +152,7 @@ def _server(config: TrainConfig, gateway: object, log: SessionLog, key: str) -> 
         log.close_session(session, failed)
 
     application = Application(gateway, Administration(key, opened, closed)).asgi()
-    return GatewayServer(application, config.agent.gateway_host, config.agent.gateway_port)
+    return GatewayServer(application, *config.agent.gateway_address)
 
 
 def _key_file(arguments: object) -> Path:

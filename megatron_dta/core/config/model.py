@@ -33,9 +33,8 @@ class ModelConfig:
         " a multiple of 64).",
         minimum=1,
     )
-    group_query_attention: bool = option(False, "Share each key and value head among several query heads.")
     num_query_groups: int | None = option(
-        None, "Number of key and value heads; needs --group-query-attention.", minimum=1
+        None, "Number of key and value heads (default: --num-attention-heads).", minimum=1
     )
     kv_channels: int | None = option(None, "Size of one attention head (default: hidden size / heads).", minimum=1)
     max_position_embeddings: int = option(4096, "Longest sequence for which rotary positions are prepared.", minimum=1)
@@ -45,7 +44,7 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = option(
         1, "Pad the embedding to a multiple of this size; padded ids never occur.", minimum=1
     )
-    normalization: str = option("RMSNorm", "Kind of normalization.", choices=("RMSNorm", "LayerNorm"))
+    normalization: str = shape_option("RMSNorm", "Kind of normalization.", choices=("RMSNorm", "LayerNorm"))
     norm_epsilon: float = option(1e-5, "Epsilon of the normalization.", above=0)
     swiglu: bool = option(False, "Use gated linear units with SiLU in the feed-forward layer instead of GELU.")
     position_embedding_type: str = shape_option("rope", "Position embedding.", choices=("rope", "yarn"))
@@ -144,6 +143,7 @@ class ModelConfig:
         False,
         "Keep logits in float32, in training and in the in-process sampler, instead of rounding them to the dtype of "
         "the model. That brings their logprobs closer together; SGLang has the same flag for its side.",
+        flag=NO_FLAG,
     )
     fp8_format: str | None = option(
         None,
@@ -158,19 +158,9 @@ class ModelConfig:
         needs="fp8_format",
     )
     recompute_granularity: str | None = option(
-        None, "Recompute activations inside a segment's backward.", choices=("full", "selective")
-    )
-    recompute_method: str | None = option(
         None,
-        "How --recompute-granularity full selects the layers to recompute.",
-        choices=("uniform", "block"),
-        needs="recompute_granularity=full",
-    )
-    recompute_num_layers: int | None = option(
-        None,
-        "Layers per recomputed unit (uniform), or number of recomputed layers (block).",
-        minimum=1,
-        needs="recompute_granularity=full",
+        "Recompute activations inside a segment's backward: each layer (full), or its attention (selective).",
+        choices=("full", "selective"),
     )
 
     # Expert indices are stored in 16 bits, in rollouts and between a forward and its recomputation.
@@ -193,19 +183,16 @@ class ModelConfig:
     moe_router_score_function: str = moe_option(
         "softmax", "Function that turns router logits into scores.", choices=("softmax", "sigmoid")
     )
-    moe_router_pre_softmax: bool = moe_option(
+    moe_router_pre_softmax: bool = shape_option(
         False, "Apply the softmax over all experts before the top k are chosen instead of after."
     )
-    moe_router_topk_scaling_factor: float | None = moe_option(
+    moe_router_topk_scaling_factor: float | None = shape_option(
         None, "Factor applied to the scores of the chosen experts.", above=0
     )
-    moe_router_num_groups: int | None = moe_option(
-        None, "Number of expert groups, of which --moe-router-group-topk are chosen first.", minimum=1
+    moe_router_num_groups: int | None = shape_option(
+        None, "Number of expert groups, of which moe_router_group_topk are chosen first.", minimum=1
     )
-    moe_router_group_topk: int | None = moe_option(None, "Groups to which a token may be routed.", minimum=1)
-    moe_router_dtype: str | None = moe_option(
-        None, "Dtype of the router's logits (default: the dtype of the activations).", choices=("fp32", "fp64")
-    )
+    moe_router_group_topk: int | None = shape_option(None, "Groups to which a token may be routed.", minimum=1)
     moe_router_enable_expert_bias: bool = moe_option(
         False,
         "Balance the load by a bias on each expert's score, updated from its load after every step; needs "
@@ -218,18 +205,15 @@ class ModelConfig:
     moe_z_loss_coeff: float | None = moe_option(
         None, "Coefficient of the mean squared log-sum-exp of the router's logits (default: no such loss).", minimum=0
     )
-    moe_routing_replay: bool = moe_option(
-        False, "Route tokens to the experts that the rollouts' sampler chose (field routed_experts)."
-    )
-    moe_routing_conflicts: str = option(
-        "first",
-        "Where rollouts that share a token were routed differently, with --moe-routing-replay: first lets the choice "
-        "of the first rollout hold for all; fork shares the token only among rollouts that were routed the same way.",
+    moe_routing_replay: str | None = moe_option(
+        None,
+        "Route tokens to the experts that the rollouts' sampler chose (field routed_experts). Where rollouts that "
+        "share a token were routed differently, the choice of the first rollout holds for all (first), or the token is "
+        "shared only among rollouts that were routed the same way (fork).",
         choices=("first", "fork"),
-        needs="moe_routing_replay",
     )
-    moe_grouped_gemm: bool = moe_option(
-        False, "Compute the experts of a rank as grouped matrix products; weights and checkpoints are unchanged."
+    moe_grouped_gemm: bool = option(
+        True, "Compute the experts of a rank as grouped matrix products instead of one by one.", flag=NO_FLAG
     )
 
     lora_rank: int | None = option(
@@ -262,7 +246,7 @@ class ModelConfig:
             and self.hidden_size % self.num_attention_heads == 0
         ):
             self.kv_channels = self.hidden_size // self.num_attention_heads
-        if self.num_query_groups is None and not self.group_query_attention:
+        if self.num_query_groups is None:
             self.num_query_groups = self.num_attention_heads
         if self.params_dtype is None:
             self.params_dtype = torch.bfloat16 if self.bf16 else torch.float32

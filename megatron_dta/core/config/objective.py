@@ -54,8 +54,9 @@ class ObjectiveConfig:
     )
     offload_reference: bool = option(
         False,
-        "Keep the reference model in host memory, and on the device only while it computes logprobs.",
-        needs="kl_loss_coef or kl_coef or objective=dpo",
+        "Keep the reference model and teachers in host memory, and on the device only while they compute logprobs; the "
+        "teachers' output weights stay.",
+        needs="kl_loss_coef or kl_coef or objective=dpo or teacher_load_hf",
     )
     entropy_coef: float = policy_option(0.0, "Weight of the entropy bonus.", minimum=0)
     loss_aggregation: str = option(
@@ -71,12 +72,6 @@ class ObjectiveConfig:
         "Constant length for sequence-sum: --rollout-max-response-len, or of stored rollouts --seq-length.",
         above=0,
         flag=NO_FLAG,
-    )
-    shared_token_ownership: str = option(
-        "every-path",
-        "Whether a sampled token that several sequences share is trained with each of them or only with the first. "
-        "The divisor of the loss counts accordingly.",
-        choices=("every-path", "first"),
     )
     ppo_epochs: int = option(
         1, "Training passes over each rollout batch; old logprobs, values and advantages stay fixed.", minimum=1
@@ -97,9 +92,6 @@ class ObjectiveConfig:
     tis_clip: float = tis_option(2.0, "Upper bound of the importance ratio.", above=0)
     tis_clip_low: float = tis_option(0.0, "Lower bound of the importance ratio.", minimum=0)
     dpo_beta: float = dpo_option(0.1, "Scale of DPO's implicit reward.", above=0)
-    dpo_label_smoothing: float = dpo_option(
-        0.0, "Assumed probability that the preference of a pair is wrong.", minimum=0, maximum=0.5
-    )
     dpo_pairs: str = dpo_option(
         "best-worst",
         "Preference pairs of a group: its best and its worst rollout, or all pairs with different rewards.",
@@ -127,19 +119,12 @@ class ObjectiveConfig:
         "of advantages, in the loss, or in both.",
         choices=("none", "advantages", "loss", "both"),
     )
-    treepo_size_weighted: bool = option(
-        False,
-        "Tree advantages: weight each level of the tree by the number of its leaves.",
-        needs="advantage_estimator=treepo,treepo_segment",
-    )
-    treepo_drop_root: bool = option(
-        False,
-        "Tree advantages: omit the comparison with the whole group.",
-        needs="advantage_estimator=treepo,treepo_segment",
-    )
-    treepo_reject_zero_variance: bool = option(
-        False,
-        "Tree advantages: omit comparisons with subgroups whose rewards are all equal.",
+    treepo_advantages: list[str] | None = option(
+        None,
+        "Tree advantages: weight each level of the tree by the number of its leaves (size-weighted), omit the "
+        "comparison with the whole group (drop-root), or those with subgroups whose rewards are all equal "
+        "(reject-zero-variance).",
+        choices=("size-weighted", "drop-root", "reject-zero-variance"),
         needs="advantage_estimator=treepo,treepo_segment",
     )
     old_logprobs: str = policy_option(

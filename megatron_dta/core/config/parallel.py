@@ -43,7 +43,7 @@ class ParallelConfig:
         None,
         "Parameters per bucket of gradients that --overlap-grad-reduce reduces together.",
         minimum=1,
-        needs="overlap_grad_reduce",
+        flag=NO_FLAG,
     )
     no_gradient_accumulation_fusion: bool = option(
         False,

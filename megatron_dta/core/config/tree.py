@@ -19,8 +19,7 @@ class TreeConfig:
     tree_segment_tokens: int | None = option(
         None,
         "Maximum number of tokens in a segment, the unit of one forward and one backward; pipelines choose smaller "
-        "segments (default: the fastest size on a GPU and with --tree-memory-gib; 2048 on a CPU and for experts "
-        "without --moe-grouped-gemm).",
+        "segments (default: the fastest size on a GPU and with --tree-memory-gib; 2048 on a CPU).",
         minimum=1,
     )
     tree_memory_tokens: int | None = option(

@@ -56,7 +56,6 @@ class TreeBatch:
         loss_weights: float64 [P], factor of each token's loss in the step's loss.
         fields: float64 [P] for each of ``planning.step.sample.FIELDS``, or None where the samples have none.
         num_sequences: sequences of the whole step, those of other ranks included.
-        owned: bool [P], pairs that count in the loss; None for all.
         sequences: int64 [Q], number of each sequence in the whole step.
         preference_pairs: int64 [K, 2], paired sequences by these numbers; None if the objective has no pairs.
         routed_experts: int16 [stream tokens, L, K], see ``TrainingSample``; None if no sample has them.
@@ -68,16 +67,10 @@ class TreeBatch:
     loss_weights: np.ndarray
     fields: dict[str, np.ndarray | None]
     num_sequences: int
-    owned: np.ndarray | None = None
     sequences: np.ndarray | None = None
     preference_pairs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
     teachers: tuple[TeacherTarget, ...] = ()
-
-    @property
-    def num_counted(self) -> int:
-        """Pairs that count in the loss."""
-        return self.plan.num_pairs if self.owned is None else int(np.count_nonzero(self.owned))
 
     def with_fields(self, **fields: Sequence[np.ndarray]) -> TreeBatch:
         """The same batch with the given fields replaced; each field is one array [T] per sequence."""
@@ -156,20 +149,15 @@ def prepare_batch(
     counts, preference_pairs = part.counts, part.preference_pairs
     num_sequences = len(samples) if counts is None else counts.sequences
     numbers = np.arange(len(samples)) if part.sequences is None else np.asarray(part.sequences, np.int64)
-    owned = None
     if preference_pairs is not None:
         # The loss of a pair is divided among the logprobs of both sequences: every token gets the same factor.
         loss_weights_P = np.full(plan.num_pairs, 1 / max(1, len(preference_pairs)))
     else:
         sequence_weights = np.array([sample.weight for sample in samples])
-        counted = np.array([sample.num_counted for sample in samples], np.int64)
+        counted = np.array([sample.num_trained for sample in samples], np.int64)
         weights = loss_weights(counted, loss_aggregation, counts, sequence_weights, loss_length)
         loss_weights_P = np.repeat(weights, np.diff(plan.sequence_pairs))
-        if any(sample.owned is not None for sample in samples):
-            owned = np.concatenate([sample.counted_mask[mask] for sample, mask in zip(samples, masks, strict=True)])
-    return TreeBatch(
-        plan, masks, loss_weights_P, fields, num_sequences, owned, numbers, preference_pairs, routed_experts
-    )
+    return TreeBatch(plan, masks, loss_weights_P, fields, num_sequences, numbers, preference_pairs, routed_experts)
 
 
 def _stream_routing(plan: StepPlan, routing: list[np.ndarray]) -> np.ndarray:

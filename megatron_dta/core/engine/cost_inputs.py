@@ -53,7 +53,7 @@ def why_not_predicted(model: TreeGPTModel) -> str | None:
     get about an equal share.
     """
     if model.config.num_moe_experts is not None and model.counts_on_host:
-        return "experts are counted as grouped products on the kernels only (--moe-grouped-gemm)"
+        return "experts are counted as grouped products on the kernels only"
     return None
 
 

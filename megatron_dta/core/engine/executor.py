@@ -285,7 +285,7 @@ def _result(run: StageRun, batch: TreeBatch, mesh: Mesh) -> StepResult:
     """
     plan, loss, num_parts = batch.plan, run.loss.loss, len(run.pools)
     counts = (
-        batch.num_counted,
+        plan.num_pairs,
         plan.num_sequence_tokens,
         plan.segments.tree.num_tokens,
         plan.segments.num_segments,

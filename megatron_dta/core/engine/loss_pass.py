@@ -64,11 +64,10 @@ class LossPass:
         self.grad_logprobs_P = torch.full((plan.num_pairs + 1,), torch.nan, dtype=dtype, device=device)
         self.grad_entropy_P: Tensor | None = None  # allocated when the objective first uses entropies
         # Each with a 0 for the pad index.
-        named = {"weights": batch.loss_weights, "owned": batch.owned} | batch.fields
+        named = {"weights": batch.loss_weights} | batch.fields
         arrays = {name: np.append(values, 0.0) for name, values in named.items() if values is not None}
         uploaded = dict(zip(arrays, upload(list(arrays.values()), device, dtype), strict=True))
         self.weights_P = uploaded["weights"]
-        self.owned_P = None if batch.owned is None else uploaded["owned"] > 0
         self.fields_P = {name: uploaded.get(name) for name in batch.fields}
 
     def store(self, segment: int, logprobs: Tensor, entropy: Tensor) -> None:
@@ -122,8 +121,6 @@ class LossPass:
     def _token_losses(self, logprobs_BT: Tensor, entropy_BT: Tensor, loss_batch: DeviceLossBatch) -> Tensor:
         """The weighted sum of the objective's losses; adds its metrics."""
         index_BT, mask_BT = loss_batch.pair_index, loss_batch.loss_mask
-        if self.owned_P is not None:
-            mask_BT = mask_BT & self.owned_P[index_BT]
         fields = LossFields(
             loss_mask=mask_BT,
             **{name: None if values is None else values[index_BT] for name, values in self.fields_P.items()},

@@ -150,11 +150,8 @@ class _Estimate:
         else:
             from megatron_dta.core.objectives.tree_advantages import LevelOptions, tree_advantages
 
-            options = LevelOptions(
-                self.settings.treepo_size_weighted,
-                self.settings.treepo_drop_root,
-                self.settings.treepo_reject_zero_variance,
-            )
+            names = self.settings.treepo_advantages or []
+            options = LevelOptions("size-weighted" in names, "drop-root" in names, "reject-zero-variance" in names)
             per_segment = name == "treepo_segment"
             advantages = tree_advantages(self.rollouts, self.rewards, self.weights, self.counted, per_segment, options)
         whitening = self.settings.advantage_whitening or ("token" if name in _WHITENED else "none")

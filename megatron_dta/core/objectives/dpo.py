@@ -2,12 +2,12 @@
 
 With S_q = sum over the trained tokens of sequence q of (logprob - ref_logprob), a pair of chosen c and rejected r has
 
-    z = beta (S_c - S_r)        loss = -(1 - e) log sigmoid(z) - e log sigmoid(-z)        (e: label smoothing)
+    z = beta (S_c - S_r)        loss = -log sigmoid(z)
 
 The loss connects two sequences, and in depth-first order a branch of the first may have run backward before the second
 has run forward. But the gradient needs only one number from the other sequence:
 
-    d loss / d logprob = beta ((e - 1) sigmoid(-z) + e sigmoid(z))    for every token of c, minus that for those of r
+    d loss / d logprob = -beta sigmoid(-z)    for every token of c, minus that for those of r
 
 One pass without gradients over the same plan therefore computes S of all sequences, ``pair_terms`` turns them into a
 coefficient for each sequence, and the training pass is a weighted likelihood. This is exact, keeps one path in flight,
@@ -48,12 +48,12 @@ def preference_pairs(rewards: Sequence[float], group_ids: Sequence[str], choice:
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
-def pair_terms(sums: np.ndarray, pairs: np.ndarray, *, beta: float, label_smoothing: float = 0.0) -> PairTerms:
+def pair_terms(sums: np.ndarray, pairs: np.ndarray, *, beta: float) -> PairTerms:
     """Losses of pairs [K, 2] from S [Q], as derivatives with respect to each sequence's logprobs; see the module."""
     chosen, rejected = pairs[:, 0], pairs[:, 1]
     z = beta * (sums[chosen] - sums[rejected])
-    losses = (1 - label_smoothing) * np.logaddexp(0, -z) + label_smoothing * np.logaddexp(0, z)
-    slope = beta * ((label_smoothing - 1) * _sigmoid(-z) + label_smoothing * _sigmoid(z))
+    losses = np.logaddexp(0, -z)
+    slope = -beta * _sigmoid(-z)
     gradient, loss = np.zeros(len(sums)), np.zeros(len(sums))
     np.add.at(gradient, chosen, slope)
     np.subtract.at(gradient, rejected, slope)

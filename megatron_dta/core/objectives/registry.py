@@ -50,9 +50,7 @@ def _make_policy(config: ObjectiveConfig) -> Objective:
 def _make_dpo(config: ObjectiveConfig) -> Objective:
     if not 0 < config.dpo_beta < float("inf"):
         raise InputError(f"--dpo-beta {config.dpo_beta}: must be above 0")
-    if not 0 <= config.dpo_label_smoothing < 0.5:
-        raise InputError(f"--dpo-label-smoothing {config.dpo_label_smoothing}: must be at least 0 and below 0.5")
-    pair_function = partial(pair_terms, beta=config.dpo_beta, label_smoothing=config.dpo_label_smoothing)
+    pair_function = partial(pair_terms, beta=config.dpo_beta)
     return Objective("dpo", dpo_loss, requires=("reward",), needs_ref_logprobs=True, pair_function=pair_function)
 
 

@@ -42,7 +42,6 @@ class DecoderShape:
     Attributes:
         moe_layers: whether each layer has experts; empty means all layers if ``num_experts`` is set, else none.
         linear_attention_layers: whether each layer has gated delta net instead of attention; empty means none.
-        moe_grouped_gemm: whether the experts of a rank run as grouped products instead of one by one.
         norm_epsilon, rotary_base, use_rope_scaling: do not affect the counts; used in the flags of a training command.
     """
 
@@ -63,7 +62,6 @@ class DecoderShape:
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False
     moe_layers: tuple[bool, ...] = ()
-    moe_grouped_gemm: bool = False
     attention_output_gate: bool = False
     linear_attention_layers: tuple[bool, ...] = ()
     linear_conv_kernel_dim: int = 4
@@ -98,8 +96,6 @@ class DecoderShape:
             raise InputError(f"--moe-layer-freq names {len(self.moe_layers)} of {self.num_layers} layers")
         if self.num_experts is not None and self.moe_router_topk > self.num_experts:
             raise InputError(f"--moe-router-topk {self.moe_router_topk} is more than --num-experts {self.num_experts}")
-        if self.num_experts is None and self.moe_grouped_gemm:
-            raise InputError("--moe-grouped-gemm has no effect without --num-experts; leave it out or add that")
 
     @classmethod
     def of(cls, settings: Any, **known: Any) -> DecoderShape:

@@ -105,8 +105,8 @@ class AgentService:
         settings = gateway_settings(self._config, agent.agent_concurrency)
         template = chat_template(self._config.sampling)
         self._gateway = Gateway(self._loop, self._task.tokenizer, template, params, settings)
-        port = agent.gateway_port + mesh.data_rank if agent.gateway_port else 0
-        self._server = GatewayServer(Application(self._gateway).asgi(), agent.gateway_host, port)
+        host, port = agent.gateway_address
+        self._server = GatewayServer(Application(self._gateway).asgi(), host, port and port + mesh.data_rank)
         url = self._server.url
         self._access = lambda key: AgentAccess(f"{url}/v1", url, f"{url}/v1/session", key)
 

@@ -83,8 +83,7 @@ class AgentSource(PromptSource):
             **counted(before, self._task.scorer.tally, current_mesh().gather_from_replicas),
         }
         if folder is not None and current_mesh().rank == 0:
-            groups = self._config.logging.save_rollouts_groups
-            write_records(folder / f"batch_{rollout_batch + 1:07d}.jsonl", results, groups)
+            write_records(folder / f"batch_{rollout_batch + 1:07d}.jsonl", results)
         failed = next((result.failure for result in results if result.failure is not None), None)
         if failed is not None and self._sampling.rollout_failure == "stop":
             raise RolloutError(f"an agent failed (--rollout-failure stop): {failed}")
@@ -224,10 +223,10 @@ def session_statistics(results: Sequence[SessionResult]) -> dict[str, float]:
     }
 
 
-def write_records(path: Path, results: Sequence[SessionResult], groups: int) -> None:
-    """Write the trees of the sessions of the first ``groups`` groups, one a line."""
+def write_records(path: Path, results: Sequence[SessionResult]) -> None:
+    """Write the trees of the sessions, one a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for result in results:
-            if result.record is not None and result.group < groups:
+            if result.record is not None:
                 file.write(json.dumps(result.record) + "\n")

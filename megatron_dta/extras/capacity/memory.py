@@ -42,7 +42,7 @@ class StateSettings:
         distributed_optimizer: whether the replicas divide the optimizer states.
         offload_fraction: share of the optimizer states on the host.
         kv_offload_fraction: share of the layers whose K/V slots are on the host.
-        full_recompute_layers: layers recomputed together with ``--recompute-granularity full``; None without it.
+        full_recompute: whether each layer is recomputed (``--recompute-granularity full``).
     """
 
     weights: str = "bf16"
@@ -53,7 +53,7 @@ class StateSettings:
     optimizer: bool = True
     distributed_optimizer: bool = True
     offload_fraction: float = 0.0
-    full_recompute_layers: int | None = None
+    full_recompute: bool = False
     kv_offload_fraction: float = 0.0
 
     def __post_init__(self) -> None:
@@ -116,14 +116,13 @@ def counted_bytes(
     )
     # Fixed bytes are in FIXED_BYTES.
     counted = replace(SegmentBytes.of_kinds(shape, rank, layers or range(shape.num_layers)), work_fixed=0.0, fixed=0.0)
-    unit = states.full_recompute_layers
-    if unit is None:
+    if not states.full_recompute:
         return counted
-    # Each unit of layers keeps its input; a unit holds its activations while it is recomputed.
-    held = unit * counted.kept_per_token_and_layer + unit**0.5 * counted.spread_per_token
+    # Each layer keeps its input, and holds its activations while it is recomputed.
+    held = counted.kept_per_token_and_layer + counted.spread_per_token
     return replace(
         counted,
-        kept_per_token_and_layer=counted.input_per_token / unit,
+        kept_per_token_and_layer=counted.input_per_token,
         work_per_token=counted.work_per_token + held,
         spread_per_token=0.0,
     )

@@ -52,7 +52,6 @@ def _costs_of_named_model(arguments: argparse.Namespace) -> CostModel:
         num_layers=layers,
         moe_layers=shape.moe_layers[:layers],
         linear_attention_layers=shape.linear_attention_layers[:layers],
-        moe_grouped_gemm=shape.num_experts is not None,
     )
     cluster = Cluster(**PRESETS["h200"] | {"num_gpus": 8})
     return mesh_costs(shape, RunMesh(1, 1, 1, (layers,)), cluster)

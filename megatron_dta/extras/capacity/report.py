@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
@@ -196,9 +196,7 @@ def own_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
 
 def checkpoint_of(shape: DecoderShape) -> str | None:
     """Name of the checkpoint on the hub with this shape; None if there is none."""
-    return next(
-        (HUB_NAMES[name] for name, known in SHAPES.items() if known == replace(shape, moe_grouped_gemm=False)), None
-    )
+    return next((HUB_NAMES[name] for name, known in SHAPES.items() if known == shape), None)
 
 
 def placeholders(planner: Planner, arguments: argparse.Namespace) -> list[str]:
@@ -217,10 +215,9 @@ def _model_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
     shape, step = planner.shape, planner.step
     if arguments.hf_config is not None or checkpoint_of(shape) is not None:
         # The shape comes from the folder's config.json.
-        return ["--bf16", *["--moe-grouped-gemm"] * shape.moe_grouped_gemm]
+        return ["--bf16"]
     names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size"
     flags = [part for name in names.split() for part in ("--" + name.replace("_", "-"), str(getattr(shape, name)))]
-    flags += ["--group-query-attention"] * (shape.num_query_groups != shape.num_attention_heads)
     flags += ["--swiglu", "--disable-bias-linear", "--bf16"]
     flags += ["--norm-epsilon", f"{shape.norm_epsilon:g}", "--rotary-base", f"{shape.rotary_base:.0f}"]
     for name in ("use_rope_scaling", "qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights"):
@@ -228,7 +225,7 @@ def _model_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
             flags.append("--" + name.replace("_", "-"))
     if shape.num_experts:
         flags += ["--num-experts", str(shape.num_experts), "--moe-router-topk", str(shape.moe_router_topk)]
-        flags += ["--moe-ffn-hidden-size", str(shape.expert_width), *["--moe-grouped-gemm"] * shape.moe_grouped_gemm]
+        flags += ["--moe-ffn-hidden-size", str(shape.expert_width)]
         if shape.moe_shared_expert_intermediate_size:
             flags += ["--moe-shared-expert-intermediate-size", str(shape.moe_shared_expert_intermediate_size)]
     return [*flags, "--max-position-embeddings", str(max(4096, step.longest))]
@@ -256,7 +253,7 @@ def _mesh_flags(planner: Planner, prediction: Prediction) -> list[str]:
     if choice.activation_tokens is not None:
         flags += ["--tree-activation-tokens", str(choice.activation_tokens)]
     if choice.full_recompute:
-        flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+        flags += ["--recompute-granularity", "full"]
     if states.kv_offload_fraction:
         flags += ["--kv-offload-fraction", f"{states.kv_offload_fraction:g}"]
     if states.distributed_optimizer:

@@ -187,7 +187,7 @@ class Planner:
         )
 
     def _states(self, choice: Choice) -> StateSettings:
-        return replace(self.states, full_recompute_layers=1 if choice.full_recompute else None)
+        return replace(self.states, full_recompute=choice.full_recompute)
 
     def _bytes(self, choice: Choice, layers: Sequence[int] | None = None) -> SegmentBytes:
         """Bytes of a token in ``layers``, None for all."""

@@ -72,7 +72,7 @@ def states_of_run(config: TrainConfig) -> StateSettings:
         distributed_optimizer=config.parallel.use_distributed_optimizer,
         offload_fraction=optimization.optimizer_offload_fraction if optimization.optimizer_cpu_offload else 0.0,
         kv_offload_fraction=config.tree.kv_offload_fraction,
-        full_recompute_layers=model.recompute_num_layers if full else None,
+        full_recompute=full,
     )
 
 
@@ -112,13 +112,8 @@ def read_args_file(path: str, num_gpus: int) -> tuple[DecoderShape, list[Choice]
         ),
     )
     full = model.recompute_granularity == "full"
-    if model.recompute_granularity == "selective" or (
-        full and (model.recompute_method, model.recompute_num_layers) != ("uniform", 1)
-    ):
-        raise InputError(
-            f"{path}: of Megatron's recomputation only --recompute-granularity full --recompute-method uniform "
-            "--recompute-num-layers 1 can be planned"
-        )
+    if model.recompute_granularity == "selective":
+        raise InputError(f"{path}: --recompute-granularity selective cannot be planned; give full, or leave it out")
     # If training chooses the segment size by memory, try the sizes that it can choose.
     by_memory = tree.tree_memory_gib is not None or config.leaves_memory_open
     free = [size * parallel.context_parallel_size for size in (SIZES if by_memory else (2048,))]

@@ -38,7 +38,6 @@ from megatron_dta.extras.capacity.memory import StateSettings, rank_parameters, 
 from megatron_dta.extras.capacity.work import ReplicaWork
 
 # Kernels that each expert of a rank adds, over those of a layer without experts: 5 of about 30.
-LAUNCHES_PER_EXPERT = 1 / 6
 # Share of the forward in a layer's elementwise work and communication.
 FORWARD_PART = 1 / 3
 
@@ -81,7 +80,7 @@ def stage_time(
     kinds = shape.kinds(layers)
     again_gemm, again_attention = 1 + recomputed / GEMM_PASSES, 1 + recomputed / ATTENTION_PASSES
     again = 1 + recomputed * FORWARD_PART
-    grouped = sum(n for layer, n in kinds if shape.moe_layers[layer] and shape.moe_grouped_gemm) * shape.routed_weights
+    grouped = sum(n for layer, n in kinds if shape.moe_layers[layer]) * shape.routed_weights
     plain = sum(n * shape.token_weights(layer) for layer, n in kinds) - grouped
     with_attention = sum(not shape.is_linear(layer) for layer in layers)
     attention_flops = 4.0 * ATTENTION_PASSES * with_attention * shape.query_width * work.pairs
@@ -106,8 +105,7 @@ def stage_time(
         elementwise=moved_bytes / cluster.hbm_rate * again * longer,
         tensor=_token_communication(shape, mesh, cluster, layers) * work.tokens / mesh.context * again,
     )
-    launched = sum(count * layer_launches(shape, mesh, layer) for layer, count in kinds)
-    return replace(time, launches=_waiting_for_launches(time, cluster, work, launched, recomputed))
+    return replace(time, launches=_waiting_for_launches(time, cluster, work, len(layers), recomputed))
 
 
 def grouped_factor(shape: DecoderShape, mesh: RunMesh, segment_tokens: float) -> float:
@@ -117,15 +115,8 @@ def grouped_factor(shape: DecoderShape, mesh: RunMesh, segment_tokens: float) ->
     return GROUPED_PRODUCTS * (1 + FEW_ROWS / rows)
 
 
-def layer_launches(shape: DecoderShape, mesh: RunMesh, layer: int) -> float:
-    """Kernels of a layer over those of a layer without experts; experts that are not grouped run one by one."""
-    if not shape.moe_layers[layer] or shape.moe_grouped_gemm:
-        return 1.0
-    return 1.0 + shape.num_experts / mesh.experts * LAUNCHES_PER_EXPERT
-
-
 def _waiting_for_launches(
-    time: StepTime, cluster: Cluster, work: ReplicaWork, num_layers: float, recomputed: float
+    time: StepTime, cluster: Cluster, work: ReplicaWork, num_layers: int, recomputed: float
 ) -> float:
     """Seconds by which launches prolong segments beyond their work.
 
@@ -191,8 +182,7 @@ def mesh_costs(
         seconds_per_token=seconds(tokens=1),
         seconds_per_pair=seconds(pairs=1),
         seconds_per_edge=seconds(edges=1),
-        floor_seconds=cluster.floor_seconds_per_layer
-        * sum(count * layer_launches(shape, mesh, layer) for layer, count in shape.kinds(range(shape.num_layers))),
+        floor_seconds=cluster.floor_seconds_per_layer * shape.num_layers,
         forward_floor_share=cluster.forward_floor_share,
     )
 

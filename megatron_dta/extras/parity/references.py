@@ -42,7 +42,7 @@ def run_stock(
     """
     device = next(iter(weights.values())).device
     # No recomputation: the auxiliary losses of a forward that runs again in the backward would come too late.
-    kept = replace(model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
+    kept = replace(model, recompute_granularity=None)
     stock = build_stock_model(kept, device, PlainRouter, PlainGatedDeltaNet)
     if model.lora_rank is None:
         stock.load_state_dict(weights)
@@ -74,7 +74,7 @@ def run_one_by_one(
     auxiliary_loss: Callable[[], Tensor | float] = lambda: 0.0,
 ) -> Outcome:
     """Train ``samples`` one by one on any model that gives ``logits_of`` token ids [1, T]."""
-    trained_tokens = np.array([sample.num_counted for sample in samples])
+    trained_tokens = np.array([sample.num_trained for sample in samples])
     sequence_weights = np.array([sample.weight for sample in samples])
     weights = loss_weights(trained_tokens, loss_aggregation, sequence_weights=sequence_weights)
     device = next(module.parameters()).device
@@ -102,5 +102,4 @@ def _fields(sample: TrainingSample, like: Tensor) -> LossFields:
     for name in FIELDS:
         values = getattr(sample, name)
         fields[name] = None if values is None else torch.as_tensor(values[sample.loss_mask]).to(like)
-    counted = torch.as_tensor(sample.counted_mask[sample.loss_mask]).to(like.device)
-    return LossFields(loss_mask=counted, **fields)
+    return LossFields(loss_mask=torch.ones(sample.num_trained, dtype=torch.bool, device=like.device), **fields)

@@ -68,7 +68,7 @@ def read_run(folder: str | Path, most_steps: int = 3) -> RunFiles:
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give the --save folder of a run")
     settings = _json_object(folder / SETTINGS)
-    metrics = Path(settings.get("--metrics-file") or folder / "metrics.jsonl")
+    metrics = folder / "metrics.jsonl"
     records = read_metrics(metrics)
     if not records:
         raise InputError(f"{metrics}: contains no metrics; give the --save folder of a run")

@@ -3,7 +3,6 @@
     flag                  vLLM: --speculative-config           SGLang
     --das-draft-tokens    num_speculative_tokens               --speculative-num-draft-tokens, one more: the sampled one
     --das-depth           suffix_decoding_max_tree_depth       --speculative-ngram-max-trie-depth
-    --das-max-tokens      suffix_decoding_max_cached_requests
     --das-window          suffix_decoding_max_cached_requests
 
 Names and meanings are those of vLLM 0.14 to 0.33 (method ``suffix``: config/speculative.py, and its page Suffix
@@ -24,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dta.sampling.speculation.drafter import DrafterParams
 from megatron_dta.sampling.speculation.suffix_forest import DraftParams
 from megatron_dta.training.config import TrainConfig
 
@@ -50,7 +50,7 @@ class ServerSpeculation:
             prompts *= config.filtering.dynamic_sampling_max_rounds
         servers = max(1, len(sampling.rollout_server_url or ()))
         window = -(-das.das_window * prompts * sampling.n_samples_per_prompt // servers)
-        fitting = max(1, das.das_max_tokens // sampling.rollout_max_response_len)
+        fitting = max(1, DrafterParams().max_tokens // sampling.rollout_max_response_len)
         return cls(das.das_draft_tokens, das.das_depth, min(window, fitting))
 
     def vllm(self) -> dict[str, Any]:

@@ -115,9 +115,8 @@ class SamplingConfig:
     )
     rollout_engine: str = sampled_option(
         "in-process",
-        "Source of rollouts: the training weights in this process, servers of vLLM or SGLang, or stored rollouts "
-        "(replay).",
-        choices=("in-process", "vllm", "sglang", "replay"),
+        "Source of rollouts: the training weights in this process, or servers of vLLM or SGLang.",
+        choices=("in-process", "vllm", "sglang"),
     )
     rollout_server_url: list[str] | None = option(
         None,
@@ -156,12 +155,6 @@ class SamplingConfig:
         "memory that both map (CUDA IPC).",
         choices=("folder", "nccl", "gloo", "ipc"),
     )
-    rollout_weight_bucket_mb: int = option(
-        512,
-        "Size in MiB of the buckets in which --rollout-weight-transfer nccl, gloo and ipc send weights.",
-        minimum=1,
-        needs="rollout_weight_transfer!=folder",
-    )
     rollout_max_staleness: int = server_option(
         0,
         "Sample ahead while training, without a break between rollout batches: maximum number of optimizer steps from "
@@ -169,30 +162,24 @@ class SamplingConfig:
         "unfinished rollouts continue on these, and tokens keep their version. With 0 sampling and training alternate.",
         minimum=0,
     )
-    rollout_replay: list[str] | None = option(
-        None,
-        "Stored rollouts that --rollout-engine replay returns, each once (.jsonl, .parquet or .npz).",
-        needs="rollout_engine=replay",
-    )
     inference_max_requests: int = option(
         256,
         "Maximum number of sequences decoded at once, or sent to one server; bounds memory and does not change the "
         "samples.",
         minimum=1,
-        needs=("prompt_data or task", "rollout_engine!=replay"),
+        needs="prompt_data or task",
     )
     inference_dynamic_batching_buffer_size_gb: float | None = option(
         None,
         "Size of the K/V cache in GiB on each rank; sequences that do not fit wait (default: as much as is needed, on"
         " a GPU at most the memory that is free when sampling starts, less what a forward pass needs and a margin).",
         above=0,
-        needs=("prompt_data or task", "rollout_engine=in-process"),
+        flag=NO_FLAG,
     )
     rollout_cuda_graphs: bool | None = option(
         None,
-        "Decode in CUDA graphs, which does not change the samples; --no-rollout-cuda-graphs disables this (default: "
-        "where it is possible; experts need --moe-grouped-gemm and no tensor or expert parallelism).",
-        needs=("prompt_data or task", "rollout_engine=in-process"),
+        "Decode in CUDA graphs, which does not change the samples (default: where it is possible).",
+        flag=NO_FLAG,
     )
     n_samples_per_eval_prompt: int = option(
         1, "Rollouts per held-out prompt.", minimum=1, needs="eval_prompt_data or task"
@@ -215,11 +202,8 @@ class FilterConfig:
     overlong_buffer_len: int | None = sampled_option(
         None,
         "Number of tokens before --rollout-max-response-len over which a response loses reward, linearly up to "
-        "--overlong-penalty-factor (default: no penalty).",
+        "1 at the maximum (default: no penalty).",
         minimum=1,
-    )
-    overlong_penalty_factor: float = option(
-        1.0, "Reward that a response of maximum length loses.", above=0, needs="overlong_buffer_len"
     )
     rejection_sampling: str | None = option(
         None,
@@ -265,7 +249,10 @@ class RewardConfig:
         above=0,
     )
     code_memory_mb: int = code_option(
-        1024, "Memory in MiB for a program of --reward-function code_tests, and for its files.", minimum=64
+        1024,
+        "Memory in MiB for a program of --reward-function code_tests, and for its files.",
+        minimum=64,
+        flag=NO_FLAG,
     )
     code_processes: int = code_option(
         8,
@@ -294,9 +281,6 @@ class EnvironmentConfig:
         None,
         "Class whose methods reset and step answer the model's turns and give the rewards: FILE.py:NAME or a dotted "
         "name.",
-    )
-    environment_max_turns: int | None = environment_option(
-        None, "Maximum number of turns per rollout (default: as many as fit).", minimum=1
     )
     environment_timeout: float = environment_option(
         60.0, "Timeout in seconds for one step of the environment.", above=0

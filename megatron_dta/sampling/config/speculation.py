@@ -20,14 +20,8 @@ class SpeculationConfig:
         "Draft several tokens per pass from suffix trees of recent rollouts and verify them: the same samples in "
         "fewer passes. Servers of vLLM or SGLang draft themselves: give it to megatron-dta rollout-server-command.",
         choices=("none", "das"),
-        needs="rollout_engine!=replay",
     )
     das_window: int = das_option(16, "Number of recent rollout batches kept in the suffix trees.", minimum=1)
-    das_max_tokens: int = das_option(
-        20_000_000,
-        "Maximum number of tokens in the suffix trees, about 100 bytes each; the oldest rollouts are removed first.",
-        minimum=1,
-    )
     das_depth: int = das_option(
         32, "Maximum number of tokens in a match and its draft together.", minimum=2, maximum=255
     )

@@ -24,11 +24,8 @@ class TreePOConfig:
         needs="prompt_data or task",
     )
     treepo_segment_length: int = treepo_option(
-        512, "Tokens per segment; a path may branch at the end of each segment.", minimum=1
-    )
-    treepo_max_depth: int | None = treepo_option(
-        None,
-        "Maximum number of segments in a path (default: as many as fit into --rollout-max-response-len).",
+        512,
+        "Tokens per segment; a path may branch at the end of each segment, and with --environment of each turn.",
         minimum=1,
     )
     treepo_branching_factor: int = treepo_option(
@@ -52,20 +49,9 @@ class TreePOConfig:
     treepo_answer_pattern: str | None = treepo_option(
         None, "End a path at the segment in which its text contains an answer: boxed, or a regular expression."
     )
-    treepo_repetition_count: int | None = treepo_option(
-        None,
-        "End a path whose last two segments contain the same 32 characters this many times (default: no check).",
-        minimum=2,
-    )
     treepo_fallback: str = treepo_option(
         "random",
         "Where a query branches again whose paths have all finished before it has its rollouts: nowhere (none), "
         "on any finished path (random), or on those with an end or an answer (finished).",
         choices=FALLBACKS,
-    )
-    treepo_branch_at: str = option(
-        "segment",
-        "With --environment: branch at the ends of segments and turns, or only at the ends of turns.",
-        choices=("segment", "turn"),
-        needs=("rollout_method=treepo", "environment"),
     )

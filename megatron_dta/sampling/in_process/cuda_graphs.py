@@ -81,7 +81,7 @@ def _why_not_on_this_rank(model: Model, attention_impl: str) -> str | None:
                 "(--expert-model-parallel-size or --tensor-model-parallel-size above 1 with --num-experts)"
             )
         if model.counts_on_host:
-            return "cannot capture experts whose numbers of tokens the host has to know (use --moe-grouped-gemm)"
+            return "cannot capture experts whose numbers of tokens the host has to know"
     if getattr(config, "fp8", None):
         return "cannot capture products in FP8, whose scales change from pass to pass (--fp8-format)"
     if parameter.device.type != "cuda":

@@ -371,7 +371,7 @@ class InProcessEngine(RolloutEngine):
         most = self._scheduler.pool.max_pages
         if most is not None and -(-length // self._settings.block_size) > most:
             raise InputError(
-                f"--inference-dynamic-batching-buffer-size-gb: {most} pages of {self._settings.block_size} positions "
+                f"the K/V cache of {most} pages of {self._settings.block_size} positions "
                 f"cannot hold one sequence of {length} tokens; raise it"
             )
 

@@ -68,12 +68,7 @@ class FilteringSource(WrappedSource):
         rollouts = [rollout for group in chosen for rollout in group]
         if self._settings.overlong_buffer_len is None:
             return rollouts
-        shaped = [
-            shape_reward(
-                r, self._max_tokens, self._settings.overlong_buffer_len, self._settings.overlong_penalty_factor
-            )
-            for r in rollouts
-        ]
+        shaped = [shape_reward(rollout, self._max_tokens, self._settings.overlong_buffer_len) for rollout in rollouts]
         lost = [before.reward - after.reward for before, after in zip(rollouts, shaped, strict=True)]
         self._statistics["overlong_penalty"] = float(np.mean(lost))
         return shaped
@@ -126,10 +121,10 @@ def differs(group: Sequence[Rollout]) -> bool:
     return any(rollout.reward != group[0].reward for rollout in group)
 
 
-def shape_reward(rollout: Rollout, max_tokens: int, buffer: int, factor: float) -> Rollout:
+def shape_reward(rollout: Rollout, max_tokens: int, buffer: int) -> Rollout:
     """The rollout with its length penalty subtracted from its reward, at its end."""
     excess = int(np.count_nonzero(rollout.loss_mask)) - (max_tokens - buffer)
-    penalty = factor * min(max(excess / buffer, 0.0), 1.0)
+    penalty = min(max(excess / buffer, 0.0), 1.0)
     if penalty == 0:
         return rollout
     changes: dict[str, Any] = {"reward": rollout.reward - penalty}

@@ -1,4 +1,4 @@
-"""Samples rollouts on rank 0, in a thread, and broadcasts them to all ranks: from servers, or from stored rollouts.
+"""Samples rollouts on rank 0, in a thread, and broadcasts them to all ranks: from servers.
 
 The wrapped source and evaluation run as if there were one process, and their results are broadcast. Rank 0 sends the
 waiting ranks a message every second, so a long rollout batch is not mistaken for a dead rank.
@@ -25,7 +25,6 @@ from megatron_dta.core.model.parallel.mesh import alone, current_mesh
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.host_weights import HostWeights
 from megatron_dta.sampling.interface import RolloutEngine
-from megatron_dta.sampling.replay import ReplayEngine
 from megatron_dta.sampling.sources.batch_source import Evaluation, RolloutError, RolloutSource
 
 _WAIT_S, _STOP_S = 1.0, 10.0
@@ -99,19 +98,11 @@ class Rank0Source(RolloutSource):
 
     def state_dict(self) -> dict[str, Any]:
         """See ``RolloutSource``; the same on every rank."""
-        state: dict[str, Any] = {}
-        if self._inner is not None:
-            if isinstance(self._engine, ReplayEngine):
-                state["replay"] = self._engine.state_dict()
-            inner = self._inner.state_dict()
-            if inner:
-                state["inner"] = inner
-        return self._mesh.from_first(state)
+        inner = self._inner.state_dict() if self._inner is not None else {}
+        return self._mesh.from_first({"inner": inner} if inner else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._inner is not None and state:
-            if isinstance(self._engine, ReplayEngine) and "replay" in state:
-                self._engine.load_state_dict(state["replay"])
             self._inner.load_state_dict(state.get("inner", {}))
 
     def close(self) -> None:

@@ -181,10 +181,10 @@ class SuffixForest:
 
 def _checked(number: int) -> int:
     if not number:
-        raise MemoryError("no memory for the suffix forest; lower --das-max-tokens")
+        raise MemoryError("no memory for the suffix forest; lower --das-window")
     return number
 
 
 def _check_status(status: int) -> None:
     if status:
-        raise MemoryError("no memory for the suffix forest; lower --das-max-tokens")
+        raise MemoryError("no memory for the suffix forest; lower --das-window")

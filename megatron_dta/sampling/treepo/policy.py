@@ -1,7 +1,7 @@
 """Decides which nodes of one query's tree to decode next, each time a node has been decoded.
 
 **The rule.** A path decodes one segment at a time; all paths that one decision starts form a *round*. When the n paths
-of a round have decoded their segments, f of them have finished (end of sequence, answer, repetition, length, depth) and
+of a round have decoded their segments, f of them have finished (end of sequence, answer, length) and
 become leaves. The A = n - f others branch into ``budget.branch_budget`` children in total, divided evenly or by
 logprob, which form the next round. If no path of a round is alive and leaves are missing, the query falls back
 (``fallback``).

@@ -50,7 +50,6 @@ class TreeSampler:
 
     Args:
         environments: runs the environments of multi-turn queries; None: a response is one turn.
-        max_turns: maximum number of turns of a path.
     """
 
     def __init__(
@@ -59,10 +58,9 @@ class TreeSampler:
         settings: TreeSettings,
         stops: StopRules | None = None,
         environments: EnvironmentRunner | None = None,
-        max_turns: int | None = None,
     ) -> None:
         self._engine, self._settings = engine, settings
-        self._stops, self._environments, self._max_turns = stops or StopRules(), environments, max_turns
+        self._stops, self._environments = stops or StopRules(), environments
         self._nodes: dict[int, tuple[int, int]] = {}  # request -> (query's place, node)
         self._requests: dict[tuple[int, int], int] = {}
         self._growing: list[_Growing] = []
@@ -169,19 +167,16 @@ class TreeSampler:
         """Why the path ends at ``node``, or None; adds the observation to the tree if the path continues."""
         settings = self._settings
         if outcome is None:
-            return self._stops.end_of(tree, node, ended, settings.max_response_tokens, settings.max_depth)
+            return self._stops.end_of(tree, node, ended, settings.max_response_tokens)
         if outcome.failure is not None:
             return EndReason.ENVIRONMENT_FAILED
-        turns = 1 + sum(tree.nodes[i].turn_ended for i in tree.lineage(node))
         end = EndReason.ENVIRONMENT if outcome.done else None
-        if end is None and self._max_turns is not None and turns >= self._max_turns:
-            end = EndReason.TURNS
         # An observation to which the model will not respond is left out.
         tokens_left = settings.max_response_tokens - tree.response_length(node)
         if end is None and len(outcome.observation) >= tokens_left:
             end = EndReason.LENGTH
         tree.observe(node, outcome.observation[:0] if end else outcome.observation, outcome.reward)
-        return end or self._stops.end_of(tree, node, False, settings.max_response_tokens, settings.max_depth)
+        return end or self._stops.end_of(tree, node, False, settings.max_response_tokens)
 
     def _step(self, turns: Sequence[tuple[int, int]]) -> dict[tuple[int, int], StepOutcome]:
         """Pass finished turns to the environments of the nodes where the turns started."""

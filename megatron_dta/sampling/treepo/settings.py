@@ -15,7 +15,6 @@ class TreeSettings:
         width: leaves wanted per query.
         max_response_tokens: maximum length of a response, including observed tokens of an environment.
         segment_tokens: tokens of a segment; None: a segment is a whole response (or turn).
-        max_depth: maximum number of segments on a path; None: no limit.
         initial_branches, initial_branches_max: branches at the root, drawn uniformly from that range.
         allocation: "even", "low-logprob" or "high-logprob".
         temperature: of the division by logprob.
@@ -25,7 +24,6 @@ class TreeSettings:
     width: int
     max_response_tokens: int
     segment_tokens: int | None = None
-    max_depth: int | None = None
     branching_factor: int = 2
     initial_branches: int = 2
     initial_branches_max: int | None = None
@@ -37,9 +35,8 @@ class TreeSettings:
         for name in ("width", "max_response_tokens", "branching_factor", "initial_branches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("segment_tokens", "max_depth"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.segment_tokens is not None and self.segment_tokens < 1:
+            raise ValueError(f"segment_tokens must be at least 1, got {self.segment_tokens}")
         if self.initial_branches_max is not None and self.initial_branches_max < self.initial_branches:
             raise ValueError(f"initial_branches_max {self.initial_branches_max} is below {self.initial_branches}")
 
@@ -66,8 +63,7 @@ class TreeSettings:
         return cls(
             width=sampling.n_samples_per_prompt,
             max_response_tokens=sampling.rollout_max_response_len,
-            segment_tokens=None if treepo.treepo_branch_at == "turn" else treepo.treepo_segment_length,
-            max_depth=treepo.treepo_max_depth,
+            segment_tokens=treepo.treepo_segment_length,
             branching_factor=treepo.treepo_branching_factor,
             initial_branches=treepo.treepo_initial_branches,
             initial_branches_max=treepo.treepo_initial_branches_max,

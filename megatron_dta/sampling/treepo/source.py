@@ -51,9 +51,7 @@ class TreeSource(PromptSource):
         settings = TreeSettings.from_config(self._config.treepo, self._sampling)
         before = dict(self._environments.counts) if self._environments else {}
         rewards_before = self._task.scorer.tally
-        sampler = TreeSampler(
-            self._engine, settings, self._stops, self._environments, self._config.environment.environment_max_turns
-        )
+        sampler = TreeSampler(self._engine, settings, self._stops, self._environments)
         groups = sample_scored_trees(
             sampler, self._task, prompts, first, self._params, prompt_batch, self._environments is None
         )
@@ -91,8 +89,7 @@ class TreeEvaluation(HeldOutEvaluation):
         """
         before = dict(self._environments.counts) if self._environments else {}
         settings = TreeSettings.independent(self._samples, self._config.sampling.rollout_max_response_len)
-        turns = self._config.environment.environment_max_turns
-        sampler = TreeSampler(self._engine, settings, StopRules(), self._environments, turns)
+        sampler = TreeSampler(self._engine, settings, StopRules(), self._environments)
         groups = sample_scored_trees(sampler, self._task, self._prompts, 0, self._params, 0, self._environments is None)
         of_prompts = [tree_rollouts(tree, "held out", rewards) for tree, rewards in groups]
         rollouts = [rollout for prompt_rollouts in of_prompts for rollout in prompt_rollouts]
@@ -118,7 +115,7 @@ def stop_rules(task: SamplingTask, config: SampledRun) -> StopRules:
     treepo = config.treepo
     if treepo.rollout_method == "independent":
         return StopRules()
-    return StopRules(task.tokenizer.decode, answer_rule(treepo.treepo_answer_pattern), treepo.treepo_repetition_count)
+    return StopRules(task.tokenizer.decode, answer_rule(treepo.treepo_answer_pattern))
 
 
 def environment_runner(task: SamplingTask, config: SampledRun) -> EnvironmentRunner | None:

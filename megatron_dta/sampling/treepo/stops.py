@@ -1,4 +1,4 @@
-"""Rules that end a path: end of sequence, an answer in its text, repetition, length, depth.
+"""Rules that end a path: end of sequence, an answer in its text, length.
 
 The rules are checked after a segment has been decoded. All decoded tokens are kept, so a path always ends at a node. A
 rule that depends only on the path itself ends independent rollouts at the same places, so trees and independent
@@ -8,7 +8,6 @@ rollouts have the same distribution.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ import numpy as np
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
 
-REPETITION_LENGTH, REPETITION_SEGMENTS = 32, 2
 Decode = Callable[[Sequence[int] | np.ndarray], str]
 
 
@@ -28,17 +26,12 @@ class StopRules:
     Attributes:
         decode: converts token ids to text; required by the rules that inspect text.
         answer: whether the text of a response contains an answer; None: not checked.
-        repetition_count: a path ends when the text of its last ``REPETITION_SEGMENTS`` segments contains the same
-            ``REPETITION_LENGTH`` characters this many times (occurrences may overlap); None: not checked.
     """
 
     decode: Decode | None = None
     answer: Callable[[str], bool] | None = None
-    repetition_count: int | None = None
 
-    def end_of(
-        self, tree: SampledTree, node: int, ended: bool, max_response_tokens: int, max_depth: int | None
-    ) -> EndReason | None:
+    def end_of(self, tree: SampledTree, node: int, ended: bool, max_response_tokens: int) -> EndReason | None:
         """Why the path ends at ``node``, None if it continues. ``ended``: its last token is an end of sequence."""
         if ended:
             return EndReason.EOS
@@ -46,31 +39,15 @@ class StopRules:
             return EndReason.ANSWER
         if tree.response_length(node) >= max_response_tokens:
             return EndReason.LENGTH
-        if max_depth is not None and tree.nodes[node].depth >= max_depth:
-            return EndReason.DEPTH
-        if self._repeats(tree, node):
-            return EndReason.REPETITION
         return None
-
-    def _repeats(self, tree: SampledTree, node: int) -> bool:
-        if self.repetition_count is None:
-            return False
-        text = self._text(tree, tree.lineage(node)[1:][-REPETITION_SEGMENTS:])
-        return most_repeated(text, REPETITION_LENGTH) >= self.repetition_count
 
     def _text(self, tree: SampledTree, nodes: list[int]) -> str:
         assert self.decode is not None  # checked by __post_init__
         return self.decode(np.concatenate([tree.nodes[i].token_ids[: tree.nodes[i].num_sampled] for i in nodes]))
 
     def __post_init__(self) -> None:
-        if self.decode is None and (self.answer is not None or self.repetition_count is not None):
+        if self.decode is None and self.answer is not None:
             raise ValueError("rules that look at text need decode")
-
-
-def most_repeated(text: str, length: int) -> int:
-    """Count of the most frequent substring of ``length`` characters, including overlapping occurrences."""
-    counts = Counter(text[i : i + length] for i in range(len(text) - length + 1))
-    return max(counts.values(), default=0)
 
 
 def boxed_answer(text: str) -> str | None:

@@ -31,12 +31,9 @@ class EndReason(Enum):
 
     EOS = "eos"  # an end of sequence was sampled
     ANSWER = "answer"  # its text contains an answer
-    REPETITION = "repetition"
     LENGTH = "length"  # the response has reached its maximum length
-    DEPTH = "depth"  # the path has the maximum number of segments
     ENVIRONMENT = "environment"  # the environment ended the episode
     ENVIRONMENT_FAILED = "environment_failed"  # a step raised, timed out or returned an invalid value
-    TURNS = "turns"  # the path has the maximum number of turns
 
 
 @dataclass

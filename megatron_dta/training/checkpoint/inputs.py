@@ -14,7 +14,7 @@ from megatron_dta.core.config.options import flag_of
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.config.train import settings_of
 
-_DATA = {"prompt_data", "eval_prompt_data", "rollouts", "eval_rollouts", "rollout_replay"}
+_DATA = {"prompt_data", "eval_prompt_data", "rollouts", "eval_rollouts"}
 _CODE = {"reward_function", "environment", "agent_callable"}
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -37,7 +37,6 @@ def run_folders(config: TrainConfig) -> Iterator[None]:
 def _make_folders(config: TrainConfig, made: list[Path]) -> None:
     for flag, path in (
         ("--save", config.checkpoint.save),
-        ("--metrics-file", config.logging.metrics_file and Path(config.logging.metrics_file).parent),
         ("--tensorboard-dir", config.logging.tensorboard_dir),
         ("--timeline-dir", config.logging.timeline_dir),
     ):

@@ -59,7 +59,6 @@ _MESH_FLAGS = tuple(
 _FREE_MODEL_SETTINGS = {
     "max_position_embeddings",
     "init_method_std",
-    "group_query_attention",
     "bf16",
     "transformer_impl",
     "fused_layer_impl",
@@ -68,8 +67,6 @@ _FREE_MODEL_SETTINGS = {
     "fp8_format",
     "fp8_recipe",
     "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
 }
 # Settings that may differ where only the weights are loaded.
 _OF_THE_OPTIMIZER = {"params_dtype", "make_vocab_size_divisible_by"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config.options import NO_FLAG, option
 
 agent_option = partial(option, needs="agent_command or agent_callable")
@@ -35,10 +36,9 @@ class AgentConfig:
         above=0,
     )
     gateway_host: str = agent_option(
-        "127.0.0.1", "Address that the gateway listens on; others than this machine's own reach it if it is another."
-    )
-    gateway_port: int = agent_option(
-        0, "Port of the gateway, plus the data-parallel rank; 0 for any free one.", minimum=0, maximum=65535
+        "127.0.0.1",
+        "Address that the gateway listens on, HOST or HOST:PORT (default port: any free one); the data-parallel rank "
+        "is added to the port. Other machines reach it if this is not a loopback address.",
     )
     gateway_max_body_mib: float = agent_option(16.0, "Longest request to the gateway in MiB.", above=0, flag=NO_FLAG)
     gateway_max_calls: int = agent_option(512, "Most calls of a session.", minimum=1)
@@ -67,6 +67,16 @@ class AgentConfig:
         "Where clients find the model's reasoning: in the content, or separate from it (think: up to </think>).",
         choices=("none", "think"),
     )
+
+    @property
+    def gateway_address(self) -> tuple[str, int]:
+        """Host and port of ``gateway_host``; port 0 is any free one."""
+        host, _, port = self.gateway_host.rpartition(":")
+        if not host or (":" in host and not host.startswith("[")):
+            return self.gateway_host, 0
+        if not port.isdecimal() or int(port) > 65535:
+            raise InputError(f"--gateway-host {self.gateway_host}: the port must be a number up to 65535")
+        return host.strip("[]"), int(port)
 
     @property
     def is_used(self) -> bool:

@@ -30,9 +30,6 @@ class DistillationConfig:
     teacher_only: bool = teacher_option(
         False, "Learn from the teacher alone: rewards are reported, and their advantages are 0."
     )
-    offload_teacher: bool = teacher_option(
-        False, "Keep teachers in host memory, and on the device only while they score; their output weights stay."
-    )
 
     @property
     def is_used(self) -> bool:

@@ -54,9 +54,6 @@ class OptimizationConfig:
     optimizer_offload_fraction: float = offload_option(
         1.0, "Fraction of the states that --optimizer-cpu-offload keeps on the host.", minimum=0, maximum=1
     )
-    overlap_cpu_optimizer_d2h_h2d: bool = offload_option(
-        False, "Copy gradients and weights between GPU and host while the host updates other parameters."
-    )
     seed: int = option(1234, "Seed of the initial weights, the order of the data, and sampling.", minimum=0)
     deterministic_mode: bool = option(
         False,

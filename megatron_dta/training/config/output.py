@@ -83,7 +83,6 @@ class LoggingConfig:
         "without training or writing anything. The environment variable WORLD_SIZE gives the number of processes.",
     )
     log_interval: int = option(1, "Steps between progress lines.", minimum=1)
-    metrics_file: str | None = option(None, "JSONL file of the metrics (default: metrics.jsonl in --save).")
     eval_interval: int | None = option(None, "Steps between evaluations on held-out data (default: none).", minimum=1)
     eval_iters: int | None = option(
         None,
@@ -102,15 +101,5 @@ class LoggingConfig:
         "rollouts/ in --save; the first step always saves them.",
         minimum=1,
     )
-    save_rollouts_groups: int = option(
-        4, "Groups per step that --save-rollouts-interval saves.", minimum=1, needs="save_rollouts_interval"
-    )
-    log_rollout_samples: int = option(
-        0,
-        "Number of rollouts of each batch printed when a progress line is due, evenly chosen from the lowest to the "
-        "highest reward.",
-        minimum=0,
-    )
     tensorboard_dir: str | None = option(None, "Folder for TensorBoard events.")
     wandb_project: str | None = option(None, "Report to this Weights & Biases project; needs the package wandb.")
-    wandb_exp_name: str | None = option(None, "Name of the run in Weights & Biases.", needs="wandb_project")

@@ -38,7 +38,6 @@ from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.training.config import TrainConfig
-from megatron_dta.training.data.ownership import first_owners
 from megatron_dta.training.data.rejection import select_rollouts
 from megatron_dta.training.data.step import StepSamples, known_paths, rollout_statistics, split_groups
 from megatron_dta.training.teachers import Teachers
@@ -74,7 +73,7 @@ class SamplePreparation:
         self.teachers, self.distillation = teachers, config.distillation
         # Servers and recordings return exact logprobs only if the objective requires them.
         self.trusts_logprobs = config.sampling.rollout_engine == "in-process" or config.objective.needs_rollout_logprobs
-        self.forks_routing = config.model is not None and config.model.moe_routing_conflicts == "fork"
+        self.forks_routing = config.model is not None and config.model.moe_routing_replay == "fork"
         # Optimizer steps per rollout batch and epoch (``--ppo-epochs``).
         self.num_steps = config.sampling.num_steps_per_rollout
 
@@ -150,11 +149,8 @@ class SamplePreparation:
                 replace(sample, rollout_logprobs=rollout.logprobs)
                 for sample, rollout in zip(samples, rollouts, strict=True)
             ]
-        if self.settings.shared_token_ownership == "first":
-            # Ownership follows the order of the whole batch, so that a token is trained once per epoch.
-            samples = [replace(s, owned=mask) for s, mask in zip(samples, first_owners(samples), strict=True)]
         if self.settings.loss_aggregation == "trajectory-mean":
-            shares = trajectory_shares([sample.num_counted for sample in samples], trajectory_names(rollouts))
+            shares = trajectory_shares([sample.num_trained for sample in samples], trajectory_names(rollouts))
             samples = [replace(s, weight=s.weight * float(share)) for s, share in zip(samples, shares, strict=True)]
         return samples
 

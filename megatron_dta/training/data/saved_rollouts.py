@@ -1,6 +1,6 @@
 """Saves the rollouts of selected steps, with rewards, advantages and decoded text.
 
-SAVE/rollouts/step_0000100.jsonl         the first groups of the step's rollouts, for ``megatron_dta.core.rollouts``
+SAVE/rollouts/step_0000100.jsonl         the step's rollouts, for ``megatron_dta.core.rollouts``
 SAVE/rollouts/step_0000100_tokens.json   {"17": " the", ...}: the text of each token id, if there is a tokenizer
 SAVE/rollouts/step_0000100_texts.json    [[[9, "What is 1+1?", false], ...], ...]: each rollout's text in runs of tokens
                                          that are either all trained or all untrained: number of tokens, text, whether
@@ -41,19 +41,17 @@ class RolloutFiles:
 
     Args:
         save: folder of the run.
-        num_groups: number of groups written, from the start of the step.
         tokenizer: decodes the tokens; None if only token ids are known.
     """
 
-    def __init__(self, save: str | Path, interval: int, num_groups: int, tokenizer: Tokenizer | None) -> None:
-        self._folder, self._interval, self._num_groups = Path(save) / FOLDER, interval, num_groups
-        self._tokenizer = tokenizer
+    def __init__(self, save: str | Path, interval: int, tokenizer: Tokenizer | None) -> None:
+        self._folder, self._interval, self._tokenizer = Path(save) / FOLDER, interval, tokenizer
 
     def write(self, first_iteration: int, steps: Sequence[StepSamples]) -> None:
         """Write the rollouts of those ``steps`` that are due; the first of them will be step ``first_iteration``."""
         for iteration, step in enumerate(steps, start=first_iteration):
             if step.rollouts is not None and (iteration == 1 or iteration % self._interval == 0):
-                self._write(iteration, chosen_rollouts(step, self._num_groups))
+                self._write(iteration, trained_rollouts(step))
 
     def _write(self, iteration: int, rollouts: list[Rollout]) -> None:
         path = self._folder / f"step_{iteration:07d}"
@@ -87,12 +85,10 @@ def text_runs(rollout: Rollout, tokenizer: Tokenizer) -> list[tuple[int, str, bo
     return runs
 
 
-def chosen_rollouts(step: StepSamples, num_groups: int) -> list[Rollout]:
-    """The rollouts of the step's first groups, with the advantages used in training if there are any."""
+def trained_rollouts(step: StepSamples) -> list[Rollout]:
+    """The rollouts of the step, with the advantages used in training if there are any."""
     assert step.rollouts is not None
-    names = list(dict.fromkeys(rollout.group_id for rollout in step.rollouts))[:num_groups]
     return [
         rollout if sample.advantages is None else replace(rollout, advantages=sample.advantages)
         for rollout, sample in zip(step.rollouts, step.samples, strict=True)
-        if rollout.group_id in names
     ]

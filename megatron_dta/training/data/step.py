@@ -28,7 +28,7 @@ from megatron_dta.training.data.mini_batches import cut_mini_batches
 
 # Groups share a few tokens by chance. A batch is regrouped only if that saves at least this fraction of the work.
 LEAST_SAVING = 0.01
-_ARRAYS = ("token_ids", "loss_mask", "owned", *FIELDS, "routed_experts", "tree_keys")
+_ARRAYS = ("token_ids", "loss_mask", *FIELDS, "routed_experts", "tree_keys")
 
 # Metric: optimizer steps between the weights that sampled a rollout batch and the weights being trained.
 STALENESS = "rollout_staleness"
@@ -65,7 +65,7 @@ class StepSamples:
             return self.planned
         start = time.perf_counter()
         weights = [sample.weight for sample in self.samples]
-        counts = count_trained([sample.num_counted for sample in self.samples], weights)
+        counts = count_trained([sample.num_trained for sample in self.samples], weights)
 
         self.sample_numbers = list(range(len(self.samples)))
         if engine.mesh.data_size > 1:

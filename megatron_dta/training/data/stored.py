@@ -201,8 +201,8 @@ def check_text_flags(config: TrainConfig) -> None:
         "--input-key": sampling.input_key is not None,
         "--label-key": sampling.label_key is not None,
     }
-    # A tokenizer is allowed if it comes from --load-hf or decodes rollouts that are saved or shown.
-    if config.checkpoint.hf_checkpoint is None and not (logging.save_rollouts_interval or logging.log_rollout_samples):
+    # A tokenizer is allowed if it comes from --load-hf or decodes rollouts that are saved.
+    if config.checkpoint.hf_checkpoint is None and not logging.save_rollouts_interval:
         given["--tokenizer-type"] = sampling.tokenizer_type is not None
     for flag, present in given.items():
         if present:

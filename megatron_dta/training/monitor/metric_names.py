@@ -112,7 +112,7 @@ METRICS: dict[str, dict[str, str]] = {
     "Trees and segments": {
         "routing_replaced": "fraction of the sampler's expert choices that were replaced by those of another rollout "
         "through the same token, with --moe-routing-replay",
-        "routing_forked_tokens": "unique tokens with --moe-routing-conflicts fork over those with first",
+        "routing_forked_tokens": "unique tokens with --moe-routing-replay fork over those with first",
         "tokens": "tokens of all sequences of the step; training without sharing would compute these",
         "unique_tokens": "tokens of the prefix forests; the engine computed these",
         "token_reuse": "tokens / unique_tokens",

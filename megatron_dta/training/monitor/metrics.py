@@ -160,7 +160,9 @@ def _open_wandb(settings: LoggingConfig, config: dict[str, Any] | None, path: Pa
             known = dict(json.loads(named.read_text(encoding="utf-8")))
     again = {"id": known.get("id"), "resume": "allow"} if known.get("project") == settings.wandb_project else {}
     try:
-        run = wandb.init(project=settings.wandb_project, name=settings.wandb_exp_name, config=config, **again)
+        run = wandb.init(
+            project=settings.wandb_project, name=None if path is None else path.parent.name, config=config, **again
+        )
     except Exception as error:
         raise InputError(f"--wandb-project {settings.wandb_project}: {type(error).__name__}: {error}") from error
     if named is not None:

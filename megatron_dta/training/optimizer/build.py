@@ -315,7 +315,6 @@ def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype, i
         exp_avg_sq_dtype=DTYPES[settings.exp_avg_sq_dtype],
         optimizer_cpu_offload=settings.optimizer_cpu_offload,
         optimizer_offload_fraction=settings.optimizer_offload_fraction,
-        overlap_cpu_optimizer_d2h_h2d=settings.overlap_cpu_optimizer_d2h_h2d,
         pin_cpu_grads=torch.cuda.is_available(),
         pin_cpu_params=torch.cuda.is_available(),
         use_distributed_optimizer=is_distributed,

@@ -43,7 +43,7 @@ def check_expected_rows(dtype: torch.dtype, device: torch.device) -> None:
     """Passes of a rank with many, few, and no rows of its experts, and with all tokens at two: the same bit for bit as
     with room for the largest possible number. Counted: how often the products of a pass run.
     """
-    settings = dict(num_experts=8, moe_ffn_hidden_size=16, moe_grouped_gemm=True, fused_layer_impl="triton")
+    settings = dict(num_experts=8, moe_ffn_hidden_size=16, fused_layer_impl="triton")
     initialize_parallel(2)
     model = build_model(model_config(dtype, **QWEN3, **settings), device)
     experts = next(module for module in model.modules() if isinstance(module, SequentialMLP))

@@ -19,7 +19,7 @@ from tree_engine_cases import TEMPERATURE, tree_config, weights_of
 from weight_shards import join_shards
 
 GRPO = {"objective": "grpo", "kl_loss_coef": 0.05, "entropy_coef": 0.02, "dual_clip": 3.0}
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL_RECOMPUTE = {"recompute_granularity": "full"}
 # (mode, tokens of a segment, in-flight tokens kept): odd segments that sequence parallelism must fill up.
 CUTS = {
     "dense": ("dense", 9, None),

@@ -17,7 +17,7 @@ from mesh_worker import run_on_ranks
 from trainer_cases import MODEL, make_rollouts
 
 # Heads that two ranks can share.
-SHAPE = MODEL.replace("--num-attention-heads 3", "--num-attention-heads 4 --group-query-attention --num-query-groups 2")
+SHAPE = MODEL.replace("--num-attention-heads 3", "--num-attention-heads 4 --num-query-groups 2")
 STORED = f"{SHAPE} --global-batch-size 8 --train-iters 4 --tree-segment-tokens 14 --untie-embeddings-and-output-weights"
 GRPO = "--kl-loss-coef 0.05 --old-logprobs recompute --entropy-coef 0.01 --eval-interval 2"
 SAMPLED = (
@@ -28,7 +28,7 @@ SAMPLED = (
 TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
 CP = "--context-parallel-size 2"
-SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 900"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce"
 EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 --moe-aux-loss-coeff 0.01 "

@@ -38,7 +38,7 @@ from tree_engine_cases import LLAMA, QWEN3, TEMPERATURE, VOCABULARY, weights_of
 from triton_device import interpreter
 
 SFT = make_objective(ObjectiveConfig(objective="sft"))
-EXPERTS = {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_grouped_gemm": True}
+EXPERTS = {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
 SHARED = {"moe_shared_expert_intermediate_size": 32}
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERT_MESHES = {

@@ -141,69 +141,28 @@ def test_a_wrong_loss_is_seen(case, name):
 # ------------------------------------------------------------------------------------------------------- preferences
 
 
-def plain_dpo(pairs: np.ndarray, beta: float, smoothing: float):
+def plain_dpo(pairs: np.ndarray, beta: float):
     def loss(sequences: list[Alone]) -> Tensor:
         total = 0.0
         for chosen, rejected in pairs:
             won, lost = (sequences[i].logprobs.sum() - sequences[i].ref.sum() for i in (chosen, rejected))
-            z = beta * (won - lost)
-            total = total - (1 - smoothing) * torch.nn.functional.logsigmoid(z)
-            total = total - smoothing * torch.nn.functional.logsigmoid(-z)
+            total = total - torch.nn.functional.logsigmoid(beta * (won - lost))
         return total / len(pairs)
 
     return loss
 
 
 def test_dpo_equals_both_sequences_in_one_graph(case):
-    (model, weights, samples), smoothing = case, 0.1
+    model, weights, samples = case
     # A sequence in two pairs, a pair of a sequence and its prefix, and sequences in none.
     pairs = np.array([[0, 1], [2, 0], [3, 5], [4, 7]])
-    loss, expected = reference_gradients(model, weights, samples, plain_dpo(pairs, 0.3, smoothing))
-    settings = {"objective": "dpo", "dpo_beta": 0.3, "dpo_label_smoothing": smoothing}
+    loss, expected = reference_gradients(model, weights, samples, plain_dpo(pairs, 0.3))
+    settings = {"objective": "dpo", "dpo_beta": 0.3}
     for cut in CUTS:
         result, gradients = train(case, settings, cut, part=StepPart(preference_pairs=pairs))
         assert float(result.loss) == pytest.approx(loss, rel=1e-12)
         assert largest_error(gradients, expected) < 1e-12, cut
     assert 0 <= float(result.metrics["dpo_accuracy"]) <= 1
-
-
-# --------------------------------------------------------------------------------------------- ownership, denominators
-
-
-def first_paths(samples) -> list[np.ndarray]:
-    """bool [T] of each sample: trained tokens that no earlier sample trains behind the same prefix."""
-    seen, owned = set(), []
-    for sample in samples:
-        prefixes = [tuple(sample.token_ids[: t + 1].tolist()) for t in range(len(sample.token_ids))]
-        owned.append(np.array([bool(sample.loss_mask[t]) and prefixes[t] not in seen for t in range(len(prefixes))]))
-        seen |= {prefix for prefix, mine in zip(prefixes, owned[-1], strict=True) if mine}
-    return owned
-
-
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
-def test_only_the_first_path_trains_a_shared_token(case, aggregation):
-    from megatron_dta.training.data.ownership import first_owners
-
-    model, weights, samples = case
-    owned = first_paths(samples)
-    for mask, expected_mask in zip(first_owners(samples), owned, strict=True):
-        np.testing.assert_array_equal(mask, expected_mask)
-    assert any(not mask.any() for mask in owned), "no sequence without a token of its own"
-    keep = [torch.from_numpy(mask[sample.loss_mask]) for mask, sample in zip(owned, samples, strict=True)]
-
-    def loss(sequences: list[Alone]) -> Tensor:
-        losses = [penalized(s)[kept] for s, kept in zip(sequences, keep, strict=True) if kept.any()]
-        return AGGREGATIONS[aggregation](losses)
-
-    value, expected = reference_gradients(model, weights, samples, loss)
-    with_owners = [replace(sample, owned=mask) for sample, mask in zip(samples, owned, strict=True)]
-    settings = CLIP | {"kl_loss_coef": 0.3, "entropy_coef": 0.2}
-    for cut in CUTS:
-        result, gradients = train((model, weights, with_owners), settings, cut, aggregation)
-        assert float(result.loss) == pytest.approx(value, rel=1e-12)
-        assert largest_error(gradients, expected) < 1e-12, cut
-    ratios = torch.cat([torch.from_numpy(s.old_logprobs[m]) for s, m in zip(samples, owned, strict=True)])
-    assert len(ratios) == sum(int(kept.sum()) for kept in keep)
 
 
 # -------------------------------------------------------------------------------------------------------------- meshes
@@ -218,27 +177,26 @@ MESHES = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_meshes_give_the_same(case, mesh, tmp_path):
-    """Pairs across ranks, owners across ranks, largest values of all ranks, one denominator."""
+    """Pairs across ranks, largest values of all ranks, one denominator."""
     model, weights, samples = case
     assert len(samples) == 12
-    owned = [replace(sample, owned=mask) for sample, mask in zip(samples, first_paths(samples), strict=True)]
     settings = {
-        "dpo": ({"objective": "dpo", "dpo_beta": 0.3}, "token-mean", samples, PAIRS),
-        "gspo": ({"objective": "gspo"} | GSPO_CLIP | TIS, "sequence-sum", samples, None),
-        "owned": ({"objective": "grpo"} | CLIP, "sequence-mean", owned, None),
+        "dpo": ({"objective": "dpo", "dpo_beta": 0.3}, "token-mean", PAIRS),
+        "gspo": ({"objective": "gspo"} | GSPO_CLIP | TIS, "sequence-sum", None),
+        "grpo": ({"objective": "grpo"} | CLIP, "sequence-mean", None),
     }
     sizes, partition = MESHES[mesh]
     cases = {
         name: MeshCase(
-            model, ParallelConfig(**sizes), tree_config("dta", 6), step_samples, partition, weights, objective,
+            model, ParallelConfig(**sizes), tree_config("dta", 6), samples, partition, weights, objective,
             TEMPERATURE, aggregation, loss_length=13.0, preference_pairs=pairs,
         )
-        for name, (objective, aggregation, step_samples, pairs) in settings.items()
+        for name, (objective, aggregation, pairs) in settings.items()
     }  # fmt: skip
     ranks = run_on_ranks(run_cases, cases, 2, tmp_path / "mesh")
-    for name, (objective, aggregation, step_samples, pairs) in settings.items():
+    for name, (objective, aggregation, pairs) in settings.items():
         part = StepPart(preference_pairs=pairs)
-        result, gradients = train((model, weights, step_samples), objective, CUTS[0], aggregation, part=part)
+        result, gradients = train(case, objective, CUTS[0], aggregation, part=part)
         norm = sum(float((gradient**2).sum()) for gradient in gradients.values()) ** 0.5
         for rank in ranks:
             assert rank[name].loss == pytest.approx(float(result.loss), rel=1e-12)

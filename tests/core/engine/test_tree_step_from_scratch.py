@@ -31,7 +31,6 @@ def test_the_engine_gives_the_same(tied: bool) -> None:
         hidden_size=tree_step.CHANNELS,
         ffn_hidden_size=tree_step.FEED_FORWARD,
         num_attention_heads=tree_step.HEADS,
-        group_query_attention=True,
         num_query_groups=tree_step.GROUPS,
         kv_channels=tree_step.HEAD_SIZE,
         vocab_size=tree_step.VOCABULARY,

@@ -38,10 +38,10 @@ kernels_run = pytest.mark.skipif(
     DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or Triton's interpreter"
 )
 BIASED = {"disable_bias_linear": False, "qk_layernorm": True}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL = {"recompute_granularity": "full"}
 GROUPED = {"moe_grouped_gemm": True}
 EXPERTS = QWEN3_MOE | GROUPED
-BEFORE = EXPERTS | {"moe_router_pre_softmax": True, "moe_router_dtype": "fp32", "moe_router_topk_scaling_factor": 1.5}
+BEFORE = EXPERTS | {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5}
 # Routing by sigmoid, in groups, with biases and auxiliary losses, beside a dense layer.
 BALANCED = DEEPSEEK_BALANCED | GROUPED | {"moe_shared_expert_intermediate_size": None}
 

@@ -50,7 +50,7 @@ EXPERTS = QWEN3 | {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_layer_freq"
         (EXPERTS, "dta", 16, None),
         (QWEN3 | {"recompute_granularity": "selective"}, "dta", 16, None),
         (
-            QWEN3 | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+            QWEN3 | {"recompute_granularity": "full"},
             "dta",
             16,
             None,

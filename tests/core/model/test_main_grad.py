@@ -98,7 +98,7 @@ def test_a_weight_is_ready_once_and_whole(cases, name, recompute):
     """When the step's last backward says that a gradient may be reduced, nothing more is added to it."""
     model, weights, samples = cases[name]
     if recompute:
-        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        full = {"recompute_granularity": "full"}
         model = replace(model, **full)
     wrapped = Wrapped(model, weights, replace(DIRECT, overlap_grad_reduce=True, ddp_bucket_size=900))
     tree, ready = tree_config("dta", 7), []

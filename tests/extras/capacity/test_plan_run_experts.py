@@ -29,7 +29,6 @@ SHAPE = DecoderShape(
     moe_router_topk=2,
     moe_ffn_hidden_size=48,
     moe_shared_expert_intermediate_size=64,
-    moe_grouped_gemm=True,
 )
 
 

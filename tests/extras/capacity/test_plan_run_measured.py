@@ -89,7 +89,7 @@ def steps_with_experts() -> list[Any]:
 def test_prediction_with_experts(settings: dict[str, Any], row: dict[str, Any]) -> None:
     rollouts = load_rollouts(rollout_file(f"{FILE}.npz"), max_sequences=settings["max_sequences"])
     layers = settings["num_layers"]
-    shape = replace(SHAPES[settings["model"]], num_layers=layers, moe_layers=(), moe_grouped_gemm=True)
+    shape = replace(SHAPES[settings["model"]], num_layers=layers, moe_layers=())
     cluster = Cluster(settings["processes"], gpus_per_node=8)
     step = StepWork(*trained_parts(rollouts), mesh_costs(shape, RunMesh(1, 1, 1, (layers,)), cluster), row["mode"])
     ranks = settings.get("expert_model_parallel_size", 1)

@@ -24,9 +24,7 @@ from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.shapes.decoder import DecoderShape
 from tree_engine_cases import branching_sequences
 
-SHAPE = DecoderShape(
-    4, 64, 96, 4, 2, 16, 100, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=48, moe_grouped_gemm=True
-)
+SHAPE = DecoderShape(4, 64, 96, 4, 2, 16, 100, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=48)
 BYTES = replace(SegmentBytes.of_shape(SHAPE, RankTensors(logit_rows=16, expert_ranks=2)), fixed=0.0)
 RANKS = 2
 # Per virtual stage the same: what a stage with gated delta net keeps beside its segments.

@@ -20,8 +20,8 @@ from rollout_runs import Runs
 
 
 def test_the_tool_prints_commands_that_a_shell_takes(capsys: pytest.CaptureFixture) -> None:
-    flags = "--rollout-speculation das --das-draft-tokens 12 --das-depth 20 --das-window 3 --das-max-tokens 100000"
-    flags += " --rollout-batch-size 5 --n-samples-per-prompt 4 --rollout-max-response-len 2000"
+    flags = "--rollout-speculation das --das-draft-tokens 12 --das-depth 20 --das-window 3"
+    flags += " --rollout-batch-size 5 --n-samples-per-prompt 4 --rollout-max-response-len 400000"
     fixed_flags = [*flags.split(), "--rollout-temperature", "0.7", "--model", "/my models/m"]
 
     def printed(*arguments: str) -> str:
@@ -32,7 +32,9 @@ def test_the_tool_prints_commands_that_a_shell_takes(capsys: pytest.CaptureFixtu
     assert shlex.split(transfer)[:2] == ["VLLM_SERVER_DEV_MODE=1", "VLLM_ALLOW_INSECURE_SERIALIZATION=1"]
     assert shlex.split(transfer)[-2:] == ["--weight-transfer-config", '{"backend": "ipc"}']
     for kind in ("vllm", "sglang"):
-        experts = printed("--rollout-engine", kind, "--num-experts", "8", "--moe-routing-replay", "--model", "m")
+        experts = printed(
+            "--rollout-engine", kind, "--num-experts", "8", "--moe-routing-replay", "first", "--model", "m"
+        )
         assert shlex.split(experts)[-1] == "--enable-return-routed-experts"
     words = shlex.split(printed("--rollout-engine", "vllm", *fixed_flags, "--", "--tensor-parallel-size", "2"))
     assert words[:6] == ["VLLM_SERVER_DEV_MODE=1", "vllm", "serve", "/my models/m", "--port", "8000"]
@@ -42,7 +44,7 @@ def test_the_tool_prints_commands_that_a_shell_takes(capsys: pytest.CaptureFixtu
         "method": "suffix",
         "num_speculative_tokens": 12,
         "suffix_decoding_max_tree_depth": 20,
-        # 3 x 5 x 4 responses in the window, but only 50 of 2,000 tokens fit.
+        # 3 x 5 x 4 responses in the window, but only 50 of 400,000 tokens fit.
         "suffix_decoding_max_cached_requests": 50,
         "suffix_decoding_max_spec_factor": 2.0,
         "suffix_decoding_min_token_prob": 0.1,
@@ -76,7 +78,6 @@ def test_the_tool_becomes_the_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        ("--rollout-engine replay --model m", "--rollout-engine replay has no servers"),
         ("--rollout-engine vllm", "which model the server is to load is not known"),
         ("--rollout-engine vllm --model m --port 0", "--port 0: must be a port"),
         ("--rollout-engine vllm --model", "expected one argument"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import threading
 import time
@@ -19,12 +18,11 @@ import torch
 from conftest import seed_all
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.wiring.setup import build_trainer
 from mesh_worker import run_on_ranks
-from rollout_runs import EOS, VOCABULARY, Runs, assert_same, metrics_of, weights_of
+from rollout_runs import Runs, assert_same, metrics_of, weights_of
 from rollout_server_forms import log_softmax
 
 
@@ -271,24 +269,3 @@ def test_all_ranks_of_a_mesh_train_on_what_the_first_one_gets(runs: Runs) -> Non
     assert ranks[0][0]["error"] == ranks[1][0]["error"]
     assert "after step 1: request" in ranks[0][0]["error"]
     assert (runs.folder / "dies" / "latest_checkpointed_iteration.txt").read_text() == "1"
-
-
-def test_training_replays_and_resumes_behind_what_it_has_used(runs: Runs) -> None:
-    rng = seed_all(11)
-    rows = (runs.folder / "prompts.jsonl").read_text().splitlines()
-    prompts = [json.loads(row)["prompt_token_ids"] for row in rows]
-    rollouts = []
-    for prompt in prompts:
-        for _ in range(8):
-            tokens = np.concatenate([prompt, rng.integers(4, VOCABULARY, rng.integers(1, 8)), [EOS]]).astype(np.int32)
-            mask = np.arange(len(tokens)) >= len(prompt)
-            rollouts.append(Rollout(tokens, mask, logprobs=np.where(mask, -rng.random(len(tokens)), 0)))
-    write_rollouts(runs.folder / "recorded.jsonl", rollouts)
-    replay = f"--rollout-replay {runs.folder / 'recorded.jsonl'} --save-interval 1"
-    uninterrupted, _ = runs.run(f"--train-iters 4 --save {runs.folder / 'whole'} {replay}", "replay")
-    runs.run(f"--train-iters 2 --save {runs.folder / 'parts'} {replay}", "replay")
-    parts, _ = runs.run(f"--train-iters 4 --save {runs.folder / 'parts'} {replay}", "replay")
-    assert_same(weights_of(uninterrupted), weights_of(parts))
-    # 8 responses to each of 7 prompts are enough for 4 rollout batches of 3 prompts and 4 samples; the fifth has none.
-    with pytest.raises(InputError, match="after step 4: --rollout-replay: all 8 recorded continuations"):
-        runs.run(f"--train-iters 6 --save {runs.folder / 'parts'} {replay}", "replay")

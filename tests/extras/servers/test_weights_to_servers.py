@@ -30,8 +30,7 @@ def test_every_server_has_the_trainers_bytes_also_one_that_was_restarted(runs: R
     threads = set(threading.enumerate())
     first, second = runs.add_servers("sglang", 2, processes=2)
     trainer, _ = runs.trainer(
-        f"--train-iters 6 --rollout-weight-transfer gloo --rollout-weight-bucket-mb 1 --save {runs.folder / 'run'} "
-        "--rollout-max-staleness 1"
+        f"--train-iters 6 --rollout-weight-transfer gloo --save {runs.folder / 'run'} --rollout-max-staleness 1"
     )
     at_step = {0: weights_of(trainer)}
     seen: list[int] = []

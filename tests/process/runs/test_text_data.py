@@ -294,15 +294,13 @@ def test_verls_parquet_trains(tmp_path: Path) -> None:
     flags += ["--apply-chat-template", "--reward-function", f"{tmp_path}/r.py:compute_score", "--rollout-batch-size", 4]
     flags += ["--n-samples-per-prompt", 4, "--rollout-max-response-len", 6, "--train-iters", 2]
     flags += ["--filter-overlong-prompts"]
-    records = train(*flags, "--log-rollout-samples", 2, "--save", tmp_path / "run")
+    records = train(*flags, "--save", tmp_path / "run")
     assert len(records) == 2
     for record in records:
         assert 0 <= record["reward/length"] <= 24
         assert "reward/pred" not in record
     output = records[0]["output"]
     assert f"{file}: left out 1 of 6 prompts: more than 154 tokens" in output
-    assert output.count("  prompt    user") + output.count("  prompt    ") >= 4  # two of each collection
-    assert "step 2, group " in output
     assert "row 4: prompt: " in refused(*flags[:-1], "--save", tmp_path / "other")
 
 
@@ -312,10 +310,9 @@ def test_conversations_train(tmp_path: Path) -> None:
     file = write(tmp_path / "sft.parquet", [{"messages": talk}, {"messages": talk[:2]}] * 2)
     flags = ["--objective", "sft", "--rollouts", file, "--global-batch-size", 4, "--train-iters", 30]
     flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder, "--apply-chat-template"]
-    records = train(*flags, "--log-rollout-samples", 1, "--save", tmp_path / "run")
+    records = train(*flags, "--save", tmp_path / "run")
     assert records[0]["response_tokens"] == (9 + 3) / 2  # ho, ho ho and their ends
     assert records[-1]["loss"] < 0.5 * records[0]["loss"]
-    assert "ho ho" in records[0]["output"]
 
 
 def test_preferences_train(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ SHAPE = (
 )
 MODELS = {
     "llama": "--use-rope-scaling --untie-embeddings-and-output-weights --rotary-base 5000",
-    "qwen2": "--add-qkv-bias --group-query-attention --num-query-groups 2",
+    "qwen2": "--add-qkv-bias --num-query-groups 2",
     "qwen3": "--qk-layernorm",
     "qwen3_moe": "--qk-layernorm --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16",
 }

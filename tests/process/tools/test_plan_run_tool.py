@@ -29,7 +29,7 @@ EXAMPLES = {
 }
 TOOL = Tool("plan_run")
 # Settings of the run that override config.json.
-OWN = ("max_position_embeddings", "init_method_std", "bf16", "params_dtype", "moe_grouped_gemm")
+OWN = ("max_position_embeddings", "init_method_std", "bf16", "params_dtype")
 
 
 def planned(*arguments: object, status: int = 0) -> dict:
@@ -122,10 +122,6 @@ def test_a_rollout_file_and_a_configuration() -> None:
         (["--num-gpus", "8", "--model", "llama3-8b"], "give FILE, or numbers in its place: --sequences"),
         ([*NUMBERS, "--num-gpus", "8"], "give --model, --hf-config or --args-file"),
         ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--tensor-model-parallel-size", "3"], "does not divide"),
-        (
-            [*NUMBERS, "--num-gpus", "128", "--args-file", "examples/qwen3_235b_a22b.args", "--moe-grouped-gemm"],
-            "--moe-grouped-gemm has no effect with --args-file",
-        ),
     ],
 )
 def test_bad_input_gets_one_line(arguments: list[str], message: str) -> None:
@@ -143,8 +139,7 @@ def test_an_example_is_the_published_model_and_passes_all_checks(name: str, monk
     for setting in fields(ModelConfig):
         if setting.name not in OWN:
             assert getattr(config.model, setting.name) == getattr(published, setting.name), setting.name
-    assert config.model.moe_grouped_gemm == (config.model.num_experts is not None)
-    assert replace(DecoderShape.of(config.model), moe_grouped_gemm=False) == SHAPES[shape_name]
+    assert DecoderShape.of(config.model) == SHAPES[shape_name]
     assert config.model.bf16
 
 

@@ -26,7 +26,7 @@ PARSED = {"hf_checkpoint"}
 def test_flags_reach_their_fields() -> None:
     config = parse(
         f"{SAMPLED} --bf16 --swiglu --lr 0.25 --rollout-temperature 0.5 --eps-clip 0.1 --tree-activation-tokens 0 "
-        "--num-query-groups 2 --group-query-attention --disable-grpo-std-normalization"
+        "--num-query-groups 2 --disable-grpo-std-normalization"
     )
     assert config.model.params_dtype is torch.bfloat16
     assert config.model.swiglu
@@ -97,11 +97,8 @@ BAD = [
     (f"{SAMPLED} --rollout-top-p 1.5", "--rollout-top-p 1.5: must be at most 1"),
     (f"{SAMPLED} --tree-mode forest", "--tree-mode"),
     (f"{SAMPLED} --hidden-size 66", "--hidden-size 66 is not divisible by --num-attention-heads 4"),
-    (f"{SAMPLED} --group-query-attention", "--group-query-attention needs --num-query-groups"),
-    (f"{SAMPLED} --num-query-groups 8", "--num-query-groups 8 needs --group-query-attention"),
-    (f"{SAMPLED} --group-query-attention --num-query-groups 3", "--num-query-groups 3"),
+    (f"{SAMPLED} --num-query-groups 3", "--num-query-groups 3"),
     (f"{SAMPLED} --transformer-impl transformer_engine", "--transformer-impl transformer_engine"),
-    (f"{SAMPLED} --recompute-granularity full", "--recompute-method"),
     (f"{SAMPLED} --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 does not divide the 1 processes"),
     (f"{SAMPLED} --tensor-model-parallel-size 3", "does not divide --num-query-groups 4"),
     (f"{SAMPLED} --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 does not divide the 1 processes"),
@@ -144,7 +141,7 @@ def test_all_contradictions_are_told_at_once() -> None:
     told = [message.split()[0] for message in caught.value.messages]
     assert sorted(told) == sorted(
         [
-            *["--num-query-groups", "--eps-clip-high", "--tree-memory-gib", "--min-lr"],
+            *["--num-attention-heads", "--eps-clip-high", "--tree-memory-gib", "--min-lr"],
             # A server, and a folder and a form for its weights.
             *["--adam-beta1", "--rollout-engine", "--rollout-engine", "--rollout-engine"],
             *["--min-lr", "--finetune"],  # of a constant learning rate, too

@@ -32,7 +32,6 @@ def shape(layers, hidden, ffn, heads, groups, head, vocabulary, epsilon, base, l
         "hidden_size": hidden,
         "ffn_hidden_size": ffn,
         "num_attention_heads": heads,
-        "group_query_attention": heads != groups,
         "num_query_groups": groups,
         "kv_channels": head,
         "vocab_size": vocabulary,
@@ -202,7 +201,7 @@ def test_flags_that_contradict_are_refused(flags: str, message: str, tmp_path: P
 
 def test_flags_that_agree_or_are_free_are_accepted(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", SMALL)
-    flags = "--num-layers 2 --group-query-attention --num-query-groups 2 --swiglu --rotary-base 10000 --vocab-size 100"
+    flags = "--num-layers 2 --num-query-groups 2 --swiglu --rotary-base 10000 --vocab-size 100"
     free = "--max-position-embeddings 700 --init-method-std 0.5 --make-vocab-size-divisible-by 64 --bf16"
     model = parse_arguments(f"--hf-checkpoint {folder} {RUN} {flags} {free}".split()).model
     assert (model.max_position_embeddings, model.init_method_std, model.padded_vocab_size()) == (700, 0.5, 128)

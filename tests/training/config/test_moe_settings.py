@@ -28,8 +28,7 @@ def test_layer_patterns(text: str, layers: str) -> None:
 
 BAD = [
     (f"{SAMPLED} --swiglu --num-experts 8", "--num-experts needs --disable-bias-linear"),
-    (f"{MOE} --moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-pre-softmax"),
-    (f"{MOE} --moe-router-num-groups 3 --moe-router-group-topk 2", "is not divisible by --moe-router-num-groups 3"),
+    (f"{MOE} --moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-score-function sigmoid"),
     (f"{MOE} --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias needs --moe-router-score-function"),
     (f"{MOE} --moe-layer-freq [0]*2", "no layer has experts"),
     (f"{MOE} --moe-layer-freq __import__('os')", "--moe-layer-freq __import__"),

@@ -34,21 +34,20 @@ def test_what_trees_have_saved_is_one_sentence():
 
 def test_every_flag_reaches_the_sampler():
     config = parse(
-        TREE + "--n-samples-per-prompt 12 --treepo-max-depth 7 --treepo-branching-factor 3 --treepo-initial-branches 4 "
+        TREE + "--n-samples-per-prompt 12 --treepo-branching-factor 3 --treepo-initial-branches 4 "
         "--treepo-initial-branches-max 6 --treepo-allocation low-logprob --treepo-allocation-temperature 5 "
-        "--treepo-fallback finished --treepo-answer-pattern boxed --treepo-repetition-count 8"
+        "--treepo-fallback finished --treepo-answer-pattern boxed"
     )
-    expected = TreeSettings(12, 64, 2, 7, 3, 4, 6, "low-logprob", 5.0, "finished")
+    expected = TreeSettings(12, 64, 2, 3, 4, 6, "low-logprob", 5.0, "finished")
     assert TreeSettings.from_config(config.treepo, config.sampling) == expected
     rules = stop_rules(build_task(config.sampling, 9000), config)
     assert rules.answer(r"\boxed{1}")
-    assert rules.repetition_count == 8
 
 
 def test_the_paper_s_recipe_in_the_document_is_accepted():
     text = (REPOSITORY / "docs/tree_sampling.md").read_text()
     recipe = text.split("## The paper's recipe")[1].split("```bash")[1].split("```")[0].replace("\\\n", " ")
-    assert parse(f"{BASE} {recipe}").treepo.treepo_max_depth == 14
+    assert parse(f"{BASE} {recipe}").treepo.rollout_method == "treepo"
 
 
 @pytest.mark.parametrize(

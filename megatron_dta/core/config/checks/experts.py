@@ -27,17 +27,17 @@ def _check_router(model: ModelConfig) -> None:
         raise InputError(f"--moe-router-topk {topk} is more than --num-experts {experts}; lower it")
     if topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
         raise InputError(
-            "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert is always 1, and the router "
-            "would learn nothing"
+            "--moe-router-topk 1 needs --moe-router-score-function sigmoid: a softmax over one expert is always 1, and "
+            "the router would learn nothing"
         )
     if (groups is None) != (limit is None):
-        raise InputError("--moe-router-num-groups and --moe-router-group-topk need each other; give both or neither")
+        raise InputError("moe_router_num_groups and moe_router_group_topk need each other; give both or neither")
     if groups is not None:
         if experts % groups:
-            raise InputError(f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}")
+            raise InputError(f"--num-experts {experts} is not divisible by moe_router_num_groups {groups}")
         if limit > groups or topk % limit or topk // limit > experts // groups:
             raise InputError(
-                f"--moe-router-topk {topk} cannot be spread evenly over --moe-router-group-topk {limit} of {groups} "
+                f"--moe-router-topk {topk} cannot be spread evenly over moe_router_group_topk {limit} of {groups} "
                 f"groups of {experts // groups} experts; change one of them"
             )
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":

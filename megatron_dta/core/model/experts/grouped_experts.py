@@ -1,4 +1,4 @@
-"""Runs a rank's experts as grouped products (``--moe-grouped-gemm``), with Megatron's parameters, one pair an expert.
+"""Runs a rank's experts as grouped products, with Megatron's parameters, one pair an expert.
 
 Megatron's ``SequentialMLP`` runs about thirty small operations for each of up to 128 experts, so the host limits the
 speed, not the GPU. Here all experts of a layer are one autograd function: two products over the rows of all experts in

@@ -41,7 +41,7 @@ class TreeRouter(TopKRouter):
         """Logits; overridden because Megatron's product needs the name of a Transformer Engine function in any case."""
         if hasattr(moe_utils, "te_general_gemm"):
             return super().gating(input)
-        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        dtype = input.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.linear(input.to(dtype), self.weight.to(dtype), bias)
 

@@ -35,7 +35,6 @@ def expert_settings(model: ModelConfig) -> dict[str, Any]:
         moe_router_topk_scaling_factor=model.moe_router_topk_scaling_factor,
         moe_router_num_groups=model.moe_router_num_groups,
         moe_router_group_topk=model.moe_router_group_topk,
-        moe_router_dtype=model.moe_router_dtype,
         moe_router_enable_expert_bias=model.moe_router_enable_expert_bias,
         moe_router_bias_update_rate=model.moe_router_bias_update_rate,
         moe_router_load_balancing_type="seq_aux_loss",

@@ -5,7 +5,7 @@ expert, which is another function of its input. With replay, the trainer uses th
 weights of the chosen experts with its own router (routing replay, arXiv 2510.11370).
 
 Rollouts that share a token were sampled in separate passes and may have routed it differently. A shared token is
-computed once, so there are two ways (``--moe-routing-conflicts``), both fixed for the whole step before it is divided
+computed once, so there are two ways (``--moe-routing-replay``), both fixed for the whole step before it is divided
 among ranks:
 
 first   The choice of the first rollout of the step that has one holds for all. The metric ``routing_replaced`` says how

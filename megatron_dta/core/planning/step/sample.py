@@ -43,8 +43,6 @@ class TrainingSample:
         routed_experts: int16 [T, L, K], experts of each token in each layer with experts, -1 for the router's own
             choice; or None.
         weight: weight of the sequence in the means of the loss.
-        owned: bool [T], trained tokens that count in the loss; None for all. The other trained tokens are computed (a
-            value may depend on them) but are left out of loss, metrics and denominators.
         teacher: number of the teacher that scores the sequence, if there are teachers.
         path: the sequence's nodes in the sampled trees, if known; ids are shared by all samples of a batch.
         tree_keys: int32 [T], samples share a prefix where these are equal; None where the tokens are. Equal prefixes
@@ -61,7 +59,6 @@ class TrainingSample:
     returns: np.ndarray | None = None
     pair_gradient: np.ndarray | None = None
     pair_loss: np.ndarray | None = None
-    owned: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
     weight: float = 1.0
     teacher: int = 0
@@ -71,7 +68,7 @@ class TrainingSample:
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
             raise ValueError("a training sample needs at least one token")
-        for name in ("loss_mask", "owned", *FIELDS, "routed_experts", "tree_keys"):
+        for name in ("loss_mask", *FIELDS, "routed_experts", "tree_keys"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.token_ids):
                 raise ValueError(f"{name} has {len(values)} entries for {len(self.token_ids)} tokens")
@@ -87,16 +84,6 @@ class TrainingSample:
     def num_trained(self) -> int:
         """Number of trained tokens."""
         return int(np.count_nonzero(self.loss_mask))
-
-    @property
-    def counted_mask(self) -> np.ndarray:
-        """The tokens whose loss counts, bool [T]."""
-        return self.loss_mask if self.owned is None else self.loss_mask & self.owned
-
-    @property
-    def num_counted(self) -> int:
-        """Number of tokens whose loss counts."""
-        return int(np.count_nonzero(self.counted_mask))
 
     def needed_length(self) -> int:
         """Number of tokens up to and including the last trained one, or 0 without trained tokens.

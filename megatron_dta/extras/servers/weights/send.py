@@ -26,6 +26,8 @@ from megatron_dta.sampling.host_weights import HostWeights, empty_weights
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.huggingface.save import hf_weights, write_hf
 
+# Weights travel to the servers in buckets of this size.
+BUCKET_BYTES = 512 << 20
 _NAME = re.compile(r"weights-(\d+)(\.unfinished)?$")
 
 
@@ -121,8 +123,7 @@ class HeldWeights:
     def _room(self, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> HostWeights:
         if self._free:
             return self._free.pop()
-        bucket_bytes = self._config.sampling.rollout_weight_bucket_mb << 20
-        return empty_weights(shapes, bucket_bytes, pinned=self._on_gpu)
+        return empty_weights(shapes, BUCKET_BYTES, pinned=self._on_gpu)
 
 
 def rollout_weights(config: TrainConfig, model: torch.nn.Module) -> RolloutWeights | HeldWeights:

@@ -19,8 +19,6 @@ def check_agents(config: TrainConfig) -> Iterator[str]:
         yield f"{flag} conflicts with --environment: both answer the model's turns; keep one of them"
     if config.treepo.rollout_method == "treepo":
         yield f"{flag} conflicts with --rollout-method treepo: the agent decides where its tree branches"
-    if sampling.rollout_engine == "replay":
-        yield f"--rollout-engine replay has no engine that could answer the calls of {flag}"
     if config.speculation.rollout_speculation == "das":
         yield f"--rollout-speculation das drafts for prompts and not for the calls of {flag}; leave it out"
     if config.speculation.rollout_stop_degenerate:

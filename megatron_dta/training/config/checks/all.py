@@ -42,7 +42,7 @@ def check_config(config: TrainConfig) -> None:
     # The other checks rely on numbers within their bounds, and the source of rollouts decides which flags are read.
     raise_all(_check_bounds(config))
     source, model = list(_check_source(config)), list(_check_model(config))
-    if config.model.kv_channels is None or config.model.num_query_groups is None:
+    if config.model.kv_channels is None:
         raise_all([*source, *model])
     raise_all([*source, *model, *_contradictions(config), *([] if source else unread_settings(config))])
 
@@ -109,23 +109,9 @@ def _check_model(config: TrainConfig) -> Iterator[str]:
         )
     else:
         yield from caught(check_rotary, model)
-    if model.group_query_attention and groups is None:
-        yield "--group-query-attention needs --num-query-groups"
-    elif not model.group_query_attention and groups != heads:
-        yield f"--num-query-groups {groups} needs --group-query-attention"
-    elif heads % groups:
+    if heads % groups:
         yield f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}"
     yield from caught(check_transformer_impl, model)
-    yield from _check_recompute(config)
-
-
-def _check_recompute(config: TrainConfig) -> Iterator[str]:
-    model = config.model
-    if model.recompute_granularity == "full":
-        if model.recompute_method is None or model.recompute_num_layers is None:
-            yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
-        elif model.recompute_num_layers > model.num_layers:
-            yield (f"--recompute-num-layers {model.recompute_num_layers} is more than --num-layers {model.num_layers}")
 
 
 def _check_source(config: TrainConfig) -> Iterator[str]:

@@ -31,16 +31,6 @@ def check_objective(config: TrainConfig) -> Iterator[str]:
         yield f"--tis-clip-low {objective.tis_clip_low:g} is not below --tis-clip {objective.tis_clip:g}"
     if name == "cispo" and objective.dual_clip is not None:
         yield "--dual-clip has no effect with --objective cispo, which clips every weight; leave it out"
-    if objective.shared_token_ownership == "first" and name in ("gspo", "gspo-token", "dpo"):
-        yield (
-            f"--shared-token-ownership first: --objective {name} is a loss over whole sequences and cannot omit "
-            "shared tokens; leave the flag out"
-        )
-    if objective.shared_token_ownership == "first" and objective.use_tis and objective.tis_level == "sequence":
-        yield (
-            "--shared-token-ownership first omits tokens of a sequence, but --tis-level sequence needs the ratio over "
-            "all of them; give --tis-level token"
-        )
     if objective.ppo_epochs > 1 and name in ("sft", "dpo"):
         yield f"--ppo-epochs {objective.ppo_epochs} has no effect with --objective {name}; leave it out"
     yield from _check_critic(config)

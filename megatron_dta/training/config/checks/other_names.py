@@ -113,7 +113,7 @@ NAMES = (
     Names(
         "`--update-weight-buffer-size`",
         "`rollout.checkpoint_engine.backend`",
-        "`--rollout-weight-transfer` (folder, nccl, ipc), `--rollout-weight-bucket-mb`",
+        "`--rollout-weight-transfer` (folder, nccl, ipc)",
     ),
     Names(
         "`--actor-num-nodes`, `--actor-num-gpus-per-node`",
@@ -125,7 +125,7 @@ NAMES = (
     Names(
         "`--use-wandb`, `--wandb-group`",
         "`trainer.project_name`, `trainer.experiment_name`",
-        "`--wandb-project`, `--wandb-exp-name`",
+        "`--wandb-project`; the run has the name of its `--save` folder",
     ),
     Names("`--yaml*` (Megatron's)", "`--config*` (Hydra's)", "`@FILE`, a file of arguments"),
 )
@@ -139,6 +139,9 @@ REFUSED = {
     **dict.fromkeys(
         ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy"), _DROPS
     ),
+    "--group-query-attention": "--num-query-groups says it; leave it out",
+    "--moe-grouped-gemm": "experts always run as grouped products; leave it out",
+    **dict.fromkeys(("--recompute-method", "--recompute-num-layers"), "each layer is recomputed; leave it out"),
     **dict.fromkeys(("--moe-router-load-balancing-type", "--moe-token-dispatcher-type"), _DECIDED),
 }
 _CODE = re.compile(r"`([^`]+)`")

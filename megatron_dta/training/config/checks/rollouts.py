@@ -11,7 +11,7 @@ SERVERS = ("vllm", "sglang")
 
 
 def samples(config: TrainConfig) -> bool:
-    """Whether rollouts are sampled (or replayed in place of sampling) instead of read from files."""
+    """Whether rollouts are sampled instead of read from files."""
     return bool(config.sampling.prompt_data or config.sampling.task)
 
 
@@ -39,8 +39,6 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
                 f"--rollout-temperature {sampling.temperature:g} and --rollout-top-p {sampling.rollout_top_p:g}: vLLM "
                 f"returns no logprobs of the tempered softmax before the nucleus; {fix}"
             )
-    if engine == "replay" and not sampling.rollout_replay:
-        yield "--rollout-engine replay needs --rollout-replay FILE, the rollouts to return"
     if sampling.reward_function == "remote" and not config.reward.reward_server_url:
         yield "--reward-function remote needs --reward-server-url http://HOST:PORT/PATH"
     if config.model.moe_routing_replay and engine not in SERVERS:
@@ -68,8 +66,8 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
     if config.speculation.rollout_stop_degenerate:
         if config.treepo.rollout_method == "treepo":
             yield (
-                "--rollout-stop-degenerate ends whole responses, but --rollout-method treepo requests segments; use "
-                "--treepo-repetition-count instead"
+                "--rollout-stop-degenerate ends whole responses, but --rollout-method treepo requests segments; "
+                "leave it out"
             )
         if config.environment.environment is not None:
             yield ("--rollout-stop-degenerate ends whole responses, but --environment requests turns; leave it out")
@@ -108,8 +106,6 @@ def _check_staleness(config: TrainConfig) -> Iterator[str]:
             f"--rollout-max-staleness {bound} needs --rollout-engine vllm or sglang: the engine in this process "
             "samples from the weights that are being trained"
         )
-    if sampling.rollout_engine == "replay":
-        yield f"--rollout-max-staleness {bound} has no effect on --rollout-engine replay; leave it out"
     if config.objective.old_logprobs != "rollout" and not config.objective.use_tis:
         yield (
             f"--rollout-max-staleness {bound} with --old-logprobs {config.objective.old_logprobs} takes old logprobs "

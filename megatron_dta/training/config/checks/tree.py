@@ -8,7 +8,7 @@ from megatron_dta.training.config.train import TrainConfig
 
 
 def check_tree(config: TrainConfig) -> Iterator[str]:
-    """Yield a line for each flag that ``--tree-memory-gib`` decides itself, and for models without a cost model."""
+    """Yield a line for each flag that ``--tree-memory-gib`` decides itself."""
     tree = config.tree
     if tree.tree_memory_gib is not None:
         for flag, value in (
@@ -18,12 +18,3 @@ def check_tree(config: TrainConfig) -> Iterator[str]:
         ):
             if value is not None:
                 yield f"--tree-memory-gib conflicts with {flag} {value}, which it decides itself; keep one of them"
-    yield from _check_experts(config)
-
-
-def _check_experts(config: TrainConfig) -> Iterator[str]:
-    tree, model = config.tree, config.model
-    if model.num_experts is None:
-        return
-    if tree.tree_memory_gib is not None and not model.moe_grouped_gemm:
-        yield f"--tree-memory-gib {tree.tree_memory_gib:g}: supports experts with --moe-grouped-gemm only; add it"

@@ -23,13 +23,9 @@ def check_treepo(config: TrainConfig) -> Iterator[str]:
             yield "--environment gives the rewards and conflicts with --reward-function; leave out --reward-function"
         if treepo.treepo_answer_pattern is not None:
             yield "--environment decides when a rollout is over; leave out --treepo-answer-pattern"
-    special = treepo.rollout_method != "independent" or environment.environment is not None
-    if special and sampling.rollout_engine == "replay":
-        flag = "--environment" if treepo.rollout_method == "independent" else "--rollout-method treepo"
-        yield f"{flag} needs an engine that samples, not --rollout-engine replay"
     if treepo.rollout_method == "independent":
         return
-    if treepo.treepo_branch_at == "segment" and treepo.treepo_segment_length >= sampling.rollout_max_response_len:
+    if environment.environment is None and treepo.treepo_segment_length >= sampling.rollout_max_response_len:
         yield (
             f"--treepo-segment-length {treepo.treepo_segment_length} is not below --rollout-max-response-len "
             f"{sampling.rollout_max_response_len}: no path would branch; lower it"

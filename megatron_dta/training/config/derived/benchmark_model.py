@@ -57,7 +57,7 @@ def benchmark_model(
 def settings_of(shape: DecoderShape, num_layers: int | None = None) -> dict[str, Any]:
     """The settings of a model of this shape with the layers of Qwen3; ``num_layers`` None keeps all layers."""
     settings = {field: getattr(shape, field) for field in _COPIED}
-    settings |= dict(group_query_attention=True, disable_bias_linear=True, qk_layernorm=True)
+    settings |= dict(disable_bias_linear=True, qk_layernorm=True)
     if num_layers is not None:
         settings["num_layers"] = num_layers
     return settings | (_hybrid(shape, settings["num_layers"]) if shape.linear_attention_layers else {})

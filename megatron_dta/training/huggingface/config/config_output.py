@@ -26,7 +26,7 @@ _TOKENIZER_FILES = (
     *("added_tokens.json", "chat_template.jinja", "generation_config.json"),
 )
 # Fields that are redundant with other fields.
-_SAID_OTHERWISE = ("group_query_attention", "moe_layer_freq", "linear_attention_freq")
+_SAID_OTHERWISE = ("moe_layer_freq", "linear_attention_freq")
 
 
 def config_from_settings(model: ModelConfig) -> dict[str, Any]:

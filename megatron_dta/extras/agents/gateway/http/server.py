@@ -44,7 +44,7 @@ class GatewayServer:
             self._socket.bind((host, port))
         except OSError as error:
             self._socket.close()
-            raise InputError(f"--gateway-port {port}: cannot listen on {host} ({error.strerror})") from error
+            raise InputError(f"--gateway-host {host}:{port}: cannot be listened on ({error.strerror})") from error
         name = f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
