@@ -210,22 +210,19 @@ class SegmentBytes:
 
     @classmethod
     def of_kinds(cls, shape: DecoderShape, rank: RankTensors, layers: Sequence[int]) -> SegmentBytes:
-        """``of_shape`` for any experts: those that run one by one have no kernels, and layers of each kind are counted
-        apart. Coefficients per layer are means over ``layers``, working memory is that of the largest kind.
+        """``of_shape`` with layers of each kind counted apart. Coefficients per layer are means over ``layers``, working
+        memory is that of the largest kind.
         """
         kept = work = spread = 0.0
         for layer, count in shape.kinds(layers):
-            of_experts = (0.0, 0.0)
-            if shape.moe_layers[layer] and shape.moe_grouped_gemm:
+            if shape.moe_layers[layer]:
                 of_layer = cls.of_shape(replace(shape, moe_layers=(True,) * shape.num_layers), rank, layers)
             else:
                 width = shape.layer_width(layer)
-                dense = replace(shape, ffn_hidden_size=width, num_experts=None, moe_layers=(), moe_grouped_gemm=False)
+                dense = replace(shape, ffn_hidden_size=width, num_experts=None, moe_layers=())
                 of_layer = cls.of_shape(dense, rank, layers)
-                if shape.moe_layers[layer]:
-                    of_experts = _ungrouped_expert_bytes(shape, rank)
-            kept += (of_layer.kept_per_token_and_layer + of_experts[0] / rank.context_size) * count / len(layers)
-            work = max(work, of_layer.work_per_token + of_experts[1] / rank.context_size)
+            kept += of_layer.kept_per_token_and_layer * count / len(layers)
+            work = max(work, of_layer.work_per_token)
             spread = max(spread, of_layer.spread_per_token)
         return replace(of_layer, kept_per_token_and_layer=kept, work_per_token=work, spread_per_token=spread)
 
@@ -345,17 +342,3 @@ def _expert_bytes(shape: DecoderShape, rank: RankTensors, is_function: bool) -> 
     work = size * more * rows * (gates * width + max(shape.hidden_size, width))
     work += size * (3 * hidden + 3 * gates * shared) + 2 * indices + 3 * travelling
     return (kept, work), (more - 1) * of_rows
-
-
-def _ungrouped_expert_bytes(shape: DecoderShape, rank: RankTensors) -> tuple[float, float]:
-    """Bytes of a token in a layer's experts that run one by one, beyond those of their products: kept, and in use."""
-    routing = 8.0 * shape.num_experts / (rank.tensor_size if rank.sequence_parallel else 1)
-    hidden, ranks = (
-        rank.element_bytes * shape.hidden_size / rank.tensor_size,
-        rank.expert_ranks * rank.expert_tensor_size,
-    )
-    copies = shape.moe_router_topk * rank.expert_tensor_size * hidden
-    # The tokens of all ranks, of which each has some for each of its own.
-    travelling = ranks * hidden if ranks > 1 else 0.0
-    # Each copy of a token, in the order of its experts, before and after them.
-    return travelling + 2 * copies + routing, 2 * copies + 3 * travelling + routing
