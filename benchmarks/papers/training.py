@@ -57,8 +57,7 @@ def train(folder: Path, flags: list[str], budget: int | None = None, keep_weight
     ``folder/checkpoint``.
     """
     saved = folder / "checkpoint"
-    flags = [*flags, "--metrics-file", str(folder / METRICS)]
-    config = parse_arguments([*flags, "--save", str(saved)] if keep_weights else flags)
+    config = parse_arguments([*flags, "--save", str(saved)])
     trainer = build_trainer(config, Console())
     if budget is not None:
         trainer.preparation = UntilBudget(trainer, budget)
@@ -70,6 +69,9 @@ def train(folder: Path, flags: list[str], budget: int | None = None, keep_weight
     if trainer.stopped_by is not None:
         shutil.rmtree(saved, ignore_errors=True)
         raise InputError(f"the run was stopped by {trainer.stopped_by}")
+    shutil.move(saved / METRICS, folder / METRICS)
+    if not keep_weights:
+        shutil.rmtree(saved)
 
 
 def make_data(folder: Path, flags: list[str]) -> None:
@@ -83,7 +85,7 @@ def make_data(folder: Path, flags: list[str]) -> None:
 
 def training_progress(folder: Path, budget: int | None = None) -> str | None:
     """A line about a run that is under way."""
-    records: list[dict[str, Any]] = read_metrics(folder / METRICS)
+    records: list[dict[str, Any]] = read_metrics(folder / "checkpoint" / METRICS)
     if not records:
         return None
     step = f"step {records[-1]['iteration']}"

@@ -33,12 +33,12 @@ def test_the_same_run(method: str, tmp_path: Path) -> None:
         runs = Runs(stack, tmp_path, seed_all(4))
         results = {}
         for speculation in ("none", "das"):
-            metrics = tmp_path / f"{speculation}.jsonl"
-            flags = f"--train-iters 3 --metrics-file {metrics} --rollout-speculation {speculation} {method} "
+            folder = tmp_path / speculation
+            flags = f"--train-iters 3 --save {folder} --rollout-speculation {speculation} {method} "
             # A sampled logprob may round otherwise beside more tokens of its sequence.
             flags += "--old-logprobs recompute"
             trainer, _ = runs.run(flags, "in-process")
-            results[speculation] = (weights_of(trainer), *records(metrics))
+            results[speculation] = (weights_of(trainer), *records(folder / "metrics.jsonl"))
     plain, das = results["none"], results["das"]
     assert_same_weights(plain[0], das[0])
     assert len(plain[1]) == len(das[1]) == 3

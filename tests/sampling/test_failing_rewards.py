@@ -193,9 +193,9 @@ def test_groups_that_fail_as_a_whole_leave_a_step_out(tmp_path: Path) -> None:
     run(
         f"--prompt-data {tmp_path}/p.jsonl --tokenizer-type CharacterTokenizer --rollout-batch-size 4 "
         f"--reward-function {tmp_path}/gone.py:reward --rollout-failure drop --n-samples-per-prompt 3 "
-        f"--num-steps-per-rollout 4 --rollout-max-response-len 4 --train-iters 7 --metrics-file {tmp_path}/m.jsonl"
+        f"--num-steps-per-rollout 4 --rollout-max-response-len 4 --train-iters 7 --save {tmp_path}/run"
     )
-    rows = rows_of(tmp_path / "m.jsonl")
+    rows = rows_of(tmp_path / "run" / "metrics.jsonl")
     assert [row["rollout_batch_step"] for row in rows] == [0, 1, 2, 0, 1, 2, 0]
     assert all(row["reward_failures"] == 3 for row in rows)
 

@@ -29,7 +29,7 @@ def sampling(tmp_path: Path) -> str:
     (tmp_path / "reward.py").write_text(SEVEN)
     return (
         f"--prompt-data {tmp_path}/prompts.jsonl --reward-function {tmp_path}/reward.py:reward "
-        f"--tokenizer-type CharacterTokenizer --rollout-max-response-len 3 --metrics-file {tmp_path}/m.jsonl"
+        f"--tokenizer-type CharacterTokenizer --rollout-max-response-len 3 --save {tmp_path}/run"
     )
 
 
@@ -54,7 +54,7 @@ def stored(tmp_path: Path) -> tuple[str, list[Rollout]]:
 )
 def test_the_reward_goes_up(objective: str, sampling: str, tmp_path: Path) -> None:
     run(f"{sampling} {objective}")
-    records = rows_of(tmp_path / "m.jsonl")
+    records = rows_of(tmp_path / "run" / "metrics.jsonl")
     name = "collected_reward" if "rejection" in objective else "reward"
     assert records[0][name] < 0.5
     last = [row.get(name, row["reward"]) for row in records[-3:]]
@@ -73,8 +73,8 @@ def test_preferences_are_learned(tmp_path: Path) -> None:
             rollouts.append(Rollout(tokens, np.arange(5) >= 3, reward=reward, group_id=f"g{group}"))
     write_rollouts(tmp_path / "pairs.jsonl", rollouts)
     flags = f"--objective dpo --rollouts {tmp_path}/pairs.jsonl --global-batch-size 24 --train-iters 12"
-    run(f"{flags} --metrics-file {tmp_path}/m.jsonl")
-    records = rows_of(tmp_path / "m.jsonl")
+    run(f"{flags} --save {tmp_path}/run")
+    records = rows_of(tmp_path / "run" / "metrics.jsonl")
     assert records[0]["rollouts"] == 16  # best and worst of each group
     assert records[0]["collected_rollouts"] == 24
     assert records[0]["loss"] == pytest.approx(np.log(2), rel=1e-5)

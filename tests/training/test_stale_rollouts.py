@@ -26,10 +26,9 @@ def test_stale_rollouts_train_by_decoupled_ppo(runs: Runs) -> None:
     """
     runs.add_servers("sglang", 2, delay_s=0.02)
     trainer, _ = runs.trainer(
-        f"--train-iters 6 --rollout-weights-dir {runs.folder / 'w'} --rollout-max-staleness 3 "
+        f"--train-iters 6 --save {runs.folder / 'run'} --rollout-max-staleness 3 "
         "--num-steps-per-rollout 3 --old-logprobs recompute --use-tis --tis-mode mask --tis-clip 20 "
-        "--tis-clip-low 1e-6 --eps-clip 0.01 --lr 1e-3 "
-        f"--metrics-file {runs.folder / 'metrics.jsonl'}"
+        "--tis-clip-low 1e-6 --eps-clip 0.01 --lr 1e-3"
     )
     train, prepare = trainer._train_policy, trainer.preparation.prepare
     weights: list[float] = []
@@ -63,7 +62,7 @@ def test_stale_rollouts_train_by_decoupled_ppo(runs: Runs) -> None:
     trainer._train_policy, trainer.preparation.prepare = train_and_compare, prepare_and_compare
     trainer.run()
     trainer.metrics.close()
-    rows = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (runs.folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert min(weights) > 0
     assert max(weights) > 0.01
     assert len(rows) == len(weights) == 6

@@ -107,7 +107,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_reported(tmp_path: Path) -> No
     ]
     write_rollouts(tmp_path / "r.jsonl", rollouts)
     arguments = f"--rollouts {tmp_path}/r.jsonl --global-batch-size 2 --old-logprobs recompute --train-iters 6"
-    trainer, _ = make_trainer(f"{arguments} --metrics-file {tmp_path}/m.jsonl")
+    trainer, _ = make_trainer(f"{arguments} --save {tmp_path}/run")
     model = trainer.model
     for _ in range(6):
         before = {name: values.detach().clone() for name, values in model.named_parameters()}
@@ -116,7 +116,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_reported(tmp_path: Path) -> No
         same = all(torch.equal(values, before[name]) for name, values in model.named_parameters())
         assert same == record["skipped"]
         assert all(torch.isfinite(values).all() for values in model.parameters())
-    rows = rows_of(tmp_path / "m.jsonl")
+    rows = rows_of(tmp_path / "run" / "metrics.jsonl")
     skipped = [row["skipped"] for row in rows]
     assert sorted(skipped) == [False] * 3 + [True] * 3
     assert all((row["grad_norm"] is None) == row["skipped"] for row in rows)

@@ -210,8 +210,8 @@ class SegmentBytes:
 
     @classmethod
     def of_kinds(cls, shape: DecoderShape, rank: RankTensors, layers: Sequence[int]) -> SegmentBytes:
-        """``of_shape`` with layers of each kind counted apart. Coefficients per layer are means over ``layers``, working
-        memory is that of the largest kind.
+        """``of_shape`` with layers of each kind counted apart: coefficients per layer are means over ``layers``, and
+        working memory is that of the largest kind.
         """
         kept = work = spread = 0.0
         for layer, count in shape.kinds(layers):
