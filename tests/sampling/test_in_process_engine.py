@@ -267,7 +267,7 @@ def test_what_cannot_be_sampled_is_refused():
     for request, words in (
         (GenerationRequest(1, prompt, 1, 1), "in use"),
         (GenerationRequest(2, prompt, 87, 1), "--max-position-embeddings 96"),
-        (GenerationRequest(2, prompt, 31, 1), "--inference-dynamic-batching-buffer-size-gb: 5 pages"),
+        (GenerationRequest(2, prompt, 31, 1), "the K/V cache of 5 pages"),
         (GenerationRequest(2, prompt[:0], 1, 1), "empty"),
         (GenerationRequest(2, prompt + VOCAB, 1, 1), "vocabulary"),
         (GenerationRequest(2, prompt, 0, 1), "max_tokens"),
