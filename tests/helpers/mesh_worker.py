@@ -291,7 +291,7 @@ def _run_case(case: MeshCase) -> RankResult:
             engine.limit_memory(case.tree.tree_memory_gib, 0.0)
     indices = case.partition[mesh.data_rank]
     samples = [case.samples[i] for i in indices]
-    counts = count_trained([sample.num_counted for sample in case.samples])
+    counts = count_trained([sample.num_trained for sample in case.samples])
     pipeline, part = engine.pipeline(case.tree.tree_segment_tokens), StepPart(counts, indices, case.preference_pairs)
     batch = prepare_batch(samples, case.tree, case.aggregation, pipeline, case.loss_length, part)
     result.logprobs = engine.compute_logprobs(batch)

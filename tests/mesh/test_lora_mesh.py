@@ -24,7 +24,6 @@ MODELS = {
     "gpt": {"disable_bias_linear": False, "normalization": "LayerNorm", "swiglu": False},
     "recompute": QWEN3 | FULL_RECOMPUTE,
     "experts": EXPERTS,
-    "grouped": EXPERTS | {"moe_grouped_gemm": True},
     "attention": EXPERTS | {"lora_target_modules": ["linear_qkv", "linear_proj"]},
 }
 MESHES = {
@@ -60,7 +59,7 @@ COMBINATIONS = [
     *(("tp2", "gpt", "dta"), ("tp2-sp", "recompute", "packed-recomputed"), ("tp2-sp", "qwen2", "dta")),
     *(("pp2", "qwen3", "dense"), ("pp2", "qwen2", "dta-mixed"), ("pp2-alone", "qwen2", "packed-recomputed")),
     *(("dp2-overlap", "qwen3", "packed-recomputed"), ("dp2-idle-overlap", "qwen3", "dta")),
-    *(("ep2", "experts", "dense"), ("cp2", "experts", "dta"), ("ep2-overlap", "grouped", "dta")),
+    *(("ep2", "experts", "dense"), ("cp2", "experts", "dta"), ("ep2-overlap", "experts", "dta")),
     *(("ep2-over-tp2", "experts", "dta"), ("etp2", "attention", "dta"), ("etp1-tp2", "experts", "dta")),
     *(("tp2-sp-pp2", "qwen2", "dta-mixed"), ("tp2-dp2-overlap", "recompute", "dta-recomputed")),
 ]

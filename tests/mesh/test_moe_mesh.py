@@ -25,8 +25,6 @@ MODELS = {
     "qwen3": QWEN3_MOE,
     "qwen3-balanced": QWEN3_BALANCED,
     "deepseek": DEEPSEEK_BALANCED,
-    "grouped": DEEPSEEK_BALANCED | {"moe_grouped_gemm": True},
-    "grouped-recompute": QWEN3_BALANCED | FULL_RECOMPUTE | {"moe_grouped_gemm": True},
     "recompute": QWEN3_BALANCED | FULL_RECOMPUTE,
     "all-experts": QWEN3_MOE | {"moe_router_topk": 6},
 }
@@ -69,8 +67,8 @@ def _combinations() -> list[tuple[str, ...]]:
     cases += [("etp1-tp2", "qwen3-balanced", "dta-mixed"), ("ep2-overlap", "qwen3", "dta")]
     cases += [("ep2-etp2", "qwen3-balanced", "dta-mixed"), ("ep2-over-tp2", "qwen3", "dta")]
     cases += [("ep2-dp4-overlap", "qwen3", "dta"), ("ep2-tp2", "deepseek", "dense"), ("ep2-dp4", "deepseek", "packed")]
-    cases += [(mesh, "grouped", "dta-mixed") for mesh in ("ep2", "ep2-over-tp2", "ep2-etp2")]
-    cases += [("ep2-idle", "grouped", "dta"), ("ep2-overlap", "grouped-recompute", "dta"), ("ep4", "grouped", "packed")]
+    cases += [(mesh, "deepseek", "dta-mixed") for mesh in ("ep2-over-tp2", "ep2-etp2")]
+    cases += [("ep2-overlap", "recompute", "dta"), ("ep4", "deepseek", "packed")]
     cases += [("ep2", "qwen3", "dta", "unlike"), ("ep4", "deepseek", "dta-mixed")]
     return cases
 

@@ -19,7 +19,7 @@ from sampling_cases import EOS, SHAPES, VOCAB, make_model, random_prompts, slow_
 
 GROUPED = SHAPES["grouped queries, QK-norm, untied"]
 EXPERTS = GROUPED | dict(disable_bias_linear=True, num_experts=6, moe_router_topk=2, moe_ffn_hidden_size=20)
-MODELS = SHAPES | {"experts": EXPERTS, "grouped experts": EXPERTS | dict(moe_grouped_gemm=True)}
+MODELS = SHAPES | {"experts": EXPERTS}
 
 
 @pytest.mark.parametrize("shape", MODELS)

@@ -31,7 +31,7 @@ MODELS = {
     "gpt": GPT,
     "recompute": QWEN3 | FULL_RECOMPUTE,
     "experts": EXPERTS,
-    "grouped experts": EXPERTS | {"moe_grouped_gemm": True, "moe_router_topk": 2, "moe_router_pre_softmax": False},
+    "grouped experts": EXPERTS | {"moe_router_topk": 2, "moe_router_pre_softmax": False},
     # The last layer's K and V, and the first layer's, have no adapter before them.
     "fc2": {"lora_target_modules": ["linear_fc2"]},
     "attention": QWEN3 | EXPERTS | {"lora_target_modules": ["linear_proj", "linear_qkv"]},

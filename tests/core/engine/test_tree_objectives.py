@@ -5,8 +5,6 @@ Sequences that share tokens have other advantages, old, reference and sampler's 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch

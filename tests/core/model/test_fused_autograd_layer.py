@@ -39,11 +39,10 @@ kernels_run = pytest.mark.skipif(
 )
 BIASED = {"disable_bias_linear": False, "qk_layernorm": True}
 FULL = {"recompute_granularity": "full"}
-GROUPED = {"moe_grouped_gemm": True}
-EXPERTS = QWEN3_MOE | GROUPED
+EXPERTS = QWEN3_MOE
 BEFORE = EXPERTS | {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5}
 # Routing by sigmoid, in groups, with biases and auxiliary losses, beside a dense layer.
-BALANCED = DEEPSEEK_BALANCED | GROUPED | {"moe_shared_expert_intermediate_size": None}
+BALANCED = DEEPSEEK_BALANCED | {"moe_shared_expert_intermediate_size": None}
 
 
 def wrapped_with_kernels(*arguments: object) -> Wrapped:
