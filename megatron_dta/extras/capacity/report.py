@@ -77,7 +77,6 @@ def as_json(planned: dict[str, Any], arguments: argparse.Namespace) -> dict[str,
             "segments": prediction.work.segments,
             "share_of_gemm_peak": useful_share(planner, prediction),
             "unique_tokens_per_second": planner.step.unique_tokens / prediction.time.total,
-            "simulated": prediction.simulated,
         }
 
     return {

@@ -77,11 +77,6 @@ class Prediction:
     work: ReplicaWork
     recomputed: float
 
-    @property
-    def simulated(self) -> bool:
-        """Whether the segments were planned and simulated; otherwise they were estimated from counts."""
-        return self.work.planned is not None
-
     def misses(self, memory_gib: float) -> float:
         """GiB needed beyond the usable share of ``memory_gib``; negative if the choice fits."""
         return self.memory.total / GIB - USABLE * memory_gib
