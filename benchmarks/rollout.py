@@ -14,6 +14,7 @@ decode       tokens per second of plain sampling. The same requests run with --r
              bound is that of the GPU that reads most. Pipeline stages run groups of rows, as many as there are stages,
              and read their weights once for each group; a pass is one token of every row. "share_of_stages" compares it
              with the time in which the busiest stage computes, without messages and waiting.
+short        passes, computed tokens and seconds of groups whose responses have 1 to --response-tokens tokens.
 tree         trees (TreePO) against the same number of independent rollouts: trajectories and tokens per second, with
              lengths from a lognormal distribution (--mean-length, --length-sigma, --max-length).
 tree-tokens  the token counts of this comparison, without a model.
@@ -152,6 +153,26 @@ def first_timed_token(arguments: argparse.Namespace, count: int) -> int:
     return begin if begin < length else 1
 
 
+def add_short_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of ``short``."""
+    parser.add_argument("--prompt-tokens", type=int, default=500)
+    parser.add_argument("--response-tokens", type=int, default=4, help="of the longest responses")
+    parser.add_argument("--samples-per-prompt", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=32, help="requests in all")
+
+
+def run_short(arguments: argparse.Namespace, setup: Setup) -> Iterable[dict[str, Any]]:
+    """A row for each length."""
+    names = ("prompt_tokens", "response_tokens", "samples_per_prompt", "requests")
+    check_arguments(arguments, *names)
+    engine = build_engine(setup, arguments)
+    _measured_run(arguments, engine, setup, arguments.samples_per_prompt, 1)  # reserves memory
+    for tokens in range(1, arguments.response_tokens + 1):
+        runs = [_measured_run(arguments, engine, setup, arguments.requests, tokens)[1] for _ in range(arguments.runs)]
+        counts = {name: int(runs[0][name]) for name in ("forwards", "prefilled_tokens", "decoded_tokens")}
+        yield {"part": "short", "response_tokens": tokens, **counts, "seconds": median(run["seconds"] for run in runs)}
+
+
 def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of ``pass``."""
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256], help="sequences of a pass")
@@ -187,11 +208,7 @@ def _kind_of_sums(arguments: argparse.Namespace) -> str:
 def _measured_run(
     arguments: argparse.Namespace, engine: InProcessEngine, setup: Setup, count: int, max_tokens: int
 ) -> tuple[float, dict[str, float]]:
-    """Seconds of sampling ``max_tokens`` for every request, and the changes of the engine's counters.
-
-    Requests of one token are held. Otherwise the first sample of a prompt would end before the others could share its
-    K/V, as they do in a longer run.
-    """
+    """Seconds of sampling ``max_tokens`` for every request, and the changes of the engine's counters."""
     rng = np.random.default_rng(arguments.seed)
     before = engine.statistics()
     engine.start(SamplingParams(max_tokens, eos_id=-1, seed=arguments.seed), 0)
@@ -199,13 +216,11 @@ def _measured_run(
         0, setup.model.true_vocab_size, (-(-count // arguments.samples_per_prompt), arguments.prompt_tokens)
     ).astype(np.int32)
     requests = [
-        GenerationRequest(i, prompts[i // arguments.samples_per_prompt], max_tokens, key=i, hold=max_tokens == 1)
-        for i in range(count)
+        GenerationRequest(i, prompts[i // arguments.samples_per_prompt], max_tokens, key=i) for i in range(count)
     ]
     synchronize(setup.device)
     generate(engine, requests)
     counts = counts_since(before, engine)
-    engine.release([request.request_id for request in requests if request.hold])
     return counts["seconds"], counts
 
 
@@ -213,6 +228,7 @@ _ENGINE = ("buffer_size_gb", "max_tokens", "cuda_graphs", "burst", "attention_im
 _ENGINE += ("enable_fp32_lm_head",)
 PARTS = {
     "decode": Part("tokens per second of plain sampling", add_decode_arguments, run_decode),
+    "short": Part("passes and computed tokens of short responses", add_short_arguments, run_short),
     "attention": Part("the decoding kernel alone", add_attention_arguments, run_attention, False, (*_ENGINE, "runs")),
     "pass": Part("a captured decoding pass alone", add_pass_arguments, run_pass, without=("runs",)),
     "das": Part("speculation on recorded samples, measured and predicted", add_das_arguments, run_das),

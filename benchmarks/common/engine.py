@@ -30,6 +30,7 @@ from megatron_dta.training.config.derived.benchmark_model import settings_of
 MODELS = {
     "tiny": DecoderShape(4, 256, 768, 8, 4, 32, 4096),
     "tiny-moe": DecoderShape(4, 256, 768, 8, 4, 32, 4096, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=192),
+    "smollm2-135m": DecoderShape(30, 576, 1536, 9, 3, 64, 49152),
 }
 MODELS |= {name: SHAPES[f"qwen3-{name}"] for name in ("0.6b", "1.7b", "8b", "14b", "32b", "30b-a3b")}
 MODELS |= {name: SHAPES[name] for name in ("qwen3.5-9b", "qwen3.5-35b-a3b")}

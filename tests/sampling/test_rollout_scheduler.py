@@ -204,3 +204,41 @@ def test_a_prompt_is_computed_once_for_all_samples_at_once():
     assert passes[:2] == [[50], [20, 5]]
     assert scheduler.counts["prefilled_tokens"] == 70 + 19 + 5
     assert scheduler.counts["reused_tokens"] == 19 * 69 + 40
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(100, 3), (3, 5), (1, 11)])
+def test_a_prompt_outlives_its_first_sample(rows: int, passes: int):
+    """Samples of one token end in the pass that computes their prompt; so does another prompt with the same start."""
+    pool = PagePool(4)
+    scheduler = Scheduler(pool, rows, 50)
+    context = np.arange(70, dtype=np.int32)
+    prompts = [context] * 8 + [np.concatenate([context[:40], np.full(5, 99 + i, np.int32)]) for i in range(2)]
+    for index, prompt in enumerate(prompts):
+        scheduler.submit(Request(GenerationRequest(index, prompt, 1, 0), index, 4, None))
+    assert run_all(scheduler) == passes
+    assert scheduler.counts["prefilled_tokens"] == 70 + 7 + 2 * 5
+    assert pool.pages_in_use == 0
+    assert pool.has_room(64)
+    assert pool.num_pages == 64  # nothing is kept any more
+
+
+def test_pages_kept_for_waiting_samples_give_way():
+    """A pool of one prompt's pages serves prompts in turn, whatever waits for those that have ended."""
+    scheduler = Scheduler(PagePool(4, 5), 1, 50)
+    for index in range(6):
+        context = np.arange(16, dtype=np.int32) + 100 * (index % 2)
+        scheduler.submit(Request(GenerationRequest(index, context, 1, 0), index, 4, None))
+    run_all(scheduler)
+    assert scheduler.counts["evictions"] == scheduler.counts["preemptions"] == 0
+    assert scheduler.pool.peak_pages == 4
+
+
+def run_all(scheduler: Scheduler) -> int:
+    """Number of passes until all requests have ended, each with one token."""
+    passes = 0
+    while not scheduler.is_idle:
+        passes += 1
+        for sequence in scheduler.complete(scheduler.next_pass()):
+            sequence.extend(np.ones(1, np.int32), np.zeros(1))
+            scheduler.finish(sequence)
+    return passes

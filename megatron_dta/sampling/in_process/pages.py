@@ -1,13 +1,15 @@
 """Tracks which pages of the K/V cache are free, how many requests share each, and which prefix each full page holds.
 
 A page is held by every request whose table lists it and is free if no request holds it. Full pages with computed K and
-V are registered under a digest of all tokens up to their end, so that a new request finds its longest cached prefix.
-Pages are only numbers here; the tensors are in the cache.
+V are registered under a digest of all tokens up to their end, so that a new request finds its longest cached prefix; so
+is the last page of a context, which may be partly filled. A page that waiting requests expect outlives its holders
+until all of them have begun, or memory is short. Pages are only numbers here; the tensors are in the cache.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import numpy as np
@@ -24,15 +26,18 @@ class PagePool:
         self._free: list[int] = []
         self._holders: list[int] = []
         self._page_of_digest: dict[bytes, int] = {}
-        self._digest_of_page: dict[int, bytes] = {}
+        self._digests_of_page: defaultdict[int, list[bytes]] = defaultdict(list)
+        # Waiting requests by the digests of their prefixes, and pages without holders that are kept for them.
+        self._expected: Counter[bytes] = Counter()
+        self._kept: dict[int, None] = {}
 
     @property
     def pages_in_use(self) -> int:
         """Number of held pages."""
-        return self.num_pages - len(self._free)
+        return self.num_pages - len(self._free) - len(self._kept)
 
     def has_room(self, count: int) -> bool:
-        """Whether ``count`` pages can be taken; grows the pool if it may."""
+        """Whether ``count`` pages can be taken; grows the pool if it may, and else frees kept pages."""
         missing = count - len(self._free)
         if missing > 0:
             wanted = max(self.num_pages + missing, 2 * self.num_pages, _FIRST_PAGES)
@@ -41,6 +46,8 @@ class PagePool:
             self._free[:0] = range(total - 1, self.num_pages - 1, -1)
             self._holders += [0] * (total - self.num_pages)
             self.num_pages = total
+        while count > len(self._free) and self._kept:
+            self._put_free(next(iter(self._kept)))
         return count <= len(self._free)
 
     def take(self, count: int) -> list[int]:
@@ -55,16 +62,41 @@ class PagePool:
         """Adds a holder to each of ``pages``."""
         for page in pages:
             self._holders[page] += 1
+            self._kept.pop(page, None)
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Removes a holder from each of ``pages``; a page without holders becomes free."""
+        """Removes a holder from each of ``pages``; a page without holders becomes free unless it is expected."""
         for page in pages:
             self._holders[page] -= 1
             if self._holders[page] == 0:
-                self._free.append(page)
-                digest = self._digest_of_page.pop(page, None)
-                if digest is not None:
-                    del self._page_of_digest[digest]
+                self._kept[page] = None
+                self._free_unexpected(page)
+
+    def expect(self, digests: Iterable[bytes]) -> None:
+        """A request waits that can use the prefixes with ``digests``."""
+        self._expected.update(digests)
+
+    def expect_no_more(self, digests: Iterable[bytes]) -> None:
+        """A request that has called ``expect`` waits no more."""
+        for digest in digests:
+            self._expected[digest] -= 1
+            if self._expected[digest] == 0:
+                del self._expected[digest]
+                self._free_unexpected(self._page_of_digest.get(digest))
+
+    def is_expected(self, digest: bytes) -> bool:
+        """Whether a waiting request can use the prefix with ``digest``."""
+        return digest in self._expected
+
+    def _free_unexpected(self, page: int | None) -> None:
+        if page in self._kept and self._expected.keys().isdisjoint(self._digests_of_page[page]):
+            self._put_free(page)
+
+    def _put_free(self, page: int) -> None:
+        del self._kept[page]
+        self._free.append(page)
+        for digest in self._digests_of_page.pop(page, ()):
+            del self._page_of_digest[digest]
 
     def clear(self) -> None:
         """Removes all pages; none may be held."""
@@ -75,7 +107,7 @@ class PagePool:
         """Registers ``page`` as the last page of the prefix with ``digest``, unless another page is registered."""
         if digest not in self._page_of_digest:
             self._page_of_digest[digest] = page
-            self._digest_of_page[page] = digest
+            self._digests_of_page[page].append(digest)
 
     def find(self, digest: bytes) -> int | None:
         """The last page of the prefix with ``digest``, or None."""

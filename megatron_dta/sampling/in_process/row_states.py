@@ -42,8 +42,8 @@ class StateScheduler(Scheduler):
     def _find_prefix(self, request: Request) -> StatePrefix:
         limit, end = request.num_tokens - 1, request.context_length - 1
         prefix, parent = StatePrefix([], None, 0, False), request.parent
-        same_context = self._by_context.get(request.context_digest, [])
-        sources = [(other, end) for other in same_context if other.is_running and other.num_computed_tokens == end]
+        first = self._pending.get(request.context_digest)
+        sources = [(first, end)] if first is not None and first.num_computed_tokens == end else []
         if parent is not None and not parent.is_running:
             sources.append((parent, min(request.common_with_parent, limit)))
         for source, most in sources:
@@ -53,13 +53,12 @@ class StateScheduler(Scheduler):
                 prefix = StatePrefix(
                     source.pages[:full], int(source.table[full]) if rest else None, length, False, source
                 )
-        will_be_there = (other.is_running and other.num_computed_tokens < end for other in same_context)
-        prefix.is_pending = prefix.length < end and any(will_be_there)
+        prefix.is_pending = first is not None and max(first.num_computed_tokens, prefix.length) < end
         return prefix
 
     def _run_chunk(self, plan: Pass, request: Request, budget: int) -> int:
         missing = request.context_length - 1 - request.num_computed_tokens
-        if missing > 0 and any(other.context_digest == request.context_digest for other in self.waiting):
+        if missing > 0 and self.pool.is_expected(request.context_digest):
             budget = min(budget, missing)
         return super()._run_chunk(plan, request, budget)
 

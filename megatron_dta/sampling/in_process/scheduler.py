@@ -5,9 +5,10 @@ of them. Each pass appends K/V: one token for a decoding request, and a run of t
 preempted. A request gets its next token from the pass that computes its last token. Prefill, decoding, forks and
 recomputation are therefore one operation.
 
-*Sharing.* An admitted request reuses the pages of its longest cached prefix. Full pages of any request are found by
-their digest. Pages of the parent and of a request with the same context are also reused, and their partly filled last
-page is copied. If a running request is still computing the prefix, the new request waits for it.
+*Sharing.* An admitted request reuses the pages of its longest cached prefix. Full pages of any request, and the last
+page of its context, are found by their digest; pages of the parent are also reused. A partly filled page is copied. If
+a running request is still computing the prefix, the new request waits for it. Pages that waiting requests can reuse
+stay when the last request that holds them ends.
 
 *Memory.* A request is admitted if there are pages for all its tokens and one more page for each running request. If a
 running request needs a page and none is free, held requests are evicted first: least recently used first, and those
@@ -67,6 +68,12 @@ class Request:
     def pages(self) -> list[int]:
         """Numbers of the held pages."""
         return self.table[: self.num_pages].tolist()
+
+    @property
+    def missing(self) -> list[bytes]:
+        """Digests of the prefixes that are not computed yet: those of full pages, and that of the context."""
+        full = self.digests()[self.num_computed_tokens // self.page_size :]
+        return full + [self.context_digest] * (self.num_computed_tokens < self.context_length)
 
     @property
     def response(self) -> np.ndarray:
@@ -142,8 +149,7 @@ class Scheduler:
         self.counts = dict.fromkeys(names, 0)
         # Finished requests that hold pages, most recently used last.
         self._held: dict[Request, None] = {}
-        # Running and held requests by context digest; running requests by the digest of each page they are computing.
-        self._by_context: dict[bytes, list[Request]] = {}
+        # Running requests by the digest of each prefix that they are computing.
         self._pending: dict[bytes, Request] = {}
 
     @property
@@ -160,6 +166,7 @@ class Scheduler:
         """Add a new or preempted request to the queue."""
         if request.parent is not None:
             request.parent.waiting_children += 1
+        self.pool.expect(request.missing)
         bisect.insort(self.waiting, request, key=lambda waiting: waiting.arrival)
 
     def next_pass(self) -> Pass:
@@ -241,16 +248,15 @@ class Scheduler:
             self._drop_pages(request)
 
     def _record_computed(self, request: Request, count: int) -> None:
-        """Record K and V of the next ``count`` tokens and register the full pages for sharing."""
-        first = request.num_computed_tokens // request.page_size
-        request.num_computed_tokens += count
-        last = request.num_computed_tokens // request.page_size
-        if first == last:
-            return
-        digests = request.digests()
-        for i in range(first, last):
-            self._clear_pending(digests[i], request)
-            self.pool.register(digests[i], int(request.table[i]))
+        """Record K and V of the next ``count`` tokens and register full pages and the end of the context."""
+        before, size = request.num_computed_tokens, request.page_size
+        request.num_computed_tokens = end = before + count
+        computed = [(request.digests()[i], i) for i in range(before // size, end // size)]
+        if before < request.context_length <= end:
+            computed.append((request.context_digest, (request.context_length - 1) // size))
+        for digest, index in computed:
+            self._clear_pending(digest, request)
+            self.pool.register(digest, int(request.table[index]))
 
     def _run_chunk(self, plan: Pass, request: Request, budget: int) -> int:
         count = min(request.num_tokens - request.num_computed_tokens, budget)
@@ -297,6 +303,7 @@ class Scheduler:
             origin = next((source for source, target in plan.copies if target == partial), partial)
             plan.copies.append((origin, fresh[0]))
         request.add_pages(pages + fresh)
+        self.pool.expect_no_more(request.missing)
         request.num_computed_tokens = computed
         self._start(request)
         return True
@@ -310,8 +317,7 @@ class Scheduler:
             self.counts["prefilled_tokens"] += behind
         request.was_admitted = request.is_running = True
         self.running.append(request)
-        self._by_context.setdefault(request.context_digest, []).append(request)
-        for digest in request.digests()[request.num_computed_tokens // request.page_size :]:
+        for digest in request.missing:
             self._pending.setdefault(digest, request)
         parent = request.parent
         if parent is not None:
@@ -332,21 +338,17 @@ class Scheduler:
         prefix = Prefix(pages, None, len(pages) * size, False)
         if len(pages) < limit // size:
             prefix.is_pending = request.digests()[len(pages)] in self._pending
-        # The first request with this context has computed the most of it.
-        same_context = self._by_context.get(request.context_digest, [])[:1]
-        sources = [(other, request.context_length) for other in same_context]
-        if request.parent is not None and request.parent.num_pages:
-            sources.append((request.parent, request.common_with_parent))
-        pending = 0
-        for other, common in sources:
-            length = min(common, limit, other.num_computed_tokens)
-            if other.is_running:
-                pending = max(pending, min(common, limit))
+        of_context, last_page = min(request.context_length, limit), self.pool.find(request.context_digest)
+        if last_page is not None and len(pages) == (request.context_length - 1) // size and of_context > prefix.length:
+            prefix.partial_page, prefix.length = last_page, of_context
+        parent = request.parent
+        if parent is not None and parent.num_pages:
+            length = min(request.common_with_parent, limit, parent.num_computed_tokens)
             if length > prefix.length:
-                prefix.pages = other.pages[: length // size]
-                prefix.partial_page = int(other.table[length // size]) if length % size else None
-                prefix.length = length
-        prefix.is_pending = prefix.is_pending or pending > prefix.length
+                prefix.pages, prefix.length = parent.pages[: length // size], length
+                prefix.partial_page = int(parent.table[length // size]) if length % size else None
+        if request.context_digest in self._pending and of_context > prefix.length:
+            prefix.is_pending = True
         return prefix
 
     def _make_room(self, count: int) -> bool:
@@ -379,13 +381,10 @@ class Scheduler:
         request.is_running = False
 
     def _drop_pages(self, request: Request) -> None:
-        same_context = self._by_context[request.context_digest]
-        same_context.remove(request)
-        if not same_context:
-            del self._by_context[request.context_digest]
-        for digest in request.digests()[request.num_computed_tokens // request.page_size :]:
+        for digest in request.missing:
             self._clear_pending(digest, request)
-        self.pool.give_back(request.pages)
+        # Of expected pages, the last ones are the first to go.
+        self.pool.give_back(reversed(request.pages))
         request.num_pages = request.num_computed_tokens = 0
 
     def _clear_pending(self, digest: bytes, request: Request) -> None:
