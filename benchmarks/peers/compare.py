@@ -131,7 +131,7 @@ class Comparison:
         print(f"== {peer}: at most {seconds:.0f} s", flush=True)
         start = time.monotonic()
         error = run_within(command, seconds)
-        for line in rows.read_text().splitlines() if rows.exists() else []:
+        for line in rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []:
             self.report.results["rows"].append(json.loads(line))
         row: dict[str, Any] = {"peer": peer, "what": "process", "seconds": time.monotonic() - start}
         self.report.add(row if error is None else row | {"error": error})
@@ -153,7 +153,7 @@ class Comparison:
             command += ["--max-sequences", str(len(sequences)), "--steps", str(self.arguments.steps)]
             command += ["--model-folder", str(self.model)]
             error = run_within(command, end - time.monotonic())
-            row = json.loads(output.read_text())["rows"][0] if error is None else {"error": error}
+            row = json.loads(output.read_text(encoding="utf-8"))["rows"][0] if error is None else {"error": error}
             self.report.add({"peer": "verl", "what": "step", "set": name, **row})
 
 
