@@ -82,15 +82,17 @@ def states_of(optimizers: Iterable[TrainingOptimizer], frozen: Iterable[torch.nn
     yield from (parameter for chunk in frozen for parameter in chunk.parameters())
 
 
-def measure_gpu(device: torch.device, own: Iterable[torch.Tensor], graphs: float | None = None) -> GpuMemory:
+def measure_gpu(device: torch.device, states: Iterable[torch.Tensor], graphs: float | None = None) -> GpuMemory:
     """The GPU's memory now.
 
     Args:
-        own: the tensors of weights, gradients and optimizer states.
+        states: the tensors of weights, gradients and optimizer states.
         graphs: bytes of CUDA graphs, if known; to find them takes milliseconds for a thousand tensors.
     """
     free, total = torch.cuda.mem_get_info(device)
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in own if tensor.is_cuda}
+    sizes = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in states if tensor.is_cuda
+    }
     if graphs is None:
         graphs = sum(
             part["total_size"] - part["allocated_size"]
@@ -221,8 +223,8 @@ class Autotuner:
             plan.training.kept,
             result.timeline,
         )
-        found = fit_correction(engine.cost_model(None), measured)
-        engine.correction = CostCorrection.mean(engine.mesh.gather_from_all(found))
+        correction = fit_correction(engine.cost_model(None), measured)
+        engine.correction = CostCorrection.mean(engine.mesh.gather_from_all(correction))
         return True
 
     def retry(self, batch: TreeBatch, error: torch.OutOfMemoryError) -> str:

@@ -110,9 +110,9 @@ def build_critic_model(config: TrainConfig, policy: Model, device: torch.device,
 def _load_trunk(model: Model, states: dict[str, dict[str, Any]]) -> None:
     """Load each model chunk's weights. A value head that is missing or of another shape keeps its initial values."""
     for i, chunk in enumerate(model.model_chunks):
-        own, found = chunk.state_dict(), dict(states[str(i)])
-        state = {name: value for name, value in found.items() if not name.startswith("output_layer.")}
-        if _HEAD in own:
-            fits = _HEAD in found and found[_HEAD].shape == own[_HEAD].shape
-            state[_HEAD] = found[_HEAD] if fits else own[_HEAD]
+        initial, saved = chunk.state_dict(), dict(states[str(i)])
+        state = {name: value for name, value in saved.items() if not name.startswith("output_layer.")}
+        if _HEAD in initial:
+            fits = _HEAD in saved and saved[_HEAD].shape == initial[_HEAD].shape
+            state[_HEAD] = saved[_HEAD] if fits else initial[_HEAD]
         chunk.load_state_dict(state)

@@ -215,9 +215,9 @@ class Trainer:
                 for step in self.progress.waiting:
                     step.rollouts = None  # no longer needed
             # These statistics describe the rollout batch, so a checkpoint keeps them with its steps.
-            found = self.source.statistics()
+            statistics = self.source.statistics()
             for step in self.progress.waiting:
-                step.add_statistics(found)
+                step.add_statistics(statistics)
             self.progress.rollout_batches += 1
         if self.progress.waiting:
             return self.progress.waiting.pop(0), sampled
@@ -238,8 +238,8 @@ class Trainer:
 
     def _forget_plans(self, step: StepSamples) -> None:
         """Let this step and the waiting ones be planned again, within the limits of now."""
-        for each in (step, *self.progress.waiting):
-            each.forget_plan()
+        for planned in (step, *self.progress.waiting):
+            planned.forget_plan()
 
     def _train_policy(self, step: StepSamples, watch: Stopwatch) -> dict[str, Any]:
         """Run the policy's forward, backward and update, and return their metrics."""

@@ -50,17 +50,17 @@ def teacher_folders(settings: Sequence[str]) -> dict[str, str]:
     """Name -> folder of ``--teacher-load-hf``; a folder without a name has its own as name. ``InputError`` if a name
     occurs twice.
     """
-    found: dict[str, str] = {}
+    folders: dict[str, str] = {}
     for entry in settings:
         name, separator, folder = ("", "", entry) if is_address(entry) else entry.partition("=")
         folder = folder if separator or is_address(entry) else name
         name = name if separator else Path(folder).name
-        if not name or not folder or name in found:
+        if not name or not folder or name in folders:
             raise InputError(f"--teacher-load-hf {entry}: give NAME=FOLDER, each name once")
         if is_address(folder) and http_parts(folder) is None:
             raise InputError(f"--teacher-load-hf {entry}: the address must be like http://HOST:PORT")
-        found[name] = folder
-    return found
+        folders[name] = folder
+    return folders
 
 
 def teacher_shape(config: TrainConfig, folder: str) -> ModelConfig:
@@ -89,12 +89,12 @@ class Teacher:
         if offload:
             chunks = engine.tree_models
             kept = {id(chunks[-1]._padded_output_weight())} if chunks[-1].post_process else set()
-            own = [p for chunk in chunks for p in chunk.parameters() if id(p) not in kept]
-            for parameter in own:
+            parameters = [p for chunk in chunks for p in chunk.parameters() if id(p) not in kept]
+            for parameter in parameters:
                 # NumPy has seen the storage (on a CPU), which cannot be emptied then.
                 if not parameter.untyped_storage().resizable():
                     parameter.data = parameter.data.clone()
-            self._storages = HostStorages(own, constant=True)
+            self._storages = HostStorages(parameters, constant=True)
             self._storages.to_host()
 
     @property
@@ -151,7 +151,7 @@ class Teachers:
     def __init__(self, settings: DistillationConfig, teachers: dict[str, ScoringTeacher]) -> None:
         self._settings = settings
         self._names, self._teachers = list(teachers), list(teachers.values())
-        self.models = [chunk for each in self._teachers for chunk in each.models]
+        self.models = [chunk for teacher in self._teachers for chunk in teacher.models]
 
     def numbers(self, rollouts: Sequence[Rollout]) -> list[int]:
         """The teacher of each rollout; ``InputError`` for an unknown name."""
@@ -165,12 +165,12 @@ class Teachers:
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """The logprobs of each sample's trained tokens under its teacher, [T] each, 0 elsewhere."""
-        found: list[np.ndarray] = [np.zeros(0)] * len(samples)
-        for number, own in self._shares(samples):
-            computed = self._teachers[number].logprobs([samples[i] for i in own])
-            for i, values in zip(own, computed, strict=True):
-                found[i] = values
-        return found
+        logprobs: list[np.ndarray] = [np.zeros(0)] * len(samples)
+        for number, indices in self._shares(samples):
+            computed = self._teachers[number].logprobs([samples[i] for i in indices])
+            for i, values in zip(indices, computed, strict=True):
+                logprobs[i] = values
+        return logprobs
 
     def attach(self, batch: TreeBatch, samples: Sequence[TrainingSample]) -> TreeBatch:
         """The batch with the divergences of ``--teacher-kl full-vocabulary`` in its loss; ``samples`` are the batch's,
@@ -179,13 +179,13 @@ class Teachers:
         if self._settings.teacher_kl != "full-vocabulary" or batch.teachers:
             return batch
         targets = []
-        for number, own in self._shares(samples):
+        for number, indices in self._shares(samples):
             teacher = self._teachers[number]
-            row_there, states = teacher.rows([samples[i] for i in own])
-            found = _target(batch, own, row_there, self._settings.teacher_coef)
+            row_there, states = teacher.rows([samples[i] for i in indices])
+            target = _target(batch, indices, row_there, self._settings.teacher_coef)
             if states is not None:
-                found = replace(found, states=states[torch.from_numpy(found.rows_there)], head=teacher.head())
-            targets.append(found)
+                target = replace(target, states=states[torch.from_numpy(target.rows_there)], head=teacher.head())
+            targets.append(target)
         return replace(batch, teachers=tuple(targets))
 
     def _shares(self, samples: Sequence[TrainingSample]) -> list[tuple[int, list[int]]]:
@@ -198,19 +198,19 @@ class Teachers:
         ]
 
 
-def _target(batch: TreeBatch, own: list[int], row_there: np.ndarray, coefficient: float) -> TeacherTarget:
+def _target(batch: TreeBatch, indices: list[int], row_there: np.ndarray, coefficient: float) -> TeacherTarget:
     """The rows of the policy's plan that a teacher scores, without its states.
 
     Args:
-        own: the samples of the teacher.
+        indices: the samples of the teacher.
         row_there: its row of each of their trained tokens, in the order of the samples.
     """
     plan = batch.plan
-    spans = [np.arange(plan.sequence_pairs[i], plan.sequence_pairs[i + 1]) for i in own]
+    spans = [np.arange(plan.sequence_pairs[i], plan.sequence_pairs[i + 1]) for i in indices]
     pairs = np.concatenate([np.zeros(0, np.int64), *spans])
-    rows, first, place = np.unique(plan.edge_row[plan.pair_edge[pairs]], return_index=True, return_inverse=True)
-    weights = np.bincount(place, batch.loss_weights[pairs], len(rows)) * coefficient
-    numbers = np.bincount(place, minlength=len(rows))
+    rows, first, row_index = np.unique(plan.edge_row[plan.pair_edge[pairs]], return_index=True, return_inverse=True)
+    weights = np.bincount(row_index, batch.loss_weights[pairs], len(rows)) * coefficient
+    numbers = np.bincount(row_index, minlength=len(rows))
     return TeacherTarget(rows.astype(np.int64), weights, numbers, row_there[first])
 
 

@@ -58,8 +58,8 @@ def better_checkpoint(
     if metric is None:
         return best
     if metric not in record:
-        found = ", ".join(sorted(name for name in record if name.startswith("eval_")))
-        raise InputError(f"--keep-best-checkpoint {metric}: the evaluation gives {found}; name one of these")
+        names = ", ".join(sorted(name for name in record if name.startswith("eval_")))
+        raise InputError(f"--keep-best-checkpoint {metric}: the evaluation gives {names}; name one of these")
     value, iteration = float(record[metric]), int(record["iteration"])
     if not math.isfinite(value) or iteration < 1:
         return best

@@ -46,7 +46,7 @@ def find_checkpoint(folder: str | Path) -> Path | None:
         )
     path = folder / (text if text == "release" else iteration_folder(int(text)))
     if not (path / "metadata.json").is_file():
-        others = ", ".join(sorted(found.parent.name for found in folder.glob("iter_*/metadata.json")))
+        others = ", ".join(sorted(metadata.parent.name for metadata in folder.glob("iter_*/metadata.json")))
         remedy = f"write the number of another one into it: {others}" if others else "there is no other one"
         raise InputError(f"{tracker}: names {path.name}, which is missing or incomplete; {remedy}")
     return path
@@ -54,10 +54,10 @@ def find_checkpoint(folder: str | Path) -> Path | None:
 
 def required_checkpoint(flag: str, folder: str | Path) -> Path:
     """``find_checkpoint``, but raises ``InputError`` with ``flag`` if there is none."""
-    found = find_checkpoint(folder)
-    if found is None:
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
         raise InputError(f"{flag} {folder}: holds no checkpoint")
-    return found
+    return checkpoint
 
 
 def starting_point(settings: CheckpointConfig) -> tuple[Path | None, bool]:
@@ -67,13 +67,13 @@ def starting_point(settings: CheckpointConfig) -> tuple[Path | None, bool]:
         InputError: ``--load`` holds no checkpoint.
     """
     save, load = settings.save, settings.load
-    own = find_checkpoint(save) if save is not None else None
-    if own is not None:
+    saved = find_checkpoint(save) if save is not None else None
+    if saved is not None:
         # After a kill, the same command must continue from --save even if it names another --load.
-        return own, True
-    found = find_checkpoint(load) if load is not None else None
-    if found is not None:
-        return found, not settings.finetune
+        return saved, True
+    loaded = find_checkpoint(load) if load is not None else None
+    if loaded is not None:
+        return loaded, not settings.finetune
     same_folder = load is not None and save is not None and Path(load).resolve() == Path(save).resolve()
     if load is not None and not same_folder:
         raise InputError(f"--load {load}: holds no checkpoint")

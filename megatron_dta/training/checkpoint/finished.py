@@ -39,8 +39,8 @@ def already_at(iteration: int, train_iters: int) -> str:
 
 def saved_iteration(config: TrainConfig) -> int | None:
     """Iteration of the current checkpoint in ``--save``; None if there is none."""
-    found = find_checkpoint(config.checkpoint.save) if config.checkpoint.save is not None else None
-    number = "" if found is None else found.name.removeprefix("iter_")
+    checkpoint = find_checkpoint(config.checkpoint.save) if config.checkpoint.save is not None else None
+    number = "" if checkpoint is None else checkpoint.name.removeprefix("iter_")
     return int(number) if number.isdecimal() else None
 
 
@@ -77,10 +77,10 @@ def _exported_iteration(config: TrainConfig) -> int | None:
     if config.checkpoint.save is None or not note.is_file():
         return None
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        found = json.loads(note.read_text(encoding="utf-8"))
+        record = json.loads(note.read_text(encoding="utf-8"))
         # Further files in the folder are ignored.
-        if found["folder"] == str(target) and found["files"] and _is_part(found["files"], _files(target)):
-            return int(found["iteration"])
+        if record["folder"] == str(target) and record["files"] and _is_part(record["files"], _files(target)):
+            return int(record["iteration"])
     return None
 
 

@@ -60,7 +60,7 @@ def load_part(model: Model, state: dict[str, Any]) -> None:
         ValueError: the state has a parameter that the model lacks.
     """
     for number, chunk in enumerate(model.model_chunks):
-        own = state[str(number)] if isinstance(model, StagedModel) else state
-        unexpected = chunk.load_state_dict(own, strict=False).unexpected_keys
+        weights = state[str(number)] if isinstance(model, StagedModel) else state
+        unexpected = chunk.load_state_dict(weights, strict=False).unexpected_keys
         if unexpected:
             raise ValueError(f"the model has no {unexpected[0]}")

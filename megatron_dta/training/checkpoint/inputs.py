@@ -27,12 +27,12 @@ _TOKENIZER_FILES = (
 
 def input_digests(config: TrainConfig) -> dict[str, str]:
     """Flag and file -> digest of the file's content, of all files that exist."""
-    found = {}
+    digests = {}
     for flag, file in _files(config):
         if file.is_file():
             with open(file, "rb") as content:
-                found[f"{flag} {file}"] = hashlib.file_digest(content, "sha256").hexdigest()
-    return found
+                digests[f"{flag} {file}"] = hashlib.file_digest(content, "sha256").hexdigest()
+    return digests
 
 
 def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

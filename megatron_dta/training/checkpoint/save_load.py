@@ -187,16 +187,16 @@ def _complete_state(
     """The whole content of a checkpoint: this rank's shards and the state that is common to all ranks."""
     model_state = trained_part(model.sharded_state_dict(), config.model)
     parallel = bool(config.checkpoint.ckpt_fully_parallel_save)
-    own = {"settings": json.dumps(settings_by_flag(config)), "progress": progress}
+    description = {"settings": json.dumps(settings_by_flag(config)), "progress": progress}
     if config.model.lora_rank is not None:
-        own[ADAPTERS_ONLY] = True
+        description[ADAPTERS_ONLY] = True
     return {
         "model": model_state,
         **optimizer.sharded_state_dict(model_state, fully_parallel=parallel),
         **({} if critic is None else {"critic": critic.sharded_state_dict(fully_parallel=parallel)}),
         "iteration": iteration,
         "rng_state": current_mesh().gather_from_all(capture_random_state()),
-        "megatron_dta": own,
+        "megatron_dta": description,
     }
 
 

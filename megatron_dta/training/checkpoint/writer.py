@@ -113,7 +113,9 @@ class CheckpointWrite:
             if self._thread is not None:
                 self._finalize()
             known = {
-                name: entry for own in current_mesh().gather_from_all(self._checksums) for name, entry in own.items()
+                name: entry
+                for checksums in current_mesh().gather_from_all(self._checksums)
+                for name, entry in checksums.items()
             }
             on_rank0(self.path, lambda: self._publish(known))
         except InputError:
@@ -129,8 +131,8 @@ class CheckpointWrite:
 
     def _read_own_files(self) -> None:
         try:
-            own = self._unfinished.glob(f"__{torch.distributed.get_rank()}_*.distcp")
-            self._checksums = checksums_of(self._unfinished, [path.name for path in own])
+            files = self._unfinished.glob(f"__{torch.distributed.get_rank()}_*.distcp")
+            self._checksums = checksums_of(self._unfinished, [path.name for path in files])
         except OSError as error:
             self._error = error
 

@@ -40,7 +40,9 @@ def partition_samples(samples: Sequence[TrainingSample], engine: TreeEngine, tre
 
     def seconds(divisions: list[np.ndarray]) -> list[float]:
         # Each process predicts some of them, and all get the same figures.
-        found = mesh.gather_from_all([step.slowest(each) for each in divisions[mesh.rank :: mesh.world_size]])
-        return [found[i % mesh.world_size][i // mesh.world_size] for i in range(len(divisions))]
+        seconds_of_ranks = mesh.gather_from_all(
+            [step.slowest(division) for division in divisions[mesh.rank :: mesh.world_size]]
+        )
+        return [seconds_of_ranks[i % mesh.world_size][i // mesh.world_size] for i in range(len(divisions))]
 
     return partition_sequences(sequences, mesh.data_size, masks, model, step_seconds=seconds)

@@ -75,8 +75,8 @@ def cut_mini_batches(
         for starts, group in ((even, by_appearance), (cuts, along_tree))
     )
     best = along if along.total_cost < (1 - least_saving) * in_order.total_cost else in_order
-    found = [best.sequences_of(step) for step in range(num_mini_batches)]
-    return MiniBatches(sorted(found, key=lambda part: part[0]), best.duplicated_tokens)
+    parts = [best.sequences_of(step) for step in range(num_mini_batches)]
+    return MiniBatches(sorted(parts, key=lambda part: part[0]), best.duplicated_tokens)
 
 
 def _even_cuts(shared: np.ndarray, runs: int) -> np.ndarray:
@@ -91,8 +91,8 @@ def _even_cuts(shared: np.ndarray, runs: int) -> np.ndarray:
     for run in range(1, runs):
         with_more = np.append(np.inf, least[:-1])
         took.append(with_more < least)
-        place = np.minimum(run * size + extra, len(shared) - 1)
-        least = np.minimum(least, with_more) + shared[place]
+        index = np.minimum(run * size + extra, len(shared) - 1)
+        least = np.minimum(least, with_more) + shared[index]
         least[longer - extra > runs - run] = np.inf  # The remaining runs cannot hold the remaining groups.
     cuts = np.zeros(runs - 1, dtype=np.int64)
     # The last run has one group more if that separates less.

@@ -92,40 +92,40 @@ class SamplePreparation:
         num_steps = min(self.num_steps, len({rollout.group_id for rollout in rollouts}))
         selected = len(rollouts) < num_rollouts
         samples = self._samples(rollouts)
-        steps, found = [], {}
+        steps, fields = [], {}
         mini_batches, cut = split_groups(rollouts, num_steps, self.policy.cost_model(self.tree.tree_segment_tokens))
         for chosen in mini_batches:
-            own = [rollouts[i] for i in chosen]
-            routed, replaced = self._with_routing([samples[i] for i in chosen], own)
-            step = StepSamples(routed, rollout_statistics(own) | replaced | cut, rollouts=own)
+            step_rollouts = [rollouts[i] for i in chosen]
+            routed, replaced = self._with_routing([samples[i] for i in chosen], step_rollouts)
+            step = StepSamples(routed, rollout_statistics(step_rollouts) | replaced | cut, rollouts=step_rollouts)
             if selected:
                 step.statistics |= {"collected_rollouts": float(num_rollouts)}
                 if "reward" in statistics:
                     step.statistics["collected_reward"] = statistics["reward"]
             if preference_pairs is not None:
-                place = {number: i for i, number in enumerate(chosen)}
+                index_of = {number: i for i, number in enumerate(chosen)}
                 step.preference_pairs = np.array(
-                    [[place[a], place[b]] for a, b in preference_pairs if a in place]
+                    [[index_of[a], index_of[b]] for a, b in preference_pairs if a in index_of]
                 ).reshape(-1, 2)
-            for name, arrays in self._passes(step, own).items():
-                found.setdefault(name, [None] * len(rollouts))
+            for name, arrays in self._passes(step, step_rollouts).items():
+                fields.setdefault(name, [None] * len(rollouts))
                 for i, array in zip(chosen, arrays, strict=True):
-                    found[name][i] = array
+                    fields[name][i] = array
             steps.append((step, chosen))
-        penalties = self._penalties(rollouts, found)
-        found |= self._advantages(rollouts, found, penalties)
-        kept = {name: arrays for name, arrays in found.items() if name in self._fields_of_the_loss()}
+        penalties = self._penalties(rollouts, fields)
+        fields |= self._advantages(rollouts, fields, penalties)
+        kept = {name: arrays for name, arrays in fields.items() if name in self._fields_of_the_loss()}
         for step, chosen in steps:
             if penalties is not None:
                 taken = [penalties[i].sum() for i in chosen]
                 step.statistics["kl_penalty"] = float(np.mean(taken))
-            if "teacher_logprobs" in found:
+            if "teacher_logprobs" in fields:
                 gaps = [
-                    (found["own_logprobs"][i] - found["teacher_logprobs"][i])[rollouts[i].loss_mask] for i in chosen
+                    (fields["own_logprobs"][i] - fields["teacher_logprobs"][i])[rollouts[i].loss_mask] for i in chosen
                 ]
                 step.statistics["teacher_kl"] = float(np.mean(np.concatenate(gaps)))
-            if "advantages" in found:
-                idle = [not np.any(found["advantages"][i]) for i in chosen]
+            if "advantages" in fields:
+                idle = [not np.any(fields["advantages"][i]) for i in chosen]
                 step.statistics["zero_advantages"] = float(np.mean(idle))
             step.set_fields({name: [arrays[i] for i in chosen] for name, arrays in kept.items()})
         order = [step for _ in range(self.settings.ppo_epochs) for step, _ in steps]
@@ -170,39 +170,41 @@ class SamplePreparation:
         routing = [shaped_routing(rollout.routed_experts, len(rollout), *shape) for rollout in rollouts]
         sequences = [sample.token_ids for sample in samples]
         keys = keys_by_routing(sequences, routing)
-        unique = [build_prefix_tree(each).num_tokens if samples else 1 for each in (sequences, keys)]
+        unique = [build_prefix_tree(prefixes).num_tokens if samples else 1 for prefixes in (sequences, keys)]
         if self.forks_routing:
-            samples = [replace(sample, tree_keys=own, path=None) for sample, own in zip(samples, keys, strict=True)]
+            samples = [
+                replace(sample, tree_keys=values, path=None) for sample, values in zip(samples, keys, strict=True)
+            ]
         agreed = agree_on_routing([sample.keys for sample in samples], routing)
-        routed = [replace(sample, routed_experts=own) for sample, own in zip(samples, agreed, strict=True)]
+        routed = [replace(sample, routed_experts=values) for sample, values in zip(samples, agreed, strict=True)]
         metrics = {"routing_replaced": replaced_share(routing, agreed), "routing_forked_tokens": unique[1] / unique[0]}
         return routed, metrics
 
     def _passes(self, step: StepSamples, rollouts: list[Rollout]) -> dict[str, _Arrays]:
         """Compute old and reference logprobs and values of all samples of a step, on the step's plan."""
-        batch, mesh, own = step.batch(self.tree, self.settings, self.policy), self.policy.mesh, step.sample_numbers
+        batch, mesh, numbers = step.batch(self.tree, self.settings, self.policy), self.policy.mesh, step.sample_numbers
         start = time.perf_counter()
-        found: dict[str, _Arrays] = {}
+        fields: dict[str, _Arrays] = {}
         settings = self.settings
         if self.objective.is_policy_gradient:
             if settings.old_logprobs == "rollout":
                 # The source guarantees logprobs: files are checked when they are read.
-                found["old_logprobs"] = [rollout.logprobs for rollout in rollouts]
+                fields["old_logprobs"] = [rollout.logprobs for rollout in rollouts]
             elif self.num_steps * settings.ppo_epochs > 1 or settings.kl_coef:
                 # With a single step, the current weights are the old ones. The loss then uses its own logprobs.
-                found["old_logprobs"] = _of_all_ranks(mesh, own, self.policy.compute_logprobs(batch))
+                fields["old_logprobs"] = _of_all_ranks(mesh, numbers, self.policy.compute_logprobs(batch))
         if self.reference is not None:
             with self.reference.on_device() as reference:
-                found["ref_logprobs"] = _of_all_ranks(mesh, own, reference.compute_logprobs(batch))
+                fields["ref_logprobs"] = _of_all_ranks(mesh, numbers, reference.compute_logprobs(batch))
         if self.teachers is not None and self.distillation.teacher_kl == "sampled-tokens":
-            chosen = [step.samples[i] for i in own]
-            found["teacher_logprobs"] = _of_all_ranks(mesh, own, self.teachers.logprobs(chosen))
-            old = found.get("old_logprobs") or self._recorded(rollouts)
-            found["own_logprobs"] = old or _of_all_ranks(mesh, own, self.policy.compute_logprobs(batch))
+            chosen = [step.samples[i] for i in numbers]
+            fields["teacher_logprobs"] = _of_all_ranks(mesh, numbers, self.teachers.logprobs(chosen))
+            old = fields.get("old_logprobs") or self._recorded(rollouts)
+            fields["own_logprobs"] = old or _of_all_ranks(mesh, numbers, self.policy.compute_logprobs(batch))
         if self.critic is not None:
-            found["old_values"] = _of_all_ranks(mesh, own, self.critic.compute_logprobs(batch))
+            fields["old_values"] = _of_all_ranks(mesh, numbers, self.critic.compute_logprobs(batch))
         self.pass_seconds += time.perf_counter() - start
-        return found
+        return fields
 
     def _recorded(self, rollouts: Sequence[Rollout]) -> _Arrays | None:
         """The sampler's logprobs, if they are the trainer's."""
@@ -210,46 +212,48 @@ class SamplePreparation:
             return None
         return [rollout.logprobs for rollout in rollouts]
 
-    def _taught(self, found: dict[str, _Arrays], advantages: _Arrays, rollouts: Sequence[Rollout]) -> _Arrays:
+    def _taught(self, fields: dict[str, _Arrays], advantages: _Arrays, rollouts: Sequence[Rollout]) -> _Arrays:
         """The advantages with the teachers' share; those of rewards are 0 with ``--teacher-only``."""
         if self.distillation.teacher_only:
-            advantages = [np.zeros_like(own) for own in advantages]
-        if "teacher_logprobs" not in found:
+            advantages = [np.zeros_like(advantage) for advantage in advantages]
+        if "teacher_logprobs" not in fields:
             return advantages
         return [
-            (own + np.where(rollout.loss_mask, self.distillation.teacher_coef * (there - here), 0.0)).astype(np.float32)
-            for own, there, here, rollout in zip(
-                advantages, found["teacher_logprobs"], found["own_logprobs"], rollouts, strict=True
+            (advantage + np.where(rollout.loss_mask, self.distillation.teacher_coef * (teacher - policy), 0.0)).astype(
+                np.float32
+            )
+            for advantage, teacher, policy, rollout in zip(
+                advantages, fields["teacher_logprobs"], fields["own_logprobs"], rollouts, strict=True
             )
         ]
 
-    def _penalties(self, rollouts: Sequence[Rollout], found: dict[str, _Arrays]) -> _Arrays | None:
+    def _penalties(self, rollouts: Sequence[Rollout], fields: dict[str, _Arrays]) -> _Arrays | None:
         """The KL penalty subtracted from each token's reward, [T] per sample; None without ``--kl-coef``."""
         settings = self.settings
         if not settings.kl_coef:
             return None
         return [
             np.where(rollout.loss_mask, settings.kl_coef * reward_kl(old, ref, "k1"), 0.0)
-            for rollout, old, ref in zip(rollouts, found["old_logprobs"], found["ref_logprobs"], strict=True)
+            for rollout, old, ref in zip(rollouts, fields["old_logprobs"], fields["ref_logprobs"], strict=True)
         ]
 
     def _advantages(
-        self, rollouts: Sequence[Rollout], found: dict[str, _Arrays], penalties: _Arrays | None
+        self, rollouts: Sequence[Rollout], fields: dict[str, _Arrays], penalties: _Arrays | None
     ) -> dict[str, _Arrays]:
         """Compute the advantages of the whole batch and, with a critic, the returns."""
         if not self.objective.is_policy_gradient:
             return {}
         settings = self.settings
-        own = next((i for i, rollout in enumerate(rollouts) if rollout.advantages is not None), None)
-        if own is not None and (self.critic is not None or settings.kl_coef):
+        index = next((i for i, rollout in enumerate(rollouts) if rollout.advantages is not None), None)
+        if index is not None and (self.critic is not None or settings.kl_coef):
             flag = "--objective ppo" if self.critic is not None else "--kl-coef"
-            raise InputError(f"rollout {own + 1}: has advantages, which {flag} would not use; leave one of them out")
+            raise InputError(f"rollout {index + 1}: has advantages, which {flag} would not use; leave one of them out")
         if self.critic is None:
             advantages = estimate_advantages(rollouts, settings, penalties)
-            return {"advantages": self._taught(found, advantages, rollouts) if self.teachers else advantages}
+            return {"advantages": self._taught(fields, advantages, rollouts) if self.teachers else advantages}
         rewards, masks = received_rewards(rollouts, penalties), [rollout.loss_mask for rollout in rollouts]
         gamma, lam = self.config.critic.gae_gamma, self.config.critic.gae_lambda
-        advantages, returns = generalized_advantages(rewards, found["old_values"], masks, gamma, lam)
+        advantages, returns = generalized_advantages(rewards, fields["old_values"], masks, gamma, lam)
         if settings.advantage_whitening != "none":
             advantages = whiten(advantages, masks)
         return {"advantages": advantages, "returns": returns}
@@ -278,7 +282,7 @@ def _select_pairs(rollouts: Sequence[Rollout], choice: str) -> tuple[list[Rollou
     return [rollouts[i] for i in used], np.searchsorted(used, pairs)
 
 
-def _of_all_ranks(mesh: Mesh, own: list[int], arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Gather the arrays of all samples, in order, from the ranks that computed them for their ``own`` samples."""
-    found = [pair for part in mesh.gather_over_data(list(zip(own, arrays, strict=True))) for pair in part]
-    return [array for _, array in sorted(found, key=lambda pair: pair[0])]
+def _of_all_ranks(mesh: Mesh, numbers: list[int], arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Gather the arrays of all samples, in order, from the ranks that computed them for their samples, ``numbers``."""
+    pairs = [pair for part in mesh.gather_over_data(list(zip(numbers, arrays, strict=True))) for pair in part]
+    return [array for _, array in sorted(pairs, key=lambda pair: pair[0])]

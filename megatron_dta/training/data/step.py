@@ -53,11 +53,11 @@ class StepSamples:
     age: int = 0
     rollouts: list[Rollout] | None = None
 
-    def add_statistics(self, found: dict[str, float]) -> None:
+    def add_statistics(self, statistics: dict[str, float]) -> None:
         """Add the source's statistics of the rollout batch; the staleness grows with each earlier step of the batch."""
-        self.statistics = self.statistics | found
-        if STALENESS in found:
-            self.statistics[STALENESS] = found[STALENESS] + self.age
+        self.statistics = self.statistics | statistics
+        if STALENESS in statistics:
+            self.statistics[STALENESS] = statistics[STALENESS] + self.age
 
     def batch(self, tree: TreeConfig, settings: ObjectiveConfig, engine: TreeEngine) -> TreeBatch:
         """This rank's samples (``sample_numbers``) and their plan, which is made once, at the first call."""
@@ -101,8 +101,8 @@ def known_paths(rollouts: Sequence[Rollout]) -> Sequence[KnownPath | None]:
     """The path of each rollout through the sampled trees; None for all if any rollout was not sampled in a tree."""
     if any(rollout.branches is None for rollout in rollouts):
         return [None] * len(rollouts)
-    found = tree_paths(rollouts)
-    return [KnownPath(path, spans[1:]) for path, spans in zip(found.paths, found.spans, strict=True)]
+    nodes = tree_paths(rollouts)
+    return [KnownPath(path, spans[1:]) for path, spans in zip(nodes.paths, nodes.spans, strict=True)]
 
 
 def split_groups(
@@ -136,8 +136,8 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     rewards: dict[tuple[str, str | int], float] = {}
     for index, rollout in enumerate(rollouts):
         if rollout.reward is not None:
-            own = index if rollout.trajectory_id is None else rollout.trajectory_id
-            rewards[rollout.group_id, own] = rollout.reward
+            trajectory = index if rollout.trajectory_id is None else rollout.trajectory_id
+            rewards[rollout.group_id, trajectory] = rollout.reward
     statistics = {"rollouts": float(len(rollouts))}
     if rewards:
         statistics["reward"] = float(np.mean(list(rewards.values())))
@@ -154,7 +154,7 @@ def _uniform_groups(rewards: Mapping[tuple[str, str | int], float]) -> float:
     groups: dict[str, set[float]] = {}
     for (group, _), reward in rewards.items():
         groups.setdefault(group, set()).add(reward)
-    return float(np.mean([len(found) == 1 for found in groups.values()]))
+    return float(np.mean([len(group) == 1 for group in groups.values()]))
 
 
 def _tree_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -93,8 +93,8 @@ class StoredEvaluation(Evaluation):
         pieces = [samples[first : first + batch_size] for first in range(0, len(samples), batch_size)]
         self._trained_tokens = sum(sample.num_trained for sample in samples)
         mesh, pipeline = engine.mesh, engine.pipeline(tree.tree_segment_tokens)
-        own = pieces[mesh.data_rank :: mesh.data_size]
-        self._batches = [prepare_batch(piece, tree, pipeline=pipeline) for piece in own]
+        rank_pieces = pieces[mesh.data_rank :: mesh.data_size]
+        self._batches = [prepare_batch(piece, tree, pipeline=pipeline) for piece in rank_pieces]
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the mean over all trained tokens. The forward pass is the same as in training, including trees."""
@@ -123,9 +123,9 @@ def load_files(
         vocab_size = stored_tokenizer(config).vocab_size  # config.checks: one of the two is given
     for number, file in enumerate(files):
         if holds_text(file, config.sampling.input_key):
-            found = _load_text(file, config, require, text)
+            of_file = _load_text(file, config, require, text)
         else:
-            found = load_rollouts(
+            of_file = load_rollouts(
                 file,
                 sample_granularity=config.data.rollout_sample_granularity,
                 vocab_size=vocab_size,
@@ -133,8 +133,8 @@ def load_files(
                 require=require,
             )
         if len(files) > 1:
-            found = [replace(rollout, group_id=f"{number}:{rollout.group_id}") for rollout in found]
-        rollouts += found
+            of_file = [replace(rollout, group_id=f"{number}:{rollout.group_id}") for rollout in of_file]
+        rollouts += of_file
     return rollouts
 
 

@@ -51,5 +51,5 @@ def with_date_of(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
 
 def _saved_date(checkpoint: Path) -> str | None:
     """The date in a checkpoint's settings; None if its run had none."""
-    found = (saved_settings(checkpoint, read_common(checkpoint)) or {}).get("--chat-template-date")
-    return found if isinstance(found, str) else None
+    date = (saved_settings(checkpoint, read_common(checkpoint)) or {}).get("--chat-template-date")
+    return date if isinstance(date, str) else None

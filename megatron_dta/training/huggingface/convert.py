@@ -355,9 +355,9 @@ def model_of_checkpoint(path: Path, template: Path) -> ModelConfig:
         raise InputError(f"{path}: its settings name LoRA adapters that cannot be ({error})") from error
     for setting in fields(ModelConfig):
         flag, here = flag_of(setting), getattr(model, setting.name)
-        there = saved.get(flag, here)
-        if setting.name in settings and setting.name not in _FREE_SETTINGS and there != here:
-            raise InputError(f"{path}: is of another model: {flag} is {there} there and {here} by {template}")
+        saved_value = saved.get(flag, here)
+        if setting.name in settings and setting.name not in _FREE_SETTINGS and saved_value != here:
+            raise InputError(f"{path}: is of another model: {flag} is {saved_value} there and {here} by {template}")
     return model
 
 

@@ -310,8 +310,8 @@ def _parameters(rules: list[Rule], shape: ModelShape) -> list[Parameter]:
     for layer in range(shape.num_layers):
         mixture = shape.moe_layers[layer]
         attention = Place.RECURRENT if shape.is_linear(layer) else Place.ATTENTION
-        places = {Place.LAYER, attention, Place.MIXTURE if mixture else Place.DENSE}
-        parameters += [_parameter(rule, shape, layer) for rule in rules if rule.place in places]
+        kinds = {Place.LAYER, attention, Place.MIXTURE if mixture else Place.DENSE}
+        parameters += [_parameter(rule, shape, layer) for rule in rules if rule.place in kinds]
         for expert in range(shape.num_experts or 0) if mixture else ():
             parameters += [_parameter(rule, shape, layer, expert) for rule in rules if rule.place is Place.EXPERT]
     ends = {Place.END} | ({Place.OUTPUT} if shape.untie_embeddings_and_output_weights else set())

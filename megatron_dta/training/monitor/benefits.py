@@ -16,8 +16,8 @@ Records = Sequence[Mapping[str, Any]]
 
 def benefit_sentences(records: Records) -> list[str]:
     """The sentences of all methods that the run used."""
-    found = (tree_benefit(records), treepo_benefit(records), drafting_benefit(records))
-    return [sentence for sentence in found if sentence is not None]
+    sentences = (tree_benefit(records), treepo_benefit(records), drafting_benefit(records))
+    return [sentence for sentence in sentences if sentence is not None]
 
 
 def tree_benefit(records: Records) -> str | None:

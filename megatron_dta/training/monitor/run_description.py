@@ -159,8 +159,8 @@ def _devices_text(run: BuiltRun) -> str:
     count = run.mesh.world_size
     processes = "1 process" if count == 1 else f"{count} processes"
     if run.device.type == "cuda":
-        found = torch.cuda.get_device_properties(run.device)
-        return f"{count} x {found.name}, {found.total_memory / GIB:.1f} GiB each"
+        gpu = torch.cuda.get_device_properties(run.device)
+        return f"{count} x {gpu.name}, {gpu.total_memory / GIB:.1f} GiB each"
     threads = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0))
     return f"CPU: {processes}, threads each {threads}, cores on this machine {cores}; no CUDA GPU is used"
@@ -197,7 +197,7 @@ def _output_text(run: BuiltRun) -> str:
     config = run.config
     logging, save = config.logging, config.checkpoint.save
     inside = [Path(save) / "rollouts"] if save and logging.save_rollouts_interval else []
-    inside += [Path(place) for place in (run.metrics, logging.timeline_dir, logging.tensorboard_dir) if place]
+    inside += [Path(path) for path in (run.metrics, logging.timeline_dir, logging.tensorboard_dir) if path]
     named = [] if save is None else [f"{save}: checkpoints"]
     named += [str(p.relative_to(save)) if save and p.is_relative_to(save) else str(p) for p in inside]
     named += [f"Weights & Biases {logging.wandb_project}"] if logging.wandb_project else []
@@ -207,16 +207,16 @@ def _output_text(run: BuiltRun) -> str:
 
 def parameter_counts(model_chunks: Sequence[torch.nn.Module], mesh: Mesh, config: TrainConfig) -> tuple[int, int]:
     """Numbers of all parameters and of trained parameters in the whole model. All ranks of a replica must call this."""
-    own = [0, 0]
+    counts = [0, 0]
     for chunk in model_chunks:
         for parameter in chunk.parameters():
             is_copy = getattr(parameter, "shared", False)
             is_split = getattr(parameter, "tensor_model_parallel", False)
             if is_copy or (mesh.tensor_rank > 0 and not is_split):
                 continue
-            own[0] += parameter.numel()
-            own[1] += parameter.numel() * parameter.requires_grad
-    total, trained = map(sum, zip(*mesh.gather_over_replica(own), strict=True))
+            counts[0] += parameter.numel()
+            counts[1] += parameter.numel() * parameter.requires_grad
+    total, trained = map(sum, zip(*mesh.gather_over_replica(counts), strict=True))
     if config.model.num_experts is not None and mesh.world_size > 1:
         # Expert parallelism does not follow replicas, so experts are counted over the whole model.
         whole = DecoderShape.of(config.model).num_parameters

@@ -42,8 +42,8 @@ class Stopwatch:
 def step_sizes(engine: TreeEngine, batch: TreeBatch) -> dict[str, Any]:
     """Sizes of the forests of all data-parallel ranks, and floating-point operations with and without sharing."""
     plan = batch.plan
-    own = (plan.num_sequence_tokens, plan.segments.tree.num_tokens, plan.segments.num_segments)
-    of_ranks = engine.mesh.gather_over_data((*own, *engine.operations(plan)))
+    sizes = (plan.num_sequence_tokens, plan.segments.tree.num_tokens, plan.segments.num_segments)
+    of_ranks = engine.mesh.gather_over_data((*sizes, *engine.operations(plan)))
     tokens, unique, segments, tree, dense = map(sum, zip(*of_ranks, strict=True))
     return {
         "tokens": tokens,

@@ -152,10 +152,10 @@ class Watchdog:
             _report("error: rank 0 or the launcher died: the job's key-value store is gone")
             return
         others = [(rank, seen) for rank, seen in enumerate(self._seen) if rank != self._mesh.rank]
-        gone = [(rank, seen) for rank, seen in others if seen.beat in ("", before[rank]) and seen.beat != _FINISHED]
+        silent = [(rank, seen) for rank, seen in others if seen.beat in ("", before[rank]) and seen.beat != _FINISHED]
         away = [(rank, seen) for rank, seen in others if seen.place]
-        if gone:
-            names = ", ".join(f"rank {rank} in {seen.phase}" for rank, seen in gone)
+        if silent:
+            names = ", ".join(f"rank {rank} in {seen.phase}" for rank, seen in silent)
             _report(f"error: died: {names}; rank {self._mesh.rank} noticed it in {self._phase}")
         elif away and time.monotonic() - self._entered > self.limit_s:
             names = ", ".join(f"rank {rank} in {seen.phase} at {seen.place}" for rank, seen in away)

@@ -115,14 +115,18 @@ class TrainingOptimizer:
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Master weights and moments on the device of the weights; the weights themselves are not among them."""
-        own = {parameter.untyped_storage().data_ptr() for chunk in self.chunks for parameter in chunk.parameters()}
+        storages = {parameter.untyped_storage().data_ptr() for chunk in self.chunks for parameter in chunk.parameters()}
         device = next(self.chunks[0].parameters()).device
-        found = []
+        tensors = []
         for optimizer in self._optimizers():
             adam = optimizer.optimizer
-            found += [parameter for group in adam.param_groups for parameter in group["params"]]
-            found += [value for state in adam.state.values() for value in state.values() if torch.is_tensor(value)]
-        return [each for each in found if each.device == device and each.untyped_storage().data_ptr() not in own]
+            tensors += [parameter for group in adam.param_groups for parameter in group["params"]]
+            tensors += [value for state in adam.state.values() for value in state.values() if torch.is_tensor(value)]
+        return [
+            tensor
+            for tensor in tensors
+            if tensor.device == device and tensor.untyped_storage().data_ptr() not in storages
+        ]
 
     def gradient_buffers(self) -> list[torch.Tensor]:
         """The buffers into which backward passes accumulate."""
@@ -152,9 +156,9 @@ class TrainingOptimizer:
         if is_loading or len(self.optimizer.state):
             divided = fully_parallel and self._is_distributed and not is_loading
             metadata = _UNPREFIXED | (_RESHARDABLE if self._is_distributed else {}) | (_DIVIDED if divided else {})
-            found = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
-            found = _without_classes(found)
-            state["optimizer"] = keep_owned(found) if divided else found
+            optimizer_state = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+            optimizer_state = _without_classes(optimizer_state)
+            state["optimizer"] = keep_owned(optimizer_state) if divided else optimizer_state
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,8 +169,8 @@ class TrainingOptimizer:
             for index, optimizer in enumerate(parts):
                 loaded = state["optimizer"][index] if len(parts) > 1 else state["optimizer"]
                 # If the checkpoint's mesh had several optimizers, their states are stored next to this one by number.
-                own = {name: value for name, value in loaded.items() if not isinstance(name, int)}
-                (_load_distributed if self._is_distributed else _load)(optimizer, own, steps)
+                optimizer_state = {name: value for name, value in loaded.items() if not isinstance(name, int)}
+                (_load_distributed if self._is_distributed else _load)(optimizer, optimizer_state, steps)
         # Megatron's schedule adds the loaded steps to its own.
         self.schedule.num_steps = 0
         self.schedule.load_state_dict(state["opt_param_scheduler"])
@@ -182,8 +186,8 @@ def _steps_in(state: Any) -> list[Any]:
         return [step for part in state for step in _steps_in(part)]
     if not isinstance(state, dict):
         return []
-    own = [state[name] for name in ("common_step", "step") if name in state]
-    return own + [step for part in state.values() for step in _steps_in(part)]
+    steps = [state[name] for name in ("common_step", "step") if name in state]
+    return steps + [step for part in state.values() for step in _steps_in(part)]
 
 
 def _without_classes(state: Any) -> Any:

@@ -54,12 +54,12 @@ class WholeParameters:
     ``[begin:end]`` returns the elements of a parameter, or a meta tensor if another rank owns the parameter.
     """
 
-    def __init__(self, found: dict[tuple[int, int], Tensor]) -> None:
-        self._found = found
+    def __init__(self, parts: dict[tuple[int, int], Tensor]) -> None:
+        self._parts = parts
 
     def __getitem__(self, part: slice) -> Tensor:
-        own = self._found.get((part.start, part.stop))
-        return torch.empty(part.stop - part.start, device="meta") if own is None else own
+        values = self._parts.get((part.start, part.stop))
+        return torch.empty(part.stop - part.start, device="meta") if values is None else values
 
 
 def owned_state(optimizer: Any) -> dict[Any, Any]:
@@ -71,12 +71,12 @@ def owned_state(optimizer: Any) -> dict[Any, Any]:
     state: dict[Any, Any] = {"buckets_coalesced": True}
     for index, ranges in enumerate(optimizer.gbuf_ranges):
         (dtype,) = ranges
-        found: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in names}
+        parts_of: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in names}
         for placement in placements(optimizer.buffers[index], optimizer.data_parallel_group.size()):
             tensors = _whole(optimizer, index, ranges[dtype][placement.bucket], placement, names)
             for name, values in tensors.items():
-                found[name][placement.begin, placement.end] = values
-        state[index] = {dtype: {name: WholeParameters(parts) for name, parts in found.items()}}
+                parts_of[name][placement.begin, placement.end] = values
+        state[index] = {dtype: {name: WholeParameters(parts) for name, parts in parts_of.items()}}
     return state
 
 
@@ -120,22 +120,22 @@ def _whole(
         return {}
     group, owner = optimizer.data_parallel_group_gloo, placement.owner
     tensors = optimizer._get_main_param_and_optimizer_states(placement.parameter)
-    own = {name: tensors[name].detach().to("cpu", torch.float32).contiguous().view(-1) for name in names}
+    rank_tensors = {name: tensors[name].detach().to("cpu", torch.float32).contiguous().view(-1) for name in names}
     part = bucket_ranges["param_map"][placement.parameter]["param"]
     if (part.start, part.end) != (placement.pieces[rank].start, placement.pieces[rank].stop):
         raise RuntimeError(f"a parameter of buffer {index} has an unexpected offset")
     if len(placement.pieces) == 1:
         # The state itself may already be on the host, where the next step would change it.
-        return {name: values.clone() for name, values in own.items()}
+        return {name: values.clone() for name, values in rank_tensors.items()}
     whole = {}
     for name in names:
         if rank != owner:
-            torch.distributed.send(own[name], group=group, group_dst=owner)
+            torch.distributed.send(rank_tensors[name], group=group, group_dst=owner)
             continue
         whole[name] = torch.empty(placement.end - placement.begin, dtype=torch.float32)
         for other, piece in placement.pieces.items():
             if other == owner:
-                whole[name][piece] = own[name]
+                whole[name][piece] = rank_tensors[name]
             else:
                 torch.distributed.recv(whole[name][piece], group=group, group_src=other)
     return whole

@@ -25,10 +25,10 @@ class HostStorages:
 
     def __init__(self, tensors: Iterable[Tensor], keep: bool = True, constant: bool = False) -> None:
         self._keep, self._constant = keep, constant
-        found = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.numel()}
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.numel()}
         self._bytes = [
             torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-            for tensor in found.values()
+            for tensor in storages.values()
         ]
         self._sizes = [view.numel() for view in self._bytes]
         self._copies: list[Tensor] | None = None

@@ -154,8 +154,8 @@ def _refuse_unsupported(values: HfValues, family: Family) -> None:
         raise values.error(f"hidden_act {values.text('hidden_act')} is not supported; supported is silu")
     for key in ("attention_bias", "qkv_bias", "mlp_bias"):
         # Qwen2 always has a bias on query, key and value, without a key for it.
-        own = family.qkv_bias and key != "mlp_bias"
-        if key in values and values.flag(key) and not own:
+        follows_family = family.qkv_bias and key != "mlp_bias"
+        if key in values and values.flag(key) and not follows_family:
             raise values.error(f"{key} true is not supported for {family.architecture}")
     for key in ("attention_dropout", "hidden_dropout", "router_jitter_noise"):
         if values.get(key):

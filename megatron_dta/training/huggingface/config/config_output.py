@@ -40,19 +40,19 @@ def config_from_settings(model: ModelConfig) -> dict[str, Any]:
     config["torch_dtype"] = str(model.params_dtype).removeprefix("torch.")
     known = {setting.name: setting for setting in fields(ModelConfig)}
     for name, value in model_settings(config).items():
-        own = getattr(model, name)
-        if name not in _SAID_OTHERWISE and not _same(own, value):
+        used = getattr(model, name)
+        if name not in _SAID_OTHERWISE and not _same(used, value):
             raise InputError(
-                f"{flag_of(known[name])} is {own}, which no supported Hugging Face architecture has (it would be "
+                f"{flag_of(known[name])} is {used}, which no supported Hugging Face architecture has (it would be "
                 f"{value}); train with --swiglu --disable-bias-linear --normalization RMSNorm for a model that exports"
             )
     return config
 
 
-def _same(own: Any, value: Any) -> bool:
-    if type(own) is float or type(value) is float:
-        return None not in (own, value) and math.isclose(own, value, rel_tol=1e-12)
-    return own == value
+def _same(setting: Any, value: Any) -> bool:
+    if type(setting) is float or type(value) is float:
+        return None not in (setting, value) and math.isclose(setting, value, rel_tol=1e-12)
+    return setting == value
 
 
 def huggingface_config(model: ModelConfig) -> dict[str, Any]:

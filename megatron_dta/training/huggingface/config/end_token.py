@@ -26,8 +26,8 @@ def name_end_token(folder: Path, end_id: int) -> None:
     config = _read(folder / CONFIG_FILE)
     holders = [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
     # A model around the text model may leave the token to it.
-    holders = [each for each in holders if _KEY in each] or holders[-1:]
-    if any([_add_id(each, end_id, keep=False) for each in holders]):
+    holders = [holder for holder in holders if _KEY in holder] or holders[-1:]
+    if any([_add_id(holder, end_id, keep=False) for holder in holders]):
         _write(folder / CONFIG_FILE, config)
     path = folder / "generation_config.json"
     if path.is_file():
@@ -65,7 +65,7 @@ def _text_of(path: Path, token_id: int) -> str | None:
     if not path.is_file():
         return None
     added = _read(path).get("added_tokens") or ()
-    return next((each["content"] for each in added if each.get("id") == token_id), None)
+    return next((token["content"] for token in added if token.get("id") == token_id), None)
 
 
 def _read(path: Path) -> dict[str, Any]:
