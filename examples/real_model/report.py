@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 
 from megatron_dta.common.command_line import CommandLineParser
@@ -41,8 +42,9 @@ def main() -> int:
     }
     if not all(len(curve) > 1 for curve in curves.values()):
         raise InputError(f"{arguments.out}: no metrics of finished runs")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     summary = {
-        "measured_on": measured_on(),
+        **measured_on("GRPO of SmolLM2-135M-Instruct, examples/real_model.sh", vars(arguments), device),
         "runs": {run: {"held_out": curves[run], **seconds_of(steps)} for run, steps in records.items()},
     }
     with replacing(arguments.out / "summary.json") as unfinished:
@@ -97,7 +99,6 @@ def plot(curves: dict[str, list], records: dict[str, list[dict[str, Any]]], pict
 
 def print_answers(start: Path, trained: Path, questions: Path, max_new_tokens: int) -> None:
     """Three questions, each with the greedy answers of both models."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rows = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()[:3]]
