@@ -37,13 +37,13 @@ real() { # FOLDER of the model
   local chat=(--bf16 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$1" --apply-chat-template
     --max-position-embeddings 128 --seed "$seed")
   echo "== 2. supervised training: 8 steps of 8 solved problems"
-  "$python" examples/real_model/sums.py --output "$out/data" --max-operand 12 --held-out 32 --warmup 64 --seed "$seed"
+  "$python" examples/real_model/sums.py --output "$out/data" --max-operand 20 --held-out 48 --warmup 64 --seed "$seed"
   "$python" -m megatron_dta.train "${chat[@]}" --load-hf "$1" --objective sft --rollouts "$out/data/warmup.jsonl" \
     --global-batch-size 8 --lr 2e-5 --train-iters 8 --save "$out/warmup" --save-hf "$out/warmup-hf" --log-interval 4
   echo "== 3. GRPO: $steps steps of 16 problems x 8 samples"
   "$python" -m megatron_dta.train "${chat[@]}" --load-hf "$out/warmup-hf" \
     --prompt-data "$out/data/prompts.jsonl" --reward-function examples/real_model/sums.py:reward \
-    --eval-prompt-data "$out/data/held_out.jsonl" --n-samples-per-eval-prompt 4 --eval-interval $(((steps + 2) / 3)) \
+    --eval-prompt-data "$out/data/held_out.jsonl" --eval-interval $(((steps + 2) / 3)) \
     --rollout-batch-size 16 --n-samples-per-prompt 8 --rollout-max-response-len 6 --lr 2e-5 --train-iters "$steps" \
     --save "$out/grpo" --save-hf "$out/grpo-hf" --save-rollouts-interval "$steps" --log-interval 5
   echo "== 4. what it showed"
