@@ -12,10 +12,9 @@ from conftest import seed_all
 from direct_layer_cases import check_both_ways, plain_weights
 from fused_layers_cases import fused
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.config.checks.mesh import check_context_parallel, check_world_size
 from megatron_dta.extras.parity import random_training_samples
-from mesh_cases import FULL_RECOMPUTE, MeshSuite
+from mesh_cases import FULL_RECOMPUTE, MeshSuite, sizes
 from mesh_worker import RankResult
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, moe_weights
 from tree_engine_cases import (
@@ -33,27 +32,17 @@ needs_kernels = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", re
 FOUR_HEADS = {"num_attention_heads": 8, "num_query_groups": 4, "hidden_size": 32}
 
 
-def _sizes(context: int, tensor: int = 1, pipeline: int = 1, **more: object) -> ParallelConfig:
-    return ParallelConfig(
-        tensor_model_parallel_size=tensor,
-        sequence_parallel=tensor > 1,
-        pipeline_model_parallel_size=pipeline,
-        context_parallel_size=context,
-        **more,
-    )
-
-
 MESHES = {
-    "cp2": (2, _sizes(2), [0]),
-    "cp2-autograd": (2, _sizes(2, no_gradient_accumulation_fusion=True), [0]),
-    "cp4": (4, _sizes(4), [0]),
-    "cp2-tp2": (4, _sizes(2, tensor=2), [0]),
-    "cp2-pp2": (4, _sizes(2, pipeline=2), [0]),
-    "cp2-dp2": (4, _sizes(2), [4, 0]),
-    "cp2-dp2-idle-overlap": (4, _sizes(2, overlap_grad_reduce=True, ddp_bucket_size=900), [99, 0]),
-    "cp2-ep2": (2, _sizes(2, expert_model_parallel_size=2), [0]),
-    "cp2-dp2-ep4": (4, _sizes(2, expert_model_parallel_size=4), [5, 0]),
-    "cp2-tp2-ep2": (4, _sizes(2, tensor=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1), [0]),
+    "cp2": (2, sizes(cp=2), [0]),
+    "cp2-autograd": (2, sizes(cp=2, no_gradient_accumulation_fusion=True), [0]),
+    "cp4": (4, sizes(cp=4), [0]),
+    "cp2-tp2": (4, sizes(cp=2, tp=2, sp=True), [0]),
+    "cp2-pp2": (4, sizes(cp=2, pp=2), [0]),
+    "cp2-dp2": (4, sizes(cp=2), [4, 0]),
+    "cp2-dp2-idle-overlap": (4, sizes(cp=2, overlap_grad_reduce=True, ddp_bucket_size=900), [99, 0]),
+    "cp2-ep2": (2, sizes(cp=2, ep=2), [0]),
+    "cp2-dp2-ep4": (4, sizes(cp=2, ep=4), [5, 0]),
+    "cp2-tp2-ep2": (4, sizes(cp=2, tp=2, sp=True, ep=2, etp=1), [0]),
 }
 COMBINATIONS = [
     *(("cp2", "qwen3", cut) for cut in ("dense", "packed-recomputed", "dta-mixed", "dta-recomputed")),
@@ -135,11 +124,11 @@ def test_sizes_that_do_not_divide_are_refused():
     for context, tensor in ((3, 1), (8, 1), (4, 2)):
         words = f"--context-parallel-size {context} x --tensor-model-parallel-size {tensor} does not divide the heads"
         with pytest.raises(InputError, match=words):
-            check_context_parallel(model, _sizes(context, tensor))
+            check_context_parallel(model, sizes(cp=context, tp=tensor, sp=tensor > 1))
     with pytest.raises(
         InputError, match="--context-parallel-size 2 does not divide the 3 processes; start a multiple of 2"
     ):
-        check_world_size(_sizes(2), 3)
+        check_world_size(sizes(cp=2), 3)
 
 
 @needs_kernels

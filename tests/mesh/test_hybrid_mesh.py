@@ -10,7 +10,7 @@ from hybrid_cases import EXPERTS, HYBRID, spread
 from lora_cases import LORA, lora_weights
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.extras.parity import random_training_samples
-from mesh_cases import FULL_RECOMPUTE, MeshSuite
+from mesh_cases import FULL_RECOMPUTE, MeshSuite, sizes
 from mesh_worker import RankResult
 from tree_engine_cases import branching_sequences, check_siblings, model_config, siblings, tree_config, weights_of
 
@@ -28,29 +28,21 @@ CUTS = {"dense": ("dense", 9, None), "dta": ("dta", 6, None), "dta-mixed": ("dta
 # Segments shorter than the context ranks.
 SHORT = {"short": ("dta", 3, None)}
 MESHES = {
-    "tp2": (2, ParallelConfig(tensor_model_parallel_size=2), [0]),
-    "tp2-sp": (2, ParallelConfig(**SP), [0]),
+    "tp2": (2, sizes(tp=2), [0]),
+    "tp2-sp": (2, sizes(**SP), [0]),
     "dp2": (2, ParallelConfig(), [4, 0]),
-    "dp2-idle-overlap": (2, ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=900), [0, 0]),
-    "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*3|tL"), [0]),
-    "pp2-vp2": (
-        2,
-        ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
-        [0],
-    ),
-    "ep2": (2, ParallelConfig(expert_model_parallel_size=2), [4, 0]),
-    "ep2-idle": (2, ParallelConfig(expert_model_parallel_size=2), [0, 0]),
-    "cp2": (2, ParallelConfig(context_parallel_size=2), [0]),
-    "cp2-tp2": (4, ParallelConfig(context_parallel_size=2, **SP), [0]),
-    "cp2-pp2": (4, ParallelConfig(context_parallel_size=2, pipeline_model_parallel_size=2), [0]),
-    "cp2-ep2": (2, ParallelConfig(context_parallel_size=2, expert_model_parallel_size=2), [0]),
-    "cp2-dp2-idle": (
-        4,
-        ParallelConfig(context_parallel_size=2, overlap_grad_reduce=True, ddp_bucket_size=900),
-        [99, 0],
-    ),
-    "cp4": (4, ParallelConfig(context_parallel_size=4), [0]),
-    "tp2-ep2": (2, ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=1, **SP), [0]),
+    "dp2-idle-overlap": (2, sizes(overlap_grad_reduce=True, ddp_bucket_size=900), [0, 0]),
+    "pp2": (2, sizes(pp=2, layout="Et*3|tL"), [0]),
+    "pp2-vp2": (2, sizes(pp=2, vpp=2), [0]),
+    "ep2": (2, sizes(ep=2), [4, 0]),
+    "ep2-idle": (2, sizes(ep=2), [0, 0]),
+    "cp2": (2, sizes(cp=2), [0]),
+    "cp2-tp2": (4, sizes(cp=2, **SP), [0]),
+    "cp2-pp2": (4, sizes(cp=2, pp=2), [0]),
+    "cp2-ep2": (2, sizes(cp=2, ep=2), [0]),
+    "cp2-dp2-idle": (4, sizes(cp=2, overlap_grad_reduce=True, ddp_bucket_size=900), [99, 0]),
+    "cp4": (4, sizes(cp=4), [0]),
+    "tp2-ep2": (2, sizes(ep=2, etp=1, **SP), [0]),
 }
 # Planned within MiB: what is kept, recomputed and in flight follows from the counted bytes. Segments of 6 tokens.
 MEMORY = {

@@ -7,9 +7,8 @@ import torch
 
 from conftest import seed_all
 from lora_cases import is_adapter, lora_config, lora_weights
-from megatron_dta.core.config import ParallelConfig
 from megatron_dta.extras.parity import random_training_samples
-from mesh_cases import FULL_RECOMPUTE, MeshSuite
+from mesh_cases import FULL_RECOMPUTE, MeshSuite, sizes
 from mesh_worker import RankResult
 from tree_engine_cases import QWEN2, QWEN3, branching_sequences, weights_of
 from weight_shards import join_shards
@@ -27,32 +26,20 @@ MODELS = {
     "attention": EXPERTS | {"lora_target_modules": ["linear_qkv", "linear_proj"]},
 }
 MESHES = {
-    "tp2": (2, ParallelConfig(tensor_model_parallel_size=2), [0]),
-    "tp2-sp": (2, ParallelConfig(**SP), [0]),
-    "cp2": (2, ParallelConfig(context_parallel_size=2), [0]),
-    "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2), [0]),
-    "pp2-alone": (
-        2,
-        ParallelConfig(
-            pipeline_model_parallel_size=2,
-            num_virtual_stages_per_pipeline_rank=2,
-            pipeline_model_parallel_layout="E|tt|tt|L",
-        ),
-        [0],
-    ),
-    "dp2-overlap": (2, ParallelConfig(**OVERLAP), [7, 0]),
-    "dp2-idle-overlap": (2, ParallelConfig(**OVERLAP), [99, 0]),
-    "ep2": (2, ParallelConfig(expert_model_parallel_size=2), [4, 0]),
-    "ep2-overlap": (2, ParallelConfig(expert_model_parallel_size=2, **OVERLAP), [9, 0]),
-    "ep2-over-tp2": (
-        2,
-        ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=1, **SP),
-        [0],
-    ),
-    "etp1-tp2": (2, ParallelConfig(expert_tensor_parallel_size=1, **SP), [0]),
-    "etp2": (2, ParallelConfig(expert_model_parallel_size=1, **SP), [0]),
-    "tp2-sp-pp2": (4, ParallelConfig(pipeline_model_parallel_size=2, **SP), [0]),
-    "tp2-dp2-overlap": (4, ParallelConfig(tensor_model_parallel_size=2, **OVERLAP), [5, 0]),
+    "tp2": (2, sizes(tp=2), [0]),
+    "tp2-sp": (2, sizes(**SP), [0]),
+    "cp2": (2, sizes(cp=2), [0]),
+    "pp2": (2, sizes(pp=2), [0]),
+    "pp2-alone": (2, sizes(pp=2, vpp=2, layout="E|tt|tt|L"), [0]),
+    "dp2-overlap": (2, sizes(**OVERLAP), [7, 0]),
+    "dp2-idle-overlap": (2, sizes(**OVERLAP), [99, 0]),
+    "ep2": (2, sizes(ep=2), [4, 0]),
+    "ep2-overlap": (2, sizes(ep=2, **OVERLAP), [9, 0]),
+    "ep2-over-tp2": (2, sizes(ep=2, etp=1, **SP), [0]),
+    "etp1-tp2": (2, sizes(etp=1, **SP), [0]),
+    "etp2": (2, sizes(ep=1, **SP), [0]),
+    "tp2-sp-pp2": (4, sizes(pp=2, **SP), [0]),
+    "tp2-dp2-overlap": (4, sizes(tp=2, **OVERLAP), [5, 0]),
 }
 COMBINATIONS = [
     *(("tp2-sp", "qwen3", cut) for cut in ("dense", "dta-mixed")),

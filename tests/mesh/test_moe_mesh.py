@@ -12,7 +12,7 @@ import torch
 from conftest import seed_all
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.extras.parity import random_training_samples
-from mesh_cases import FULL_RECOMPUTE, MeshSuite
+from mesh_cases import FULL_RECOMPUTE, MeshSuite, sizes
 from mesh_worker import RankResult, copy_shards, run_on_ranks
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, QWEN3_MOE, moe_weights, updated_expert_biases
 from tree_engine_cases import branching_sequences, model_config, siblings
@@ -45,15 +45,11 @@ MESHES = {
     "ep2-shapes": (2, EP, [[0, 1, 2, 3], [4, 5, 6, 7, 8]]),
     "ep2-idle": (2, EP, [0, 0]),
     "ep2-overlap": (2, replace(EP, **OVERLAP), [7, 0]),
-    "etp1-tp2": (2, ParallelConfig(expert_tensor_parallel_size=1, **SP), [0]),
+    "etp1-tp2": (2, sizes(etp=1, **SP), [0]),
     "ep2-over-tp2": (2, replace(EP, expert_tensor_parallel_size=1, **SP), [0]),
     "ep2-tp2": (4, replace(EP, expert_tensor_parallel_size=1, **SP), [3, 0]),
     "ep2-etp2": (4, replace(EP, **SP), [3, 0]),
-    "ep4": (
-        4,
-        replace(EP, expert_model_parallel_size=4, expert_tensor_parallel_size=1, **SP),
-        [7, 0],
-    ),
+    "ep4": (4, replace(EP, expert_model_parallel_size=4, expert_tensor_parallel_size=1, **SP), [7, 0]),
     "ep2-dp4": (4, EP, [1, 0, 6, 0]),
     "ep2-dp4-overlap": (4, replace(EP, **OVERLAP), [0, 0, 6, 0]),
 }

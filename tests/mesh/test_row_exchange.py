@@ -17,6 +17,7 @@ from megatron_dta.core.model.experts import expert_rows as rows_module
 from megatron_dta.core.model.experts.routed_layer import TreeMoELayer
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.expert_parallel.row_exchange import RowExchange
+from mesh_cases import sizes
 from mesh_worker import run_on_ranks
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import model_config
@@ -97,14 +98,14 @@ def exchange(rank: int, meshes: dict[str, tuple[ParallelConfig, list[int]]]) -> 
 
 MESHES = {
     2: {
-        "ep2": (ParallelConfig(expert_model_parallel_size=2), [31, 14]),
-        "ep2-idle": (ParallelConfig(expert_model_parallel_size=2), [1, 9]),
-        "etp2": (ParallelConfig(**SP), [12, 12]),
+        "ep2": (sizes(ep=2), [31, 14]),
+        "ep2-idle": (sizes(ep=2), [1, 9]),
+        "etp2": (sizes(**SP), [12, 12]),
     },
     4: {
-        "ep4": (ParallelConfig(expert_model_parallel_size=4), [5, 17, 1, 8]),
-        "ep2-etp2": (ParallelConfig(expert_model_parallel_size=2, **SP), [6, 6, 19, 19]),
-        "ep2-dp4": (ParallelConfig(expert_model_parallel_size=2), [5, 1, 3, 11]),
+        "ep4": (sizes(ep=4), [5, 17, 1, 8]),
+        "ep2-etp2": (sizes(ep=2, **SP), [6, 6, 19, 19]),
+        "ep2-dp4": (sizes(ep=2), [5, 1, 3, 11]),
     },
 }
 

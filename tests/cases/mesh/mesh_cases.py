@@ -42,6 +42,23 @@ def partition_of(count: int, sizes: Sequence[int] | Sequence[Sequence[int]]) -> 
     return [list(range(bounds[i], bounds[i + 1])) for i in range(len(sizes))]
 
 
+SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "sp": "sequence_parallel",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "num_virtual_stages_per_pipeline_rank",
+    "layout": "pipeline_model_parallel_layout",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+
+
+def sizes(**fields: object) -> ParallelConfig:
+    """A mesh by its sizes' short names, and other fields by their own."""
+    return ParallelConfig(**{SHORT.get(name, name): value for name, value in fields.items()})
+
+
 def joined(ranks: list[RankResult], model: ModelConfig, partition: list[list[int]]) -> Outcome:
     """The outcome of all ranks as if one had computed it; what ranks should agree on must agree bit for bit."""
     assert len({rank.loss for rank in ranks}) == 1

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from conftest import seed_all
-from megatron_dta.core.config import ParallelConfig
 from megatron_dta.extras.parity import random_training_samples
-from mesh_cases import FULL_RECOMPUTE, MeshSuite
+from mesh_cases import FULL_RECOMPUTE, MeshSuite, sizes
 from mesh_worker import MeshCase
 from moe_cases import QWEN3_MOE, moe_weights
 from tree_engine_cases import (
@@ -35,55 +34,18 @@ ARCHITECTURES = {
     },
 }
 MESHES = {
-    "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2), [0]),
-    "pp2-vpp2": (2, ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2), [0]),
-    "pp2-uneven": (2, ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettt|tL"), [0]),
-    "pp2-embedding-alone": (
-        2,
-        ParallelConfig(
-            pipeline_model_parallel_size=2,
-            num_virtual_stages_per_pipeline_rank=2,
-            pipeline_model_parallel_layout="E|tt|tt|L",
-        ),
-        [0],
-    ),
-    "pp4": (4, ParallelConfig(pipeline_model_parallel_size=4), [0]),
-    "pp2-tp2": (4, ParallelConfig(pipeline_model_parallel_size=2, tensor_model_parallel_size=2), [0]),
-    "pp2-tp2-sp-vpp2": (
-        4,
-        ParallelConfig(
-            pipeline_model_parallel_size=2,
-            tensor_model_parallel_size=2,
-            sequence_parallel=True,
-            num_virtual_stages_per_pipeline_rank=2,
-        ),
-        [0],
-    ),
-    "pp2-dp2": (4, ParallelConfig(pipeline_model_parallel_size=2), [3, 0]),
-    "pp2-ep2": (4, ParallelConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2), [3, 0]),
-    "pp2-vpp2-ep2-idle": (
-        4,
-        ParallelConfig(
-            pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2, expert_model_parallel_size=2
-        ),
-        [99, 0],
-    ),
-    "pp2-ep2-over-tp2": (
-        4,
-        ParallelConfig(
-            pipeline_model_parallel_size=2,
-            tensor_model_parallel_size=2,
-            sequence_parallel=True,
-            expert_model_parallel_size=2,
-            expert_tensor_parallel_size=1,
-        ),
-        [0],
-    ),
-    "pp2-dp2-idle-overlap": (
-        4,
-        ParallelConfig(pipeline_model_parallel_size=2, overlap_grad_reduce=True, ddp_bucket_size=900),
-        [99, 0],
-    ),
+    "pp2": (2, sizes(pp=2), [0]),
+    "pp2-vpp2": (2, sizes(pp=2, vpp=2), [0]),
+    "pp2-uneven": (2, sizes(pp=2, layout="Ettt|tL"), [0]),
+    "pp2-embedding-alone": (2, sizes(pp=2, vpp=2, layout="E|tt|tt|L"), [0]),
+    "pp4": (4, sizes(pp=4), [0]),
+    "pp2-tp2": (4, sizes(pp=2, tp=2), [0]),
+    "pp2-tp2-sp-vpp2": (4, sizes(pp=2, tp=2, sp=True, vpp=2), [0]),
+    "pp2-dp2": (4, sizes(pp=2), [3, 0]),
+    "pp2-ep2": (4, sizes(pp=2, ep=2), [3, 0]),
+    "pp2-vpp2-ep2-idle": (4, sizes(pp=2, vpp=2, ep=2), [99, 0]),
+    "pp2-ep2-over-tp2": (4, sizes(pp=2, tp=2, sp=True, ep=2, etp=1), [0]),
+    "pp2-dp2-idle-overlap": (4, sizes(pp=2, overlap_grad_reduce=True, ddp_bucket_size=900), [99, 0]),
 }
 MESHES["pp2-ep2-overlap"] = (
     4,

@@ -59,7 +59,7 @@ def test_equals_one_sequence_at_a_time_in_float64(references, mode, segment_toke
 
 def test_with_experts(references):
     model, weights, samples, expected = references["experts"]
-    for mode, segment_tokens, activation_tokens in (("dta", 7, None), ("dta", 7, 0), ("packed", 50, None)):
+    for mode, segment_tokens, activation_tokens in (("dta", 7, 0), ("packed", 50, None)):
         tree = tree_config(mode, segment_tokens, activation_tokens)
         outcome, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
         errors = compare_outcomes(outcome, expected)
@@ -85,7 +85,7 @@ def test_adapters_equal_adapted_weights(references):
 def test_a_sibling_changes_no_bit_of_another_sequence():
     model = model_config(torch.bfloat16, **HYBRID)
     weights = weights_of(model, seed=8)
-    for segment_tokens in (4, 16, 200):
+    for segment_tokens in (4, 200):
         before, after = (
             run_tree(model, weights, siblings(changed), GRPO, tree_config("dta", segment_tokens))[0].logprobs
             for changed in (False, True)
@@ -94,8 +94,8 @@ def test_a_sibling_changes_no_bit_of_another_sequence():
 
 
 def test_hundreds_of_siblings_of_one_token_behind_the_first_one():
-    """A fork at position 0 with 250 branches: runs of one token in one level, and in many segments."""
-    sequences = [np.array([5, token], np.int32) for token in range(250)] + [np.array([5, 7, 7, 9], np.int32)]
+    """A fork at position 0 with 120 branches: runs of one token in one level, and in many segments."""
+    sequences = [np.array([5, token], np.int32) for token in range(120)] + [np.array([5, 7, 7, 9], np.int32)]
     samples = random_training_samples(sequences, seed=4)
     model = model_config(vocab_size=256, **HYBRID)
     weights = spread(weights_of(model, seed=9), seed=1)
@@ -103,7 +103,7 @@ def test_hundreds_of_siblings_of_one_token_behind_the_first_one():
     for segment_tokens, activation_tokens in ((40, 0), (400, None)):
         tree = tree_config("dta", segment_tokens, activation_tokens)
         widest = prepare_batch(samples, tree).plan.runs.widest_levels
-        assert widest.max() == min(segment_tokens, 250)
+        assert widest.max() == min(segment_tokens, 120)
         outcome, _ = run_tree(model, weights, samples, GRPO, tree)
         errors = compare_outcomes(outcome, expected)
         assert errors.largest() < 1e-12, errors

@@ -70,9 +70,7 @@ def test_a_comb_of_many_forks_within_a_limit_has_the_same_gradients() -> None:
     ("layers", "dtype", "more"),
     [
         ("[1,0]", torch.float64, dict(linear_num_value_heads=8)),
-        ("[0,0,1]", torch.float32, dict(linear_key_head_dim=48, kv_channels=24)),
         ("[1,0]", torch.bfloat16, dict(linear_key_head_dim=48, kv_channels=24)),
-        ("[0,0,1]", torch.bfloat16, {}),
     ],
 )
 def test_no_op_holds_more_than_is_counted(layers: str, dtype: torch.dtype, more: dict[str, int]) -> None:
