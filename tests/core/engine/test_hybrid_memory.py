@@ -79,7 +79,7 @@ def test_no_op_holds_more_than_is_counted(layers: str, dtype: torch.dtype, more:
     wrapped = Wrapped(model, weights_of(model, seed=3), DIRECT)
     engine, rng, tree = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16), seed_all(4), tree_config("dta", tokens)
     sample = TrainingSample(rng.integers(0, VOCABULARY, tokens).astype(np.int32), np.arange(tokens) > tokens - 3)
-    # What stays for ever is made: tables.
+    # A first step makes the tables that stay from step to step.
     short = TrainingSample(sample.token_ids[:4], np.arange(4) > 0)
     engine.forward_backward(prepare_batch([short], tree, pipeline=engine.pipeline(tokens)), SFT)
     run, mode = StageRun(engine, prepare_batch([sample], tree, pipeline=engine.pipeline(tokens)), SFT), LiveBytes()

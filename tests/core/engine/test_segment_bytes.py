@@ -125,7 +125,7 @@ def check_ops(
     sizes, layers = engine.counted_bytes(), SHAPE["num_layers"]
     tree = TreeConfig(tree_mode="dta", tree_segment_tokens=24, tree_activation_tokens=activation_tokens)
     samples = samples_of(seed_all(61))
-    # What stays for ever is made: tables and sums.
+    # A first step makes the tables and sums that stay from step to step.
     short = [TrainingSample(samples[0].token_ids[:4], np.arange(4) > 0)]
     engine.forward_backward(prepare_batch(short, tree, pipeline=engine.pipeline(24)), SFT)
     batch = prepare_batch(samples, tree, pipeline=engine.pipeline(24))
