@@ -22,8 +22,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | None:
 def test_every_module_is_a_command_and_has_a_door():
     folder = Path(cli.__file__).parent / "commands"
     names, servers = (
-        {path.stem.replace("_", "-") for path in place.glob("*.py")} - {"--init--"}
-        for place in (folder, folder / "servers")
+        {path.stem.replace("_", "-") for path in commands.glob("*.py")} - {"--init--"}
+        for commands in (folder, folder / "servers")
     )
     assert names | servers | {"train"} == set(cli.COMMANDS)
     assert servers == set(cli._SERVERS)

@@ -100,7 +100,7 @@ def test_files_that_run_first_exist():
 
 def test_functions_have_few_parameters():
     """Kernels, and the rival with their contract, are exempt: they take pointers, sizes and strides one by one."""
-    found = set()
+    defined = set()
     for path in PYTHON_FILES:
         name = str(path.relative_to(REPOSITORY))
         if name.startswith(("kernels/", "tests/", "benchmarks/common/flash_attention/")):
@@ -109,8 +109,8 @@ def test_functions_have_few_parameters():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 if sum(argument.arg not in ("self", "cls") for argument in arguments) > MOST_PARAMETERS:
-                    found.add((name, node.name))
-    assert not found
+                    defined.add((name, node.name))
+    assert not defined
 
 
 def test_only_the_compatibility_module_patches_megatron_and_torch():

@@ -56,10 +56,10 @@ FOREIGN = {
 
 
 def flags_of_this_project() -> set[str]:
-    found = {action.option_strings[0] for action in build_parser()._actions}
+    flags = {action.option_strings[0] for action in build_parser()._actions}
     for file in [*(REPOSITORY / "benchmarks").rglob("*.py"), *(REPOSITORY / "megatron_dta").rglob("*.py")]:
-        found |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', file.read_text()))
-    return found
+        flags |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', file.read_text()))
+    return flags
 
 
 @pytest.mark.parametrize("name", FLAG_PAGES)
@@ -142,8 +142,8 @@ def test_metrics_exist() -> None:
     known = {name for metrics in METRICS.values() for name in metrics}
     for name in ("custom_reward.md", "custom_environment.md"):
         text = (REPOSITORY / "docs" / name).read_text()
-        for found in re.findall(r"`((?:reward|code|environment)_(?:failures|timeouts|retries|steps))`", text):
-            assert found in known
+        for metric in re.findall(r"`((?:reward|code|environment)_(?:failures|timeouts|retries|steps))`", text):
+            assert metric in known
 
 
 def python_in(name: str) -> list[str]:
@@ -211,8 +211,8 @@ def test_verls_rows_become_prompts(tmp_path: Path) -> None:
 def test_the_batched_reward_works(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(python_in("custom_reward.md")[1])
     scorer = Scorer(load_reward_function(f"{tmp_path}/r.py:rewards"))
-    found = scorer.score([Response("p", {"answer": 5}, text, []) for text in ("5", "12")])
-    assert found == pytest.approx([1.05, 0.1 / 3])
+    rewards = scorer.score([Response("p", {"answer": 5}, text, []) for text in ("5", "12")])
+    assert rewards == pytest.approx([1.05, 0.1 / 3])
     assert scorer.tally.components["right"] == (1.0, 2)
 
 

@@ -25,15 +25,15 @@ STORED = "--rollouts x.jsonl --global-batch-size 8"
 
 def train_commands() -> list[tuple[str, str, int]]:
     """(page, arguments, processes) of every training command in a block of shell code."""
-    found = []
+    commands = []
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 command = re.search(r"(?:megatron_dta\.train|megatron-dta train)\b(.*)", line)
                 if command and not line.lstrip().startswith("#"):
                     processes = re.search(r"--nproc-per-node (\d+)", line)
-                    found.append((page.name, command[1], int(processes[1]) if processes else 1))
-    return found
+                    commands.append((page.name, command[1], int(processes[1]) if processes else 1))
+    return commands
 
 
 def recipes() -> list[tuple[str, str]]:
@@ -47,12 +47,12 @@ def with_a_shipped_model(arguments: list[str], folder: Path) -> list[str]:
     changed = list(arguments)
     for flag in ("--load-hf", "--hf-checkpoint"):
         if flag in changed:
-            place = changed.index(flag) + 1
-            name = changed[place].rsplit("/", 1)[-1].lower()
+            index = changed.index(flag) + 1
+            name = changed[index].rsplit("/", 1)[-1].lower()
             known = sorted(CONFIGS.glob("*.json"))
             config = next((path for path in known if path.stem == name), CONFIGS / "qwen3-1.7b.json")
             (folder / "config.json").write_text(config.read_text())
-            changed[place] = str(folder)
+            changed[index] = str(folder)
     return changed
 
 

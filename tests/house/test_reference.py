@@ -64,9 +64,9 @@ def test_metrics_of_runs_are_listed(tmp_path: Path, name: str) -> None:
     run(f"{RUNS[name].format(tmp_path)} --save {tmp_path}/run")
     names = set()
     for row in rows_of(tmp_path / "run" / "metrics.jsonl"):
-        names |= set(row) - {"timing"} | {f"timing/{each}" for each in row["timing"]}
+        names |= set(row) - {"timing"} | {f"timing/{metric}" for metric in row["timing"]}
     assert len(names) > 20
-    assert sorted(each for each in names if not is_known(each)) == []
+    assert sorted(metric for metric in names if not is_known(metric)) == []
 
 
 def test_what_is_listed_exists() -> None:

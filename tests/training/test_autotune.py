@@ -54,7 +54,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[GpuMemory]:
     """A trainer on the CPU decides as on a GPU with this memory; the entry may be replaced."""
     current = [GpuMemory(total=20 * GIB, outside=GIB, graphs=0.0, others=0.0)]
     monkeypatch.setattr(autotune, "decides_memory", lambda config, device: config.tree.tree_memory_gib is None)
-    monkeypatch.setattr(autotune, "measure_gpu", lambda device, own, graphs=None: current[0])
+    monkeypatch.setattr(autotune, "measure_gpu", lambda device, states, graphs=None: current[0])
     monkeypatch.setattr("megatron_dta.wiring.setup.TreeEngine", TimedEngine)
     return current
 
@@ -140,9 +140,9 @@ def test_a_step_that_runs_out_of_memory_is_planned_again_with_less(memory: list[
     twin, _ = make_trainer(arguments)
     trainer, output = make_trainer(arguments)
     failing = trainer.engine.forward_backward = Failing(trainer.engine, 1)
-    for expected, found in zip(steps(twin, 3), steps(trainer, 3), strict=True):
-        assert found["loss"] == expected["loss"]
-        assert found["grad_norm"] == expected["grad_norm"]
+    for expected, record in zip(steps(twin, 3), steps(trainer, 3), strict=True):
+        assert record["loss"] == expected["loss"]
+        assert record["grad_norm"] == expected["grad_norm"]
     for one, other in zip(twin.model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(one, other)
     assert failing.limits == [18, 15, 15, 15]

@@ -45,14 +45,14 @@ class HostMemory(TorchDispatchMode):
         self.largest = self.total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         views = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor) and t.device.type == "cpu"}
-        for tensor in found if isinstance(found, (tuple, list)) else [found]:
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 if tensor.untyped_storage().data_ptr() in views:
                     continue
                 self.largest, self.total = max(self.largest, tensor.numel()), self.total + tensor.numel()
-        return found
+        return result
 
 
 @pytest.fixture

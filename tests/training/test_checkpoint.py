@@ -71,10 +71,10 @@ def test_steps_in_waiting_survive(tmp_path: Path) -> None:
     run = Run(3)
     run.save(tmp_path, 1, {"rollout_batches": 2, "waiting": pack_steps(steps)})
     _, progress, _ = run.load(find_checkpoint(tmp_path))
-    found = unpack_steps(progress["waiting"])
+    unpacked = unpack_steps(progress["waiting"])
     assert progress["rollout_batches"] == 2
-    assert [step.statistics for step in found] == [step.statistics for step in steps]
-    for step, expected in zip(found, steps, strict=True):
+    assert [step.statistics for step in unpacked] == [step.statistics for step in steps]
+    for step, expected in zip(unpacked, steps, strict=True):
         for left, right in zip(step.samples, expected.samples, strict=True):
             for name in ("token_ids", "loss_mask", "advantages", "old_logprobs", "ref_logprobs"):
                 values, wanted = getattr(left, name), getattr(right, name)
@@ -188,9 +188,9 @@ def test_an_interrupted_save_leaves_the_last_good_one(tmp_path: Path, monkeypatc
         patch.setattr(checkpoint_writer.dist_checkpointing, "save", full)
         with pytest.raises(InputError, match=r"iter_0000002: the checkpoint cannot be written .*No space left"):
             run.save(tmp_path, 2)
-    for place, name in (("dist_checkpointing", "save"), ("os", "replace")):
+    for module, name in (("dist_checkpointing", "save"), ("os", "replace")):
         with monkeypatch.context() as patch:
-            patch.setattr(getattr(checkpoint_writer, place), name, fail)
+            patch.setattr(getattr(checkpoint_writer, module), name, fail)
             with pytest.raises(KeyboardInterrupt):
                 run.save(tmp_path, 2)
         assert find_checkpoint(tmp_path).name == "iter_0000001"

@@ -136,7 +136,7 @@ def test_the_converter_compares_checksums(tmp_path: Path, monkeypatch: pytest.Mo
     save_huggingface(tmp_path / "hf", "qwen2", 60)
     checkpoint = to_megatron(tmp_path / "hf", tmp_path / "megatron")
     assert read_checksums(checkpoint).keys() == {file.name for file in checkpoint.iterdir()} - {CHECKSUMS}
-    file = max(checkpoint.glob("*.distcp"), key=lambda each: each.stat().st_size)
+    file = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     content = file.read_bytes()
     # A number in the middle of a tensor.
     for position in range(len(content) // 2, len(content)):

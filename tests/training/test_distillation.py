@@ -60,20 +60,20 @@ def one_by_one(
     student = build_stock_model(model, torch.device("cpu"))
     student.load_state_dict(weights)
     frozen = []
-    for shape, own in teachers:
+    for shape, state in teachers:
         frozen.append(build_stock_model(shape, torch.device("cpu")))
-        frozen[-1].load_state_dict(own)
+        frozen[-1].load_state_dict(state)
     counted = np.array([sample.num_trained for sample in samples])
     factors = loss_weights(counted, "sequence-mean", sequence_weights=np.array([s.weight for s in samples]))
     total = divergence = 0.0
     for sample, factor in zip(samples, factors, strict=True):
         ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
         hidden_from = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
-        places = torch.arange(ids.shape[1])[None]
+        positions = torch.arange(ids.shape[1])[None]
         trained = torch.from_numpy(np.flatnonzero(sample.loss_mask))
         log_p, log_q = (
-            torch.log_softmax(each(ids, places, hidden_from)[0] / TEMPERATURE, -1)[trained - 1]
-            for each in (student, frozen[sample.teacher])
+            torch.log_softmax(module(ids, positions, hidden_from)[0] / TEMPERATURE, -1)[trained - 1]
+            for module in (student, frozen[sample.teacher])
         )
         kl = (log_p.exp() * (log_p - log_q.detach())).sum(-1)
         fields = LossFields(
@@ -96,7 +96,7 @@ def test_trees_equal_one_sequence_at_a_time(tied: bool):
     settings = {"untie_embeddings_and_output_weights": not tied}
     model = model_config(**settings)
     weights = weights_of(model, 5)
-    shapes = [model_config(**own) for own in TEACHERS]
+    shapes = [model_config(**sizes) for sizes in TEACHERS]
     taught = [(shape, weights_of(shape, 6 + i)) for i, shape in enumerate(shapes)]
     samples = make_samples(generator)
     loss, divergence, gradients = one_by_one(model, weights, taught, samples)
@@ -106,12 +106,12 @@ def test_trees_equal_one_sequence_at_a_time(tied: bool):
         TreeConfig(tree_mode="dense", tree_segment_tokens=64),
     ):
         settings = DistillationConfig(teacher_load_hf=["a", "b"], teacher_coef=COEFFICIENT)
-        found = {}
-        for name, (shape, own) in zip("ab", taught, strict=True):
+        engines = {}
+        for name, (shape, state) in zip("ab", taught, strict=True):
             own_model = build_model(shape, initialize_parallel(1))
-            own_model.load_state_dict(own)
-            found[name] = Teacher(TreeEngine(own_model.requires_grad_(False), TEMPERATURE), tree)
-        teachers = Teachers(settings, found)
+            own_model.load_state_dict(state)
+            engines[name] = Teacher(TreeEngine(own_model.requires_grad_(False), TEMPERATURE), tree)
+        teachers = Teachers(settings, engines)
         tree_model = build_model(model, initialize_parallel(1))
         tree_model.load_state_dict(weights)
         engine = TreeEngine(tree_model, TEMPERATURE, tree.logprob_chunk_tokens)
@@ -140,19 +140,19 @@ def test_sampled_tokens_are_scored_by_their_teachers():
     """Logprobs under the teacher of each sample, equal to those of a dense pass of that teacher alone."""
     generator = seed_all(78)
     samples = make_samples(generator)
-    shapes = [model_config(**own) for own in TEACHERS]
+    shapes = [model_config(**values) for values in TEACHERS]
     engines = [
         TreeEngine(build_model(shape, initialize_parallel(8 + i)), TEMPERATURE) for i, shape in enumerate(shapes)
     ]
     settings = DistillationConfig(teacher_load_hf=["a", "b"], teacher_kl="sampled-tokens")
     tree = TreeConfig(tree_segment_tokens=32)
-    found = {name: Teacher(engine, tree) for name, engine in zip("ab", engines, strict=True)}
-    teachers = Teachers(settings, found)
-    found = teachers.logprobs(samples)
-    for sample, own in zip(samples, found, strict=True):
+    by_name = {name: Teacher(engine, tree) for name, engine in zip("ab", engines, strict=True)}
+    teachers = Teachers(settings, by_name)
+    by_name = teachers.logprobs(samples)
+    for sample, values in zip(samples, by_name, strict=True):
         alone = prepare_batch([sample], TreeConfig(tree_mode="dense", tree_segment_tokens=64))
-        assert np.allclose(own, engines[sample.teacher].compute_logprobs(alone)[0], rtol=0, atol=1e-12)
+        assert np.allclose(values, engines[sample.teacher].compute_logprobs(alone)[0], rtol=0, atol=1e-12)
     other = engines[1].compute_logprobs(
         prepare_batch(samples[:1], TreeConfig(tree_mode="dense", tree_segment_tokens=64))
     )
-    assert samples[0].teacher == 1 or not np.allclose(found[0], other[0], atol=1e-3)
+    assert samples[0].teacher == 1 or not np.allclose(by_name[0], other[0], atol=1e-3)

@@ -21,7 +21,7 @@ def test_training_goes_on_bit_for_bit_after_an_offload():
     expected_weights = plain.weights()
 
     run = Run(seed, RATES)
-    found = [run.step(number) for number in range(2)]
+    losses = [run.step(number) for number in range(2)]
     weights = [parameter.data for parameter in run.model.parameters()]
     states, gradients = run.optimizer.state_tensors(), run.optimizer.gradient_buffers()
     # bfloat16 weights have master weights and two moments in float32.
@@ -35,8 +35,8 @@ def test_training_goes_on_bit_for_bit_after_an_offload():
         part.to_device()
         part.to_device()
     assert not any(buffer.any() for buffer in gradients)
-    found += [run.step(number) for number in range(2, 4)]
-    assert found == expected
+    losses += [run.step(number) for number in range(2, 4)]
+    assert losses == expected
     for name, values in run.weights().items():
         assert torch.equal(values, expected_weights[name]), name
 

@@ -47,12 +47,12 @@ def test_a_continued_run_is_the_unbroken_one(rollouts: str, model_flags: str, tm
     run(f"{arguments} --train-iters 2 --save {tmp_path}/parts", model_flags)
     _, output = run(f"{arguments} --train-iters 4 --save {tmp_path}/parts", model_flags)
     assert "continuing" in output
-    expected, found = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "parts")
-    assert expected.keys() == found.keys()
+    expected, resumed = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "parts")
+    assert expected.keys() == resumed.keys()
     # Megatron's names: the sections of fused projections are stored apart.
     assert any(name.endswith("decoder.layers.0.self_attention.in_proj.weight.alpha") for name in expected)
     for name, values in expected.items():
-        assert torch.equal(values, found[name]), name
+        assert torch.equal(values, resumed[name]), name
     assert rows_without_timing(tmp_path / "parts") == rows_without_timing(tmp_path / "whole")
 
 
@@ -118,10 +118,10 @@ def test_adapters_resume_merge_and_export(rollouts: str, tmp_path: Path) -> None
     run(f"{adapted} --train-iters 2 --save {tmp_path}/run --save-hf {tmp_path}/merged", "")
     run(f"{adapted} --train-iters 1 --save {tmp_path}/parts", "")
     run(f"{adapted} --train-iters 2 --save {tmp_path}/parts", "")
-    expected, found = final_tensors(tmp_path / "run"), final_tensors(tmp_path / "parts")
+    expected, resumed = final_tensors(tmp_path / "run"), final_tensors(tmp_path / "parts")
     assert any(name.endswith("self_attention.in_proj_adapter.lora_B.alpha") for name in expected)
     for name, values in expected.items():
-        assert torch.equal(values, found[name]), name
+        assert torch.equal(values, resumed[name]), name
     first, merged = tensors_in(tmp_path / "hf"), tensors_in(tmp_path / "merged")
     from_files = tensors_in(convert(tmp_path / "run", tmp_path / "hf", tmp_path / "from-files"))
     peft = load_file(convert(tmp_path / "run", tmp_path / "hf", tmp_path / "peft", "--adapter-only") / ADAPTER_WEIGHTS)
@@ -129,7 +129,7 @@ def test_adapters_resume_merge_and_export(rollouts: str, tmp_path: Path) -> None
     assert projections
     for name in projections:
         matrices = (peft[f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"] for part in "BA")
-        second, down = (each.double() for each in matrices)
+        second, down = (matrix.double() for matrix in matrices)
         assert (second != 0).any()
         assert torch.allclose(first[name].double() + 2 * second @ down, merged[name].double(), rtol=0, atol=2e-6), name
     for name, values in merged.items():
@@ -141,13 +141,13 @@ def test_distributed_checkpoints_convert_both_ways(rollouts: str, tmp_path: Path
     case = "qwen3-next"
     pytest.importorskip("transformers", reason="makes the folders (extra 'test')")
     save_huggingface(tmp_path / "hf", case, seed=len(case))
-    there = to_megatron(tmp_path / "hf", tmp_path / "there")
+    converted = to_megatron(tmp_path / "hf", tmp_path / "there")
     arguments = (
         f"{rollouts} --train-iters 1 --lr 0 --hf-checkpoint {tmp_path}/hf --load {tmp_path}/there --finetune "
         f"--save {tmp_path}/run"
     )
     build_trainer(parse_arguments(arguments.split()), QUIET).run()
-    for number, source in enumerate((there, find_checkpoint(tmp_path / "run"))):
+    for number, source in enumerate((converted, find_checkpoint(tmp_path / "run"))):
         target = to_huggingface(source, tmp_path / "hf", tmp_path / f"back{number}")
         names = sorted(path.name for path in (tmp_path / "hf").iterdir())
         assert filecmp.cmpfiles(tmp_path / "hf", target, names, shallow=False)[0] == names

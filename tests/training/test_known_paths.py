@@ -96,8 +96,8 @@ def test_the_trainer_gets_the_tree():
     assert all(sample.path is not None for sample in samples)
     tree = TreeConfig(tree_segment_tokens=16)
     known = prepare_batch(samples, tree)
-    found = prepare_batch([replace(sample, path=None) for sample in samples], tree)
-    assert known.plan.digest(known.plan.training) == found.plan.digest(found.plan.training)
+    plain = prepare_batch([replace(sample, path=None) for sample in samples], tree)
+    assert known.plan.digest(known.plan.training) == plain.plan.digest(plain.plan.training)
     weights = np.array([rollout.leaf_weight for rollout in rollouts])
     total = known.loss_weights.sum()
     assert abs(total - 1) < 1e-12

@@ -43,12 +43,12 @@ CUTS = [("dense", 9, 12), ("packed", 45, None), ("dta", 6, 0), ("dta", 1000, Non
 def references():
     """Samples, weights and the outcome of training each sequence alone for each kind of model, computed once."""
     samples = random_training_samples(branching_sequences(seed_all(23), count=12, longest=35), seed=23)
-    found = {}
+    outcomes = {}
     for name, settings in MODELS.items():
         model = lora_config(**settings)
         weights = lora_weights(model, seed=5)
-        found[name] = model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE)
-    return found
+        outcomes[name] = model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE)
+    return outcomes
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_a_new_model_and_one_without_its_adapters_are_the_base_bit_for_bit(name,
     plain = lora_config(dtype, **MODELS[name], lora_rank=None, lora_alpha=None)
     base = build_model(plain, initialize_parallel(7))
     adapted = build_model(lora_config(dtype, **MODELS[name]), initialize_parallel(7))
-    own = {name: values for name, values in adapted.state_dict().items() if not is_adapter(name)}
+    base_weights = {name: values for name, values in adapted.state_dict().items() if not is_adapter(name)}
     for key, values in base.state_dict().items():
-        assert values is None or torch.equal(own[key], values), key
+        assert values is None or torch.equal(base_weights[key], values), key
     batch = prepare_batch(samples, tree_config("dta", 9))
     expected = TreeEngine(base).compute_logprobs(batch)
     new = TreeEngine(adapted).compute_logprobs(batch)

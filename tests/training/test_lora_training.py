@@ -56,10 +56,10 @@ def test_a_continued_run_is_the_unbroken_one(rollouts: str, tmp_path: Path) -> N
     _, output = run(f"{arguments} --train-iters 5 --save {tmp_path}/parts")
     assert "continuing" in output
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "parts" / "base").iterdir()}
-    expected, found = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "parts")
-    assert expected.keys() == found.keys()
+    expected, resumed = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "parts")
+    assert expected.keys() == resumed.keys()
     for name, values in expected.items():
-        assert torch.equal(found[name], values), name
+        assert torch.equal(resumed[name], values), name
     assert rows_without_timing(tmp_path / "parts") == rows_without_timing(tmp_path / "whole")
 
 
@@ -187,12 +187,12 @@ def check_logprobs(trainer: Trainer, folder: Path, adapter: Path | None = None) 
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, 37, 19).astype(np.int32)
     (sample,) = random_training_samples([tokens], seed=1, loss_masks=[np.arange(19) > 0])
-    (found,) = TreeEngine(trainer.model).compute_logprobs(prepare_batch([sample], tree_config("dta", 7)))
+    (logprobs,) = TreeEngine(trainer.model).compute_logprobs(prepare_batch([sample], tree_config("dta", 7)))
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0].float()
     expected = torch.log_softmax(logits, -1)[:-1].gather(1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])
     mask = sample.loss_mask
-    difference = np.abs(found[mask] - np.append(0, expected[:, 0].numpy())[mask])
+    difference = np.abs(logprobs[mask] - np.append(0, expected[:, 0].numpy())[mask])
     assert difference.max() < 1e-5
 
 

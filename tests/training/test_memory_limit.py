@@ -58,8 +58,8 @@ def test_gradients_do_not_depend_on_the_memory() -> None:
         model.zero_grad()
         batch = prepare_batch(samples, tree, pipeline=engine.pipeline(tree.tree_segment_tokens))
         result = engine.forward_backward(batch, objective)
-        found = [p.grad.clone() for p in model.parameters()]
-        return found, result.recomputed_tokens, batch.plan.segments.num_segments
+        gradients = [p.grad.clone() for p in model.parameters()]
+        return gradients, result.recomputed_tokens, batch.plan.segments.num_segments
 
     engine = TreeEngine(model, logprob_chunk_tokens=8)
     expected, none, _ = gradients(engine, TreeConfig(tree_segment_tokens=64))
@@ -72,27 +72,27 @@ def test_gradients_do_not_depend_on_the_memory() -> None:
     recomputed = []
     for extra in (1.2e6, 1.5e6, 8e6):
         engine.limit_memory((constant + extra) / GIB, constant)
-        found, again, segments = gradients(engine, tree)
+        computed, again, segments = gradients(engine, tree)
         recomputed.append(again)
         assert segments > 1
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(computed, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
     assert recomputed[0] > recomputed[-1] == 0
     with pytest.raises(ValueError, match="limit_memory"):
         prepare_batch(samples, tree)
 
 
-@pytest.mark.parametrize(("dtype", "each"), [(torch.float32, 4 + 4 + 8), (torch.bfloat16, 2 + 4 + 12)])
-def test_bytes_that_stay_the_same(dtype: torch.dtype, each: int) -> None:
+@pytest.mark.parametrize(("dtype", "bytes_each"), [(torch.float32, 4 + 4 + 8), (torch.bfloat16, 2 + 4 + 12)])
+def test_bytes_that_stay_the_same(dtype: torch.dtype, bytes_each: int) -> None:
     model = build_model(tiny_model(dtype), initialize_parallel(1))
     count = sum(p.numel() for p in model.parameters())
     settings, without = OptimizationConfig(lr=1e-3, train_iters=1), 6 if dtype == torch.bfloat16 else 8
     chunks = data_parallel_chunks(model, ParallelConfig())
-    assert constant_bytes(chunks, settings) == each * count
-    assert constant_bytes(chunks, settings, 4) == (without + (each - without) / 4) * count
+    assert constant_bytes(chunks, settings) == bytes_each * count
+    assert constant_bytes(chunks, settings, 4) == (without + (bytes_each - without) / 4) * count
     assert constant_bytes(chunks) == without * count
     offloaded = replace(settings, optimizer_cpu_offload=True, optimizer_offload_fraction=0.75, exp_avg_dtype="bf16")
-    states = each - without if dtype == torch.float32 else 4 + 2 + 4
+    states = bytes_each - without if dtype == torch.float32 else 4 + 2 + 4
     assert constant_bytes(chunks, offloaded) == (without + states / 4) * count
     frozen = build_model(tiny_model(dtype), initialize_parallel(1)).requires_grad_(False)
     assert constant_bytes([frozen]) == count * dtype.itemsize

@@ -50,8 +50,8 @@ def test_cuts_separate_least(seed: int) -> None:
     line = [name for _, name in sorted((min(samples[i].token_ids[:60].tobytes() for i in range(len(names))
                                             if names[i] == name), name) for name in set(names))]  # fmt: skip
     for steps in (1, 2, 4, 9):
-        found = cut_mini_batches(samples, steps, names, WHOLE_COSTS)
-        batches = [batch.tolist() for batch in found.samples]
+        mini_batches = cut_mini_batches(samples, steps, names, WHOLE_COSTS)
+        batches = [batch.tolist() for batch in mini_batches.samples]
         assert sorted(itertools.chain(*batches)) == list(range(len(samples)))
         assert batches == sorted(map(sorted, batches))
         groups = [{names[i] for i in batch} for batch in batches]
@@ -66,7 +66,7 @@ def test_cuts_separate_least(seed: int) -> None:
         totals = [sum(cost(WHOLE_COSTS, *rows(part)) for part in parts) for parts in every]
         assert sum(cost(WHOLE_COSTS, *rows(part)) for part in groups) == min(totals)
         once = counts(*rows(set(names)))[0]
-        assert found.separated_tokens == sum(counts(*rows(part))[0] for part in groups) - once
+        assert mini_batches.separated_tokens == sum(counts(*rows(part))[0] for part in groups) - once
     for steps in (0, 10):
         with pytest.raises(ValueError, match=f"cannot be cut into {steps}"):
             cut_mini_batches(samples, steps, names)
@@ -148,9 +148,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_ranks_cut_alike(folder: Path) -> None:
-    expected, found = rows_without_timing(folder / "one"), rows_without_timing(folder / "two")
-    assert len(found) == 6
-    for left, right in zip(expected, found, strict=True):
+    expected, resumed = rows_without_timing(folder / "one"), rows_without_timing(folder / "two")
+    assert len(resumed) == 6
+    for left, right in zip(expected, resumed, strict=True):
         assert left.keys() == right.keys()
         assert left["separated_tokens"] > 0
         for key in left.keys() - OWN:

@@ -124,9 +124,9 @@ def test_penalties_come_off_the_reward(stored) -> None:
     kl = [np.where(r.loss_mask, r.logprobs - q, 0) for r, q in zip(rollouts, ref, strict=True)]
     shaped = np.array([r.reward - 0.3 * k.sum() for r, k in zip(rollouts, kl, strict=True)])
     for group in range(4):
-        own = slice(3 * group, 3 * group + 3)
-        for i in range(own.start, own.stop):
-            expected = shaped[i] - shaped[own].mean()
+        group_rows = slice(3 * group, 3 * group + 3)
+        for i in range(group_rows.start, group_rows.stop):
+            expected = shaped[i] - shaped[group_rows].mean()
             np.testing.assert_allclose(step.samples[i].advantages, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -160,7 +160,9 @@ def test_a_resumed_ppo_run_is_the_unbroken_one(stored, tmp_path: Path) -> None:
     assert "continuing" in output
     for model in ("model", "critic"):
         pair = [getattr(trainer, model) for trainer in (whole, part)]
-        first, second = (getattr(found, "model", found) if model == "critic" else found for found in pair)
+        first, second = (
+            getattr(loaded_part, "model", loaded_part) if model == "critic" else loaded_part for loaded_part in pair
+        )
         for (name, values), again in zip(first.named_parameters(), second.parameters(), strict=True):
             assert torch.equal(values, again), name
     rows = rows_without_timing(tmp_path / "whole")
@@ -186,15 +188,15 @@ def test_a_resumed_ppo_run_is_the_unbroken_one(stored, tmp_path: Path) -> None:
 
 def test_an_offloaded_reference_says_the_same(stored) -> None:
     arguments, rollouts = stored
-    found = []
+    references = []
     for flag in ("", "--offload-reference"):
         trainer, _ = make_trainer(f"{arguments} --kl-loss-coef 0.1 {flag}")
         (step,) = trainer.preparation.prepare(rollouts)
-        found.append([sample.ref_logprobs for sample in step.samples])
+        references.append([sample.ref_logprobs for sample in step.samples])
         parameters = trainer.preparation.reference.engine.tree_models[0].parameters()
         sizes = [parameter.untyped_storage().nbytes() for parameter in parameters]
         assert (sum(sizes) == 0) == bool(flag)
-    for left, right in zip(*found, strict=True):
+    for left, right in zip(*references, strict=True):
         np.testing.assert_array_equal(left, right)
 
 
@@ -205,8 +207,8 @@ def test_the_alarm_tells_sampler_from_trainer(stored, tmp_path: Path, gap: float
     samples = trainer.preparation._samples(rollouts)
     exact = trainer.engine.compute_logprobs(prepare_batch(samples, trainer.config.tree))
     recorded = [
-        replace(r, logprobs=np.where(r.loss_mask, np.minimum(own - gap, 0), 0).astype(np.float32))
-        for r, own in zip(rollouts, exact, strict=True)
+        replace(r, logprobs=np.where(r.loss_mask, np.minimum(logprobs - gap, 0), 0).astype(np.float32))
+        for r, logprobs in zip(rollouts, exact, strict=True)
     ]
     write_rollouts(tmp_path / "near.jsonl", recorded)
     again, _ = make_trainer(f"--rollouts {tmp_path}/near.jsonl --global-batch-size 12 --ppo-epochs 2")
@@ -245,8 +247,8 @@ def test_settings_that_do_not_fit_are_refused(flags: str, message: str) -> None:
 
 def test_advantages_of_their_own_do_not_pass_unused(stored, tmp_path: Path) -> None:
     _, rollouts = stored
-    own = [replace(rollout, advantages=np.ones(len(rollout), np.float32)) for rollout in rollouts]
-    write_rollouts(tmp_path / "own.jsonl", own)
+    with_advantages = [replace(rollout, advantages=np.ones(len(rollout), np.float32)) for rollout in rollouts]
+    write_rollouts(tmp_path / "own.jsonl", with_advantages)
     for flags in ("--objective ppo", "--kl-coef 0.1"):
         trainer, _ = make_trainer(f"--rollouts {tmp_path}/own.jsonl --global-batch-size 12 {flags}")
         with pytest.raises(InputError, match="has advantages, which"):
@@ -270,9 +272,9 @@ def test_turns_of_a_trajectory_count_as_one(stored, tmp_path: Path) -> None:
     totals: dict[tuple, float] = {}
     ends = batch.plan.sequence_pairs
     for i, turn in enumerate(turns):
-        own = slice(ends[i], ends[i + 1])
+        pairs = slice(ends[i], ends[i + 1])
         key = turn.group_id, turn.trajectory_id or i
-        totals[key] = totals.get(key, 0.0) + float(batch.loss_weights[own].sum())
+        totals[key] = totals.get(key, 0.0) + float(batch.loss_weights[pairs].sum())
     counted = [total for total in totals.values() if total]
     assert len(counted) == 8 < len(turns)
     np.testing.assert_allclose(counted, 1 / len(counted), rtol=1e-12)

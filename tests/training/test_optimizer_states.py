@@ -49,16 +49,16 @@ def test_offloaded_states_train_as_others(bfloat16_is_a_gpu: None) -> None:
     plain = Run(seed, RATES)
     before = plain.weights()
     expected = [plain.step(number) for number in range(4)]
-    there = plain.weights()
+    weights = plain.weights()
     offloaded = Run(seed, OFFLOAD)
-    found = [offloaded.step(number) for number in range(4)]
-    assert [applied for _, applied in found] == [True] * 4
-    assert [norm for norm, _ in found] == pytest.approx([norm for norm, _ in expected], rel=1e-3)
+    outcomes = [offloaded.step(number) for number in range(4)]
+    assert [applied for _, applied in outcomes] == [True] * 4
+    assert [norm for norm, _ in outcomes] == pytest.approx([norm for norm, _ in expected], rel=1e-3)
     states = offloaded.optimizer.optimizer.chained_optimizers[0].optimizer.state.values()
     assert all(values["exp_avg"].dtype == torch.float32 for values in states)
     for name, values in offloaded.weights().items():
         assert not torch.equal(values, before[name])
-        torch.testing.assert_close(values.float(), there[name].float(), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(values.float(), weights[name].float(), rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("then", [OFFLOAD, RATES], ids=["offloaded", "on the GPU"])
@@ -69,32 +69,32 @@ def test_a_run_with_offloaded_states_resumes(bfloat16_is_a_gpu: None, tmp_path: 
         straight.step(number)
     save_checkpoint(tmp_path, straight.config, straight.model, straight.optimizer, 3, {})
     expected = [straight.step(number) for number in range(3, 6)]
-    there = straight.weights()
+    weights = straight.weights()
     restored = Run(seed + 1, then)
     restored.step(7)
     load_checkpoint(find_checkpoint(tmp_path), restored.config, restored.model, restored.optimizer)
-    found = [restored.step(number) for number in range(3, 6)]
+    outcomes = [restored.step(number) for number in range(3, 6)]
     if then is OFFLOAD:
-        assert found == expected
-        assert_same(restored.weights(), there)
+        assert outcomes == expected
+        assert_same(restored.weights(), weights)
     else:
-        assert [norm for norm, _ in found] == pytest.approx([norm for norm, _ in expected], rel=1e-3)
+        assert [norm for norm, _ in outcomes] == pytest.approx([norm for norm, _ in expected], rel=1e-3)
 
 
 def test_loaded_states_are_where_their_parameters_are_updated() -> None:
     """Megatron takes PyTorch's optimizer of the GPU for one of the host; "meta" stands for the GPU."""
-    places = {"cpu": torch.zeros(3), "meta": torch.zeros(3, device="meta")}
-    parameters = {place: torch.zeros(3, dtype=torch.bfloat16) for place in places}
+    tensors = {"cpu": torch.zeros(3), "meta": torch.zeros(3, device="meta")}
+    parameters = {device: torch.zeros(3, dtype=torch.bfloat16) for device in tensors}
     state = {
-        parameter: {"exp_avg": torch.zeros(3), "step": torch.tensor(2.0), "master_param": places[place]}
-        for place, parameter in parameters.items()
+        parameter: {"exp_avg": torch.zeros(3), "step": torch.tensor(2.0), "master_param": tensors[device]}
+        for device, parameter in parameters.items()
     }
-    inner = {parameter: places[place] for place, parameter in parameters.items()}
+    inner = {parameter: tensors[device] for device, parameter in parameters.items()}
     hybrid = SimpleNamespace(state=state, param_to_inner_param=inner, param_groups=[{"step": 2}], gpu_optimizer=None)
     _put_beside_parameters(hybrid, [2])
-    for place, parameter in parameters.items():
-        assert {value.device.type for value in state[parameter].values()} == {place}
-        assert state[parameter]["master_param"] is places[place]
+    for device, parameter in parameters.items():
+        assert {value.device.type for value in state[parameter].values()} == {device}
+        assert state[parameter]["master_param"] is tensors[device]
 
 
 def test_the_gradient_buffer_has_the_dtype_asked_for(bfloat16_is_a_gpu: None) -> None:

@@ -36,11 +36,11 @@ def test_round_trip_is_exact_in_many_row_groups(tmp_path: Path, monkeypatch: pyt
     rollouts = [*(random_rollout(rng) for _ in range(300)), routed]
     write_rollouts(path, rollouts)
     assert pq.ParquetFile(path).num_row_groups > 20
-    for found, expected in zip(load_rollouts(path), rollouts, strict=True):
-        assert_same(found, expected)
+    for loaded, expected in zip(load_rollouts(path), rollouts, strict=True):
+        assert_same(loaded, expected)
     turns = [load_rollouts(tmp_path / name, sample_granularity="turn") for name in (path, _as_jsonl(path, rollouts))]
-    for found, expected in zip(*turns, strict=True):
-        assert_same(found, expected)
+    for loaded, expected in zip(*turns, strict=True):
+        assert_same(loaded, expected)
 
 
 def _as_jsonl(path: Path, rollouts: list[Rollout]) -> str:
@@ -154,9 +154,9 @@ def test_no_flipped_bit_changes_a_record(tmp_path: Path) -> None:
     positions = range(0, len(content), 9)
     for at in positions:
         flipped = content[at] ^ (1 << rng.randrange(8))
-        found = load_or_refuse(path, content[:at] + bytes([flipped]) + content[at + 1 :])
-        refused += found is None
-        for actual, before in zip(found or rollouts, rollouts, strict=True):
+        loaded = load_or_refuse(path, content[:at] + bytes([flipped]) + content[at + 1 :])
+        refused += loaded is None
+        for actual, before in zip(loaded or rollouts, rollouts, strict=True):
             assert_same(actual, before)
     assert refused > len(positions) / 4
     assert sum(load_or_refuse(path, damage(content, rng) or b"x") is None for _ in range(100)) > 50

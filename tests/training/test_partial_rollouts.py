@@ -47,7 +47,7 @@ def test_tokens_keep_the_version_that_sampled_them(runs: Runs, kind: str, way: s
     assert max(row["mixed_rollouts"] for row in rows) > 0
     assert all(row["stale_rollouts"] == 0 for row in rows)
     assert "rollout_queued_requests" in rows[0]["timing"]
-    names = {name for row in rows for name in (*row, *(f"timing/{each}" for each in row["timing"]))} - {"timing"}
+    names = {name for row in rows for name in (*row, *(f"timing/{timing}" for timing in row["timing"]))} - {"timing"}
     assert sorted(name for name in names if not is_known(name)) == []
     for row, (step, rollouts) in zip(rows, batches, strict=True):
         versions = np.concatenate([r.token_versions[r.loss_mask] for r in rollouts])
@@ -102,6 +102,6 @@ def test_no_group_is_lost_or_trained_twice_while_servers_come_and_go(
     """Servers die and return, and the run is killed once."""
     monkeypatch.setattr(build, "HttpSettings", QUICK)
     fleet = Fleet(runs, "vllm", np.random.default_rng(3))
-    found = train_with_faults(runs, fleet, steps=12, killed_after=7)
-    assert found["groups"] == 36
+    counts = train_with_faults(runs, fleet, steps=12, killed_after=7)
+    assert counts["groups"] == 36
     assert {"kill", "restart"} <= set(fleet.events)

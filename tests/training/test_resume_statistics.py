@@ -73,8 +73,8 @@ def test_steps_of_a_stopped_collection(tmp_path: Path, flags: str, counted: str)
         trainer.run()
         trainer.metrics.close()
         assert trainer.progress.iteration == stop
-    expected, found = (rows_without_timing(tmp_path / name) for name in ("straight", "stopped"))
-    assert found == expected
+    expected, resumed = (rows_without_timing(tmp_path / name) for name in ("straight", "stopped"))
+    assert resumed == expected
     assert all(name in row for row in expected for name in counted.split())
     assert any(row[name] for row in expected for name in counted.split())
 
@@ -89,6 +89,6 @@ def test_the_reference_of_a_continued_run_is_what_it_started_from(tmp_path: Path
     run(f"{begin} --train-iters 3 --save {tmp_path}/stopped")
     (tmp_path / "first").rename(tmp_path / "gone")
     run(f"{begin} --save {tmp_path}/stopped")
-    expected, found = (rows_without_timing(tmp_path / name) for name in ("straight", "stopped"))
-    assert found == expected
+    expected, resumed = (rows_without_timing(tmp_path / name) for name in ("straight", "stopped"))
+    assert resumed == expected
     assert expected[-1]["ref_kl"] > 0

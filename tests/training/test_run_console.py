@@ -114,18 +114,18 @@ def test_a_run_without_signal_says_so(tmp_path: Path, reward: float | None) -> N
     rollouts = make_rollouts(seed_all(1), 4, 3)
     if reward is not None:
         alike = [Rollout(r.token_ids, r.loss_mask, reward=reward, group_id=r.group_id) for r in rollouts]
-        own = [
+        rewarded = [
             Rollout(r.token_ids, r.loss_mask, reward=reward, advantages=np.where(r.loss_mask, 0.5, 0), group_id="a")
             for r in rollouts
         ]
-        write_rollouts(tmp_path / "r.jsonl", own)
+        write_rollouts(tmp_path / "r.jsonl", rewarded)
         assert "nothing to learn" not in run(flags)[1]
         rollouts = alike
     write_rollouts(tmp_path / "r.jsonl", rollouts)
     _, text = run(f"{flags} --save {tmp_path}/run")
-    (found,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert (found["grad_norm"] == 0) == (reward is not None)
-    assert found["zero_advantages"] == (reward is not None)
+    (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (record["grad_norm"] == 0) == (reward is not None)
+    assert record["zero_advantages"] == (reward is not None)
     assert ("nothing to learn, all advantages are 0; no group has rewards that differ" in text) == (reward is not None)
 
 
@@ -179,12 +179,12 @@ def test_operations_without_sharing_are_those_of_dense_training(tmp_path: Path) 
     """What a step with trees says of a dense one is what a dense one counts."""
     write_rollouts(tmp_path / "r.jsonl", make_rollouts(seed_all(2), 6, 4))
     flags = f"--rollouts {tmp_path}/r.jsonl --global-batch-size 8 --train-iters 3"
-    found = {}
+    records = {}
     for mode in ("dta", "packed", "dense"):
         _, text = run(f"{flags} --tree-mode {mode} --tree-segment-tokens 40 --save {tmp_path}/{mode}")
-        found[mode] = read_metrics(tmp_path / mode / "metrics.jsonl")
+        records[mode] = read_metrics(tmp_path / mode / "metrics.jsonl")
         assert ("x token reuse" in text) == (mode != "dense")
-    for tree, packed, dense in zip(*found.values(), strict=True):
+    for tree, packed, dense in zip(*records.values(), strict=True):
         assert tree["tree_tflop"] < tree["dense_tflop"] == pytest.approx(dense["tree_tflop"], rel=1e-12)
         assert dense["dense_tflop"] == dense["tree_tflop"]
         assert packed["dense_tflop"] == pytest.approx(tree["dense_tflop"], rel=1e-12)

@@ -53,11 +53,11 @@ def test_stale_rollouts_train_by_decoupled_ppo(runs: Runs) -> None:
         advantages = trained_tokens([sample.advantages for sample in step.samples])
         ratio = np.exp(trained_tokens(present) - old)
         surrogate = np.minimum(ratio * advantages, np.clip(ratio, 0.99, 1.01) * advantages)
-        found = train(step, watch)
-        assert found["loss"] == pytest.approx(-np.mean(weight * surrogate), rel=1e-4, abs=1e-9)
-        assert found["tis_weight"] == pytest.approx(np.mean(weight), rel=1e-4)
+        record = train(step, watch)
+        assert record["loss"] == pytest.approx(-np.mean(weight * surrogate), rel=1e-4, abs=1e-9)
+        assert record["tis_weight"] == pytest.approx(np.mean(weight), rel=1e-4)
         weights.append(float(np.mean(weight)))
-        return found
+        return record
 
     trainer._train_policy, trainer.preparation.prepare = train_and_compare, prepare_and_compare
     trainer.run()

@@ -32,8 +32,8 @@ def test_a_date_is_fixed_where_the_template_writes_it(tmp_path: Path) -> None:
     plain = settings(make_chat_folder(tmp_path / "plain"))
     assert with_template_date(plain, pytest.fail) == (plain, None)
     lines: list[str] = []
-    for place in ("tokenizer_config.json", "chat_template.jinja"):
-        folder = make_chat_folder(tmp_path / place, CLOCK, place)
+    for file in ("tokenizer_config.json", "chat_template.jinja"):
+        folder = make_chat_folder(tmp_path / file, CLOCK, file)
         config, device = with_template_date(settings(folder), lines.append)
         date = datetime.fromisoformat(config.sampling.chat_template_date)
         assert device is None

@@ -96,7 +96,7 @@ class Rule:
         sections: names of the ``recurrent_sections`` that ranks divide.
     """
 
-    place: Place
+    part: Place
     megatron: str
     huggingface: tuple[str, ...]
     shape: tuple[str, ...]
@@ -120,12 +120,12 @@ def _query_key_value(kind: str, dimensions: tuple[str, ...]) -> Rule:
     return Rule(Place.ATTENTION, f"self_attention.linear_qkv.{kind}", tensors, dimensions, Sharding.ROWS)
 
 
-def _feed_forward(place: Place, megatron: str, gate: str, up: str, down: str, width: str, gate_up: str) -> list[Rule]:
+def _feed_forward(part: Place, megatron: str, gate: str, up: str, down: str, width: str, gate_up: str) -> list[Rule]:
     first, second = (f"{megatron}linear_fc{number}.weight" for number in (1, 2))
     both = (f"{gate}.weight", f"{up}.weight")
     return [
-        Rule(place, first, both, (gate_up, "hidden"), Sharding.GATED_ROWS),
-        Rule(place, second, (f"{down}.weight",), ("hidden", width), Sharding.COLUMNS),
+        Rule(part, first, both, (gate_up, "hidden"), Sharding.GATED_ROWS),
+        Rule(part, second, (f"{down}.weight",), ("hidden", width), Sharding.COLUMNS),
     ]
 
 
@@ -188,7 +188,7 @@ def _by_section(shape: ModelShape, names: tuple[str, ...]) -> tuple[Block, ...]:
 
 def hybrid_layers(fused: bool) -> list[Rule]:
     """Norms, gated attention and gated delta net; ``fused`` is for Qwen3-Next, whose projections are two tensors."""
-    norms = [rule for rule in ATTENTION if rule.place is Place.LAYER]
+    norms = [rule for rule in ATTENTION if rule.part is Place.LAYER]
     attention = [rule for rule in ATTENTION if rule.megatron == "self_attention.linear_proj.weight"]
     gated = _query_key_value("weight", ("gated_query_key_value", "hidden"))
     parts = ("in_proj_qkvz", "in_proj_ba") if fused else ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -306,16 +306,16 @@ def _prefixed(tensor: str, prefix: str) -> str:
 
 
 def _parameters(rules: list[Rule], shape: ModelShape) -> list[Parameter]:
-    parameters = [_parameter(rule, shape) for rule in rules if rule.place is Place.EMBEDDING]
+    parameters = [_parameter(rule, shape) for rule in rules if rule.part is Place.EMBEDDING]
     for layer in range(shape.num_layers):
         mixture = shape.moe_layers[layer]
         attention = Place.RECURRENT if shape.is_linear(layer) else Place.ATTENTION
         kinds = {Place.LAYER, attention, Place.MIXTURE if mixture else Place.DENSE}
-        parameters += [_parameter(rule, shape, layer) for rule in rules if rule.place in kinds]
+        parameters += [_parameter(rule, shape, layer) for rule in rules if rule.part in kinds]
         for expert in range(shape.num_experts or 0) if mixture else ():
-            parameters += [_parameter(rule, shape, layer, expert) for rule in rules if rule.place is Place.EXPERT]
+            parameters += [_parameter(rule, shape, layer, expert) for rule in rules if rule.part is Place.EXPERT]
     ends = {Place.END} | ({Place.OUTPUT} if shape.untie_embeddings_and_output_weights else set())
-    return parameters + [_parameter(rule, shape) for rule in rules if rule.place in ends]
+    return parameters + [_parameter(rule, shape) for rule in rules if rule.part in ends]
 
 
 def _parameter(rule: Rule, shape: ModelShape, layer: int | None = None, expert: int | None = None) -> Parameter:

@@ -41,7 +41,7 @@ class _Seen:
     phase: str = "the start"
     beat_changed: float = 0.0
     lags_since: float | None = None
-    place: str = ""
+    location: str = ""
 
 
 class Watchdog:
@@ -108,7 +108,7 @@ class Watchdog:
             key = f"watchdog/{rank}"
             if not self._store.check([key]):
                 continue
-            beat, phases, seen.phase, seen.place = self._store.get(key).decode().split("|", 3)
+            beat, phases, seen.phase, seen.location = self._store.get(key).decode().split("|", 3)
             if beat != seen.beat:
                 seen.beat, seen.beat_changed = beat, now
             if int(phases) != seen.phases:
@@ -153,12 +153,12 @@ class Watchdog:
             return
         others = [(rank, seen) for rank, seen in enumerate(self._seen) if rank != self._mesh.rank]
         silent = [(rank, seen) for rank, seen in others if seen.beat in ("", before[rank]) and seen.beat != _FINISHED]
-        away = [(rank, seen) for rank, seen in others if seen.place]
+        away = [(rank, seen) for rank, seen in others if seen.location]
         if silent:
             names = ", ".join(f"rank {rank} in {seen.phase}" for rank, seen in silent)
             _report(f"error: died: {names}; rank {self._mesh.rank} noticed it in {self._phase}")
         elif away and time.monotonic() - self._entered > self.limit_s:
-            names = ", ".join(f"rank {rank} in {seen.phase} at {seen.place}" for rank, seen in away)
+            names = ", ".join(f"rank {rank} in {seen.phase} at {seen.location}" for rank, seen in away)
             _report(f"error: rank {self._mesh.rank} timed out in {self._phase}; not in a collective: {names}")
 
 

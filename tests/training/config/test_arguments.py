@@ -126,7 +126,7 @@ def test_bad_flags_are_refused_in_one_line(line: str, message: str) -> None:
     with pytest.raises(InputError) as caught:
         parse(line)
     lines = str(caught.value).splitlines()
-    assert any(message in found for found in lines)
+    assert any(message in text for text in lines)
     if isinstance(caught.value, InputErrors):
         assert list(caught.value.messages) == lines
     else:

@@ -43,4 +43,4 @@ def test_bad_flags_are_refused_in_one_line(line: str, message: str) -> None:
         parse(line)
     assert message in str(caught.value)
     messages = getattr(caught.value, "messages", (str(caught.value),))
-    assert all("\n" not in each for each in messages)
+    assert all("\n" not in text for text in messages)

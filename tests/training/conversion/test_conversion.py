@@ -73,8 +73,8 @@ def test_logits_and_gradients_are_hugging_faces(
             parameter.fill_(float("nan"))
     load_weights(find_checkpoint(folder / "megatron"), dense_config(source), model)
     hidden_from = torch.ones(1, 1, 23, 23, dtype=torch.bool).triu(1)
-    found = logits_and_gradients(model, model(tokens, torch.arange(23)[None], hidden_from), tokens)
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    computed = logits_and_gradients(model, model(tokens, torch.arange(23)[None], hidden_from), tokens)
+    assert (computed - expected).abs().max() < 1e-5 * expected.abs().max()
     gradients = tensors_in(tmp_path)
     by_name = {parameter.name: parameter for parameter in parameters_of(architecture_in(source), shape_of(source))}
     compared = set()
@@ -104,11 +104,11 @@ def test_the_live_model_has_the_files_tensors(converted: tuple[str, Path]) -> No
     weights = HfWeights([model], architecture_in(folder / "hf"), shape_of(folder / "hf"))
     weights.load(folder / "hf")
     expected = tensors_in(folder / "hf")
-    found = dict(weights.iterate())
-    assert found.keys() == expected.keys() == weights.shapes().keys()
+    tensors = dict(weights.iterate())
+    assert tensors.keys() == expected.keys() == weights.shapes().keys()
     shards = {shard.name: shard for shard in weights.iterate_shards()}
     for name, values in expected.items():
-        assert torch.equal(found[name], values), name
+        assert torch.equal(tensors[name], values), name
         assert torch.equal(shards[name].values, values), name
         assert set(shards[name].offsets) == {0}
         assert (tuple(values.shape), values.dtype) == weights.shapes()[name]
@@ -145,9 +145,9 @@ def test_another_dtype_and_small_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     same, wide = (to_huggingface(checkpoint, source, tmp_path / str(dtype), dtype) for dtype in (None, torch.float32))
     names = [path.name for path in source.iterdir()]
     assert sorted(filecmp.cmpfiles(source, same, names, shallow=False)[0]) == sorted(names)
-    expected, found = tensors_in(source), tensors_in(wide)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[name], values.float()) for name, values in expected.items())
+    expected, widened = tensors_in(source), tensors_in(wide)
+    assert expected.keys() == widened.keys()
+    assert all(torch.equal(widened[name], values.float()) for name, values in expected.items())
     assert '"float32"' in (wide / "config.json").read_text()
 
 
@@ -157,9 +157,9 @@ def test_layers_of_several_dtypes_are_stored_in_the_widest(tmp_path: Path) -> No
     tensors = tensors_in(source)
     tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].double() / 3
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    found = tensors_in(to_huggingface(to_megatron(source, tmp_path / "megatron"), source, tmp_path / "back"))
-    assert all(torch.equal(found[name].double(), values.double()) for name, values in tensors.items())
-    assert found["model.norm.weight"].dtype is torch.bfloat16
+    restored = tensors_in(to_huggingface(to_megatron(source, tmp_path / "megatron"), source, tmp_path / "back"))
+    assert all(torch.equal(restored[name].double(), values.double()) for name, values in tensors.items())
+    assert restored["model.norm.weight"].dtype is torch.bfloat16
 
 
 def test_a_checkpoint_of_training_comes_back(tmp_path: Path) -> None:

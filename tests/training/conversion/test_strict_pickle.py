@@ -17,9 +17,9 @@ from strict_pickle_cases import ATTACKS, metadata
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_metadata_is_read_as_python_reads_it(protocol: int) -> None:
     content = pickle.dumps(metadata(), protocol)
-    found, expected = read_metadata(io.BytesIO(content)), pickle.loads(content)
-    assert found.state_dict_metadata == expected.state_dict_metadata
-    assert found.storage_data == expected.storage_data
+    loaded, expected = read_metadata(io.BytesIO(content)), pickle.loads(content)
+    assert loaded.state_dict_metadata == expected.state_dict_metadata
+    assert loaded.storage_data == expected.storage_data
 
 
 @pytest.mark.parametrize("name", ATTACKS)
