@@ -44,7 +44,6 @@ setup(
         "matplotlib",
         "jinja2",
         "tokenizers",
-        "sentencepiece",
         "safetensors>=0.5",
     ],
     extras_require={

@@ -40,7 +40,6 @@ from megatron_dta.sampling.speculation.replay import (
     remember,
     replay_wave,
     split_history,
-    text_like_control,
     waves,
 )
 from megatron_dta.sampling.speculation.report import SpeculationReport
@@ -163,6 +162,27 @@ def _row(
         "cost": asdict(drafted_cost),
         "plain_cost": asdict(plain_cost),
     }
+
+
+def text_like_control(samples: Sequence[RecordedSample], seed: int) -> list[RecordedSample]:
+    """Samples of the same shape that are hard to draft: each token is drawn from the tokens that followed the previous
+    one in these samples. They look like text from token to token, and no two agree for long."""
+    rng = np.random.default_rng(seed)
+    stream = np.concatenate([sample.generated for sample in samples])
+    order = np.argsort(stream[:-1], kind="stable")
+    values, begins, counts = np.unique(stream[:-1][order], return_index=True, return_counts=True)
+    followers = stream[1:][order]
+    lengths = np.array([len(sample.generated) for sample in samples])
+    drawn = np.zeros((len(samples), int(lengths.max())), stream.dtype)
+    drawn[:, 0] = token = stream[rng.integers(0, len(stream), len(samples))]
+    for i in range(1, drawn.shape[1]):
+        entry = np.minimum(np.searchsorted(values, token), len(values) - 1)
+        known = values[entry] == token
+        pick = followers[begins[entry] + rng.integers(0, 2**31, len(samples)) % counts[entry]]
+        token = np.where(known, pick, stream[rng.integers(0, len(stream), len(samples))])
+        drawn[:, i] = token
+    rows = zip(samples, drawn, lengths.tolist(), strict=True)
+    return [replace(sample, generated=row[:length].copy(), stopped=False) for sample, row, length in rows]
 
 
 def _control(

@@ -5,11 +5,10 @@
 FILE is a rollout file (.jsonl, .parquet or .npz); tokens of its loss mask count as generated. The first samples of each
 problem (group) are history. The others are decoded again, in waves of about --live-batch samples that start together.
 Acceptance is exact: a drafted token is accepted if it equals the sampled one. Seconds follow the cost model
-base + per token x max(0, tokens - knee), plus the time to make drafts. There are three runs:
+base + per token x max(0, tokens - knee), plus the time to make drafts. There are two runs:
 
     warm       with the history, and drafts limited by the budget; makespan_saved is the result of this run
     cold       the same samples without history: drafts come from siblings and the sample itself
-    control    samples of the same shape with tokens drawn independently, like text at temperature 1
 
 With --stop-degenerate, samples end where they enter a loop or noise, in plain decoding too, so that the savings of the
 stop do not count as savings of drafts (makespan_saved_with_stop includes both).
@@ -24,10 +23,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 from rich.table import Table
 
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
@@ -46,13 +43,13 @@ from megatron_dta.sampling.speculation.replay import (
     remember,
     replay_wave,
     split_history,
-    text_like_control,
     waves,
 )
 from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.speculator import Speculator
 from megatron_dta.sampling.speculation.suffix_forest import DraftParams
 
+RUNS = ("warm", "cold")
 SMALL_TOKENS = 20_000
 """With fewer tokens, starting processes takes longer than they save."""
 
@@ -92,7 +89,6 @@ def parse_arguments() -> argparse.Namespace:
         "--c-draft", type=float, default=cost.draft, metavar="S", help="seconds to make a draft (%(default)s)"
     )
     parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
-    parser.add_argument("--no-control", action="store_true", help="leave out the control")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     check_at_least(arguments, 1, "live_batch", "das_window", "das_max_tokens", "das_draft_tokens", "max_sequences")
@@ -173,29 +169,15 @@ def compare(arguments: argparse.Namespace) -> dict[str, object]:
     history, now = split_history(recorded_samples(rollouts, arguments.stop_degenerate), arguments.past)
     parts = waves(now, arguments.live_batch)
     plain = sum(plain_makespan(part, cost) for part in parts)
-    jobs = {
-        "warm": (history, parts, arguments),
-        "cold": ([[]], parts, arguments),
-    }
-    plains = dict.fromkeys(jobs, plain)
-    if not arguments.no_control:
-        shape = text_like_control([sample for step in history for sample in step] + now, seed=0)
-        begins = np.cumsum([0, *map(len, history)]).tolist()
-        control_history = [shape[a:b] for a, b in pairwise(begins)]
-        control = waves(shape[begins[-1] :], arguments.live_batch)
-        jobs["control"] = (control_history, control, arguments)
-        plains["control"] = sum(plain_makespan(part, cost) for part in control)
-    reports = dict(zip(jobs, run_all(list(jobs.values())), strict=True))
-    results = {name: run_figures(report, plains[name]) for name, report in reports.items()}
+    reports = run_all([(history, parts, arguments), ([[]], parts, arguments)])
+    results = {name: run_figures(report, plain) for name, report in zip(RUNS, reports, strict=True)}
     full = split_history(recorded_samples(rollouts), arguments.past)[1]
     unstopped = sum(plain_makespan(part, cost) for part in waves(full, arguments.live_batch))
     warm = results["warm"]
     values = {
         "tokens_per_forward": warm["tokens_per_forward"],
-        "tokens_per_forward_by_decile": warm["tokens_per_forward_by_decile"],
         "makespan_saved": warm["makespan_saved"],
         "makespan_saved_cold": results["cold"]["makespan_saved"],
-        "makespan_saved_control": results["control"]["makespan_saved"] if "control" in results else None,
         "makespan_saved_with_stop": 1 - warm["makespan_seconds"] / unstopped,
         "drafter_bytes_per_token": warm["drafter_bytes_per_token"],
         "samples": len(now),
@@ -211,16 +193,13 @@ def compare(arguments: argparse.Namespace) -> dict[str, object]:
 def print_table(values: dict[str, object], title: str) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("figure", no_wrap=True)
-    runs = [name for name in ("warm", "cold", "control") if name in values]
-    for name in runs:
+    for name in RUNS:
         table.add_column(name, justify="right", no_wrap=True)
     rows = {
         "makespan saved": lambda v: f"{v['makespan_saved']:.1%}",
         "makespan (seconds)": lambda v: f"{v['makespan_seconds']:.2f}",
         "plain decoding (seconds)": lambda v: f"{v['plain_makespan_seconds']:.2f}",
         "tokens per forward": lambda v: f"{v['tokens_per_forward']:.2f}",
-        "of the shortest tenth": lambda v: _shown(v["tokens_per_forward_by_decile"][0]),
-        "of the longest tenth": lambda v: _shown(v["tokens_per_forward_by_decile"][-1]),
         "of the 4 longest": lambda v: f"{v['tokens_per_forward_longest_4']:.2f}",
         "generated tokens": lambda v: f"{v['generated_tokens']:,}",
         "drafted tokens": lambda v: f"{v['drafted_tokens']:,}",
@@ -229,12 +208,8 @@ def print_table(values: dict[str, object], title: str) -> None:
         "drafter (bytes per token)": lambda v: f"{v['drafter_bytes_per_token']:.0f}",
     }
     for label, show in rows.items():
-        table.add_row(label, *(show(values[name]) for name in runs))
+        table.add_row(label, *(show(values[name]) for name in RUNS))
     Console().print(table)
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def main() -> None:

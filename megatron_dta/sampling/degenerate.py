@@ -7,8 +7,6 @@ Two criteria use the generated tokens alone:
 - **noise**: at least 95% of the last ``_NOISE_TOKENS`` tokens are distinct. Normal text repeats its common words: in
   3000 recorded samples of reasoning, code and agents no normal sample exceeded 0.88, and degenerate ones reached 1.0.
 
-Example: after 256 equal tokens a sample is a loop. After 128 tokens of which 122 are distinct it is noise.
-
 Degenerate samples run to the length cap and noise cannot be drafted, so they determine how long a rollout takes.
 Stopping them changes the samples, as a length cap does, so it is off by default.
 """
@@ -56,36 +54,3 @@ class DegenerateDetector:
         self._length += 1
         noise = self._length >= _NOISE_TOKENS and len(self._counts) >= _NOISE_SHARE * _NOISE_TOKENS
         return noise or bool((self._same >= self._needed).any())
-
-
-def degenerate_length(tokens: np.ndarray) -> int | None:
-    """The number of tokens (int [T]) after which ``DegenerateDetector`` stops a sample; None if it does not."""
-    tokens = np.asarray(tokens)
-    ends = []
-    for period in range(1, min(_LONGEST_BLOCK, len(tokens) - 1) + 1):
-        needed = max(_LOOP_TOKENS, _LOOP_BLOCKS * period) - period
-        is_different = tokens[period:] != tokens[:-period]
-        if len(is_different) - np.count_nonzero(is_different) < needed:
-            continue
-        different = np.flatnonzero(is_different)
-        begins = np.append(0, different + 1)
-        runs = np.append(different, len(tokens) - period) - begins
-        long = np.flatnonzero(runs >= needed)
-        if len(long):
-            ends.append(int(begins[long[0]]) + period + needed)
-    if len(tokens) >= _NOISE_TOKENS:
-        order = np.argsort(tokens, kind="stable")
-        last = np.full(len(tokens), -1)
-        again = np.flatnonzero(tokens[order[1:]] == tokens[order[:-1]]) + 1
-        last[order[again]] = order[again - 1]
-        # A token is the first of its value in windows that begin after its previous occurrence, up to its own position.
-        windows = len(tokens) - _NOISE_TOKENS + 1
-        change = np.zeros(len(tokens) + 1, np.int64)
-        position = np.arange(len(tokens))
-        first = np.maximum(last + 1, position - _NOISE_TOKENS + 1)
-        np.add.at(change, np.maximum(first, 0), 1)
-        np.add.at(change, position + 1, -1)
-        noisy = np.flatnonzero(np.cumsum(change)[:windows] >= _NOISE_SHARE * _NOISE_TOKENS)
-        if len(noisy):
-            ends.append(int(noisy[0]) + _NOISE_TOKENS)
-    return min(ends, default=None)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from megatron_dta.core.model.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
+STEPS_AT_ONCE = 16
 
 
 class Environment(Protocol):
@@ -162,9 +163,8 @@ class EnvironmentRunner:
     def _run(self, calls: Sequence[tuple[Callable, tuple]]) -> list[Any]:
         """The values of the calls, or an error line for each failed call."""
         values: list[Any] = []
-        workers = self._settings.environment_workers
-        for first in range(0, len(calls), workers):
-            group = calls[first : first + workers]
+        for first in range(0, len(calls), STEPS_AT_ONCE):
+            group = calls[first : first + STEPS_AT_ONCE]
             running = [in_daemon_thread(partial(function, *arguments), "environment") for function, arguments in group]
             # The calls started together, so they share one deadline.
             wait(running, self._settings.environment_timeout)

@@ -2,8 +2,6 @@
 
 A bucket is one buffer of bytes, which is what is sent. Its tensors have one dtype, follow one another in the model's
 order without gaps, and are views of the buffer. A bucket ends with the tensor that exceeds its size, as vLLM counts.
-
-Example: tensors of 6, 6, 6 and 2 bytes, 10 bytes a bucket: two buckets, of 12 bytes and of 8.
 """
 
 from __future__ import annotations

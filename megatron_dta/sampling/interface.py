@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -149,6 +150,18 @@ class RolloutEngine(ABC):
 
     def join(self) -> None:  # noqa: B027 (most engines have nothing to wait for)
         """End a phase: wait until the engines of all ranks that run synchronized passes have called this."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint, of numbers, strings, lists and tensors; the same on every rank."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state that ``state_dict`` returned."""
+        del state
+
+    def timing(self) -> dict[str, float]:
+        """Metrics of the last rollout batch that depend on the clock."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

@@ -34,14 +34,6 @@ class SamplingParams:
     other_eos_ids: tuple[int, ...] = ()
     vocab_size: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.max_response_tokens < 1:
-            raise ValueError(f"max_response_tokens must be at least 1, got {self.max_response_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-
     @property
     def eos_ids(self) -> frozenset[int]:
         """All tokens that end a response."""

@@ -22,6 +22,9 @@ from megatron_dta.sampling.rewards.registry import Response, RewardFunction, exa
 from megatron_dta.sampling.rewards.scoring import Scorer
 from megatron_dta.sampling.rewards.server_reward import RemoteReward
 
+REWARD_WORKERS = 8
+"""Rewards of math_verify, code_tests and remote that are computed at once."""
+
 
 @dataclass(frozen=True)
 class SamplingTask:
@@ -51,7 +54,7 @@ class SamplingTask:
         reward = self.reward
         # Servers have their own timeouts, and programs their own limits.
         seconds = None if isinstance(self.reward_function, RemoteReward) else reward.reward_timeout
-        return Scorer(self.reward_function, self.drops_failures, reward.reward_workers, seconds)
+        return Scorer(self.reward_function, self.drops_failures, REWARD_WORKERS, seconds)
 
     def response(self, prompt: Prompt, token_ids: np.ndarray) -> Response:
         """A sampled response, to be scored."""
@@ -129,7 +132,7 @@ def _no_reward(prompt: Mapping[str, Any], response: str, response_token_ids: lis
 
 
 def _arithmetic(sampling: SamplingConfig, max_prompt_tokens: int, vocab_size: int | None) -> SamplingTask:
-    arithmetic = ArithmeticTask(sampling.arithmetic_max_operand, sampling.arithmetic_operators)
+    arithmetic = ArithmeticTask(sampling.arithmetic_max_operand)
     if vocab_size is not None and arithmetic.tokenizer.vocab_size > vocab_size:
         raise InputError(f"--vocab-size {vocab_size}: --task arithmetic has {arithmetic.tokenizer.vocab_size} tokens")
     if sampling.rollout_max_response_len < arithmetic.longest_answer_tokens:

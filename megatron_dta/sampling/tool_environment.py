@@ -5,8 +5,8 @@ turn; several calls in one turn are answered in order:
 
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>   ->   <tool_response>3</tool_response>
 
-The values of qwen3_coder have the types that the ``tools`` of the prompt's record give, or else the annotations of the
-function; without either a value is JSON if it can be read as that.
+The values of qwen3_coder have the types that the ``tools`` of the prompt's record give; without them a value is JSON if
+it can be read as that.
 
 Subclasses define ``tools`` (functions by name) and ``finish``, which scores a turn without a call: this turn is the
 answer and ends the episode. A call that cannot be parsed, or a tool that raises, is answered with the error, to which
@@ -75,22 +75,16 @@ class ToolEnvironment(ABC):
             return " ".join(f"error: {type(error).__name__}: {error}".split())
 
     def _schemas(self) -> dict[str, dict[str, Any]]:
-        """The schemas of the tools' parameters: from the functions, and from the record, which the model has seen."""
-        schemas_by_tool = {name: _parameters(function) for name, function in self.tools.items()}
+        """The schemas of the tools' parameters that the model has seen, or any type for each parameter."""
         try:
             seen = schemas_of(checked_tools(getattr(self, "record", {}).get("tools")))
         except InputError:  # a field of the user's own
             seen = {}
-        return schemas_by_tool | {name: schemas for name, schemas in seen.items() if schemas}
+        return {name: seen.get(name) or _of_any_type(function) for name, function in self.tools.items()}
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON types of a function's parameters, by their annotations."""
-    names = {annotation: name for name, annotation in JSON_TYPES.items() if isinstance(annotation, type)}
-    names |= {str: "string", float: "number"}
+def _of_any_type(function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        parameters = inspect.signature(function, eval_str=True).parameters
-    except Exception:  # builtin functions have no signature, and annotations may name what is not there
+        return {name: {"type": [*JSON_TYPES, "string"]} for name in inspect.signature(function).parameters}
+    except (TypeError, ValueError):  # some builtin functions have no signature
         return {}
-    every = [*JSON_TYPES, "string"]
-    return {name: {"type": names.get(parameter.annotation, every)} for name, parameter in parameters.items()}

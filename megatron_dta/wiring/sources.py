@@ -2,9 +2,8 @@
 
 independent rollouts (``sources.independent``), trees and episodes with an environment (``treepo.source``), or sessions
 of agents (``agents.source``)
--> over-sampling -> dynamic sampling and overlong shaping (``sources.filters``)
--> counts of degenerate responses -> drafts in the checkpoint              in this process, on all ranks
--> rank 0's thread, broadcast to all                                       servers
+-> over-sampling, dynamic sampling and overlong shaping (``sources.filters``), in this process on all ranks
+-> rank 0's thread, broadcast to all (``sources.rank0_source``): servers
 
 With ``--rollout-max-staleness`` there is one source instead, ``servers.stream``.
 """
@@ -24,14 +23,11 @@ from megatron_dta.extras.servers.stream.group_sampler import GroupSampler
 from megatron_dta.extras.servers.stream.rollout_stream import StreamLimits
 from megatron_dta.extras.servers.stream.stream_source import StreamSource
 from megatron_dta.extras.servers.weights.send import rollout_weights
-from megatron_dta.sampling.in_process.pass_costs import measure_passes
 from megatron_dta.sampling.interface import RolloutEngine
 from megatron_dta.sampling.sources.batch_source import Evaluation, RolloutSource, SampledSource
-from megatron_dta.sampling.sources.filters import FilteringSource, OverSamplingSource
-from megatron_dta.sampling.sources.independent import SamplingEvaluation, SamplingSource, sampling_params
+from megatron_dta.sampling.sources.filters import FilteringSource
+from megatron_dta.sampling.sources.independent import SamplingEvaluation, SamplingSource
 from megatron_dta.sampling.sources.rank0_source import Rank0Evaluation, Rank0Source
-from megatron_dta.sampling.sources.speculating_source import SpeculatingSource
-from megatron_dta.sampling.sources.stopping_source import StoppingSource
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.source import TreeEvaluation, TreeSource
 from megatron_dta.training.config import TrainConfig
@@ -55,14 +51,6 @@ def build_sampled_data(
         engine = build_engine(config.sampling, model, drafting, stop, impl, report)
         agents = _agents(engine, task, config)
         source = build_sampling_source(engine, task, config, agents)
-        if stop:
-            source = StoppingSource(source, engine)
-        if drafting is not None:
-            if drafting.follows_clock:
-                rows = min(config.sampling.inference_max_requests, _responses_of_a_replica(config))
-                params = sampling_params(task.tokenizer, config.sampling, config.optimization.seed)
-                drafting.learn_costs(measure_passes(engine, params, rows, model.max_sequence_length))
-            source = SpeculatingSource(source, drafting)
         return source, [build_sampling_evaluation(engine, task, config, agents)] if evaluated else []
     first = current_mesh().rank == 0
     engine = server_engine(config, report) if first else None
@@ -117,9 +105,7 @@ def build_sampling_source(
         source = TreeSource(engine, task, source_config)
     else:
         source = SamplingSource(engine, task, source_config.sampling, config.optimization.seed)
-    if sampled > trained:
-        source = OverSamplingSource(source, trained)
-    if filtering.dynamic_sampling or filtering.overlong_buffer_len is not None:
+    if sampled > trained or filtering.dynamic_sampling or filtering.overlong_buffer_len is not None:
         return FilteringSource(source, config)
     return source
 
@@ -133,13 +119,6 @@ def build_sampling_evaluation(
     if config.environment.environment is not None:
         return TreeEvaluation(engine, task, config)
     return SamplingEvaluation(engine, task, config.sampling, config.optimization.seed, config.logging.eval_iters)
-
-
-def _responses_of_a_replica(config: TrainConfig) -> int:
-    """Largest number of responses that a data-parallel replica samples at the same time."""
-    sampling = config.sampling
-    prompts = max(sampling.rollout_batch_size, sampling.over_sampling_batch_size or 0)
-    return -(-prompts * sampling.n_samples_per_prompt // current_mesh().data_size)
 
 
 def _num_rollout_batches(config: TrainConfig, progress: Progress) -> int:

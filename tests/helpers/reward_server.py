@@ -13,7 +13,7 @@ from raw_server import RawRequest, RawServer, reply
 class RewardServer(RawServer):
     """Answers each request with the next plan; the last one stays.
 
-    Plans: a dictionary or number (JSON), bytes (as they are), ("status", code), "hang", "cut", "drop", "gzip", and what
+    Plans: a dictionary or number (JSON), bytes (as they are), ("status", code), "hang", "drop", and what
     comes a bit at a time: "drip" (the body), "continue" (interim replies without end).
 
     Attributes:
@@ -40,9 +40,8 @@ class RewardServer(RawServer):
         content = {} if isinstance(plan, tuple | str) else plan
         content = content if isinstance(content, bytes) else json.dumps(content).encode()
         status = f"{plan[1]} Status" if isinstance(plan, tuple) else "200 OK"
-        missing = 50 if plan in ("cut", "drip") else 0
-        headers = ["Content-Encoding: gzip"] if plan == "gzip" else []
-        whole_reply = reply(content + b" " * missing, status, *headers)
+        missing = 50 if plan == "drip" else 0
+        whole_reply = reply(content + b" " * missing, status)
         yield whole_reply[: len(whole_reply) - missing]
         if plan == "drip":
             yield from _drip(b" ")

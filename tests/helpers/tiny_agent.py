@@ -1,9 +1,9 @@
 """An agent as a program: two calls through the environment's gateway, without any client library.
 
-    python tiny_agent.py [none | fail | hang | print]
+    python tiny_agent.py [post | fail | fail-hang-print]
 
 The reward is the share of even characters in the answers: sent to the gateway, or printed as the last line of output.
-``fail`` ends with status 3 for prompts that contain a 3, ``hang`` never ends for those.
+``fail`` ends with status 3 for prompts that contain a 3, ``hang`` never ends for those that contain a 4.
 """
 
 import json
@@ -23,10 +23,10 @@ def post(url: str, body: dict) -> dict:
 
 def main() -> None:
     record, what = json.loads(sys.stdin.readline()), sys.argv[1]
-    if what in ("fail", "hang") and "3" in record["prompt"]:
+    if "fail" in what and "3" in record["prompt"]:
         print("a reason", file=sys.stderr)
-        if what == "fail":
-            raise SystemExit(3)
+        raise SystemExit(3)
+    if "hang" in what and "4" in record["prompt"]:
         # A child that outlives its parent, too.
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         time.sleep(600)
@@ -38,7 +38,7 @@ def main() -> None:
         messages += [message, {"role": "user", "content": "again"}]
     answers = "".join(texts)
     reward = sum(ord(character) % 2 == 0 for character in answers) / max(1, len(answers))
-    if what == "print":
+    if "print" in what:
         print(json.dumps({"reward": reward}))
     else:
         post(os.environ["MEGATRON_DTA_SESSION_URL"] + "/reward", {"reward": reward})

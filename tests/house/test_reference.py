@@ -88,6 +88,6 @@ def test_what_is_listed_exists() -> None:
 
 def test_unknown_names_are_unknown() -> None:
     assert is_known("eval_reward")
-    assert is_known("timing/speculation_tokens_per_forward_decile_7")
+    assert is_known("eval_pass@8")
     for name in ("rewards", "timing/reward", "eval_token_reuse", "train_seconds", "timing/x_seconds"):
         assert not is_known(name)

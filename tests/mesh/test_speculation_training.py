@@ -11,7 +11,7 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.sampling.degenerate import degenerate_length
+from megatron_dta.sampling.degenerate import DegenerateDetector
 from mesh_worker import run_on_ranks
 from rollout_runs import Runs, weights_of
 from rollout_runs import assert_same as assert_same_weights
@@ -80,7 +80,7 @@ def test_stopped_responses_are_counted(tmp_path: Path) -> None:
     for row in rows:
         rollouts = load_rollouts(tmp_path / "run" / "rollouts" / f"step_{row['iteration']:07d}.jsonl")
         responses = [rollout.token_ids[rollout.loss_mask] for rollout in rollouts]
-        assert row["degenerate_responses"] == sum(degenerate_length(r) == len(r) for r in responses)
+        assert row["degenerate_responses"] == sum(DegenerateDetector().feed(r) == len(r) for r in responses)
     assert 0 < sum(row["degenerate_responses"] for row in rows) < 2 * 9
 
 
@@ -103,7 +103,7 @@ def trained_samples(rank: int, job: tuple[str, bool]) -> list[tuple[str, list[in
         # Megatron compares what is common to all ranks, and prints every number that differs.
         assert other.keys() == kept.keys()
         assert all(np.array_equal(other[name], value) for name, value in kept.items())
-    state = trainer.source._drafting.speculator.drafter.state_dict()
+    state = trainer.source._engine.drafting.speculator.drafter.state_dict()
     texts = np.split(state["tokens"], np.cumsum(state["lengths"])[:-1])
     return sorted((str(state["problems"][p]), t.tolist()) for p, t in zip(state["problem"], texts, strict=True))
 

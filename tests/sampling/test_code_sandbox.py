@@ -74,7 +74,7 @@ def test_the_program_is_the_last_python_block() -> None:
 
 
 def test_hostile_programs_get_nothing_and_leave_nothing(tmp_path: Path) -> None:
-    wrong = hostile_programs.attack(confined(hostile_programs.SETTINGS), 24, 1, tmp_path, 6)
+    wrong = hostile_programs.attack(confined(hostile_programs.SETTINGS), 14, 1, tmp_path, 6)
     assert not wrong, "\n".join(wrong)
 
 

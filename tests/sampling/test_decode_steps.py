@@ -19,7 +19,7 @@ from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.sampling.config import SamplingConfig
 from megatron_dta.sampling.in_process.cuda_graphs import Burst, DecodeSteps, RunningBurst, bucket, why_not_captured
 from megatron_dta.sampling.in_process.drafting import Round
-from megatron_dta.sampling.in_process.scheduler import Request
+from megatron_dta.sampling.in_process.scheduler import Pass, Request
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.wiring.engines import build_engine
@@ -33,6 +33,9 @@ KERNELS = dict(attention_impl="triton")
 STATIC = KERNELS | dict(static_passes=True)
 
 
+FRESH = [float("nan")]
+
+
 @pytest.fixture(autouse=True)
 def _poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in pages that nobody has written."""
@@ -42,7 +45,7 @@ def _poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         first = cache.num_pages
         grow(cache, num_pages)
         for tensor in (*cache.keys.values(), *cache.values.values()):
-            tensor[first:] = float("nan")
+            tensor[first:] = FRESH[0]
 
     monkeypatch.setattr(PagedCache, "grow", grow_poisoned)
 
@@ -75,16 +78,15 @@ def test_a_forest_of_requests_in_float32(kind: str):
 def started_plain(model, params=PARAMS, **settings):
     """An engine on PyTorch's attention, whose masked positions must not hold NaN."""
     engine = started(model, params, **settings)
-    allocate = engine._allocated
+    cache_for = engine._cache_for
 
-    def clean(num_pages: int):
-        held = 0 if engine._cache is None else engine._cache.num_pages
-        cache = allocate(num_pages)
-        for tensor in (*cache.keys.values(), *cache.values.values()):
-            tensor[held:] = 0
+    def clean(plan: Pass) -> PagedCache:
+        FRESH[0] = 0.0
+        cache = cache_for(plan)
+        FRESH[0] = float("nan")
         return cache
 
-    engine._allocated = clean
+    engine._cache_for = clean
     return engine
 
 
@@ -101,21 +103,6 @@ def test_preempted_requests():
     assert statistics["preemptions"] > 0
     assert statistics["peak_pages"] <= 13
     assert engine.pages_in_use == 0
-
-
-@interpreter
-def test_bursts_run_past_no_end_and_take_fewer_turns():
-    model = make_model(15, torch.float32, num_layers=1)
-    prompts = random_prompts(np.random.default_rng(2), [3, 17, 6])
-    requests = [GenerationRequest(i, prompt, 5 + 4 * i, 9 * i) for i, prompt in enumerate(prompts)]
-    expected = generate(started_plain(model, NEVER), requests)
-    engine = started(model, NEVER, **STATIC)
-    for want, got in zip(expected, generate(engine, requests), strict=True):
-        assert want.token_ids.tolist() == got.token_ids.tolist()
-    statistics = engine.statistics()
-    # After the prompts' pass 12 tokens are left for the longest: 8 in the first burst and 4 in the second.
-    assert statistics["static_forwards"] == 12
-    assert statistics["decoded_tokens"] == 5 + 9 + 13
 
 
 @interpreter

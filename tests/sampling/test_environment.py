@@ -63,8 +63,7 @@ def grow(seed: int, factory=Remembering, runner=None, **changes):
     return queries, sampler.sample(queries, SamplingParams(60, EOS, seed=seed), 0), engine, runner
 
 
-@pytest.mark.parametrize("segment_tokens", [4, None])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "segment_tokens"), [(0, 4), (1, None)])
 def test_every_branch_has_an_environment_of_its_own(seed: int, segment_tokens: int | None):
     queries, trees, engine, runner = grow(seed, segment_tokens=segment_tokens)
     requests = {request.key: request for request in engine.requests}
@@ -124,20 +123,6 @@ class Unreliable(Remembering):
         if kind == 2:
             return "no tuple"
         return super().step(action)
-
-
-def test_the_first_failure_is_logged(caplog: pytest.LogCaptureFixture):
-    class Broken(Remembering):
-        def step(self, action):
-            raise KeyError("the user's bug")
-
-    runner = EnvironmentRunner(Broken, CharacterTokenizer(), drops_failures=True)
-    for _ in range(2):
-        states, _ = runner.reset([{}, {}], [PROMPT] * 2)
-        runner.step(states, [np.array([1]), np.array([1])])
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert message == """--environment: a step failed (--rollout-failure drop): KeyError: "the user's bug\""""
-    assert runner.counts["environment_failures"] == 4
 
 
 def test_failures_and_timeouts_end_their_paths_and_are_counted():
@@ -217,7 +202,6 @@ def test_loading(tmp_path):
     for spec, message in (
         (f"{tmp_path}/leaves.py:Env", "the file does not run: SystemExit: 0"),
         (f"{file}:No", "must be a class with the methods"),
-        (f"{tmp_path}/other.py:Env", "must be FILE.py:NAME"),
         ("nothing", "dotted name"),
         ("no_such_package.Env", "does not load: ModuleNotFoundError"),
     ):
@@ -351,7 +335,7 @@ def test_calls_that_hang_share_one_time_out():
         def step(self, action):
             time.sleep(20)
 
-    settings = EnvironmentConfig(environment_timeout=1.0, environment_workers=6)
+    settings = EnvironmentConfig(environment_timeout=1.0)
     runner = EnvironmentRunner(Hanging, NullTokenizer(VOCAB, EOS), settings, drops_failures=True)
     states, _ = runner.reset([{}] * 6, [PROMPT] * 6)
     began = time.monotonic()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import threading
 import time
 from pathlib import Path
 
@@ -15,11 +13,9 @@ from conftest import seed_all
 from megatron_dta.common import slow_calls
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.rewards import server_reward
-from megatron_dta.sampling.rewards.registry import load_reward_function
 from megatron_dta.sampling.rewards.scoring import Response, Scorer
 from megatron_dta.sampling.rewards.server_reward import RemoteReward
 from megatron_dta.sampling.sources.batch_source import RolloutError
-from megatron_dta.training.arguments import parse_arguments
 from one_reward import compute_reward
 from reward_server import RewardServer
 from trainer_cases import make_trainer, rows_of, run
@@ -42,7 +38,7 @@ DRIPS = ("drip", "continue")
 LONG = b" " * (2 << 20)
 
 
-@pytest.mark.parametrize("trouble", [("status", 500), "hang", "drop", "cut", "gzip", LONG, *DRIPS])
+@pytest.mark.parametrize("trouble", [("status", 500), "hang", "drop", LONG, *DRIPS])
 def test_trouble_is_tried_again(trouble: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_reward, "FIRST_PAUSE_S", 0.02)
     slow = trouble in ("hang", *DRIPS)
@@ -64,11 +60,9 @@ def test_trouble_is_tried_again(trouble: object, monkeypatch: pytest.MonkeyPatch
     ("reply", "message"),
     [
         (("status", 404), "is refused with 404"),
-        (("status", 307), "redirects are not followed"),
         (b"nonsense\n<html>", "is not JSON"),
         ({"reward": True}, "must be like"),
         (b'{"reward": NaN}', "NaN, which is not a number in JSON"),
-        (b"[" * 100_000, "nested too deeply"),
         (b'{"reward": -1%s}' % (b"0" * 400), "must be finite"),
     ],
 )
@@ -109,19 +103,6 @@ def test_failures_stop_or_drop() -> None:
     assert Scorer(function).counts == {}
 
 
-def test_concurrent_rewards_keep_their_order() -> None:
-    together = threading.Barrier(4)
-
-    def reply(body: dict) -> dict:
-        together.wait(60)  # for three others; one after another they would block forever
-        time.sleep(0.05 * (3 - int(body["response"]) % 4))
-        return {"reward": float(body["response"])}
-
-    with RewardServer(reply) as server:
-        scorer = Scorer(remote(server, timeout_s=90.0), workers=4)
-        assert scorer.score([Response("p", {}, str(i), []) for i in range(12)]) == list(map(float, range(12)))
-
-
 PROMPTS = (
     "--tokenizer-type CharacterTokenizer --rollout-batch-size 4 --n-samples-per-prompt 3 --rollout-max-response-len 3"
 )
@@ -155,31 +136,6 @@ def test_a_run_drops_what_failed_and_counts_it(tmp_path: Path) -> None:
         trainer, _ = make_trainer(flags)
         with pytest.raises(RolloutError, match=r"every reward of a rollout batch has failed; the last one: .* 404"):
             trainer.source.next_batch(0)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--reward-function remote", "needs --reward-server-url"),
-        (
-            "--reward-function code_tests --rollout-failure drop --rollout-method treepo --treepo-segment-length 1",
-            "--rollout-failure drop would",
-        ),
-    ],
-)
-def test_flags_that_do_not_fit(tmp_path: Path, flags: str, message: str) -> None:
-    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2"
-    with pytest.raises(InputError, match=message):
-        parse_arguments(f"{model} {prompts(tmp_path)} {flags}".split())
-
-
-@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
-def test_math_verify_fails_where_there_is_nothing_to_compare() -> None:
-    function = load_reward_function("math_verify")
-    with pytest.raises(InputError, match="holds nothing that math-verify can compare"):
-        compute_reward(function, "p", {"answer": ""}, "4", [])
-    for response in ("", "\\frac{1}{", "$$\\boxed{", "()" * 200, "\x00", "no number"):
-        assert compute_reward(function, "p", {"answer": "4"}, response, []) == 0.0
 
 
 def test_groups_that_fail_as_a_whole_leave_a_step_out(tmp_path: Path) -> None:
@@ -221,9 +177,8 @@ def test_functions_that_hang_fail_in_time_where_there_is_one(drop: bool) -> None
     assert time.monotonic() - began < 18
 
 
-@pytest.mark.parametrize("concurrent", [False, True])
 def test_functions_that_take_long_are_reported(
-    concurrent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(slow_calls, "FIRST_SECONDS", 0.1)
 
@@ -233,7 +188,7 @@ def test_functions_that_take_long_are_reported(
             time.sleep(0.02)
         return 1.0
 
-    judge.is_concurrent = concurrent
+    judge.is_concurrent = True
     scorer = Scorer(judge, workers=2)
     assert scorer.score([Response("p", {}, text, []) for text in ("quick", "slow", "quick")]) == [1, 1, 1]
     line = r"reward function, prompt 'p', response 'slow': \S*judge has been running for (\d+) s; "

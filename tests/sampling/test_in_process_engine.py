@@ -14,7 +14,7 @@ from conftest import seed_all
 from in_process_engine_cases import trainers_logprobs
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.sampling.interface import GenerationRequest, generate
-from rollout_forest import NEVER, PARAMS, SETTINGS, Drive, assert_same, poison_pages, run_forest, run_long, started
+from rollout_forest import NEVER, PARAMS, SETTINGS, Drive, assert_same, run_forest, run_long, started
 from sampling_cases import EOS, SHAPES, VOCAB, make_model, random_prompts, slow_sample
 
 GROUPED = SHAPES["grouped queries, QK-norm, untied"]
@@ -80,7 +80,6 @@ def test_preempted_requests_give_the_same_samples():
         assert result.token_ids.tolist() == tokens
         assert np.allclose(result.logprobs, logprobs, rtol=0, atol=1e-12)
     for settings in (
-        dict(block_size=1, pages=65, max_tokens=8),
         dict(block_size=4, pages=30, max_requests=7),
         dict(block_size=16, pages=5),
     ):
@@ -104,15 +103,6 @@ def test_parents_are_found_without_being_named_where_pages_are_full():
             assert samples[request_id][1].token_ids.tolist() == result.token_ids.tolist()
     reused = [engine.statistics()["reused_tokens"] for engine in engines]
     assert reused[0] >= reused[1] > 2 * reused[2] > 0
-
-
-def test_what_is_in_free_pages_never_matters(monkeypatch: pytest.MonkeyPatch):
-    """Pages start with large numbers instead of zeros (not NaN: masked scores times NaN would be NaN)."""
-    model = make_model(5, torch.float64, **GROUPED)
-    drive = Drive(seed=21, prompts=3)
-    clean = run_forest(started(model, block_size=3), drive)
-    poison_pages(monkeypatch)
-    assert_same(run_forest(started(model, block_size=3), drive), clean, 1e-12)
 
 
 def test_forks_share_pages():
@@ -166,27 +156,23 @@ def test_a_parent_released_at_once_still_serves_its_children():
     assert engine.pages_in_use == 0
 
 
-def test_keys():
-    """Same key, same tokens; another key, others, also where keys differ in their highest bits only."""
-    model = make_model(8, init_method_std=0.05)
-    prompt = random_prompts(np.random.default_rng(3), [5])[0]
-    keys = [5, 5, 5 + 2**32, 5 + 2**61, 5 + 2**62, 6]
-    results = generate(started(model, NEVER), [GenerationRequest(i, prompt, 30, key) for i, key in enumerate(keys)])
-    responses = [tuple(result.token_ids.tolist()) for result in results]
-    assert responses[0] == responses[1]
-    assert len(set(responses)) == 5
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("settings", ["default", "small pool"])
-def test_logprobs_of_the_forest_are_the_trainers(dtype: torch.dtype, tolerance: float, settings: str):
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "settings", "tree_mode"),
+    [
+        (torch.float64, 1e-12, "small pool", "dta"),
+        (torch.float64, 1e-12, "default", "packed"),
+        (torch.float64, 1e-12, "default", "dense"),
+        (torch.float32, 1e-5, "default", "dta"),
+    ],
+)
+def test_logprobs_of_the_forest_are_the_trainers(dtype: torch.dtype, tolerance: float, settings: str, tree_mode: str):
     """Forks, shared pages, recomputation after preemption, ids that are never sampled: every importance ratio is 1."""
     seed_all(40)
     model = make_model(18, dtype, **GROUPED)
     params = replace(PARAMS, vocab_size=14)
     samples = run_forest(started(model, params, **SETTINGS[settings]), Drive(seed=3, order=5, prompts=3))
     assert max(int(result.token_ids.max()) for _, result in samples.values()) == 13
-    trained = trainers_logprobs(model, samples, TreeConfig(tree_segment_tokens=24))
+    trained = trainers_logprobs(model, samples, TreeConfig(tree_mode=tree_mode, tree_segment_tokens=64))
     for (_, result), logprobs in zip(samples.values(), trained, strict=True):
         assert result.logprobs.dtype == (np.float64 if dtype == torch.float64 else np.float32)
         assert np.abs(logprobs - result.logprobs).max() <= tolerance

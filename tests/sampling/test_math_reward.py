@@ -7,7 +7,6 @@ package itself, where it is installed.
 from __future__ import annotations
 
 import importlib.util
-import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -97,9 +96,9 @@ def test_replies(stand_in: None) -> None:
     function.close()
 
 
-@pytest.mark.parametrize("response", ["spin", "leave", "sleep"])
+@pytest.mark.parametrize("response", ["spin", "leave", "sleep", "fill"])
 def test_what_does_not_end_is_ended_and_counted(stand_in: None, response: str) -> None:
-    """A computation in C, which hears no signal; a process that is gone; one that waits."""
+    """A computation in C, which hears no signal; a process that is gone; one that waits; one that fills the memory."""
     function, began = MathVerify(cpu_seconds=1), time.monotonic()
     assert compute_reward(function, "p", {"answer": "4"}, "4", []) == 1
     with mock.patch.object(function, "_wall_seconds", 0.5 if response == "sleep" else WALL_SECONDS):
@@ -107,13 +106,6 @@ def test_what_does_not_end_is_ended_and_counted(stand_in: None, response: str) -
     assert function.counts == {"math_timeouts": 1, "math_errors": 0}
     assert compute_reward(function, "p", {"answer": "4"}, "4", []) == 1
     assert time.monotonic() - began < 30
-    function.close()
-
-
-def test_what_takes_too_much_memory_is_ended_and_counted(stand_in: None) -> None:
-    function = MathVerify()
-    assert compute_reward(function, "p", {"answer": "4"}, "fill", []) == 0
-    assert function.counts == {"math_timeouts": 1, "math_errors": 0}
     function.close()
 
 
@@ -161,36 +153,22 @@ def test_users_functions_may_raise_anything() -> None:
         compute_reward(raising(KeyboardInterrupt()), "p", {}, "4", [])
 
 
-real = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
-
-
-@real
-@pytest.mark.parametrize(
-    ("answer", "right", "wrong"),
-    [
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
+def test_the_package_reads_answers_as_they_are_meant() -> None:
+    function = load_reward_function("math_verify")
+    assert isinstance(function, MathVerify)
+    for answer, right, wrong in (
         ("2\\sqrt{3}", "\\boxed{2\\sqrt{3}}", "\\boxed{2}"),
         ("(1, 2)", "so it is $(1,2)$", "\\boxed{2}"),
         ("\\frac{3\\pi}{4}", "$0.75\\pi$", "$\\pi$"),
         ("1,000", "it costs 1000.", "it costs 1."),
         (1e-05, "\\boxed{0.00001}", "\\boxed{5}"),
         ("48 / 2 = 24\n#### 72", "the answer is 72", "the answer is 24"),
-    ],
-)
-def test_the_package_reads_answers_as_they_are_meant(answer: object, right: str, wrong: str) -> None:
-    function = load_reward_function("math_verify")
-    assert isinstance(function, MathVerify)
-    assert compute_reward(function, "p", {"answer": answer}, right, []) == 1
-    assert compute_reward(function, "p", {"answer": answer}, wrong, []) == 0
-    function.close()
-
-
-@real
-def test_the_package_is_stopped_in_a_thread() -> None:
-    function, rewards = MathVerify(cpu_seconds=1), []
-    judge = lambda: rewards.append(function({"answer": 4}, "\\boxed{9^{9^{9^{9}}}}", []))  # noqa: E731
-    thread = threading.Thread(target=judge)
-    thread.start()
-    thread.join(60)
-    assert rewards == [0.0]
-    assert function.counts["math_timeouts"] == 1
+    ):
+        assert compute_reward(function, "p", {"answer": answer}, right, []) == 1
+        assert compute_reward(function, "p", {"answer": answer}, wrong, []) == 0
+    with pytest.raises(InputError, match="holds nothing that math-verify can compare"):
+        compute_reward(function, "p", {"answer": ""}, "4", [])
+    for response in ("", "\\frac{1}{", "$$\\boxed{", "()" * 200, "\x00", "no number"):
+        assert compute_reward(function, "p", {"answer": "4"}, response, []) == 0.0
     function.close()

@@ -50,21 +50,6 @@ def test_other_content_is_named(tmp_path: Path, content: bytes) -> None:
     assert str(caught.value).startswith(f"{path}: ")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (LINES + b'{"prompt": "1+', r"row 3: not valid JSON: .*; the file seems cut short here"),
-        (b"[" + LINES, r"row 1: not valid JSON"),
-        (b'[{"prompt": "1"}, 2]', r"row 2: must be a JSON object, got int"),
-    ],
-)
-def test_a_broken_row_is_named(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "rows.json"
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=message):
-        list(read_rows(path))
-
-
 def test_rollouts_may_be_gzipped(tmp_path: Path) -> None:
     row = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "reward": 1.0, "group_id": "a"}
     path = tmp_path / "rollouts.jsonl.gz"

@@ -17,7 +17,6 @@ from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.sampling.config import SamplingConfig
 from megatron_dta.sampling.prompts.arithmetic import ArithmeticTask
-from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
 from megatron_dta.sampling.rewards.registry import exact_match, load_reward_function
 from megatron_dta.sampling.sources.independent import SamplingEvaluation, SamplingSource
 from megatron_dta.sampling.task import build_task
@@ -25,24 +24,10 @@ from megatron_dta.wiring.engines import build_engine
 from one_reward import compute_reward
 
 USER_REWARDS = """
-import math
-
-CALLS = []
-
 def length(prompt, response, response_token_ids):
-    CALLS.append(prompt)
     prompt["answer"] = "changed"
     response_token_ids.clear()
     return len(response)
-
-def not_a_number(prompt, response, response_token_ids):
-    return math.nan
-
-def text(prompt, response, response_token_ids):
-    return "1.0"
-
-def broken(prompt, response, response_token_ids):
-    return {}["missing key"]
 
 def flag(prompt, response, response_token_ids):
     return response == "19"
@@ -67,22 +52,6 @@ def test_user_reward(user_file: Path):
     assert compute_reward(lambda *_: np.bool_(True), "p", record, "19", ids) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("not_a_number", "must return a finite number, got nan"),
-        ("text", "must return a number, got str"),
-        ("broken", r"raised KeyError: 'missing key' \(rewards.py, line 19\)"),
-    ],
-)
-def test_bad_reward_values(user_file: Path, name: str, message: str):
-    function = load_reward_function(f"{user_file}:{name}")
-    with pytest.raises(InputError, match=message) as caught:
-        compute_reward(function, "prompt-7", {}, "12\n34", [1])
-    assert "'prompt-7'" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_bad_reward_flags(user_file: Path, tmp_path: Path):
     syntax = tmp_path / "syntax.py"
     syntax.write_text("def f(:\n")
@@ -104,12 +73,6 @@ def test_bad_reward_flags(user_file: Path, tmp_path: Path):
         assert "\n" not in str(caught.value)
 
 
-def test_missing_math_package_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match="pip install math-verify"):
-        load_reward_function("math_verify")
-
-
 def test_exact_match():
     for answer, response, expected in ((19, "19", 1), ("19", " 19 ", 1), (19, "190", 0), (-2, "-2", 1), (19, "", 0)):
         assert compute_reward(exact_match, "p", {"answer": answer}, response, []) == expected
@@ -117,51 +80,36 @@ def test_exact_match():
         compute_reward(exact_match, "p", {}, "19", [])
 
 
-@pytest.mark.parametrize(("max_operand", "operators"), [(12, "*+-"), (1, "+")])
-def test_arithmetic_split(max_operand: int, operators: str):
-    task = ArithmeticTask(max_operand, operators)
+@pytest.mark.parametrize("max_operand", [12, 1])
+def test_arithmetic_split(max_operand: int):
+    task = ArithmeticTask(max_operand)
     train, held_out = task.train_prompts, task.held_out_prompts
-    assert len(held_out) == task.held_out_problems >= 1
+    assert len(held_out) == max(1, (max_operand + 1) ** 2 // 5)
 
     def keys(prompts):
         for prompt in prompts:
             text = prompt.prompt_id.removesuffix("=")
-            operator = next(op for op in operators if op in text)
-            left, right = map(int, text.split(operator))
-            value = {"+": left + right, "-": left - right, "*": left * right}[operator]
-            assert prompt.record["answer"] == value
+            left, right = map(int, text.split("+"))
+            assert prompt.record["answer"] == left + right
             assert task.tokenizer.decode(prompt.token_ids) == prompt.record["question"] == text + "="
-            assert len(str(value)) + 1 <= task.longest_answer_tokens
-            yield (operator, *sorted((left, right))) if operator != "-" else (operator, left, right)
+            assert len(str(left + right)) + 1 <= task.longest_answer_tokens
+            yield min(left, right), max(left, right)
 
     train_keys, held_out_keys = list(keys(train)), list(keys(held_out))
     assert not set(train_keys) & set(held_out_keys)
-    assert len(train) + len(held_out) <= len(operators) * (max_operand + 1) ** 2
-    assert len(set(train_keys) | set(held_out_keys)) == len(
-        {(op, *(sorted((a, b)) if op != "-" else (a, b))) for op in operators for a in range(max_operand + 1)
-         for b in range(max_operand + 1)}
-    )  # fmt: skip
-    again = ArithmeticTask(max_operand, operators)
+    assert len(train) + len(held_out) <= (max_operand + 1) ** 2
+    assert len(set(train_keys) | set(held_out_keys)) == (max_operand + 1) * (max_operand + 2) // 2
+    again = ArithmeticTask(max_operand)
     assert [p.prompt_id for p in again.held_out_prompts] == [p.prompt_id for p in held_out]
-    other = ArithmeticTask(max_operand, operators, seed=1)
+    other = ArithmeticTask(max_operand, seed=1)
     assert max_operand == 1 or [p.prompt_id for p in other.held_out_prompts] != [p.prompt_id for p in held_out]
-
-
-def test_bad_arithmetic_settings():
-    for arguments, message in (
-        (dict(max_operand=0), "--arithmetic-max-operand"),
-        (dict(operators=""), "--arithmetic-operators"),
-        (dict(max_operand=3, held_out_problems=8), "cannot be held out"),
-    ):
-        with pytest.raises(InputError, match=message):
-            ArithmeticTask(**arguments)
 
 
 def test_warmup_rollouts_are_right_answers(tmp_path: Path):
     output = tmp_path / "warmup.jsonl"
     command = ["-m", "megatron_dta.sampling.prompts.arithmetic", "--output", output, "--count", 300]
-    run_python([*command, "--arithmetic-max-operand", "19", "--arithmetic-operators", "+-"])
-    task = ArithmeticTask(19, "+-")
+    run_python([*command, "--arithmetic-max-operand", "19"])
+    task = ArithmeticTask(19)
     held_out = {prompt.prompt_id for prompt in task.held_out_prompts}
     rollouts = load_rollouts(output, vocab_size=task.tokenizer.vocab_size)
     assert len(rollouts) == 300
@@ -245,22 +193,6 @@ def test_an_evaluation_draws_numbers_that_training_never_draws():
     SamplingEvaluation(engine, recorded, config, seed=11).evaluate(0)
     assert len(drawn) == 8
     assert sum(a == b for a, b in zip(drawn, trained, strict=True)) < 4
-
-
-def test_task_from_a_prompt_file(tmp_path: Path, user_file: Path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"question": "1+1=", "answer": 2}\n{"question": "2+1=", "answer": 3}\n')
-    config = SamplingConfig(
-        prompt_data=[str(file)], eval_prompt_data=[str(file)], tokenizer_type="CharacterTokenizer",
-        reward_function=f"{user_file}:length", rollout_batch_size=3, n_samples_per_prompt=2, rollout_max_response_len=3,
-    )  # fmt: skip
-    task = build_task(config, max_position_embeddings=32, vocab_size=20)
-    model = small_model(20)
-    rollouts = SamplingSource(build_engine(config, model), task, config, seed=1).next_batch(0)
-    assert len({rollout.group_id for rollout in rollouts}) == 3  # the file's two prompts and the first one again
-    tokenizer = CharacterTokenizer()
-    for rollout in rollouts:
-        assert rollout.reward == len(tokenizer.decode(rollout.token_ids[rollout.loss_mask]))
 
 
 @pytest.mark.parametrize(

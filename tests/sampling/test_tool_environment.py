@@ -36,7 +36,7 @@ def test_tool_calls():
 
 
 def test_calls_in_tags_have_the_types_of_the_tools():
-    def power(base: int, exponent: float, sign="+"):
+    def power(base, exponent, sign="+"):
         return f"{sign}{base!r}^{exponent!r}"
 
     class Powers(Calculator):
@@ -50,7 +50,7 @@ def test_calls_in_tags_have_the_types_of_the_tools():
     environment.reset({})
     assert environment.step(call(base=2, exponent=3))[0] == "<tool_response>+2^3</tool_response>"
     assert environment.step(call(base=2, exponent=0.5, sign="1"))[0] == "<tool_response>12^0.5</tool_response>"
-    # What the model was shown decides before the function does.
+    # What the model was shown decides.
     properties = {"base": {"type": "string"}, "exponent": {"type": "integer"}}
     environment.reset({"tools": [{"function": {"name": "power", "parameters": {"properties": properties}}}]})
     assert environment.step(call(base=2, exponent=3))[0] == "<tool_response>+'2'^3</tool_response>"

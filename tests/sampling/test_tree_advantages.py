@@ -124,8 +124,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "weighted"), [(0, False), (1, True)])
 def test_tree_estimators_equal_loops_over_leaves(seed: int, weighted: bool, options: dict):
     _, rollouts, _ = sampled(seed)
     assert any(rollout.fallback for rollout in rollouts)
@@ -149,8 +148,7 @@ def test_tree_estimators_equal_loops_over_leaves(seed: int, weighted: bool, opti
             np.testing.assert_allclose(segments[i][span], expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("seed", "weighted"), [(0, False), (1, True)])
 def test_group_estimators_equal_loops(seed: int, weighted: bool):
     _, rollouts, owner = sampled(seed)
     leaf_weights = "advantages" if weighted else "none"
@@ -208,7 +206,7 @@ def test_rewards_of_turns():
     assert values[1:].tolist() == [2.5, 1.5, 1.0]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_leaf_weights_in_the_loss(seed: int):
     """The weighted token mean, by a loop; weights keep the scale: they sum to the trajectories of each group."""
     rng = np.random.default_rng(seed)
@@ -259,13 +257,9 @@ def test_files_keep_the_tree(tmp_path, suffix: str):
     ("changes", "message"),
     [
         ({"leaf_weight": 1.5}, "leaf_weight.*not between"),
-        ({"fallback": 1}, "fallback.*not true or false"),
         ({"branches": None}, "branches.*missing, although segment_ends"),
         ({"segment_ends": [1, 1, 3]}, "segment_ends.*must rise"),
-        ({"segment_ends": [1, 2]}, "segment_ends.*number of tokens, 3"),
-        ({"branches": [0, 1]}, "branches.*2 entries but segment_ends has 3"),
         ({"branches": [1, 0, 0]}, "branches.*begin with 0"),
-        ({"segment_rewards": [1.0]}, "segment_rewards.*1 entries but segment_ends has 3"),
         ({"segment_rewards": [1.0] * 3, "segment_ends": None, "branches": None}, "without segment_ends"),
     ],
 )
@@ -299,14 +293,6 @@ def test_rows_that_disagree_about_a_node_are_refused(tmp_path):
     write_rollouts(path, bad)
     with pytest.raises(InputError, match=rf"row {wide + 2}: field 'branches': node 1 has other tokens than in row"):
         load_rollouts(path)
-    # The same node with another end, though the path goes on behind it.
-    ends = rollouts[wide + 1].segment_ends.copy()
-    ends[1] -= 1
-    if ends[1] > ends[0]:
-        bad[wide + 1] = replace(rollouts[wide + 1], segment_ends=ends)
-        write_rollouts(path, bad)
-        with pytest.raises(InputError, match="node 1 has other tokens"):
-            load_rollouts(path)
     # Cut rollouts name their last node's beginning: that is fine.
     cut = [short for r in rollouts if (short := cut_length(r, int(r.segment_ends[0]) + 2)) is not None]
     write_rollouts(path, [*rollouts, *(replace(r, trajectory_id=f"cut {i}") for i, r in enumerate(cut))])

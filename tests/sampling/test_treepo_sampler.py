@@ -9,8 +9,8 @@ import pytest
 
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.budget import branch_budget, certain_branches, divide_by_logprob, divide_evenly
-from megatron_dta.sampling.treepo.fallback import fallback_nodes
 from megatron_dta.sampling.treepo.keys import Decision, QueryNumbers, node_key
+from megatron_dta.sampling.treepo.policy import fallback_nodes
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.stops import StopRules, answer_rule, boxed_answer
@@ -52,10 +52,9 @@ def random_queries(rng: np.random.Generator, count: int, vocab: int) -> list[Tre
     return [TreeQuery(int(n), rng.integers(1, vocab, int(rng.integers(1, 6))).astype(np.int32)) for n in numbers]
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_every_leaf_was_conditioned_on_what_is_recorded_in_front_of_it(part: int):
-    """1,000 random queries in each of 2 parts, fallback and all stops included."""
-    rng = np.random.default_rng(part)
+def test_every_leaf_was_conditioned_on_what_is_recorded_in_front_of_it():
+    """1,000 random queries, fallback and all stops included."""
+    rng = np.random.default_rng(0)
     runs = fallbacks = 0
     reasons: Counter[EndReason] = Counter()
     while runs < 1000:
@@ -102,11 +101,10 @@ def check_leaf(tree: SampledTree, leaf: int, query: TreeQuery, requests, engine:
     assert len(tokens) - len(query.token_ids) <= settings.max_response_tokens
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_tree_depends_neither_on_the_order_of_results_nor_on_the_other_queries(seed: int):
-    rng = np.random.default_rng(seed)
+def test_the_tree_depends_neither_on_the_order_of_results_nor_on_the_other_queries():
+    rng = np.random.default_rng(0)
     for _ in range(30):
-        settings, params = random_settings(rng), SamplingParams(64, EOS, seed=seed)
+        settings, params = random_settings(rng), SamplingParams(64, EOS)
         queries = random_queries(rng, 6, 30)
         together = TreeSampler(RecordingEngine(30, 0.15, seed=1, most_at_once=1), settings).sample(queries, params, 4)
         lockstep = TreeSampler(RecordingEngine(30, 0.15, seed=2, most_at_once=99, tokens_per_poll=1), settings).sample(
@@ -178,7 +176,7 @@ def slow_tree(query: TreeQuery, settings: TreeSettings, engine: RecordingEngine,
     return {(tree.nodes[leaf].path, tuple(tree.tokens(leaf).tolist()), tree.nodes[leaf].end) for leaf in tree.leaves}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_equals_the_rule_with_its_barrier(seed: int):
     rng = np.random.default_rng(50 + seed)
     for _ in range(40):
@@ -217,22 +215,9 @@ def test_a_path_forks_the_moment_it_ends_its_segment(lockstep: bool):
     assert all(parents[r] is not None for r, node in node_of.items() if tree.nodes[node].depth > 1)
 
 
-@pytest.mark.parametrize("segment_tokens", [None, 4])
-def test_independent_settings_give_independent_rollouts(segment_tokens: int | None):
-    engine = RecordingEngine(100, 0.1, seed=1)
-    tree = TreeSampler(engine, TreeSettings.independent(9, 25, segment_tokens)).sample(
-        [TreeQuery(3, np.array([5]))], SamplingParams(25, EOS), 0
-    )[0]
-    assert len(tree.leaves) == len(tree.nodes[0].children) == 9
-    assert all(len(node.children) <= 1 for node in tree.nodes[1:])
-    assert segment_tokens or len(tree.nodes) == 10
-    assert set(tree.leaf_weights().values()) == {1 / 9}
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_budgets(seed: int):
+def test_budgets():
     """What is certain never exceeds what comes out in the end, over all orders of finishing; no path is cut off."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     for _ in range(3000):
         width = int(rng.integers(1, 40))
         before = int(rng.integers(0, width))

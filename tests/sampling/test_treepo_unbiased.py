@@ -71,10 +71,8 @@ def exact_expectation() -> np.ndarray:
 EXACT = exact_expectation()
 VARIANTS = {
     "plain": {},
-    "more first branches": {"initial_branches_max": 6},
     "N = 3": {"branching_factor": 3},
     "to low logprob": {"allocation": "low-logprob", "temperature": 0.3},
-    "to high logprob": {"allocation": "high-logprob", "temperature": 0.3},
     "no fallback": {"fallback": "none"},
     "fallback on finished paths": {"fallback": "finished"},
 }

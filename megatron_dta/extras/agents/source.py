@@ -32,7 +32,6 @@ from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.continuation import whole_text
 from megatron_dta.sampling.prompts.load import Prompt
 from megatron_dta.sampling.rewards.registry import Response
-from megatron_dta.sampling.rewards.scoring import counted
 from megatron_dta.sampling.sources.batch_source import RolloutError
 from megatron_dta.sampling.sources.independent import HeldOutEvaluation, PromptSource
 from megatron_dta.sampling.task import SamplingTask
@@ -73,15 +72,11 @@ class AgentSource(PromptSource):
     def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
         """See ``SampledSource``; one group per prompt, in order."""
         first, prompts = self._begin(rollout_batch, prompt_batch)
-        before = self._task.scorer.tally
         folder = self._folder_of_records(rollout_batch)
         groups = [f"{first + i}:{prompt.prompt_id}" for i, prompt in enumerate(prompts)]
         work = Work(prompts, groups, self._sampling.n_samples_per_prompt, folder is not None)
         results = run_sessions(self._service, self._task, work, self._params, prompt_batch)
-        self._statistics = {
-            **session_statistics(results),
-            **counted(before, self._task.scorer.tally, current_mesh().gather_from_replicas),
-        }
+        self._statistics = session_statistics(results) | self._counts()
         if folder is not None and current_mesh().rank == 0:
             write_records(folder / f"batch_{rollout_batch + 1:07d}.jsonl", results)
         failed = next((result.failure for result in results if result.failure is not None), None)

@@ -70,21 +70,16 @@ FAILURE_CHARTS = (
     ("failed sessions of agents", "failed_sessions", "agent_timeouts", "abandoned_calls"),
 )
 DRAFTS = "timing/speculation_"
-CLASSES = ("short", "medium", "long")
 DRAFT_CHARTS = (
-    ("tokens of a forward pass", "tokens_per_forward"),
-    ("the same by length class", *(f"tokens_per_forward_{c}" for c in CLASSES), "tokens_per_forward_longest_4"),
+    (
+        "tokens of a forward pass, and of those of the four longest samples",
+        "tokens_per_forward",
+        "tokens_per_forward_longest_4",
+    ),
     ("drafted tokens that were accepted", "acceptance"),
     ("drafted, accepted and wasted tokens", "drafted_tokens", "accepted_tokens", "wasted_tokens"),
-    ("wasted tokens by length class", *(f"wasted_tokens_{c}" for c in CLASSES)),
     ("seconds: all passes of a rollout batch, the drafter", "makespan_seconds", "draft_seconds", "hidden_seconds"),
     ("memory of the trees (bytes)", "drafter_bytes"),
-)
-# Within a step: title, what is counted from 1 to 10, metrics.
-DRAFT_PROFILES = (
-    ("live sequences over the time of a rollout batch", "tenth of the makespan", "live_batch_tenth"),
-    ("tokens of a forward pass by length", "tenth of the samples, shortest first", "tokens_per_forward_decile"),
-    ("wasted tokens by length", "tenth of the samples, shortest first", "wasted_tokens_decile"),
 )
 
 
@@ -117,16 +112,14 @@ def curve_of(records: Records, name: str, color: str = COLORS[0], label: str | N
     return Curve(label or name, np.array([step for step, _ in pairs]), values, color)
 
 
-def curve_chart(
-    title: str, curves: Sequence[Curve | None], across: str = "step", best: int | None = None
-) -> list[Chart]:
+def curve_chart(title: str, curves: Sequence[Curve | None], best: int | None = None) -> list[Chart]:
     """Return a chart of the curves that are not None; none without curves. ``best`` is the best checkpoint's step."""
     drawn = [curve.thinned() for curve in curves if curve is not None]
     if not drawn:
         return []
     keys = [(curve.color, curve.name) for curve in drawn] + [(COLORS[4], f"best checkpoint, step {best}")] * bool(best)
     note = " (logarithmic)" if is_logarithmic(drawn) else ""
-    return [Chart.of(title + note, keys, curve_figure(drawn, best, across))]
+    return [Chart.of(title + note, keys, curve_figure(drawn, best))]
 
 
 def metric_charts(records: Records, charts: Sequence[tuple[str, ...]], prefix: str = "") -> list[Chart]:
@@ -197,26 +190,6 @@ def timeline_charts(run: RunFiles) -> list[Chart]:
         stages = 1 + max((event.stage for events in timelines.values() for event in events), default=0)
         charts.append(Chart.of(f"step {iteration}", [], timeline_figure(timelines, stages), wide=True))
     return charts
-
-
-def draft_charts(records: Records) -> list[Chart]:
-    """Speculation over the steps of the run, and within some of them."""
-    charts = metric_charts(records, DRAFT_CHARTS, DRAFTS)
-    for title, across, name in DRAFT_PROFILES:
-        charts += curve_chart(title, draft_profiles(records, name), across)
-    return charts
-
-
-def draft_profiles(records: Records, name: str) -> list[Curve]:
-    """Curves of the first, the middle and the last step that have ``name``_1 and so on."""
-    parts = [f"{DRAFTS}{name}_{part}" for part in range(1, 11)]
-    rows = [record for record in records if any(part in record for part in parts)]
-    chosen = sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []
-    curves = []
-    for color, row in zip(COLORS, [rows[index] for index in chosen], strict=False):
-        values = np.array([row.get(part, np.nan) for part in parts], float)
-        curves.append(Curve(f"step {row['iteration']}", np.arange(1, 11), values, color))
-    return curves
 
 
 def metric_rows(records: Records) -> list[tuple[str, Markup, list[str]]]:

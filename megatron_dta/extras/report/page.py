@@ -52,7 +52,7 @@ def report_html(run: RunFiles, most_prompts: int = 3, prompt: str | None = None)
     speed = charts.phase_chart(records) + metric_charts(records, charts.SPEED_CHARTS)
     balance = charts.rank_chart(records) + metric_charts(records, charts.BALANCE_CHARTS)
     mismatch = metric_charts(records, charts.MISMATCH_CHARTS)
-    drafts = charts.draft_charts(records)
+    drafts = charts.metric_charts(records, charts.DRAFT_CHARTS, charts.DRAFTS)
     sections = [
         Section("Reward", "this run trains without rewards", charts.reward_charts(run)),
         Section("Loss and update", "no step has been trained", metric_charts(records, charts.LOSS_CHARTS)),

@@ -18,7 +18,7 @@ class _Evaluations(Protocol):
 
 
 class SampledRun(Protocol):
-    """What ``TrainConfig`` has of these settings."""
+    """The part of ``TrainConfig`` that sampling reads."""
 
     sampling: SamplingConfig
     treepo: TreePOConfig

@@ -46,9 +46,6 @@ class SamplingConfig:
         choices=("arithmetic",),
     )
     arithmetic_max_operand: int = option(99, "Largest operand of the arithmetic task.", minimum=1, needs="task")
-    arithmetic_operators: str = option(
-        "+", "Operators of the arithmetic task: one or more of + - *, written together.", needs="task", flag=NO_FLAG
-    )
     reward_function: str | None = option(
         None,
         "Reward: exact_match, math_verify, code_tests (runs the program in the response), remote (asks a server), or "
@@ -58,7 +55,7 @@ class SamplingConfig:
     tokenizer_type: str | None = text_option(
         None,
         "Tokenizer of prompts and of text in --rollouts.",
-        choices=("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer"),
+        choices=("CharacterTokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
     )
     tokenizer_model: str | None = text_option(None, "File of the tokenizer.")
     apply_chat_template: bool = option(
@@ -223,13 +220,6 @@ class FilterConfig:
 class RewardConfig:
     """Settings of rewards, and of the reward functions code_tests and remote."""
 
-    reward_workers: int = option(
-        8,
-        "Number of rewards of math_verify, code_tests and remote that are computed at once.",
-        minimum=1,
-        needs="reward_function=math_verify,code_tests,remote",
-        flag=NO_FLAG,
-    )
     reward_server_url: list[str] | None = option(
         None,
         "Servers of --reward-function remote, such as http://HOST:PORT/PATH; requests alternate between them.",
@@ -284,7 +274,4 @@ class EnvironmentConfig:
     )
     environment_timeout: float = environment_option(
         60.0, "Timeout in seconds for one step of the environment.", above=0
-    )
-    environment_workers: int = environment_option(
-        16, "Number of environment steps that run at once.", minimum=1, flag=NO_FLAG
     )

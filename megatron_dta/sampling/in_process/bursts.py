@@ -29,7 +29,7 @@ from megatron_dta.sampling.in_process.scheduler import Request, Scheduler
 from megatron_dta.sampling.params import SamplingParams
 
 Sampled = tuple[np.ndarray, np.ndarray]
-"""What was drawn for one row in a pass or burst: tokens (int32) and their logprobs (float64)."""
+"""Tokens (int32) drawn for one row in a pass or burst, and their logprobs (float64)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Flight:
         return [i for i, row in enumerate(self.rows) if row.is_running]
 
     def sampled(self, live: Sequence[int]) -> list[Sampled]:
-        """What was drawn for the rows ``live``; waits for the device."""
+        """The tokens and logprobs drawn for the rows ``live``; waits for the device."""
         tokens, logprobs = self.running.read()
         steps = self.steps.tolist()
         return [(tokens[: steps[i], i], logprobs[: steps[i], i]) for i in live]

@@ -20,7 +20,7 @@ from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.sampling.in_process.next_token import most_logit_bytes
 
 _MARGIN_BYTES, _MARGIN_SHARE = 2**30, 0.04
-# Room for states, over those of all running requests: held requests have some, too, and slots are added by doubling.
+# States reserved per running request: held requests keep theirs, and the number of slots doubles when it grows.
 _STATE_SLOTS = 2
 
 
@@ -45,7 +45,7 @@ class DeviceMemory:
         return DeviceMemory(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total)
 
     def cache_bytes(self, pass_bytes: int, num_layers: int) -> int:
-        """What the cache of ``num_layers`` layers may use in addition to passes that need ``pass_bytes``."""
+        """Bytes left for the cache of ``num_layers`` layers beside passes that need ``pass_bytes``."""
         margin = max(_MARGIN_BYTES, int(_MARGIN_SHARE * self.total))
         # While the cache grows, the old keys or values of one layer exist along with the new ones.
         return max(0, int((self.free - pass_bytes - margin) / (1 + 1 / max(1, 2 * num_layers))))

@@ -131,7 +131,7 @@ class Burst:
 
 
 class RunningBurst:
-    """What the passes of a burst draw after each of their tokens.
+    """The draws of a launched burst, after each token of each pass.
 
     Attributes:
         drawn: float64 [passes, 2, at least n] on the device, tokens and their logprobs; entries of rows that have left
@@ -327,10 +327,10 @@ def _pass(model: TreeGPTModel, static: StaticPass, hidden: Tensor | None, params
 def _fill(static: StaticPass, words: np.ndarray, burst: Burst, rows: PassRows, tile_tokens: int) -> None:
     """Write the burst's positions, slots, noise and tiles into ``words``."""
     num_steps, n = burst.noise.shape
-    own_slots = None if burst.states is None else burst.states[1]
+    state_slots = None if burst.states is None else burst.states[1]
     if num_steps == 1:
         tiles = static_tiles(burst.starts, burst.counts, rows, tile_tokens)
-        static.pack(words, rows.positions[None], rows.slots[None], burst.noise, tiles[None], own_slots)
+        static.pack(words, rows.positions[None], rows.slots[None], burst.noise, tiles[None], state_slots)
         return
     row = np.repeat(np.arange(n), burst.steps)
     step = np.arange(len(row)) - np.repeat(np.cumsum(burst.steps) - burst.steps, burst.steps)
@@ -338,7 +338,7 @@ def _fill(static: StaticPass, words: np.ndarray, burst: Burst, rows: PassRows, t
     tiles = np.zeros((num_steps, n, 4), np.int64)
     positions[step, row], slots[step, row] = rows.positions, rows.slots
     tiles[step, row] = np.stack([row, np.ones_like(row), rows.positions, rows.table_begins[row]], axis=1)
-    if own_slots is not None:
+    if state_slots is not None:
         # A row that has left the burst keeps the state with which it left.
-        own_slots = np.where(np.arange(num_steps)[:, None] < burst.steps, own_slots, -1)
-    static.pack(words, positions, slots, burst.noise, tiles, own_slots)
+        state_slots = np.where(np.arange(num_steps)[:, None] < burst.steps, state_slots, -1)
+    static.pack(words, positions, slots, burst.noise, tiles, state_slots)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -103,6 +104,17 @@ class Drafting:
 
     def weights_changed(self, policy_version: int) -> None:
         """The weights have changed. No request is running."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``RolloutEngine``, as for the two methods that follow."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state."""
+
+    def timing(self) -> dict[str, float]:
+        """Metrics of the drafts."""
+        return {}
 
 
 class NoDrafting(Drafting):

@@ -1,10 +1,9 @@
 """Samples rollouts with the training model in its own process, without a copy of the weights.
 
-Each pass runs a mixture of prompt parts and decoding rows through the model and waits for the device once, for the
-sampled tokens. ``scheduler`` plans the pass and ``decode_context`` computes its attention. The engine supports every
-mesh of ``build_model``: the ranks of a tensor group draw the same tokens together, pipeline stages receive the tokens
+Each pass runs prompt parts and decoding rows through the model and waits for the device once, for the sampled tokens.
+``scheduler`` plans the pass. On a mesh the ranks of a tensor group draw the same tokens, pipeline stages receive them
 from the last stage, and each data-parallel replica runs its own engine. Replicas that share experts run their passes
-together (``expert_passes``). The logprobs are those of the trainer.
+together (``expert_passes``).
 
 On a GPU attention reads the pages in place (``paged_context``). Passes that only decode run as CUDA graphs
 (``cuda_graphs``), several of them before the host reads their tokens, and several more while it takes these
@@ -20,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ from megatron_dta.sampling.params import SamplingParams
 _PASSES_BETWEEN_DRAFTS, _MAX_SHORT_BURSTS = 4, 4
 
 _COUNTS = ("decoded_tokens", "requests", "forwards", "seconds", "peak_pages", "drafted_tokens", "accepted_drafts")
-_COUNTS += ("stopped_degenerate", "static_forwards", "captures")
+_COUNTS += ("static_forwards", "captures")
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,9 @@ class EngineSettings:
         buffer_size_gb: size of the cache in GiB on each rank. None: see ``cache_size`` on a GPU, else no limit.
         max_tokens: maximum number of tokens in a forward pass; longer prompts are split over passes.
         stop_degenerate: end requests that have degenerated into a loop or noise as if their length were reached.
-        attention_impl: "triton" for the kernels that read pages in place, "reference" for PyTorch's attention, "auto"
-            for the kernels wherever they are supported.
-        static_passes: decode with tensors at fixed addresses, in CUDA graphs on a GPU. The caller must have checked
-            ``cuda_graphs.why_not_captured``.
+        attention_impl: see ``TreeConfig``.
+        static_passes: decode with tensors at fixed addresses, in CUDA graphs on a GPU, where
+            ``cuda_graphs.why_not_captured`` allows it.
         burst: with ``static_passes``, maximum number of passes between two reads of tokens; 1: one pass at a time.
     """
 
@@ -177,10 +176,11 @@ class InProcessEngine(RolloutEngine):
         self._free_when_unused()
 
     def statistics(self) -> dict[str, float]:
-        """The statistics of all engines, and ``forwards`` (passes), ``static_forwards`` and ``captures`` (of graphs),
-        ``preemptions``, ``recomputed_tokens`` (after preemptions), ``evictions`` (held requests that lost their K/V),
-        ``peak_pages``, ``drafted_tokens``, ``accepted_drafts`` (tokens) and ``stopped_degenerate`` (requests)."""
+        """The statistics of all engines, the scheduler's counts, ``forwards`` (passes), ``static_forwards`` and
+        ``captures`` (of graphs), ``peak_pages``, tokens of drafts, and ``stopped_degenerate`` if they are stopped."""
         counts = self._counts | {name: float(count) for name, count in self._scheduler.counts.items()}
+        if self._settings.stop_degenerate:
+            counts["stopped_degenerate"] = float(self._endings.stopped)
         return counts | {"peak_pages": float(max(counts["peak_pages"], self._scheduler.pool.peak_pages))}
 
     def update_weights(self, policy_version: int, checkpoint: Path | None = None) -> None:
@@ -196,6 +196,15 @@ class InProcessEngine(RolloutEngine):
         with sampling_mode(self._model):
             self._passes.join()
         self.drafting.ended()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.drafting.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drafting.load_state_dict(state)
+
+    def timing(self) -> dict[str, float]:
+        return self.drafting.timing()
 
     def close(self) -> None:
         counts = self.statistics()
@@ -221,16 +230,15 @@ class InProcessEngine(RolloutEngine):
         most = min(self._settings.max_tokens, self._steps.most_tokens) if is_static else self._settings.max_tokens
         drafts = drafts_of(plan, self.drafting, self._scheduler, most)
         num_drafted = sum(map(len, drafts))
-        own_drafts = [drafts[i] for i in plan.ready] if num_drafted else None
+        ready_drafts = [drafts[i] for i in plan.ready] if num_drafted else None
         is_static = is_static and not (num_drafted and self._states.is_used)
         rows, sampled = (self._run_static if is_static else self._run_eager)(plan, drafts)
         if not rows:
             return []
-        return self._take(rows, sampled, own_drafts, began, sum(plan.counts) + num_drafted)
+        return self._take(rows, sampled, ready_drafts, began, sum(plan.counts) + num_drafted)
 
     def _run_eager(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
-        """Run one pass of prompts and decoding rows. Returns the rows that get tokens, and what was drawn after their
-        last tokens and each drafted one."""
+        """Run one pass. Returns the rows that get tokens, and what was drawn after the last and each drafted token."""
         cache = self._cache_for(plan)
         starts = np.array([sequence.num_computed_tokens for sequence in plan.rows])
         widths = np.array([len(draft) for draft in drafts])
@@ -263,8 +271,7 @@ class InProcessEngine(RolloutEngine):
         return rows, by_row(tokens.astype(np.int32), logprobs, widths[ready] + 1)
 
     def _run_static(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
-        """Like ``_run_eager`` if all rows decode: one pass with drafts, or a burst of passes without. What was drawn in
-        a burst is one token in each of a row's first passes."""
+        """Like ``_run_eager`` if all rows decode: one pass with drafts, or a burst with all tokens of its rows."""
         is_drafted = any(map(len, drafts))
         is_short = self._undrafted < _MAX_SHORT_BURSTS and self.drafting.is_hopeful
         most = min(self._settings.burst, _PASSES_BETWEEN_DRAFTS if is_short else self._settings.burst)
@@ -278,8 +285,7 @@ class InProcessEngine(RolloutEngine):
         return plan.rows, by_row(tokens[0], logprobs[0], [len(draft) + 1 for draft in drafts])
 
     def _land(self, flight: Flight) -> tuple[list[Request], list[Sampled]]:
-        """Launch the next burst if possible, and wait for ``flight``. Returns its rows that had not ended before, and
-        what was drawn for them."""
+        """Launch the next burst if possible, and wait for ``flight``. Returns its live rows and their tokens."""
         self._flight = None
         if self._settings.burst > 1 and not self.drafting.asks_next:
             self._flight = self._launcher(Pass()).ahead(flight, self._settings.burst)
@@ -328,7 +334,6 @@ class InProcessEngine(RolloutEngine):
                 self._scheduler.finish(sequence)
                 finished.append(sequence)
         self._states.commit()
-        self._counts["stopped_degenerate"] = float(self._endings.stopped)
         self._counts["decoded_tokens"] += sum(map(len, appended))
         if drafts is not None:
             drafted = np.array([len(draft) for draft in drafts])
@@ -387,13 +392,9 @@ class InProcessEngine(RolloutEngine):
 
     def _cache_for(self, plan: Pass) -> PagedCache:
         """The cache, grown to all pages of the pool, after the page copies of the plan."""
-        cache = self._allocated(self._scheduler.pool.num_pages)
-        cache.copy([source for source, _ in plan.copies], [target for _, target in plan.copies])
-        return cache
-
-    def _allocated(self, num_pages: int) -> PagedCache:
         if self._cache is None:
             shape, size, layers = self._shape, self._settings.block_size, self._model.attention_layers
             self._cache = PagedCache(layers, size, shape.num_groups, shape.head_size, shape.dtype, self._device)
-        self._cache.grow(num_pages)
+        self._cache.grow(self._scheduler.pool.num_pages)
+        self._cache.copy([source for source, _ in plan.copies], [target for _, target in plan.copies])
         return self._cache

@@ -6,10 +6,8 @@ renormalized nucleus, but its logprob is still that of the full distribution. Gr
 the logprobs of temperature 1.
 
 **Ids without text.** A model's vocabulary may be larger than its tokenizer's (``SamplingParams.vocab_size``); the ids
-beyond are never drawn. As with a nucleus, the logprob of what is drawn stays that of the full distribution, which is
-that of the trainer and of every other program with these weights, so ratios are still 1. The sampled distribution
-differs by a factor 1 / (1 - probability of all ids beyond), which hardly differs from 1 in a trained model. A mask in
-the trainer would make both equal, but it would train another model than the one that is exported.
+beyond are never drawn. As with a nucleus, the logprob of what is drawn stays that of the full distribution, so ratios
+are still 1. A mask in the trainer would train another model than the one that is exported.
 
 A token is drawn with a uniform number keyed by (seed, iteration, key of the sequence, position), so a sample does not
 depend on its batch. (Matrix products of another shape may round the last bit differently, which changes a draw only if
@@ -126,8 +124,8 @@ def draw(weights_BV: Tensor, noise_B: Tensor) -> Tensor:
     # Only a row of NaN can exceed the last block; the caller reports it.
     block_B1 = torch.searchsorted(sums_BK, threshold_B1, right=True).clamp_max(sums_BK.shape[1] - 1)
     before_B1 = F.pad(sums_BK, (1, 0)).gather(1, block_B1)
-    own_BW = weights_BKW.gather(1, block_B1.unsqueeze(-1).expand(-1, -1, _DRAW_BLOCK)).squeeze(1)
-    sums_BW = own_BW.cumsum(dim=-1)
+    block_BW = weights_BKW.gather(1, block_B1.unsqueeze(-1).expand(-1, -1, _DRAW_BLOCK)).squeeze(1)
+    sums_BW = block_BW.cumsum(dim=-1)
     # Rounding must not move the remainder past the end of the block.
     below_B1 = torch.nextafter(sums_BW[:, -1:], torch.zeros_like(threshold_B1))
     rest_B1 = torch.minimum(threshold_B1 - before_B1, below_B1)

@@ -64,7 +64,7 @@ class StateScheduler(Scheduler):
 
     def _admit(self, request: Request, prefix: StatePrefix, plan: Pass) -> bool:
         if not self.running:
-            # Alone, a request must fit with all its prefix or with none of it.
+            # A request that runs alone must fit, with its whole prefix or without it.
             self._make_room(-(-request.num_tokens // request.page_size))
             prefix = self._find_prefix(request)
         # A source that is admitted in this pass too has no state yet; its own source has the same.

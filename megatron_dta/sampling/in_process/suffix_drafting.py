@@ -4,6 +4,10 @@ The prompt identifies the problem of a request, so the branches of a tree and th
 drafts. The length of a response is the length of its whole path; it is known when a request ends that no other request
 continues. Evaluations have separate trees. Tokens from passes without drafts are inserted while the device runs the
 next passes (``catch_up``), so the insertion costs almost no time.
+
+A checkpoint holds the trees. They contain the samples of all replicas (``_share``), so those of the first replica serve
+any number of replicas. The samples do not depend on them: a run resumed without the trees draws the same samples, in
+more passes until the trees have grown again.
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
 
 from megatron_dta.common.keyed_random import Domain
 from megatron_dta.core.common.errors import InputError
@@ -25,6 +31,7 @@ from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.speculator import Proposal, Speculator
 
+_STATE = "speculation"
 _MOST_BURSTS = 4
 """Maximum number of bursts whose insertion is deferred."""
 
@@ -92,6 +99,8 @@ class SuffixDrafting(Drafting):
 
     def ended(self) -> None:
         self._end_paths()
+        if self._speculator is self._training:
+            self._share()
         self._speculator = self._training
 
     def catch_up(self) -> None:
@@ -130,11 +139,11 @@ class SuffixDrafting(Drafting):
 
     @property
     def asks_next(self) -> bool:
-        return self._speculator.asks_next
+        return self._speculator.gate.asks_next
 
     @property
     def is_hopeful(self) -> bool:
-        return self._speculator.is_hopeful
+        return self._speculator.gate.is_hopeful
 
     def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
         self._run_deferred()
@@ -173,7 +182,8 @@ class SuffixDrafting(Drafting):
     def _record_time(self, last: list[tuple[int, bool]], seconds: float) -> None:
         self._speculator.took(seconds)
         if self._speculator is self._training:
-            self.learn_costs([(tokens, seconds / len(last), is_drafted) for tokens, is_drafted in last])
+            self._measured += [(tokens, seconds / len(last), is_drafted) for tokens, is_drafted in last]
+            del self._measured[:-_MEASURED]
 
     def finished(self, request: Request) -> None:
         self._in_order(partial(self._finish, request))
@@ -223,11 +233,6 @@ class SuffixDrafting(Drafting):
         if path is not None:
             self._end_path(path)
 
-    def learn_costs(self, passes: Sequence[tuple[int, float, bool]]) -> None:
-        """Add measured passes, as (tokens, seconds, has drafts)."""
-        self._measured += passes
-        del self._measured[:-_MEASURED]
-
     def weights_changed(self, policy_version: int) -> None:
         if policy_version == self._policy_version:  # another round of the same rollout batch
             return
@@ -246,9 +251,8 @@ class SuffixDrafting(Drafting):
         if both is not None or (plain is not None and drafted is not None):
             gate.calibrate(plain or both, drafted or both)
 
-    def share(self) -> None:
-        """Add what the other replicas have sampled since the last call. Collective over all ranks."""
-        self._end_paths()
+    def _share(self) -> None:
+        """Add what the other replicas have sampled in this phase. Collective over all ranks."""
         speculator, mesh = self.speculator, current_mesh()
         unshared = self._unshared, self._unshared_lengths
         self._unshared, self._unshared_lengths = [], []
@@ -258,6 +262,26 @@ class SuffixDrafting(Drafting):
                     speculator.learn(problem, context, response, is_branch)
                 for problem, length in lengths:
                     speculator.learn_length(problem, length)
+
+    def state_dict(self) -> dict[str, Any]:
+        arrays = self.speculator.state_dict()
+        state = {
+            name: value.tolist() if value.dtype.kind == "U" else torch.from_numpy(np.array(value))
+            for name, value in arrays.items()
+        }
+        # The replicas differ in acceptance estimates and insertion order, so all ranks keep the first one's state.
+        return {_STATE: current_mesh().from_first(state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        arrays = {
+            name: value.numpy() if isinstance(value, torch.Tensor) else np.array(value, dtype=np.str_)
+            for name, value in state.get(_STATE, {}).items()
+        }
+        if arrays:
+            self.speculator.load_state_dict(arrays)
+
+    def timing(self) -> dict[str, float]:
+        return self.speculator.current_report().metrics()
 
     def measured_cost(self, drafted: bool | None = None) -> ForwardCost | None:
         """The cost of a pass, fitted to the median seconds of each number of tokens; None if too few passes have run.

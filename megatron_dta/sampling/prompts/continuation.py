@@ -39,7 +39,7 @@ def encode_after(tokenizer: Tokenizer, before: str, text: str) -> Continuation:
 
 
 def _rest(tokenizer: Tokenizer, head: np.ndarray, token_ids: np.ndarray, text: str) -> Continuation:
-    """The ids of ``text``, which ends a text with the ids ``whole`` and follows one with the ids ``head``."""
+    """The ids of ``text``, the end of a text with the ids ``token_ids`` whose beginning has the ids ``head``."""
     if _begins(token_ids, head):
         return Continuation(token_ids[len(head) :], False)
     for anchor in _ANCHORS:
@@ -62,19 +62,19 @@ class PieceEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._whole = tokenizer, _NONE
+        self._tokenizer, self._text_ids = tokenizer, _NONE
         self.text, self.token_ids, self.crossings = "", _NONE, 0
 
     def extend(self, text: str) -> int:
         """Make ``text``, which begins with the text so far, the text; returns the number of its ids."""
         token_ids = self._tokenizer.encode(text)
         if self.text:
-            rest = _rest(self._tokenizer, self._whole, token_ids, text[len(self.text) :])
+            rest = _rest(self._tokenizer, self._text_ids, token_ids, text[len(self.text) :])
         else:
             rest = Continuation(token_ids, False)
         self.token_ids = np.concatenate([self.token_ids, rest.token_ids])
         self.crossings += rest.crosses
-        self.text, self._whole = text, token_ids
+        self.text, self._text_ids = text, token_ids
         return len(self.token_ids)
 
 

@@ -5,7 +5,6 @@
 
     CharacterTokenizer       one token per character of the arithmetic task; needs no file
     HuggingFaceTokenizer     a ``tokenizer.json`` or its directory, through the ``tokenizers`` library
-    SentencePieceTokenizer   a SentencePiece ``.model``
     NullTokenizer            no text: prompts have ``prompt_token_ids``, and "text" is the ids separated by blanks
 
 Text is encoded unchanged: no BOS is added and no chat template is applied. Write them into the prompt, give
@@ -26,7 +25,6 @@ from megatron_dta.common.time_limit import TimeLimitError, within_limit
 from megatron_dta.core.common.errors import InputError, one_line
 from megatron_dta.core.common.files import read_json
 
-TOKENIZER_TYPES = ("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer")
 ARITHMETIC_ALPHABET = "0123456789+-*= "
 # Origin of an end token that no flag and no file names.
 GUESSED = "guessed"
@@ -60,27 +58,24 @@ class Tokenizer(Protocol):
 
 
 class CharacterTokenizer:
-    """One token per character: ids 0 .. len(alphabet) - 1 in the order of the alphabet, then the end of sequence."""
+    """One token per character of ``ARITHMETIC_ALPHABET``, in its order, then the end of sequence."""
 
-    def __init__(self, alphabet: str = ARITHMETIC_ALPHABET) -> None:
-        if len(set(alphabet)) != len(alphabet):
-            raise ValueError("alphabet has a character twice")
-        self._alphabet = alphabet
-        self._ids = {character: index for index, character in enumerate(alphabet)}
-        self.eos_id, self.vocab_size = len(alphabet), len(alphabet) + 1
+    def __init__(self) -> None:
+        self._ids = {character: index for index, character in enumerate(ARITHMETIC_ALPHABET)}
+        self.eos_id, self.vocab_size = len(ARITHMETIC_ALPHABET), len(ARITHMETIC_ALPHABET) + 1
         self.ends = {self.eos_id: "CharacterTokenizer's own"}
 
     def encode(self, text: str) -> np.ndarray:
         unknown = sorted(set(text) - self._ids.keys())
         if unknown:
             raise InputError(
-                f"CharacterTokenizer cannot encode {unknown[0]!r}: it knows only {self._alphabet!r}; "
+                f"CharacterTokenizer cannot encode {unknown[0]!r}: it knows only {ARITHMETIC_ALPHABET!r}; "
                 "give --tokenizer-type and --tokenizer-model for other text"
             )
         return np.array([self._ids[character] for character in text], dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        return "".join(self._alphabet[token] for token in token_ids if token < len(self._alphabet))
+        return "".join(ARITHMETIC_ALPHABET[token] for token in token_ids if token < self.eos_id)
 
     def special_text(self, token_id: int) -> str | None:
         return "<eos>" if token_id == self.eos_id else None
@@ -174,46 +169,6 @@ class HuggingFaceTokenizer:
         return {} if token is None else {token: config.name}
 
 
-class SentencePieceTokenizer:
-    """A SentencePiece model.
-
-    Args:
-        eos_ids: the tokens that end a response; none: that of the model and those of ``declared_ends``.
-        folders: further folders for ``declared_ends``, besides that of the file.
-    """
-
-    def __init__(self, path: str | Path, eos_ids: Sequence[int] = (), *folders: str | Path) -> None:
-        from sentencepiece import SentencePieceProcessor
-
-        _require_file(Path(path))
-        try:
-            self._processor = SentencePieceProcessor(model_file=str(path))
-        except Exception as error:  # RuntimeError or OSError, by version
-            raise InputError(
-                f"--tokenizer-model {path}: not a SentencePiece model: {one_line(str(error))[:200]}"
-            ) from None
-        self.vocab_size = self._processor.vocab_size()
-        piece = self._processor.eos_id()
-        named = {} if piece < 0 else {piece: "the SentencePiece model"}
-        self.ends = _ends(eos_ids, self.vocab_size, named, (Path(path).parent, *folders))
-        if not self.ends:
-            raise InputError(f"--tokenizer-model {path}: it has no end-of-sequence piece; give an id with --eos-id")
-        self.eos_id = next(iter(self.ends))
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array(self._processor.encode(text), dtype=np.int32)
-
-    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        known = [int(token) for token in token_ids if token not in self.ends and token < self.vocab_size]
-        return self._processor.decode(known)
-
-    def special_text(self, token_id: int) -> str | None:
-        if token_id >= self.vocab_size:
-            return None
-        special = token_id in self.ends or self._processor.is_control(token_id)
-        return self._processor.id_to_piece(token_id) if special else None
-
-
 def encode_field(tokenizer: Tokenizer, name: str, value: Any) -> np.ndarray:
     """Token ids of the text in field ``name`` of a row, int32 [T]; ``InputError`` names the field."""
     if not isinstance(value, str):
@@ -257,13 +212,11 @@ def build_tokenizer(
         if vocab_size is None or not eos_ids:
             raise InputError("NullTokenizer needs --vocab-size and --eos-id")
         tokenizer = NullTokenizer(vocab_size, *_ends(eos_ids, vocab_size))
-    elif tokenizer_type in ("HuggingFaceTokenizer", "SentencePieceTokenizer"):
-        if tokenizer_model is None:
-            raise InputError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model FILE")
-        reader = HuggingFaceTokenizer if tokenizer_type == "HuggingFaceTokenizer" else SentencePieceTokenizer
-        tokenizer = reader(tokenizer_model, eos_ids or (), *([] if checkpoint is None else [checkpoint]))
     else:
-        raise InputError(f"--tokenizer-type {tokenizer_type} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}")
+        if tokenizer_model is None:
+            raise InputError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model FILE")
+        folders = [] if checkpoint is None else [checkpoint]
+        tokenizer = HuggingFaceTokenizer(tokenizer_model, eos_ids or (), *folders)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         if checkpoint is not None:
             raise InputError(

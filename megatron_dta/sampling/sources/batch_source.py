@@ -65,31 +65,6 @@ class SampledSource(RolloutSource):
         return self.sample(step, step)
 
 
-class WrappedSource(RolloutSource):
-    """Forwards every call to ``inner``; subclasses override methods."""
-
-    def __init__(self, inner: RolloutSource) -> None:
-        self._inner = inner
-
-    def next_batch(self, step: int) -> list[Rollout]:
-        return self._inner.next_batch(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._inner.load_state_dict(state)
-
-    def statistics(self) -> dict[str, float]:
-        return self._inner.statistics()
-
-    def timing(self) -> dict[str, float]:
-        return self._inner.timing()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
 class Evaluation(ABC):
     """Evaluates the current weights on held-out data."""
 

@@ -26,86 +26,77 @@ import numpy as np
 from megatron_dta.core.rollouts.paths import decoded_tokens
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.config.run import SampledRun
-from megatron_dta.sampling.sources.batch_source import SampledSource, WrappedSource
+from megatron_dta.sampling.sources.batch_source import RolloutSource, SampledSource
 
 
-class FilteringSource(WrappedSource):
+class FilteringSource(RolloutSource):
     """``inner`` with the filters of the settings applied."""
 
-    _inner: SampledSource
-
     def __init__(self, inner: SampledSource, config: SampledRun) -> None:
-        super().__init__(inner)
-        self._settings = config.filtering
+        self._inner, self._settings, self._sampling = inner, config.filtering, config.sampling
         self._rounds = self._settings.dynamic_sampling_max_rounds if self._settings.dynamic_sampling else 1
-        self._num_groups = config.sampling.rollout_batch_size
-        self._num_steps = config.sampling.num_steps_per_rollout
-        self._max_tokens = config.sampling.rollout_max_response_len
         self._statistics: dict[str, float] = {}
+        self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
+        self.timing, self.close = inner.timing, inner.close
 
     def next_batch(self, step: int) -> list[Rollout]:
         """Rollout batch number ``step``; see the module's docstring."""
-        useful: list[list[Rollout]] = []
-        others: list[list[Rollout]] = []
-        for number in range(self._rounds):
-            for group in groups_of(self._inner.sample(step, step * self._rounds + number)):
-                keep = not self._settings.dynamic_sampling or differs(group)
-                (useful if keep else others).append(group)
-            if len(useful) >= self._num_groups:
-                break
         self._statistics = {}
         if self._settings.dynamic_sampling:
-            self._statistics = {
-                "sampling_rounds": float(number + 1),
-                "uniform_groups": len(others) / (len(useful) + len(others)),
-            }
-        chosen = useful[: self._num_groups]
-        filling = max(0, self._num_steps - len(chosen))
-        if self._settings.dynamic_sampling:
-            left_out = [rollout for group in useful[self._num_groups :] + others[filling:] for rollout in group]
-            self._statistics["left_out_decoded_tokens"] = float(decoded_tokens(left_out)) if left_out else 0.0
-        chosen += others[:filling]
-        rollouts = [rollout for group in chosen for rollout in group]
+            groups = self._differing_groups(step)
+        else:
+            groups = groups_of(self._inner.sample(step, step))
+            if len(groups) > self._sampling.rollout_batch_size:
+                groups = self._over_sampled(groups)
+        rollouts = [rollout for group in groups for rollout in group]
         if self._settings.overlong_buffer_len is None:
             return rollouts
-        shaped = [shape_reward(rollout, self._max_tokens, self._settings.overlong_buffer_len) for rollout in rollouts]
+        longest = self._sampling.rollout_max_response_len
+        shaped = [shape_reward(rollout, longest, self._settings.overlong_buffer_len) for rollout in rollouts]
         lost = [before.reward - after.reward for before, after in zip(rollouts, shaped, strict=True)]
         self._statistics["overlong_penalty"] = float(np.mean(lost))
         return shaped
 
+    def _differing_groups(self, step: int) -> list[list[Rollout]]:
+        """Dynamic sampling: groups whose rewards differ, and as many others as optimizer steps need."""
+        useful: list[list[Rollout]] = []
+        others: list[list[Rollout]] = []
+        wanted = self._sampling.rollout_batch_size
+        for number in range(self._rounds):
+            for group in groups_of(self._inner.sample(step, step * self._rounds + number)):
+                (useful if differs(group) else others).append(group)
+            if len(useful) >= wanted:
+                break
+        filling = max(0, self._sampling.num_steps_per_rollout - len(useful[:wanted]))
+        self._statistics = {
+            "sampling_rounds": float(number + 1),
+            "uniform_groups": len(others) / (len(useful) + len(others)),
+            "left_out_decoded_tokens": _decoded(useful[wanted:] + others[filling:]),
+        }
+        return useful[:wanted] + others[:filling]
+
+    def _over_sampled(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
+        """The first groups whose rewards differ, filled up with others."""
+        order = sorted(range(len(groups)), key=lambda i: (not differs(groups[i]), i))
+        kept = set(order[: self._sampling.rollout_batch_size])
+        useful = sum(map(differs, groups))
+        self._statistics = {
+            "rejected_groups": float(len(groups) - useful),
+            "useful_groups": float(useful),
+            "left_out_decoded_tokens": _decoded([group for i, group in enumerate(groups) if i not in kept]),
+        }
+        return [group for i, group in enumerate(groups) if i in kept]
+
     def statistics(self) -> dict[str, float]:
-        """``sampling_rounds``, ``uniform_groups`` (fraction of the groups sampled), ``left_out_decoded_tokens``,
-        ``overlong_penalty`` (mean).
+        """``sampling_rounds``, ``uniform_groups`` (fraction of the groups sampled), ``rejected_groups`` and
+        ``useful_groups`` (over-sampling), ``left_out_decoded_tokens``, ``overlong_penalty`` (mean).
         """
         return self._inner.statistics() | self._statistics
 
 
-class OverSamplingSource(SampledSource, WrappedSource):
-    """The first ``groups`` groups of each batch of ``inner`` whose rewards differ; see the module's docstring."""
-
-    _inner: SampledSource
-
-    def __init__(self, inner: SampledSource, groups: int) -> None:
-        super().__init__(inner)
-        self._groups = groups
-        self._statistics: dict[str, float] = {}
-
-    def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
-        groups = groups_of(self._inner.sample(rollout_batch, prompt_batch))
-        useful = [i for i, group in enumerate(groups) if differs(group)]
-        rejected = [i for i, group in enumerate(groups) if not differs(group)]
-        kept = set((useful + rejected)[: self._groups])
-        left_out = [rollout for i, group in enumerate(groups) if i not in kept for rollout in group]
-        self._statistics = {
-            "rejected_groups": float(len(rejected)),
-            "useful_groups": float(len(useful)),
-            "left_out_decoded_tokens": float(decoded_tokens(left_out)),
-        }
-        return [rollout for i, group in enumerate(groups) if i in kept for rollout in group]
-
-    def statistics(self) -> dict[str, float]:
-        """Adds the number of groups with equal and with differing rewards, and the decoded tokens of omitted groups."""
-        return self._inner.statistics() | self._statistics
+def _decoded(groups: Sequence[Sequence[Rollout]]) -> float:
+    rollouts = [rollout for group in groups for rollout in group]
+    return float(decoded_tokens(rollouts)) if rollouts else 0.0
 
 
 def groups_of(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -30,24 +31,45 @@ from megatron_dta.sampling.task import SamplingTask
 
 
 class PromptSource(SampledSource):
-    """Samples ``rollout_batch_size`` prompts per batch; subclasses say how."""
+    """Samples ``rollout_batch_size`` prompts per batch; subclasses say how. The engine's state is its state."""
 
     def __init__(self, engine: RolloutEngine, task: SamplingTask, config: SamplingConfig, seed: int) -> None:
         self._engine, self._task, self._sampling, self._seed = engine, task, config, seed
         self._params = sampling_params(task.tokenizer, config, seed)
         self._statistics: dict[str, float] = {}
+        self._tally, self._batch, self._stopped = task.scorer.tally, -1, 0.0
 
     def _begin(self, rollout_batch: int, prompt_batch: int) -> tuple[int, list[Prompt]]:
-        """The place of a batch's first prompt in the stream of prompts, and the prompts; updates the engine."""
+        """The position of a batch's first prompt in the stream of prompts, and the prompts; updates the engine."""
+        self._tally = self._task.scorer.tally
+        if rollout_batch != self._batch:
+            self._batch, self._stopped = rollout_batch, self._engine.statistics().get("stopped_degenerate", 0.0)
         count = self._sampling.rollout_batch_size
         first = prompt_batch * count
         if not self._engine.needs_checkpoint:
             self._engine.update_weights(rollout_batch)
         return first, prompts_at(self._task.prompts, first, count, self._seed)
 
+    def _counts(self) -> dict[str, float]:
+        """The scorer's counts since ``_begin``, and ``degenerate_responses``: those that the engine has ended in this
+        rollout batch because their text was degenerate, including those that are not trained."""
+        gather = current_mesh().gather_from_replicas
+        counts = counted(self._tally, self._task.scorer.tally, gather)
+        stopped = self._engine.statistics().get("stopped_degenerate")
+        return counts if stopped is None else counts | {"degenerate_responses": sum(gather(stopped - self._stopped))}
+
     def statistics(self) -> dict[str, float]:
         """Metrics of the last batch over all ranks, among them the counts of the scorer (``rewards.scoring``)."""
         return dict(self._statistics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._engine.load_state_dict(state)
+
+    def timing(self) -> dict[str, float]:
+        return self._engine.timing()
 
 
 class HeldOutEvaluation(Evaluation):
@@ -57,8 +79,6 @@ class HeldOutEvaluation(Evaluation):
         self._task, self._samples = task, config.n_samples_per_eval_prompt
         self._params = evaluation_params(task, config, seed)
         self._prompts = task.eval_prompts[:max_prompts]
-        if not self._prompts:
-            raise ValueError("an evaluation needs at least one held-out prompt")
 
 
 class SamplingSource(PromptSource):
@@ -75,12 +95,9 @@ class SamplingSource(PromptSource):
         """
         first, prompts = self._begin(rollout_batch, prompt_batch)
         samples = self._sampling.n_samples_per_prompt
-        before = self._task.scorer.tally
         scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, prompt_batch)
-        self._statistics = {
-            "ended": float(np.mean([result.ended for _, result, _ in scored])),
-            **counted(before, self._task.scorer.tally, current_mesh().gather_from_replicas),
-        }
+        ended = float(np.mean([result.ended for _, result, _ in scored]))
+        self._statistics = {"ended": ended, **self._counts()}
         if all(reward is None for _, _, reward in scored):
             why = self._task.scorer.last_failure or "see the other ranks"
             raise RolloutError(f"every reward of a rollout batch has failed; the last one: {why}")

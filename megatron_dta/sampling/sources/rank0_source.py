@@ -98,12 +98,11 @@ class Rank0Source(RolloutSource):
 
     def state_dict(self) -> dict[str, Any]:
         """See ``RolloutSource``; the same on every rank."""
-        inner = self._inner.state_dict() if self._inner is not None else {}
-        return self._mesh.from_first({"inner": inner} if inner else {})
+        return self._mesh.from_first({} if self._inner is None else self._inner.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._inner is not None and state:
-            self._inner.load_state_dict(state.get("inner", {}))
+        if self._inner is not None:
+            self._inner.load_state_dict(state)
 
     def close(self) -> None:
         if self._engine is None:
@@ -122,7 +121,7 @@ class Rank0Source(RolloutSource):
         return self._from_first(_waiting(None if job is None else self._run(job)))
 
     def _taking(self, number: int, current: int) -> Callable[[], tuple[list[Rollout], dict[str, float]] | None]:
-        """What asks rank 0 for a batch and its statistics, which is trained after ``current`` optimizer steps."""
+        """Start a batch that is trained after ``current`` optimizer steps; returns a function that polls for it."""
         del current
         if self._inner is None:
             return _waiting(None)
@@ -189,7 +188,7 @@ class Rank0Source(RolloutSource):
 
 
 def _waiting(done: Future[Answer] | None) -> Callable[[], Answer | None]:
-    """What waits a short time for the result of ``done``, which is None on the other ranks."""
+    """A function that waits a short time for the result of ``done``, which is None on the other ranks."""
 
     def ask() -> Answer | None:
         try:

@@ -43,13 +43,11 @@ class ForwardCost:
         """Fits the model by least squares of the relative error, trying knees at and between the measured counts.
 
         Raises:
-            InputError: fewer than three counts, or numbers that are not positive.
+            InputError: fewer than three different counts, or seconds that no positive cost fits.
         """
         tokens, seconds = np.asarray(tokens, np.float64), np.asarray(seconds, np.float64)
-        if tokens.shape != seconds.shape or tokens.ndim != 1 or len(np.unique(tokens)) < 3:
+        if len(np.unique(tokens)) < 3 or not seconds.min() > 0:
             raise InputError("measured forwards: at least three different token counts with their seconds are needed")
-        if not (np.isfinite(tokens).all() and np.isfinite(seconds).all() and tokens.min() > 0 and seconds.min() > 0):
-            raise InputError("measured forwards: token counts and seconds must be positive numbers")
         counts = np.unique(tokens)
         # A slope needs two counts beyond the knee.
         knees = np.concatenate([[0.0], *(np.linspace(a, b, 9) for a, b in pairwise(counts[:-1]))])

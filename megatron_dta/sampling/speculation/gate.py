@@ -33,12 +33,6 @@ gate asks for drafts less and less often, so that asking costs at most ``ASKING_
 
 The decision depends on a clock. The ranks of a replica must make the same one, so ``is_measured`` is set only where a
 replica is one rank. Elsewhere the calibrated seconds replace the measured ones.
-
-Example: a pass without drafts takes 2 ms + 0.01 ms x sequences, one with drafts 4 ms + 0.01 ms x tokens, and 40 samples
-are live. A pass that verifies 60 drafted tokens takes 5 ms and a plain pass 2.4 ms, so the extra is 2.6 ms. If all
-samples share the forwards (``sharers`` = 40), an accepted token saves 2 / 40 + 0.01 = 0.06 ms and at least 44 of the 60
-must be accepted. If one sample is certain to finish last (``sharers`` = 1), its accepted tokens save 2.01 ms each and
-two are enough.
 """
 
 from __future__ import annotations

@@ -9,10 +9,6 @@ running sample is the most frequent one among past samples of the same first cla
 always saves the cost of one token. It saves a forward only if its sample is the last to end. ``completion_probability``
 estimates how likely that is from each sample's possible lengths, its current length and its speed in tokens per
 forward. The inverse of the probability is the number of samples that share the sample's forwards.
-
-Example: one problem, three running samples whose past lengths are all the same, the same current length and speed. Each
-is the last one with probability 1/3, so three samples share a forward and an accepted token is worth c_base / 3 +
-c_tok.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 ``suffix_forest.c`` needs only the C library, so a compiler (``$CC``, else ``cc``, ``gcc`` or ``clang``) builds it in
 about a second. The result is kept in ``$MEGATRON_DTA_CACHE`` (default: ``megatron_dta`` in the user's cache folder)
-under a name with the source's hash, unless others may write there. It is renamed into place, so several processes may
-build it at once.
+under a name with the source's hash; a folder that others may write is refused. It is renamed into place, so several
+processes may build it at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import platform
 import shlex
@@ -22,8 +21,6 @@ from pathlib import Path
 
 from megatron_dta.common.trust import refuse_foreign
 from megatron_dta.core.common.errors import InputError
-
-logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("suffix_forest.c")
 HEADER = SOURCE.with_name("suffix_nodes.h")
@@ -54,27 +51,14 @@ def load_library() -> ctypes.CDLL:
     source = SOURCE.read_bytes() + HEADER.read_bytes()
     key = hashlib.sha256(b"\0".join([source, " ".join(FLAGS).encode(), platform.machine().encode()])).hexdigest()[:16]
     name = f"suffix_forest-{key}.so"
-    for folder in (_cache_folder(), None):
-        try:
-            if folder is None:  # the cache cannot be written, or its files cannot be mapped for execution
-                with tempfile.TemporaryDirectory(prefix="megatron_dta-") as temporary:
-                    return _load(_compile(Path(temporary) / name))
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = folder / name
-            if _is_trusted(folder, path):
-                return _load(path if path.exists() else _compile(path))
-        except OSError as error:
-            failure = error
-    raise InputError(f"the compiled suffix forest cannot be stored or loaded: {failure}")
-
-
-def _is_trusted(folder: Path, path: Path) -> bool:
+    folder = _cache_folder()
+    path, mend = folder / name, "set MEGATRON_DTA_CACHE to a folder of yours"
     try:
-        refuse_foreign((folder, path), "the library is compiled anew; set MEGATRON_DTA_CACHE to a folder of yours")
-    except InputError as error:
-        logger.warning("%s", error)
-        return False
-    return True
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_foreign((folder, path), mend)
+        return _load(path if path.exists() else _compile(path))
+    except OSError as error:
+        raise InputError(f"{folder}: the compiled suffix forest cannot be stored or loaded; {mend}: {error}") from error
 
 
 def _cache_folder() -> Path:

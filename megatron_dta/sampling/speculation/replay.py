@@ -10,13 +10,13 @@ one the newest. The policy does not drift between them, so this history is the b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.rollouts.sample_granularity import mask_runs
-from megatron_dta.sampling.degenerate import degenerate_length
+from megatron_dta.sampling.degenerate import DegenerateDetector
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.speculator import Speculator
@@ -51,7 +51,7 @@ def recorded_samples(rollouts: Sequence[Rollout], stop_degenerate: bool = False)
         ids = rollout.token_ids
         generated = ids[rollout.loss_mask]
         ends = np.cumsum(runs[:, 1] - runs[:, 0])
-        cut = degenerate_length(generated) if stop_degenerate else None
+        cut = DegenerateDetector().feed(generated) if stop_degenerate else None
         stopped = cut is not None and cut < len(generated)
         if stopped:
             turns = int(np.searchsorted(ends, cut)) + 1
@@ -143,7 +143,7 @@ def replay_wave(
     while len(live):
         proposal = speculator.propose(slots[live], most[live]) if burst == 1 or speculator.wants(len(live)) else None
         if burst > 1 and (proposal is None or not proposal.lengths.any()):
-            count = np.minimum(min(burst, 4) if speculator.is_hopeful else burst, end[live] - position[live])
+            count = np.minimum(min(burst, 4) if speculator.gate.is_hopeful else burst, end[live] - position[live])
             appended = [stream[a : a + n] for a, n in zip(position[live].tolist(), count.tolist(), strict=True)]
             seconds = _burst_seconds(speculator, count)
             speculator.record_burst(slots[live], appended, seconds, proposal is not None)
@@ -203,24 +203,3 @@ def _agreement(
     at = np.minimum(position[:, None] + ahead, len(stream) - 1)
     same = (stream[at] == drafts[:, :width]) & (ahead < tokens_left[:, None])
     return np.logical_and.accumulate(same, axis=1).sum(1)
-
-
-def text_like_control(samples: Sequence[RecordedSample], seed: int) -> list[RecordedSample]:
-    """Samples of the same shape that are hard to draft: each token is drawn from the tokens that followed the previous
-    one in these samples. They look like text from token to token, and no two agree for long."""
-    rng = np.random.default_rng(seed)
-    stream = np.concatenate([sample.generated for sample in samples])
-    order = np.argsort(stream[:-1], kind="stable")
-    values, begins, counts = np.unique(stream[:-1][order], return_index=True, return_counts=True)
-    followers = stream[1:][order]
-    lengths = np.array([len(sample.generated) for sample in samples])
-    drawn = np.zeros((len(samples), int(lengths.max())), stream.dtype)
-    drawn[:, 0] = token = stream[rng.integers(0, len(stream), len(samples))]
-    for i in range(1, drawn.shape[1]):
-        entry = np.minimum(np.searchsorted(values, token), len(values) - 1)
-        known = values[entry] == token
-        pick = followers[begins[entry] + rng.integers(0, 2**31, len(samples)) % counts[entry]]
-        token = np.where(known, pick, stream[rng.integers(0, len(stream), len(samples))])
-        drawn[:, i] = token
-    rows = zip(samples, drawn, lengths.tolist(), strict=True)
-    return [replace(sample, generated=row[:length].copy(), stopped=False) for sample, row, length in rows]

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.sampling.speculation.lengths import LengthClass
-
-DECILES = TENTHS = 10
 # Number of recent rounds without drafts that rounds with drafts are compared with.
 RECENT_ROUNDS = 1024
 
@@ -53,8 +50,8 @@ class SpeculationReport:
         live: sequences in each forward.
         tokens: tokens in each forward, including drafted ones.
         seconds: seconds of each forward, measured or from a cost model.
-        lengths, steps, drafted, accepted, classes: for each finished sample its generated tokens, steps, drafted and
-            accepted tokens, and first length class.
+        lengths, steps, drafted, accepted: for each finished sample its generated tokens, steps, drafted and accepted
+            tokens.
         queries: requested drafts.
         draft_seconds: CPU time to make the drafts and record their outcomes.
         hidden_seconds: CPU time to record forwards without drafts while the device runs the next ones.
@@ -74,7 +71,6 @@ class SpeculationReport:
     steps: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    classes: list[int] = field(default_factory=list)
     queries: int = 0
     draft_seconds: float = 0.0
     hidden_seconds: float = 0.0
@@ -91,12 +87,11 @@ class SpeculationReport:
         self.tokens.append(tokens)
         self.seconds.append(seconds)
 
-    def add_sample(self, length: int, steps: int, drafted: int, accepted: int, length_class: int) -> None:
+    def add_sample(self, length: int, steps: int, drafted: int, accepted: int) -> None:
         self.lengths.append(length)
         self.steps.append(steps)
         self.drafted.append(drafted)
         self.accepted.append(accepted)
-        self.classes.append(length_class)
 
     @property
     def makespan(self) -> float:
@@ -106,47 +101,6 @@ class SpeculationReport:
     def tokens_per_forward(self) -> float:
         """Generated tokens for each step of a sequence; 1 without speculation."""
         return _ratio(np.sum(self.lengths), np.sum(self.steps))
-
-    def tokens_per_forward_by_decile(self) -> list[float | None]:
-        """``tokens_per_forward`` for each tenth of the samples by length, shortest first; None for an empty tenth."""
-        return [self._tokens_per_forward(rows) for rows in self._deciles()]
-
-    def tokens_per_forward_by_class(self) -> dict[str, float | None]:
-        return {name: self._tokens_per_forward(rows) for name, rows in self._classes().items()}
-
-    def wasted_tokens_by_decile(self) -> list[int | None]:
-        """Rejected draft tokens for each tenth of the samples by length, shortest first."""
-        return [self._wasted_tokens(rows) for rows in self._deciles()]
-
-    def wasted_tokens_by_class(self) -> dict[str, int | None]:
-        return {name: self._wasted_tokens(rows) for name, rows in self._classes().items()}
-
-    def _tokens_per_forward(self, rows: np.ndarray) -> float | None:
-        lengths, steps = np.asarray(self.lengths), np.asarray(self.steps)
-        return _ratio(lengths[rows].sum(), steps[rows].sum()) if len(rows) else None
-
-    def _wasted_tokens(self, rows: np.ndarray) -> int | None:
-        return int(np.subtract(self.drafted, self.accepted)[rows].sum()) if len(rows) else None
-
-    def live_batch_over_time(self) -> list[float | None]:
-        """Mean number of live sequences in each tenth of the makespan; None without a forward."""
-        ends = np.cumsum(self.seconds)
-        if not len(ends) or not ends[-1] > 0:
-            return [None] * TENTHS
-        # Live sequences x seconds up to each boundary, interpolated within forwards.
-        bounds = np.linspace(0, ends[-1], TENTHS + 1)
-        area = np.concatenate([[0.0], np.cumsum(np.asarray(self.live) * np.asarray(self.seconds))])
-        upto = np.interp(bounds, np.concatenate([[0.0], ends]), area)
-        return (np.diff(upto) / np.diff(bounds)).tolist()
-
-    def _deciles(self) -> list[np.ndarray]:
-        """Rows of each tenth of the samples, the shortest ones first."""
-        return np.array_split(np.argsort(self.lengths, kind="stable"), DECILES)
-
-    def _classes(self) -> dict[str, np.ndarray]:
-        """Rows of the samples of each class."""
-        classes = np.asarray(self.classes, np.int64)
-        return {c.name.lower(): np.flatnonzero(classes == c) for c in LengthClass}
 
     def savings(self) -> tuple[int, float | None]:
         """Forwards that drafts saved, and the estimated seconds by which they shortened decoding; negative if longer.
@@ -172,23 +126,19 @@ class SpeculationReport:
         """All figures for JSON, without the per-forward lists."""
         drafted, accepted = int(np.sum(self.drafted)), int(np.sum(self.accepted))
         # The longest samples determine when a rollout is done.
-        longest = np.argsort(self.lengths, kind="stable")[-4:]
+        lengths, steps = np.asarray(self.lengths, np.int64), np.asarray(self.steps, np.int64)
+        longest = np.argsort(lengths, kind="stable")[-4:]
         return {
             "samples": len(self.lengths),
             "generated_tokens": int(np.sum(self.lengths)),
             "forwards": len(self.live),
             "plain_forwards": self.plain_forwards,
             "makespan_seconds": self.makespan,
-            "live_batch_over_time": self.live_batch_over_time(),
             "tokens_per_forward": self.tokens_per_forward,
-            "tokens_per_forward_by_decile": self.tokens_per_forward_by_decile(),
-            "tokens_per_forward_by_class": self.tokens_per_forward_by_class(),
-            "tokens_per_forward_longest_4": self._tokens_per_forward(longest) or 0.0,
+            "tokens_per_forward_longest_4": _ratio(lengths[longest].sum(), steps[longest].sum()),
             "drafted_tokens": drafted,
             "accepted_tokens": accepted,
             "wasted_tokens": drafted - accepted,
-            "wasted_tokens_by_decile": self.wasted_tokens_by_decile(),
-            "wasted_tokens_by_class": self.wasted_tokens_by_class(),
             "draft_queries": self.queries,
             "draft_seconds": self.draft_seconds,
             "hidden_seconds": self.hidden_seconds,
@@ -200,19 +150,10 @@ class SpeculationReport:
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers for the training log; the names begin with ``speculation_``."""
-        figures = self.figures()
-        names = ("tokens_per_forward", "tokens_per_forward_longest_4", "forwards", "plain_forwards", "makespan_seconds")
-        names += ("drafted_tokens", "accepted_tokens", "wasted_tokens")
-        names += ("draft_queries", "draft_seconds", "hidden_seconds", "drafter_bytes", "drafter_tokens")
-        values: dict[str, float | None] = {name: float(figures[name]) for name in names}
-        values["acceptance"] = _ratio(figures["accepted_tokens"], figures["drafted_tokens"])
+        left_out = ("samples", "generated_tokens", "drafter_bytes_per_token", "stopped_degenerate")
+        values = {name: value for name, value in self.figures().items() if name not in left_out}
+        values["acceptance"] = _ratio(values["accepted_tokens"], values["drafted_tokens"])
         values |= dict(zip(("saved_forwards", "saved_seconds"), self.savings(), strict=True))
-        for name in ("tokens_per_forward", "wasted_tokens"):
-            values |= {f"{name}_{length_class}": value for length_class, value in figures[f"{name}_by_class"].items()}
-            by_decile = enumerate(figures[f"{name}_by_decile"], 1)
-            values |= {f"{name}_decile_{decile}": value for decile, value in by_decile}
-        over_time = enumerate(figures["live_batch_over_time"], 1)
-        values |= {f"live_batch_tenth_{tenth}": value for tenth, value in over_time}
         return {f"speculation_{name}": float(value) for name, value in values.items() if value is not None}
 
 

@@ -27,7 +27,6 @@ from megatron_dta.sampling.speculation.calibration import AcceptanceTable
 from megatron_dta.sampling.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.sampling.speculation.gate import SpeculationGate, token_gate
 from megatron_dta.sampling.speculation.lengths import (
-    BUDGETS,
     CANDIDATES,
     LengthClass,
     LengthHistory,
@@ -85,8 +84,6 @@ class Speculator:
     """Drafter, gate and report of one engine. ``budget`` is one of ``BUDGETS``."""
 
     def __init__(self, drafter: DrafterParams, gate: SpeculationGate, budget: str = "straggler") -> None:
-        if budget not in BUDGETS:
-            raise ValueError(f"budget must be one of {', '.join(BUDGETS)}, not {budget!r}")
         self.drafter, self.gate, self.budget = Drafter(drafter), gate, budget
         self.table, self.history = AcceptanceTable(), LengthHistory()
         self.report = SpeculationReport()
@@ -135,16 +132,6 @@ class Speculator:
     def wants(self, live: int) -> bool:
         """Whether to propose drafts for the next forward or burst of ``live`` samples; call it once for each."""
         return self.gate.wants(live)
-
-    @property
-    def asks_next(self) -> bool:
-        """Whether ``wants`` may be true for the next forward or burst."""
-        return self.gate.asks_next
-
-    @property
-    def is_hopeful(self) -> bool:
-        """Whether a draft is likely to pay in one of the next rounds."""
-        return self.gate.is_hopeful
 
     def propose(self, slots: np.ndarray, most: np.ndarray) -> Proposal:
         """Drafts for the samples of a forward (int64 [n]), of at most ``most`` (int64 [n]) tokens each."""
@@ -254,9 +241,9 @@ class Speculator:
     def end_request(self, slot: int) -> int:
         """End a sample whose response may continue (``end_response`` ends that). Returns the forward of this phase that
         would have been its last without drafts."""
-        text, first, *counts = self._samples[slot].item()[:6]
+        text, _, *counts = self._samples[slot].item()[:6]
         self.drafter.finish(text, self._step)
-        self.report.add_sample(*counts, first)
+        self.report.add_sample(*counts)
         self._free.append(slot)
         return int(self._samples["begin"][slot]) + counts[0]
 

@@ -27,7 +27,6 @@ import numpy as np
 from megatron_dta.sampling.speculation.native import load_library
 
 NO_TREE = 0
-MAX_DEPTH = 255
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,6 @@ class DraftParams:
     offset: float = 0.0
     min_probability: float = 0.1
     width: int = 24
-
-    def __post_init__(self) -> None:
-        if not (self.factor >= 0 and self.min_probability > 0 and 1 <= self.width <= MAX_DEPTH):
-            raise ValueError(f"drafts need factor >= 0, min_probability > 0 and 1 <= width <= {MAX_DEPTH}: {self}")
 
 
 @dataclass(frozen=True)
@@ -83,13 +78,8 @@ class Drafts:
 class SuffixForest:
     """Trees and texts, identified by numbers that the forest assigns and that are never 0. Not thread-safe."""
 
-    def __init__(self, depth: int, early_depth: int | None = None) -> None:
-        if not 2 <= depth <= MAX_DEPTH:
-            raise ValueError(f"the depth of a suffix tree must be in [2, {MAX_DEPTH}], got {depth}")
-        self.depth = depth
-        self.early_depth = depth if early_depth is None else min(early_depth, depth)
-        if self.early_depth < 1:
-            raise ValueError(f"the early depth must be at least 1, got {early_depth}")
+    def __init__(self, depth: int, early_depth: int) -> None:
+        self.depth, self.early_depth = depth, min(early_depth, depth)
         self._library = load_library()
         self._forest = self._library.sf_new(self.depth, self.early_depth)
         if not self._forest:

@@ -3,8 +3,13 @@
 **The rule.** A path decodes one segment at a time; all paths that one decision starts form a *round*. When the n paths
 of a round have decoded their segments, f of them have finished (end of sequence, answer, length) and
 become leaves. The A = n - f others branch into ``budget.branch_budget`` children in total, divided evenly or by
-logprob, which form the next round. If no path of a round is alive and leaves are missing, the query falls back
-(``fallback``).
+logprob, which form the next round. If no path of a round is alive and leaves are missing, the query falls back.
+
+**Fallback.** A new branch starts at the end of an existing node, so it is conditioned on exactly the tokens that are
+recorded before it. Finished paths, in random order, each select a node strictly above their leaf (possibly the root)
+with equal probability, which gets up to N new children, until no leaves are missing. With ``finished`` only paths with
+an end of sequence or an answer are candidates, and the root if there are none. Leaf weights account for the dependence
+on outcomes (``SampledTree.leaf_weights``).
 
 With w leaves wanted and F finished before a round, w - F >= n always holds: a round has at most w - F - f children, and
 fallback starts exactly w - F. So the tree has exactly w leaves unless fallback is ``none``.
@@ -27,10 +32,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_dta.sampling.treepo.budget import branch_budget, certain_branches, divide_by_logprob, divide_evenly
-from megatron_dta.sampling.treepo.fallback import fallback_nodes
 from megatron_dta.sampling.treepo.keys import Decision, QueryNumbers, node_key
 from megatron_dta.sampling.treepo.settings import TreeSettings
-from megatron_dta.sampling.treepo.tree import SampledTree
+from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
+
+_WITH_OUTCOME = (EndReason.EOS, EndReason.ANSWER, EndReason.ENVIRONMENT)
 
 
 @dataclass
@@ -167,3 +173,20 @@ class QueryPolicy:
         while len(self._rounds) <= number:
             self._rounds.append(_Round())
         return self._rounds[number]
+
+
+def fallback_nodes(tree: SampledTree, missing: int, settings: TreeSettings, draw: np.random.Generator) -> list[int]:
+    """The parents of ``missing`` new children, one entry per child; see the module's docstring."""
+    leaves = sorted(tree.leaves, key=lambda index: tree.nodes[index].path)
+    if settings.fallback == "finished":
+        leaves = [leaf for leaf in leaves if tree.nodes[leaf].end in _WITH_OUTCOME]
+    if not leaves:
+        return [0] * missing
+    order = draw.permutation(len(leaves))
+    chosen: list[int] = []
+    while len(chosen) < missing:  # once through all candidates may not be enough
+        for leaf in order:
+            above = tree.lineage(leaves[leaf])[:-1]
+            node = above[int(draw.integers(len(above)))]
+            chosen += [node] * min(settings.branching_factor, missing - len(chosen))
+    return chosen

@@ -66,14 +66,7 @@ class TreeSampler:
         self._growing: list[_Growing] = []
 
     def sample(self, queries: Sequence[TreeQuery], params: SamplingParams, iteration: int) -> list[SampledTree]:
-        """The complete tree of each query, in order; a function of the arguments, the settings and the weights.
-
-        Raises:
-            RuntimeError: the engine lost requests or returned results that were not requested.
-        """
-        numbers = [query.number for query in queries]
-        if len(set(numbers)) < len(numbers):
-            raise ValueError("two queries have the same number")
+        """The complete tree of each query, in order; a function of the arguments, the settings and the weights."""
         self._begin(queries, params, iteration)
         with phase(self._engine, params, iteration):
             self._submit([(i, node) for i, growing in enumerate(self._growing) for node in growing.policy.start()])
@@ -82,8 +75,7 @@ class TreeSampler:
                 if not results:
                     raise RuntimeError(f"the engine has lost {len(self._nodes)} requests")
                 self._take(results)
-        incomplete = [i for i, growing in enumerate(self._growing) if not growing.policy.complete]
-        assert not incomplete, f"nothing runs, but the trees of {len(incomplete)} queries are not complete"
+        assert all(growing.policy.complete for growing in self._growing)
         return [growing.policy.tree.in_order() for growing in self._growing]
 
     def _begin(self, queries: Sequence[TreeQuery], params: SamplingParams, iteration: int) -> None:
@@ -132,11 +124,8 @@ class TreeSampler:
         turns: list[tuple[int, int]] = []
         decoded: list[tuple[int, int, bool]] = []
         for result in results:
-            if result.request_id not in self._nodes:
-                raise RuntimeError(f"the engine returned request {result.request_id}, which it was not given")
             query, node = self._nodes.pop(result.request_id)
             growing = self._growing[query]
-            self._check(result, growing.policy.max_tokens(node))
             growing.policy.tree.fill(node, result.token_ids, result.logprobs, result.policy_version)
             growing.held.add(node)
             decoded.append((query, node, result.ended))
@@ -151,17 +140,6 @@ class TreeSampler:
         self._submit(started)
         for query in sorted({query for query, _, _ in decoded}):
             self._release(query)
-
-    @staticmethod
-    def _check(result: GenerationResult, max_tokens: int) -> None:
-        count = len(result.token_ids)
-        if not 1 <= count <= max_tokens or len(result.logprobs) != count:
-            raise RuntimeError(
-                f"request {result.request_id}: the engine returned {count} tokens and {len(result.logprobs)} logprobs "
-                f"where 1 to {max_tokens} were asked for"
-            )
-        if not result.ended and count < max_tokens:
-            raise RuntimeError(f"request {result.request_id}: the engine stopped after {count} of {max_tokens} tokens")
 
     def _end_of(self, tree: SampledTree, node: int, ended: bool, outcome: StepOutcome | None) -> EndReason | None:
         """Why the path ends at ``node``, or None; adds the observation to the tree if the path continues."""

@@ -31,15 +31,6 @@ class TreeSettings:
     temperature: float = 2.0
     fallback: str = "random"
 
-    def __post_init__(self) -> None:
-        for name in ("width", "max_response_tokens", "branching_factor", "initial_branches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.segment_tokens is not None and self.segment_tokens < 1:
-            raise ValueError(f"segment_tokens must be at least 1, got {self.segment_tokens}")
-        if self.initial_branches_max is not None and self.initial_branches_max < self.initial_branches:
-            raise ValueError(f"initial_branches_max {self.initial_branches_max} is below {self.initial_branches}")
-
     @classmethod
     def independent(cls, width: int, max_response_tokens: int, segment_tokens: int | None = None) -> TreeSettings:
         """``width`` independent rollouts: a tree that branches only at its root.

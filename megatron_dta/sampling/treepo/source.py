@@ -22,7 +22,6 @@ from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.interface import RolloutEngine
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt
-from megatron_dta.sampling.rewards.scoring import counted
 from megatron_dta.sampling.sources.batch_source import RolloutError
 from megatron_dta.sampling.sources.independent import HeldOutEvaluation, PromptSource
 from megatron_dta.sampling.task import SamplingTask
@@ -50,15 +49,11 @@ class TreeSource(PromptSource):
         first, prompts = self._begin(rollout_batch, prompt_batch)
         settings = TreeSettings.from_config(self._config.treepo, self._sampling)
         before = dict(self._environments.counts) if self._environments else {}
-        rewards_before = self._task.scorer.tally
         sampler = TreeSampler(self._engine, settings, self._stops, self._environments)
         groups = sample_scored_trees(
             sampler, self._task, prompts, first, self._params, prompt_batch, self._environments is None
         )
-        self._statistics = {
-            "ended": ended_leaves([tree for tree, _ in groups]),
-            **counted(rewards_before, self._task.scorer.tally, current_mesh().gather_from_replicas),
-        }
+        self._statistics = {"ended": ended_leaves([tree for tree, _ in groups]), **self._counts()}
         if self._environments:
             self._statistics |= _total(
                 {name: value - before[name] for name, value in self._environments.counts.items()}

@@ -1,7 +1,7 @@
 """Lists every metric of a training step with its meaning; ``docs/reference.md`` is generated from this list.
 
-The tests fail on metrics that are not listed. ``{n}``, ``{class}`` and ``{name}`` stand for a number, a length class
-and a name chosen by the user. Metrics of an evaluation have the prefix ``eval_``. Everything under ``timing`` depends
+The tests fail on metrics that are not listed. ``{k}`` and ``{name}`` stand for a number and a name
+chosen by the user. Metrics of an evaluation have the prefix ``eval_``. Everything under ``timing`` depends
 on the clock or the machine, so it may differ between two equal runs.
 """
 
@@ -159,20 +159,15 @@ METRICS: dict[str, dict[str, str]] = {
     "Drafts (under timing)": {
         "speculation_tokens_per_forward": "tokens per forward pass of a sequence; 1 without drafts",
         "speculation_tokens_per_forward_longest_4": "the same for the four longest samples",
-        "speculation_tokens_per_forward_{class}": "the same for the samples of a length class",
-        "speculation_tokens_per_forward_decile_{n}": "the same for each decile of samples by length, shortest first",
         "speculation_forwards": "number of forward passes",
         "speculation_plain_forwards": "forward passes that the same samples would have taken without drafts",
         "speculation_saved_forwards": "speculation_plain_forwards - speculation_forwards",
         "speculation_saved_seconds": "estimated seconds by which drafts shortened decoding; negative: lengthened",
         "speculation_generated_tokens": "tokens sampled by servers that use drafts",
         "speculation_makespan_seconds": "time of these servers from the start to the end of the longest sample",
-        "speculation_live_batch_tenth_{n}": "mean number of live sequences in each tenth of this time",
         "speculation_drafted_tokens": "drafted tokens",
         "speculation_accepted_tokens": "drafted tokens that were accepted",
         "speculation_wasted_tokens": "drafted tokens that were rejected",
-        "speculation_wasted_tokens_{class}": "rejected tokens in the samples of a length class",
-        "speculation_wasted_tokens_decile_{n}": "rejected tokens in each decile of samples by length, shortest first",
         "speculation_acceptance": "accepted tokens / drafted tokens",
         "speculation_draft_queries": "number of queries to the suffix trees",
         "speculation_draft_seconds": "time of these queries, during which the device waits",
@@ -181,7 +176,7 @@ METRICS: dict[str, dict[str, str]] = {
         "speculation_drafter_tokens": "tokens in the suffix trees",
     },
 }
-_HOLES = {"{n}": r"\d+", "{k}": r"\d+", "{class}": "[a-z]+", "{name}": ".+"}
+_HOLES = {"{k}": r"\d+", "{name}": ".+"}
 
 
 def is_known(name: str) -> bool:

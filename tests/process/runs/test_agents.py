@@ -50,77 +50,76 @@ def rows(save: Path) -> list[dict]:
     return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_killed_run_continues(chat: Path, tmp_path: Path) -> None:
+MORE = ["--train-iters", "3", "--save-interval", "1", "--save-rollouts-interval", "1"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(chat: Path) -> Path:
+    """The folder of a run."""
+    done = run_python(command(chat, chat / "run", "post", *MORE))
+    assert done.returncode == 0, done.stderr
+    return chat / "run"
+
+
+def test_a_killed_run_continues(chat: Path, unbroken: Path, tmp_path: Path) -> None:
     """Killed while agents run, and started again: the steps and rewards of an unbroken run; no process is left."""
-    more = ["--train-iters", "4", "--save-interval", "1", "--save-rollouts-interval", "1"]
-    unbroken = run_python(command(chat, tmp_path / "whole", "post", *more))
-    assert unbroken.returncode == 0, unbroken.stderr
-    broken = Program(command(chat, tmp_path / "broken", "post", *more))
+    broken = Program(command(chat, tmp_path / "broken", "post", *MORE))
     metrics = tmp_path / "broken" / "metrics.jsonl"
     broken.wait_until(lambda: metrics.exists() and bool(metrics.read_text()))
     os.kill(broken.pid, signal.SIGKILL)
     broken.wait()
-    done = run_python(command(chat, tmp_path / "broken", "post", *more))
+    done = run_python(command(chat, tmp_path / "broken", "post", *MORE))
     assert done.returncode == 0, done.stderr
-    continued, expected = rows(tmp_path / "broken"), rows(tmp_path / "whole")
-    assert [row["iteration"] for row in continued] == [1, 2, 3, 4]
+    continued, expected = rows(tmp_path / "broken"), rows(unbroken)
+    assert [row["iteration"] for row in continued] == [1, 2, 3]
     for name in ("reward", "loss", "grad_norm", "sessions", "agent_calls", "session_tokens"):
         assert [row[name] for row in continued] == pytest.approx([row[name] for row in expected], abs=1e-5)
     assert continued[0]["sessions"] == 4
     assert continued[0]["agent_calls"] == 8
     assert continued[0]["failed_sessions"] == 0
     assert continued[0]["session_tokens"] < continued[0]["session_row_tokens"]
-    sessions = [json.loads(line) for line in (tmp_path / "whole/sessions/batch_0000001.jsonl").read_text().splitlines()]
+    sessions = [json.loads(line) for line in (unbroken / "sessions/batch_0000001.jsonl").read_text().splitlines()]
     assert [call["parent"] for call in sessions[0]["calls"]] == [None, 0]
-    report = run_python(["tools/report_run.py", tmp_path / "whole"])
+    report = run_python(["tools/report_run.py", unbroken])
     assert report.returncode == 0, report.stderr
-    page = (tmp_path / "whole" / "report.html").read_text()
+    page = (unbroken / "report.html").read_text()
     assert "Sessions of agents" in page
     assert sessions[0]["session"] in page
 
 
-def test_ranks_of_a_mesh(chat: Path, tmp_path: Path) -> None:
+def test_ranks_of_a_mesh(chat: Path, unbroken: Path, tmp_path: Path) -> None:
     """Replicas have gateways of their own and share the sessions; the ranks of a tensor group follow the first."""
-    single = run_python(command(chat, tmp_path / "one", "post", "--train-iters", "2"))
-    assert single.returncode == 0, single.stderr
     for name, flags in (("data", []), ("tensor", ["--tensor-model-parallel-size", "2"])):
-        for rank in run_ranks(command(chat, tmp_path / name, "post", "--train-iters", "2", *flags), 2):
+        for rank in run_ranks(command(chat, tmp_path / name, "post", *MORE, *flags), 2):
             assert rank.returncode == 0, rank.stderr
-    expected, data, tensor = (rows(tmp_path / name) for name in ("one", "data", "tensor"))
+    expected, data, tensor = rows(unbroken), rows(tmp_path / "data"), rows(tmp_path / "tensor")
     for metric in ("reward", "loss", "session_tokens"):
         assert [row[metric] for row in data] == pytest.approx([row[metric] for row in expected], abs=1e-5)
-    assert [row["agent_calls"] for row in tensor] == [8, 8]
-    assert [row["failed_sessions"] for row in tensor] == [0, 0]
+    assert [row["agent_calls"] for row in tensor] == [8, 8, 8]
+    assert [row["failed_sessions"] for row in tensor] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("what", ["fail", "hang", "print"])
-def test_failing_and_printing_agents(what: str, chat: Path, tmp_path: Path) -> None:
-    """Failed sessions are counted and dropped; a hanging agent is stopped with its children."""
-    sizes = ["--train-iters", "1", "--rollout-batch-size", "6", "--agent-timeout", "3" if what == "hang" else "60"]
+def test_failing_and_printing_agents(chat: Path, tmp_path: Path) -> None:
+    """Failed sessions are counted and dropped; a hanging agent is stopped with its children; others print a reward."""
+    sizes = ["--train-iters", "1", "--rollout-batch-size", "6"]
     begun = time.monotonic()
-    done = run_python(command(chat, tmp_path / "run", what, *sizes))
+    done = run_python(command(chat, tmp_path / "run", "fail-hang-print", *sizes, "--agent-timeout", "6"))
     assert done.returncode == 0, done.stderr
     (row,) = rows(tmp_path / "run")
-    failed = 0 if what == "print" else 2
-    assert (row["sessions"], row["failed_sessions"], row["rollouts"]) == (12, failed, 12 - failed)
-    assert row["agent_timeouts"] == (2 if what == "hang" else 0)
-    if what == "hang":
-        assert time.monotonic() - begun < 100
-        left = subprocess.run(["pgrep", "-f", "time.sleep(600)"], capture_output=True, text=True, check=False).stdout
-        mine = [pid for pid in left.split() if f"{tmp_path}" in Path(f"/proc/{pid}/environ").read_text(errors="ignore")]
-        assert not mine
-    if what == "fail":
-        stopped = run_python(command(chat, tmp_path / "stop", what, *sizes, "--rollout-failure", "stop"))
-        assert stopped.returncode == 2
-        assert "ended with status 3: a reason" in stopped.stderr
+    assert (row["sessions"], row["failed_sessions"], row["rollouts"], row["agent_timeouts"]) == (12, 4, 8, 2)
+    assert time.monotonic() - begun < 100
+    left = subprocess.run(["pgrep", "-f", "time.sleep(600)"], capture_output=True, text=True, check=False).stdout
+    mine = [pid for pid in left.split() if f"{tmp_path}" in Path(f"/proc/{pid}/environ").read_text(errors="ignore")]
+    assert not mine
+    stopped = run_python(command(chat, tmp_path / "stop", "fail", *sizes, "--rollout-failure", "stop"))
+    assert stopped.returncode == 2
+    assert "ended with status 3: a reason" in stopped.stderr
 
 
-def test_the_gateway_as_a_command(chat: Path, tmp_path: Path) -> None:
+def test_the_gateway_as_a_command(chat: Path, unbroken: Path, tmp_path: Path) -> None:
     """Closed sessions with a reward are rollouts in a file, which a restarted gateway continues after a kill."""
-    trained = run_python(command(chat, tmp_path / "run", "print", "--train-iters", "1"))
-    assert trained.returncode == 0, trained.stderr
     output = tmp_path / "sessions.jsonl"
-    arguments = ["-m", "megatron_dta", "gateway", "--output", str(output), "--load", str(tmp_path / "run")]
+    arguments = ["-m", "megatron_dta", "gateway", "--output", str(output), "--load", str(unbroken)]
     for round_number in (1, 2):
         process = Program(
             [*arguments, *MODEL, *text(chat), "--rollout-max-response-len", "6", "--gateway-max-calls", "9"]

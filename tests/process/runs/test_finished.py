@@ -70,15 +70,6 @@ def test_an_export_is_recognised(tmp_path: Path) -> None:
         check_export(config)
 
 
-@pytest.mark.parametrize("note", ["", '{"folder": "x", "files": {"a": 1}}'])
-def test_a_damaged_note_recognises_nothing(tmp_path: Path, note: str) -> None:
-    saved(tmp_path, 5)
-    config = settings(tmp_path, 5, export=True)
-    exported(tmp_path, config, 5)
-    (tmp_path / "run" / "save_hf.json").write_text(note.replace('"x"', f'"{tmp_path}/hf"'))
-    assert finished(config) is None
-
-
 def train(*flags: str) -> subprocess.CompletedProcess:
     command = ["-m", "megatron_dta.train", *COMMAND.split(), *flags]
     return run_python(command)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from http_engine_cases import KINDS, PARAMS, QUICK, VOCABULARY, Setup, write_checkpoint
+from http_engine_cases import KINDS, PARAMS, QUICK, Setup, write_checkpoint
 from megatron_dta.extras.servers.http_client import ServerError
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from rollout_server_base import RolloutServer
@@ -77,20 +77,13 @@ DEEP = "[" * 3000 + "]" * 3000
 FORMS = [
     # kind of server, path in the reply, literal to put there, part of the error
     ("vllm", (*TOKENS, 0), "23", "choices.0.token_ids have 23, outside of the vocabulary of 23"),
-    ("vllm", (*TOKENS, 0), "true", "choices.0.token_ids.0 must be a whole number, got true"),
     ("vllm", (*TOKENS, 0), "9" * 5000, "is not JSON"),
     ("vllm", TOKENS, '"\\u001b[2J"', "choices.0.token_ids must be a list, got "),
     ("vllm", ("usage", "prompt_tokens"), "4", "another prompt: its usage.prompt_tokens are 4, but 3 were sent"),
-    ("vllm", (*LOGPROBS, 0), "-1e999", "not a logprob"),
     ("vllm", (*LOGPROBS, 0), "NaN", "the reply has NaN, which is not a number in JSON"),
-    ("vllm", (*LOGPROBS, 0), '"-1"', 'token_logprobs.0 must be a number, got "-1"'),
-    ("vllm", ("choices", 0, "weight_versions"), "7", "choices.0.weight_versions must be a list, got 7"),
-    ("vllm", ("choices", 0, "finish_reason"), "{}", "choices.0.finish_reason must be a string, got {}"),
-    ("vllm", ("choices",), "{}", "choices must be a list, got {}"),
     ("vllm", ("usage", "more"), DEEP, "the reply is nested too deeply"),
     ("vllm", ("usage", "more"), '"' + "a" * (2 << 20) + '"', "the reply is longer than"),
     ("sglang", ("output_ids", 0), "23", "output_ids are not those of its"),
-    ("sglang", ("meta_info", "prompt_tokens"), "1", "meta_info.prompt_tokens are 1, but 3 were sent"),
     ("sglang", ("meta_info", "output_token_logprobs"), "[[-1.0]]", "output_token_logprobs.0 must be a logprob and a"),
     ("sglang", ("meta_info", "weight_version"), "{}", "weight_versions.0 must be a string or a whole number"),
 ]
@@ -108,18 +101,6 @@ def test_malformed_replies_name_server_and_field(setup: Setup, path: tuple[Any, 
     assert f"failed 4 times, the last time on {setup.servers[0].url}: " in message
     assert message.isprintable()
     assert len(message) < 700
-
-
-@KINDS
-def test_malformed_replies_are_asked_for_again(setup: Setup) -> None:
-    """One server gives tokens of another model, the other one is good."""
-    setup.add_servers(2)
-    ids = ("choices", 0, "token_ids") if setup.kind == "vllm" else ("output_ids",)
-    answer_with(setup.servers[0], lambda reply: put(reply, (*ids, 0), "23"))
-    engine = setup.started()
-    results = generate(engine, setup.requests(20, prompts=6))
-    assert max(result.token_ids.max() for result in results) < VOCABULARY
-    assert engine.statistics()["retried_requests"] > 0
 
 
 @KINDS

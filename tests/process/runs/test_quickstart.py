@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import REPOSITORY
 from forked import run_python
 from megatron_dta.core.rollouts.load import load_rollouts
 
@@ -73,24 +72,6 @@ def test_the_quickstarts_steps(tmp_path: Path):
     assert len({rollout.group_id for rollout in rollouts}) == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--output", "x.jsonl", *TASK], "--load is missing"),
-        (
-            ["--load", "x", "--output", "x.jsonl", "--rollouts", "y.jsonl", "--global-batch-size", "1"],
-            "--rollouts names stored rollouts",
-        ),
-    ],
-)
-def test_sample_rollouts_refuses(arguments: list[str], message: str):
-    done = python("tools/sample_rollouts.py", *MODEL, *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize(("rewards", "status"), [((0.1, 0.5, 0.9), 0), ((0.1, 0.7), 1)])
 def test_report(tmp_path: Path, rewards: tuple[float, ...], status: int):
     for name, records in (
@@ -114,13 +95,3 @@ def test_report(tmp_path: Path, rewards: tuple[float, ...], status: int):
     assert f"{rewards[-1]:.3f}" in done.stdout
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_report_without_a_run(tmp_path: Path):
-    done = python("examples/quickstart_report.py", str(tmp_path))
-    assert done.returncode == 2
-    assert "no metrics of a finished quickstart" in done.stderr
-
-
-def test_the_script_is_valid_bash():
-    subprocess.run(["bash", "-n", str(REPOSITORY / "examples" / "quickstart.sh")], check=True)

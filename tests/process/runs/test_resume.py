@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import REPOSITORY, seed_all
-from forked import run_python, run_ranks
+from forked import run_python
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from resume_cases import final_tensors, prompts_and_reward, rows_without_timing
@@ -95,12 +95,3 @@ def test_nothing_is_left_behind(runs: tuple[Path, dict[str, list[int]]]) -> None
 def test_sigterm_saves_and_ends_with_status_0(runs: tuple[Path, dict[str, list[int]]]) -> None:
     _, statuses = runs
     assert statuses["sampled-killed"][5] == 0
-
-
-def test_a_process_of_a_launcher_gives_the_same_run(runs: tuple[Path, dict[str, list[int]]], tmp_path: Path) -> None:
-    folder, _ = runs
-    scenario = json.loads((folder / "scenarios.json").read_text())[0]["argv"]
-    argv = [*scenario[: scenario.index("--save")], "--save", str(tmp_path)]
-    (done,) = run_ranks(["-m", "megatron_dta.train", *argv], 1)
-    assert done.returncode == 0, done.stderr
-    assert rows_without_timing(tmp_path) == rows_without_timing(folder / "sampled-straight")

@@ -142,7 +142,7 @@ def test_file_systems_without_locks(tmp_path: Path, short_watch: None, monkeypat
         pass
 
 
-@pytest.mark.parametrize("content", ["", "[" * 5000, "\0" * 50, '{"pid": {}}'])
+@pytest.mark.parametrize("content", ["\0" * 50, '{"pid": {}}'])
 def test_what_a_crash_left_in_the_file(tmp_path: Path, short_watch: None, content: str) -> None:
     (tmp_path / LOCK).write_text(content)
     with RunLock(tmp_path):

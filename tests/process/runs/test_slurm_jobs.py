@@ -163,15 +163,6 @@ def test_a_sweep_trains_once_a_line(site):
 
 
 @needs_slurm
-def test_a_conversion_runs(site):
-    job = site.submit("convert_hf_to_megatron", "--", "--save", "there")
-    assert site.cluster.wait_for_job(job, 60) == "COMPLETED"
-    (note,) = site.notes("convert_hf_to_megatron")
-    assert note["arguments"][0].endswith("tools/convert_hf_to_megatron.py")
-    assert note["arguments"][1:] == ["--save", "there"]
-
-
-@needs_slurm
 def test_a_failed_job_is_started_again_so_often_and_no_more(site):
     more = "DTA_EARLY_FAILURE_SECONDS=0"
     once = site.submit("train", "--nodes=2", "--ntasks-per-node=2", "--job-name=once", "--", "--fail-once", more=more)

@@ -25,26 +25,27 @@ def rows_without_timing(folder: Path) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_in_a_step_ends_the_run_after_it(tmp_path: Path, name: str, capfd: pytest.CaptureFixture) -> None:
+def test_a_signal_in_a_step_ends_the_run_after_it(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     run(f"{FLAGS} --save {tmp_path}/straight")
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    trainer, output = make_trainer(f"{FLAGS} --save {tmp_path}/stopped")
-    train = trainer.engine.forward_backward
+    # One signal in the second step, the other one in the third, after a restart.
+    for step, name in enumerate(("SIGTERM", "SIGINT"), start=2):
+        trainer, output = make_trainer(f"{FLAGS} --save {tmp_path}/stopped")
+        train = trainer.engine.forward_backward
 
-    def interrupted(*arguments, **settings):
-        if trainer.progress.iteration == 1:
-            os.kill(os.getpid(), signal.Signals[name])
-        return train(*arguments, **settings)
+        def interrupted(*arguments, trainer=trainer, train=train, step=step, name=name, **settings):
+            if trainer.progress.iteration == step - 1:
+                os.kill(os.getpid(), signal.Signals[name])
+            return train(*arguments, **settings)
 
-    trainer.engine.forward_backward = interrupted
-    trainer.run()
-    trainer.metrics.close()
-    assert trainer.progress.iteration == 2
-    assert f"stopped by {name} after step 2" in output.getvalue()
-    assert ("Ctrl-C" in capfd.readouterr().err) == (name == "SIGINT")
-    assert (tmp_path / "stopped" / "iter_0000002").is_dir()
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+        trainer.engine.forward_backward = interrupted
+        trainer.run()
+        trainer.metrics.close()
+        assert trainer.progress.iteration == step
+        assert f"stopped by {name} after step {step}" in output.getvalue()
+        assert ("Ctrl-C" in capfd.readouterr().err) == (name == "SIGINT")
+        assert (tmp_path / "stopped" / f"iter_{step:07d}").is_dir()
+        assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
     run(f"{FLAGS} --save {tmp_path}/stopped")
     assert rows_without_timing(tmp_path / "stopped") == rows_without_timing(tmp_path / "straight")
 

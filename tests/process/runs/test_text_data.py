@@ -77,7 +77,7 @@ def refused(*arguments: object) -> str:
 # --- masks ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_masks_are_those_of_the_library(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
 
@@ -186,11 +186,9 @@ def test_responses_and_other_names(tmp_path: Path) -> None:
     ("row", "pairs", "message"),
     [
         ({"messages": [user("a")]}, False, "row 2: messages: has no message of the assistant"),
-        ({"messages": [assistant("a")]}, False, "row 2: messages: message 1: is the assistant's"),
         ({"text": "a"}, False, "row 2: needs messages, or prompt and response"),
         ({"messages": [user("a"), assistant("\ud800")]}, False, "is not valid text"),
         ({"messages": [user("a"), assistant("b")]}, True, "--objective dpo needs the fields chosen and rejected"),
-        ({"prompt": "a", "chosen": "b"}, True, "row 2: has no field 'rejected'"),
     ],
 )
 def test_bad_rows(tmp_path: Path, row: dict[str, Any], pairs: bool, message: str) -> None:
@@ -237,18 +235,6 @@ def verl_rows(count: int) -> list[dict[str, Any]]:
         }
         for i in range(count)
     ]
-
-
-def test_prompts_in_parquet(tmp_path: Path) -> None:
-    tokenizer, rows = CharacterTokenizer(), [{"question": "1+1=", "answer": "2"}, {"question": "2+2=", "answer": "4"}]
-    prompts = [
-        [(p.prompt_id, p.token_ids.tolist(), dict(p.record)) for p in PromptReader(tokenizer).read(write(file, rows))]
-        for file in (tmp_path / "p.jsonl", tmp_path / "p.parquet")
-    ]
-    assert prompts[0] == prompts[1]
-    (tmp_path / "cut.parquet").write_bytes((tmp_path / "p.parquet").read_bytes()[:-20])
-    with pytest.raises(InputError, match="cannot be read as Parquet"):
-        PromptReader(tokenizer).read(tmp_path / "cut.parquet")
 
 
 def test_prompts_of_verl_and_other_names(tmp_path: Path) -> None:
@@ -313,31 +299,3 @@ def test_conversations_train(tmp_path: Path) -> None:
     records = train(*flags, "--save", tmp_path / "run")
     assert records[0]["response_tokens"] == (9 + 3) / 2  # ho, ho ho and their ends
     assert records[-1]["loss"] < 0.5 * records[0]["loss"]
-
-
-def test_preferences_train(tmp_path: Path) -> None:
-    folder = make_chat_folder(tmp_path / "model")
-    rows = [{"prompt": f"say {i}", "chosen": "yes", "rejected": "no!"} for i in range(4)]
-    file = write(tmp_path / "dpo.parquet", rows)
-    flags = ["--objective", "dpo", "--rollouts", file, "--global-batch-size", 8, "--train-iters", 20]
-    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder, "--apply-chat-template"]
-    records = train(*flags, "--save", tmp_path / "run")
-    assert records[0]["dpo_margin"] == pytest.approx(0, abs=1e-5)
-    assert records[-1]["dpo_accuracy"] == 1
-    assert records[-1]["dpo_margin"] > 0.1
-
-
-def test_what_text_needs_is_told(tmp_path: Path) -> None:
-    folder = make_chat_folder(tmp_path / "model")
-    file = write(tmp_path / "sft.jsonl", [{"messages": [user("hi"), assistant("ho")]}])
-    base = ["--rollouts", file, "--global-batch-size", 1, "--train-iters", 1]
-    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
-    cases = [
-        (["--objective", "sft", *tokenizer], "messages need --apply-chat-template"),
-        ([*tokenizer], "holds text without rewards, which --objective grpo needs"),
-    ]
-    for flags, message in cases:
-        assert message in refused(*base, *flags)
-    ids = write(tmp_path / "ids.jsonl", [{"token_ids": [1, 2], "loss_mask": [False, True]}])
-    stored = ["--objective", "sft", "--rollouts", ids, "--global-batch-size", 1]
-    assert "--tokenizer-type has no effect: the files of --rollouts hold token ids" in refused(*stored, *tokenizer)

@@ -76,10 +76,7 @@ def test_the_experiment_of_a_paper_writes_rows_and_tables(name: str, tmp_path: P
     ("command", "message"),
     [
         ("attention.py any.npz", "measures a CUDA GPU, and there is none here"),
-        ("weight_transfer.py --ways ipc", "--ways ipc needs a GPU"),
-        ("vllm_decode.py", "vLLM "),
         ("rollout.py decode --batch 0", "--batch must be at least 1"),
-        ("train.py any.npz --step 2", "--step: unknown flag; did you mean --steps"),
         ("papers/das.py --smallest --output-dir /dev/null/x", "/dev/null/x"),
     ],
 )

@@ -33,10 +33,8 @@ def run(tool, monkeypatch, capsys, *arguments: str) -> tuple[int, dict]:
     ("name", "sample_granularity"),
     [
         ("tau1_airline_qwen25_3x50.npz", "turn"),
-        ("mint_math_thinkstrip_perturn.npz", "trajectory"),
         ("tot_game24_bfs.npz", "trajectory"),
         ("math_qwen25_8x100.npz", "trajectory"),
-        ("humaneval_codegen16b_100x40.npz", "trajectory"),
     ],
 )
 def test_real_rollouts_agree_with_both_references(tool, monkeypatch, capsys, name, sample_granularity):

@@ -79,23 +79,12 @@ BASE = dict(num_layers=2, hidden_size=24, num_attention_heads=4, vocab_size=37, 
     ("settings", "message"),
     [
         (dict(), "--swiglu is False"),
-        (dict(swiglu=True), "--disable-bias-linear is False"),
         (dict(swiglu=True, disable_bias_linear=True, normalization="LayerNorm"), "--normalization is LayerNorm"),
-        (dict(swiglu=True, disable_bias_linear=True, rotary_percent=0.5), "--rotary-percent is 0.5"),
     ],
 )
 def test_models_that_no_architecture_computes(settings: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         config_from_settings(ModelConfig(**BASE, **settings))
-
-
-def test_it_is_refused_before_training(tmp_path: Path) -> None:
-    hf_rollouts(tmp_path / "r.jsonl", 43)
-    arguments = (
-        f"{SHAPE.replace('--swiglu', '')} --rollouts {tmp_path}/r.jsonl --global-batch-size 6 --save-hf {tmp_path}/hf"
-    )
-    with pytest.raises(InputError, match="--save-hf: --swiglu is False, which no supported Hugging Face architecture"):
-        build_trainer(parse_arguments(arguments.split()), Console(file=StringIO()))
 
 
 def test_a_name_of_the_hub_gets_the_command_that_downloads_it(tmp_path: Path, monkeypatch) -> None:

@@ -124,13 +124,11 @@ def figures_limit(path: Path, segment_tokens: int) -> int:
     ("content", "arguments", "parts"),
     [
         ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n{"token_ids": [1, 2', (), ("rollouts.jsonl", "2")),
-        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--tree-segment-tokens", "0"), ("--tree-segment-tokens",)),
         (
             '{"token_ids": [1, 2], "loss_mask": [0, 1]}\n',
             ("--model", "qwen3.5-9b", "--hf-config", "here"),
             ("--hf-config and --model: give one model",),
         ),
-        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--plot", "tree.gif"), ("tree.gif", ".png")),
     ],
 )
 def test_bad_input_gets_one_line(tmp_path: Path, content: str, arguments: tuple, parts: tuple) -> None:

@@ -119,7 +119,6 @@ def test_a_rollout_file_and_a_configuration() -> None:
     ("arguments", "message"),
     [
         (["--num-gpus", "8", "--model", "llama3-8b"], "give FILE, or numbers in its place: --sequences"),
-        ([*NUMBERS, "--num-gpus", "8"], "give --model, --hf-config or --args-file"),
         ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--tensor-model-parallel-size", "3"], "does not divide"),
     ],
 )
@@ -162,14 +161,6 @@ def test_an_example_is_submitted_with_its_nodes(name: str) -> None:
     settings = parse_settings([word for word in flags if word not in ("--load-hf", "/models/x")])
     assert settings.checkpoint.save == "runs/x"
     assert settings.optimization.lr == 1e-6
-
-
-def test_unknown_examples_are_refused() -> None:
-    done = subprocess.run(
-        ["bash", "examples/submit_large.sh", "gpt5", "a", "b", "c"], capture_output=True, text=True, cwd=REPOSITORY
-    )
-    assert done.returncode == 2
-    assert "there is no model 'gpt5'" in done.stderr
 
 
 def test_argument_files_are_read_as_a_shell_would(tmp_path: Path) -> None:

@@ -144,7 +144,6 @@ def test_quantized_weights_are_refused(kind: str, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
-        ({"output_gate_type": "sigmoid"}, 'output_gate_type "sigmoid" is not supported'),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights are not supported"),
     ],
 )

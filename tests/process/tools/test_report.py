@@ -314,25 +314,17 @@ def test_a_real_run_has_every_section(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_one_line(page: Path) -> None:
-    for arguments, message in (
-        ([f"{page.parent}/nothing"], "no such folder"),
-        ([str(page.parent), "--steps", "0"], "--steps must be at least 1"),
-        ([str(page.parent), "--output", f"{page}/report.html"], "cannot be written: Not a directory"),
-    ):
-        done = run_python([str(REPOSITORY / "tools" / "report_run.py"), *arguments])
-        assert done.returncode == 2
-        assert message in done.stderr
-        assert done.stderr.count("\n") == 1
+    done = run_python(["tools/report_run.py", str(page.parent), "--output", f"{page}/report.html"])
+    assert done.returncode == 2
+    assert "cannot be written: Not a directory" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("metrics.jsonl", "", "contains no metrics"),
-        ("rollouts/step_0000020_tokens.json", "[1]", "must contain one JSON object"),
         ("rollouts/step_0000020.jsonl", "{}\n", "row 1: field 'token_ids'"),
-        ("rollouts/step_0000020_texts.json", "[]", "must contain a list"),
-        ("rollouts/step_0000020_texts.json", '[[[1, "a", false]]]', "entry 1 must contain"),
         ("rollouts/step_0000020_texts.json", '[[[true, "a", 1]]]', "entry 1 must contain"),
     ],
 )

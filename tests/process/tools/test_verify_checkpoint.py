@@ -162,7 +162,6 @@ def test_what_only_one_side_has_or_is_no_number_is_infinitely_far():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--hf-checkpoint none --load none", "error: none: no such folder"),
         ("--hf-checkpoint HF --load none", "error: --load none: holds no checkpoint"),
         ("--hf-checkpoint HF --load HF --tolerance nan", "error: --tolerance is nan"),
     ],

@@ -17,8 +17,7 @@ PLAIN = ForwardCost(base=2e-3, per_token=1e-5)
 DRAFTED = ForwardCost(base=4e-3, per_token=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("knee", [0.0, 37.0])
+@pytest.mark.parametrize(("seed", "knee"), [(0, 0.0), (1, 37.0)])
 def test_gate_by_loops(seed: int, knee: float) -> None:
     rng = seed_all(seed)
     n, width = 23, 6
@@ -122,7 +121,7 @@ def test_fewer_samples_are_looked_at_again():
     assert gate.wants(199)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_losses_are_bounded_whatever_is_expected(seed: int):
     """Drafts that are always expected to be worth it and never are; half of the passes with them take longer too."""
     rng = seed_all(seed)
@@ -147,7 +146,7 @@ def test_losses_are_bounded_whatever_is_expected(seed: int):
     assert spent < 1.01 * plain
 
 
-@pytest.mark.parametrize("live", [3, 40, 400])
+@pytest.mark.parametrize("live", [3, 40])
 def test_text_that_cannot_be_drafted_is_left_alone(live: int):
     """Samples without any repetition in what matters: few passes have drafts, and few rounds ask for them."""
     rng = seed_all(live)

@@ -99,33 +99,6 @@ def test_thousands_of_sequences_in_float32(temperature: float, top_p: float, see
     assert sorted(text.tolist() for text in stored) == sorted(texts)
 
 
-def test_an_error_leaves_drafts_and_pages_empty() -> None:
-    model = make_model(7)
-    drafting = suffix_drafting()
-    engine = started(model, NEVER, drafting=drafting)
-    prompts = random_prompts(np.random.default_rng(1), [4] * 6)
-    requests = [GenerationRequest(i, prompt, 9, i) for i, prompt in enumerate(prompts)]
-    clean = generate(engine, requests)
-    drafter = drafting.speculator.drafter
-    before = len(drafter._samples), drafter.stored_tokens
-    engine.submit([replace(request, max_tokens=20) for request in requests])
-    with torch.no_grad():
-        weight = model.output_weight()
-        kept = weight.clone()
-        weight.fill_(float("nan"))
-    with pytest.raises(FloatingPointError):
-        engine.poll()
-    with torch.no_grad():
-        weight.copy_(kept)
-    assert engine.pages_in_use == 0
-    # Of those given up nothing stays in the trees.
-    assert (len(drafter._samples), drafter.stored_tokens) == before
-    assert before[0] == len(requests)
-    engine.start(NEVER, 4)
-    again = generate(engine, requests)
-    assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in clean]
-
-
 def test_branches_of_a_tree_are_one_problem() -> None:
     """Forks of forks, of two roots with the same context and one with another."""
     drafting = suffix_drafting()
@@ -172,7 +145,7 @@ def test_lengths_are_those_of_responses(method: str, tmp_path: Path) -> None:
         trainer, collections, printed = recorded_run(runs, f"--train-iters 3 {method}")
         rollouts = [rollout for collection in collections for rollout in collection]
         lengths = sorted(np.count_nonzero(rollout.loss_mask) for rollout in rollouts)
-        drafting = trainer.source._drafting
+        drafting = trainer.source._engine.drafting
         assert known_lengths(drafting) == lengths
         assert max(lengths) > 3  # longer than a segment
         prompts = {r.token_ids[: int(np.argmax(r.loss_mask))].tobytes() for r in rollouts}
@@ -195,7 +168,7 @@ def test_rounds_of_dynamic_sampling_are_no_collections(method: str, tmp_path: Pa
         dynamic = "--dynamic-sampling --dynamic-sampling-max-rounds 3 --das-window 2 --train-iters 4"
         trainer, collections, _ = recorded_run(runs, f"{dynamic} {method}")
         rows = trainer.source.statistics()
-        speculator = trainer.source._drafting.speculator
+        speculator = trainer.source._inner._engine.drafting.speculator
         assert rows["sampling_rounds"] == 3
         assert [{r.policy_version for r in collection} for collection in collections] == [{0}, {1}, {2}, {3}]
         assert set(speculator.drafter.state_dict()["steps"].tolist()) == {1, 2, 3}
@@ -216,11 +189,10 @@ def test_evaluations_leave_no_trace(tmp_path: Path) -> None:
             trainer.run()
         finally:
             trainer.metrics.close()
-        report = trainer.source._drafting.speculator.current_report()
+        drafting = trainer.source._engine.drafting
+        report = drafting.speculator.current_report()
         counts = report.live, report.tokens, report.lengths, report.drafted, report.accepted, report.plain_forwards
-        outcomes.append(
-            (trainer.source._drafting.speculator.state_dict(), known_lengths(trainer.source._drafting), counts)
-        )
+        outcomes.append((drafting.speculator.state_dict(), known_lengths(drafting), counts))
     plain = outcomes[0]
     assert len(plain[1]) == 3 * 9
     for other in outcomes[1:]:

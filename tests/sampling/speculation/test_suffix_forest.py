@@ -208,7 +208,7 @@ def test_order_of_texts_does_not_matter(seed: int) -> None:
 
 
 def test_without_a_compiler(tmp_path) -> None:
-    code = "from megatron_dta.sampling.speculation.suffix_forest import SuffixForest\nSuffixForest(5)"
+    code = "from megatron_dta.sampling.speculation.suffix_forest import SuffixForest\nSuffixForest(5, 2)"
     environment = {"PATH": str(tmp_path), "MEGATRON_DTA_CACHE": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=REPOSITORY, check=False

@@ -51,16 +51,12 @@ def test_what_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_library_that_others_may_write_is_not_loaded(tmp_path: Path) -> None:
     """Neither from a folder that is open nor from a file that is."""
-    code = (
-        "import logging; logging.basicConfig()\n"
-        "from megatron_dta.sampling.speculation.suffix_forest import SuffixForest\n"
-        "SuffixForest(5)"
-    )
+    code = "from megatron_dta.sampling.speculation.suffix_forest import SuffixForest\nSuffixForest(5, 2)"
     environment = {**os.environ, "MEGATRON_DTA_CACHE": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
 
     def run() -> str:
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=REPOSITORY, check=True
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=REPOSITORY, check=False
         )
         return done.stderr
 
@@ -68,7 +64,7 @@ def test_a_library_that_others_may_write_is_not_loaded(tmp_path: Path) -> None:
     (library,) = tmp_path.glob("suffix_forest-*.so")
     library.write_bytes(b"hostile")
     library.chmod(0o666)
-    assert f"{library}: every user may write to it; the library is compiled anew" in run()
+    assert f"{library}: every user may write to it; set MEGATRON_DTA_CACHE" in run()
     library.chmod(0o644)
     tmp_path.chmod(0o777)
     assert f"{tmp_path}: every user may write to it" in run()

@@ -62,8 +62,8 @@ def is_logarithmic(curves: Sequence[Curve]) -> bool:
 
 
 @rc_context(STYLE)
-def curve_figure(curves: Sequence[Curve], marked_step: int | None = None, across: str = "step") -> Figure:
-    """Draw curves, with a vertical line at ``marked_step``; ``across`` labels the horizontal axis."""
+def curve_figure(curves: Sequence[Curve], marked_step: int | None = None) -> Figure:
+    """Draw curves over the steps, with a vertical line at ``marked_step``."""
     figure = Figure(figsize=NARROW)
     axes = figure.add_axes((0.11, 0.17, 0.87, 0.78))
     for curve in curves:
@@ -84,7 +84,7 @@ def curve_figure(curves: Sequence[Curve], marked_step: int | None = None, across
         # Other values are shorter with a common offset or exponent.
         if np.nanmax(np.abs(values)) < 1e7 and np.ptp(values[np.isfinite(values)]) > 1e-2:
             axes.yaxis.set_major_formatter("{x:,.8g}")
-    _finish(axes, across)
+    _finish(axes, "step")
     return figure
 
 

@@ -195,7 +195,7 @@ def _threads_of_user() -> int:
 
 
 def _verdict(written: BinaryIO, errors: BinaryIO) -> dict[str, bool]:
-    """What the judge wrote; if it died after the program's start, then from what the program wrote."""
+    """The judge's verdict; a failed test if the judge died after the program's start."""
     written.seek(0)
     lines = written.read().decode().splitlines()
     verdict = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {"passed": False, "stopped": True}

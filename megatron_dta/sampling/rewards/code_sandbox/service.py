@@ -45,7 +45,7 @@ class SandboxService:
         )
 
     def _outcome(self, program: str, function: str | None, test_input: Any) -> bytes:
-        """What ``run_program.py`` writes for a test."""
+        """The outcome of one test, in the form that ``run_program.py`` writes."""
         stdin = test_input
         if function is not None:
             stdin = json.dumps(test_input)
