@@ -77,7 +77,8 @@ def test_equals_autograd_in_float64(cases, name, mode, segment_tokens, activatio
     assert distance(by_autograd.gradients(samples, tree), expected) < 1e-12
     direct = {name for name, p in wrapped.model.named_parameters() if p.grad_added_to_main_grad}
     weights_of_maps = {name for name in expected if name.endswith("weight") and "norm" not in name}
-    assert direct == {name for name in weights_of_maps if "router" not in name}
+    # Grouped experts write to their buffers in a pass of which autograd does not know (``direct_run``).
+    assert direct == {name for name in weights_of_maps if "router" not in name and "local_experts" not in name}
     assert not any(p.grad_added_to_main_grad for p in by_autograd.model.parameters())
 
 
