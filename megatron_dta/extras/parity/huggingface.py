@@ -58,7 +58,7 @@ def empty_huggingface(config: dict[str, Any]) -> torch.nn.Module:
 
 
 def load_huggingface(folder: str | Path) -> torch.nn.Module:
-    """transformers' text model of a checkpoint folder, in float32, with plain attention; only safetensors are read.
+    """transformers' text model of a checkpoint folder, in float64, with plain attention; only safetensors are read.
 
     Raises:
         InputError: transformers is missing or cannot load the folder.
@@ -72,10 +72,11 @@ def load_huggingface(folder: str | Path) -> torch.nn.Module:
         config = config.get_text_config()
         # Beside a vision tower, transformers looks for it in the configuration of the text model only.
         config.tie_word_embeddings = config.tie_word_embeddings if tied is None else tied
+        config._experts_implementation = "eager"  # grouped products do not take float64
         return transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            dtype=torch.float32,
+            dtype=torch.float64,
             attn_implementation="eager",
             use_safetensors=True,
             local_files_only=True,

@@ -68,7 +68,8 @@ class WholeSequence:
     def recur(
         self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
     ) -> Tensor:
-        entry = torch.zeros(1, *state, dtype=torch.float32, device=inputs[0].device)
+        dtype = torch.promote_types(inputs[0].dtype, torch.float32)
+        entry = torch.zeros(1, *state, dtype=dtype, device=inputs[0].device)
         return recurrence(tuple(inputs), entry, Runs.of_lengths([len(inputs[0])], entry.device))[0]
 
 
