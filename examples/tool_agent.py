@@ -51,6 +51,7 @@ TOOLS = [
 ]
 MOST_TURNS = 4
 TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}"
     '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'

@@ -34,6 +34,7 @@ from megatron_dta.common.futures import in_daemon_thread
 from megatron_dta.common.user_code import describe_error, load_from_file
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.config import EnvironmentConfig
+from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.continuation import Continuation, encode_after, text_before
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.tool_environment import ToolEnvironment
@@ -76,6 +77,7 @@ class EnvironmentRunner:
         mesh: returns the mesh; the first rank of each replica runs the environments and sends the results to the
             others. None: there is one process.
         drops_failures: whether a failed step ends its path, which is left out; otherwise the run stops.
+        template: writes answers of tools (``ToolEnvironment``).
 
     Attributes:
         counts: steps, failures and timeouts (which are also failures), and observations whose beginning a token of the
@@ -90,7 +92,9 @@ class EnvironmentRunner:
         settings: EnvironmentConfig | None = None,
         mesh: Callable[[], Mesh] | None = None,
         drops_failures: bool = False,
+        template: ChatTemplate | None = None,
     ) -> None:
+        self._write_answers = None if template is None else _writer(template, tokenizer)
         self._drops_failures = drops_failures
         self._factory, self._tokenizer, self._mesh = factory, tokenizer, mesh
         self._settings = settings or EnvironmentConfig()
@@ -129,6 +133,8 @@ class EnvironmentRunner:
 
         def take(environment: Environment, action: np.ndarray) -> tuple[Environment, StepOutcome]:
             fork = environment.fork() if hasattr(environment, "fork") else copy.deepcopy(environment)
+            if self._has_tools:
+                fork.write_answers = self._write_answers
             outcome = self._checked(fork.step(self._tokenizer.decode(action)), action)
             if self._has_tools:
                 calls, errors = fork.last_calls
@@ -207,6 +213,13 @@ class EnvironmentRunner:
     def _share(self, value: Any) -> Any:
         """The first rank's ``value``, on all ranks of the replica."""
         return value if self._mesh is None else self._mesh().from_first_of_replica(value)
+
+
+def _writer(template: ChatTemplate, tokenizer: Tokenizer) -> Callable[[Sequence[tuple[str, str]], Any], str]:
+    """``ToolEnvironment.write_answers``: a function, so that copies of environments share template and tokenizer."""
+    texts = [tokenizer.special_text(token) for token in tokenizer.ends]
+    ends = [text for text in texts if text is not None]
+    return lambda answers, tools: template.tool_answers(answers, tools, ends)
 
 
 _TIMEOUT = "took longer than"

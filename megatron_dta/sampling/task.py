@@ -33,6 +33,7 @@ class SamplingTask:
     Attributes:
         notes: messages to the user about the data, one line each.
         drops_failures: whether a rollout is left out whose reward cannot be determined; otherwise the run stops.
+        template: of ``--apply-chat-template``.
     """
 
     prompts: list[Prompt]
@@ -42,6 +43,7 @@ class SamplingTask:
     reward: RewardConfig = field(default_factory=RewardConfig)
     notes: tuple[str, ...] = ()
     drops_failures: bool = False
+    template: ChatTemplate | None = None
 
     @property
     def has_reward_function(self) -> bool:
@@ -89,10 +91,11 @@ def build_task(
     reward_function = _no_reward
     if sampling.reward_function:
         reward_function = load_reward_function(sampling.reward_function, reward)
+    template = chat_template(sampling)
     reader = PromptReader(
         tokenizer,
         max_prompt_tokens,
-        chat_template(sampling),
+        template,
         sampling.input_key,
         sampling.label_key,
         sampling.filter_overlong_prompts,
@@ -101,7 +104,7 @@ def build_task(
     drops = sampling.rollout_failure == "drop"
     prompts = _read(sampling.prompt_data, reader, max_prompt_tokens, notes)
     eval_prompts = _read(sampling.eval_prompt_data or [], reader, max_prompt_tokens, notes)
-    return SamplingTask(prompts, eval_prompts, tokenizer, reward_function, reward, tuple(notes), drops)
+    return SamplingTask(prompts, eval_prompts, tokenizer, reward_function, reward, tuple(notes), drops, template)
 
 
 def chat_template(sampling: SamplingConfig) -> ChatTemplate | None:

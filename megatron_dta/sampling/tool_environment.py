@@ -5,6 +5,9 @@ turn; several calls in one turn are answered in order:
 
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>   ->   <tool_response>3</tool_response>
 
+With ``--apply-chat-template`` the template writes the answers, as messages of the role "tool", and the beginning of the
+model's next turn.
+
 The values of qwen3_coder have the types that the ``tools`` of the prompt's record give; without them a value is JSON if
 it can be read as that.
 
@@ -23,7 +26,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from megatron_dta.core.common.errors import InputError
@@ -38,7 +41,9 @@ class ToolEnvironment(ABC):
         tools: functions by name; arguments are passed by name.
         call_reward: reward of each turn that calls tools.
         last_calls: number of calls in the last turn, and how many of them were answered with an error.
-        before, after: text around the answers of a turn, such as the markers of a chat template.
+        before, after: text around the answers of a turn, for models without a chat template. If one is set, the
+            template writes nothing.
+        write_answers: writes names and answers of calls, given the record's tools; None: there is no template.
     """
 
     tools: ClassVar[Mapping[str, Callable[..., Any]]] = {}
@@ -46,6 +51,7 @@ class ToolEnvironment(ABC):
     last_calls: tuple[int, int] = (0, 0)
     before: str = ""
     after: str = ""
+    write_answers: Callable[[Sequence[tuple[str, str]], Any], str] | None = None
 
     def reset(self, record: Mapping[str, Any]) -> str | None:
         """Store the prompt's record; nothing is appended to the prompt."""
@@ -58,28 +64,36 @@ class ToolEnvironment(ABC):
         self.last_calls = len(calls), 0
         if not calls:
             return "", self.finish(action), True
-        answers = "".join(f"<tool_response>{self._answer(call)}</tool_response>" for call in calls)
-        return self.before + answers + self.after, self.call_reward, False
+        answers = [self._answer(call) for call in calls]
+        if self.write_answers is not None and not self.before + self.after:
+            return self.write_answers(answers, self._record_tools()), self.call_reward, False
+        written = "".join(f"<tool_response>{answer}</tool_response>" for _, answer in answers)
+        return self.before + written + self.after, self.call_reward, False
 
     @abstractmethod
     def finish(self, answer: str) -> float:
         """Reward of the last turn."""
 
-    def _answer(self, call: str) -> str:
+    def _answer(self, call: str) -> tuple[str, str]:
+        """Name and answer of a call."""
+        name = "unknown"
         try:
             name, arguments = parse_call(call, self._schemas())
-            return str(self.tools[name](**arguments))
+            return name, str(self.tools[name](**arguments))
         except Exception as error:
             calls, errors = self.last_calls
             self.last_calls = calls, errors + 1
-            return " ".join(f"error: {type(error).__name__}: {error}".split())
+            return name, " ".join(f"error: {type(error).__name__}: {error}".split())
+
+    def _record_tools(self) -> list[Any] | None:
+        try:
+            return checked_tools(getattr(self, "record", {}).get("tools"))
+        except InputError:  # a field of the user's own
+            return None
 
     def _schemas(self) -> dict[str, dict[str, Any]]:
         """The schemas of the tools' parameters that the model has seen, or any type for each parameter."""
-        try:
-            seen = schemas_of(checked_tools(getattr(self, "record", {}).get("tools")))
-        except InputError:  # a field of the user's own
-            seen = {}
+        seen = schemas_of(self._record_tools())
         return {name: seen.get(name) or _of_any_type(function) for name, function in self.tools.items()}
 
 

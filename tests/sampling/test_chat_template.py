@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chat_folder import make_chat_folder
+from chat_folder import THINKING, make_chat_folder
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.task import build_task
@@ -93,3 +93,10 @@ def test_a_tokenizer_without_template(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="cannot be read"):
         ChatTemplate(folder)
+
+
+def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
+    folder = make_chat_folder(tmp_path / "model", THINKING)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    with pytest.raises(InputError, match=r"row 2: prompt: tools: the chat template of .*/model does not write them"):
+        task_of(folder, [{"prompt": "hi", "tools": []}, {"prompt": "hi", "tools": tools}])

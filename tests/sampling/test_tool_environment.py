@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import pytest
 
+from chat_folder import CHATML, THINKING, make_chat_folder
 from megatron_dta.sampling.environment import EnvironmentRunner
+from megatron_dta.sampling.prompts.chat_template import ChatTemplate
+from megatron_dta.sampling.prompts.continuation import whole_text
+from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
 from megatron_dta.sampling.tool_environment import ToolEnvironment
 
 PROMPT = np.array([5])
@@ -71,6 +77,63 @@ def test_calls_and_their_errors_are_counted():
     assert runner.counts["environment_steps"] == 3
     assert runner.counts["environment_failures"] == 0
     assert "tool_calls" not in EnvironmentRunner(object, AsItIs()).counts
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+# Answers of tools in turns of the user, as Qwen3 has them, and a beginning that only the last answer has.
+QWEN = (
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ONE = "\n<|im_start|>tool\n3<|im_end|>\n"
+NEXT = "<|im_start|>assistant\n"
+
+
+def answered(folder: Path, environment: type[ToolEnvironment], turn: str) -> str:
+    """What a model sees between ``turn`` and its next one."""
+    tokenizer = HuggingFaceTokenizer(folder)
+    runner = EnvironmentRunner(environment, tokenizer, template=ChatTemplate(folder), drops_failures=True)
+    states, _ = runner.reset([{"answer": 3}], [tokenizer.encode("<|im_start|>user\nask<|im_end|>\n" + NEXT)])
+    _, (outcome,) = runner.step(states, [tokenizer.encode(turn)])
+    return outcome.failure or whole_text(tokenizer, outcome.observation)
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (CHATML, ONE + ONE[1:] + NEXT),
+        (THINKING, ONE + ONE[1:] + NEXT),
+        (QWEN, "\n<|im_start|>user" + 2 * "\n<tool_response>\n3\n</tool_response>" + "<|im_end|>\n" + NEXT),
+    ],
+)
+def test_the_chat_template_writes_answers(template: str, written: str, tmp_path: Path) -> None:
+    folder = make_chat_folder(tmp_path / "model", template)
+    assert answered(folder, Calculator, f"I add{CALL}{CALL}<|im_end|>") == written
+    assert "error: JSONDecodeError" in answered(folder, Calculator, "<tool_call>no</tool_call><|im_end|>")
+
+    class Marked(Calculator):
+        before, after = "[", "]"
+
+    assert answered(folder, Marked, CALL + "<|im_end|>") == "[<tool_response>3</tool_response>]"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (CHATML.replace("messages %}", "messages if m.role != 'tool' %}"), "does not write answers of tools"),
+        (CHATML.replace("<|im_end|>", "<|over|>"), r"writes no end of a turn \(<|im_end|>\)"),
+        ("{% if messages[2] %}{{ raise_exception('no tools') }}{% endif %}" + CHATML, "the chat template refuses it"),
+    ],
+)
+def test_templates_without_answers_are_refused(template: str, message: str, tmp_path: Path) -> None:
+    failure = answered(make_chat_folder(tmp_path / "model", template), Calculator, CALL + "<|im_end|>")
+    assert message.replace("\\", "") in failure
+    assert failure.endswith("give the environment before and after, the text around answers")
 
 
 class AsItIs:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,11 +26,17 @@ from megatron_dta.sampling.prompts.messages import ContentForm, checked_tools, n
 _CLOCK = "strftime_now"
 # A tool call in text that ``tool_calls`` can parse, by the form's name.
 _PROBE = "probe_name"
+_PROBE_TOOL = "another"
+# What no tool answers.
+_MARK = "7d2f80c1e94b"
 _CALLS = {
     "qwen3_coder": f"<function={_PROBE}>",
     "hermes": f'<tool_call>{{"name":"{_PROBE}","arguments":{{',
     "llama3_json": f'{{"name":"{_PROBE}","parameters":{{',
 }
+
+_SCHEMA = {"type": "object", "properties": {"key": {"type": "string", "description": "key"}}, "required": []}
+_TOOL = {"type": "function", "function": {"name": _PROBE_TOOL, "description": "do it", "parameters": _SCHEMA}}
 
 
 class ChatTemplate:
@@ -65,7 +71,7 @@ class ChatTemplate:
                 f"--apply-chat-template: there is no chat template in {path} (tokenizer_config.json or "
                 "chat_template.jinja); leave the flag out and write the markers into the prompts"
             )
-        self._settings, self.date = dict(settings or {}), date or datetime.now()
+        self._folder, self._settings, self.date = path, dict(settings or {}), date or datetime.now()
         self.writes_date = _CLOCK in template
         self._clock = _fixed_clock(self.date)
 
@@ -81,26 +87,82 @@ class ChatTemplate:
             tools: a list, or the JSON text of one.
 
         Raises:
-            InputError: the messages are neither, or the template refuses them.
+            InputError: the messages are neither, or the template refuses them, or does not write tools.
         """
-        messages = self.messages(messages)
+        messages, tools = self.messages(messages), self._written_tools(tools)
         if words_to_continue(messages):
             return self._render(messages, tools, continue_final_message=True)
         return self._render(messages, tools, add_generation_prompt=True)
 
     def text(self, messages: Any, tools: Any = None, generation_prompt: bool = True) -> str:
         """The text of whole messages, ending where the model's next turn begins or after the last message."""
-        return self._render(self.messages(messages), tools, add_generation_prompt=generation_prompt)
+        messages, tools = self.messages(messages), self._written_tools(tools)
+        return self._render(messages, tools, add_generation_prompt=generation_prompt)
+
+    def tool_answers(self, answers: Sequence[tuple[str, str]], tools: Any, ends: Sequence[str]) -> str:
+        """The text between a turn that calls tools and the next turn of the model.
+
+        Args:
+            answers: name and answer of every call.
+            tools: see ``prompt``.
+            ends: the tokens one of which has ended the turn.
+
+        Raises:
+            InputError: the template refuses such messages, or leaves out the answers or the end of the turn.
+        """
+        calls = [
+            {"id": f"call{i:05}", "type": "function", "function": {"name": name, "arguments": {"key": _MARK}}}
+            for i, (name, _) in enumerate(answers)
+        ]
+        asked = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": _MARK, "tool_calls": calls}]
+        answered = [
+            {"role": "tool", "tool_call_id": call["id"], "name": name, "content": answer}
+            for call, (name, answer) in zip(calls, answers, strict=True)
+        ]
+        try:
+            _, mark, after = self.text([*asked, *answered], tools).rpartition(_MARK)
+            cuts = [after.find(end) + len(end) for end in ends if mark and end in after]
+            if not cuts:
+                raise InputError(f"the chat template of {self._folder} writes no end of a turn ({' or '.join(ends)})")
+            if not self._writes_answers:
+                raise InputError(f"the chat template of {self._folder} does not write answers of tools")
+        except InputError as error:
+            raise InputError(f"{error}; give the environment before and after, the text around answers") from error
+        return after[min(cuts) :]
+
+    @cached_property
+    def _writes_answers(self) -> bool:
+        call = {"id": "call00001", "type": "function", "function": {"name": _PROBE_TOOL, "arguments": {}}}
+        talk = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return _PROBE in self.text([*talk, {"role": "tool", "tool_call_id": "call00001", "content": _PROBE}])
+
+    def _written_tools(self, tools: Any) -> list[Any] | None:
+        """``checked_tools``, if the template writes them."""
+        tools = checked_tools(tools)
+        if tools and not self._writes_tools:
+            raise InputError(
+                f"tools: the chat template of {self._folder} does not write them, so the model would not see them; "
+                "describe them in a message, or use a template that writes tools"
+            )
+        return tools
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        try:
+            talk = self.messages("ask")
+            return _PROBE_TOOL in self._render(talk, [_TOOL], add_generation_prompt=True)
+        except TimeLimitError:
+            raise
+        except InputError:  # the template refuses it; what it says about the user's own tools is of more use
+            return True
 
     @cached_property
     def tool_call_form(self) -> str:
         """The form in which the template writes tool calls, a name of ``tool_calls``; none if it is another."""
         call = {"id": "call00001", "type": "function", "function": {"name": _PROBE, "arguments": {"key": "value"}}}
-        schema = {"type": "object", "properties": {"key": {"type": "string", "description": "key"}}, "required": []}
-        tool = {"type": "function", "function": {"name": "another", "description": "another", "parameters": schema}}
         talk = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
-            written = "".join(self.text(talk, [tool], generation_prompt=False).split())
+            written = "".join(self._render(self.messages(talk), [_TOOL], add_generation_prompt=False).split())
         except TimeLimitError:
             raise
         except InputError:
@@ -124,8 +186,7 @@ class ChatTemplate:
         reads_parts = shows([{"type": "text", "text": word} for word in words])
         return ContentForm(reads_text=shows(" ".join(words)) or not reads_parts, reads_parts=reads_parts)
 
-    def _render(self, messages: list[dict[str, Any]], tools: Any, **ends: bool) -> str:
-        tools = checked_tools(tools)
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, **ends: bool) -> str:
         try:
             template = self._tokenizer.get_chat_template(tools=tools)
             call = partial(

@@ -124,6 +124,7 @@ def environment_runner(task: SamplingTask, config: SampledRun) -> EnvironmentRun
         environment,
         current_mesh,
         config.sampling.rollout_failure == "drop",
+        task.template,
     )
 
 
