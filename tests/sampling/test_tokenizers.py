@@ -7,14 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 import tokenizers_cases
+from chat_folder import make_chat_folder
 from megatron_dta.common import time_limit
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.prompts.load import Prompt, PromptReader, prompts_at
 from megatron_dta.sampling.prompts.tokenizer import (
     ARITHMETIC_ALPHABET,
     CharacterTokenizer,
+    HuggingFaceTokenizer,
     NullTokenizer,
     build_tokenizer,
 )
@@ -91,6 +94,27 @@ def test_what_a_tokenizer_file_was_last_used_with_does_not_change_texts(tokenize
     tokenizer_json.write_text(json.dumps(content | {"truncation": clip, "padding": pad}))
     for _ in range(9):
         assert build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json)).encode(TEXT[0]).tolist() == plain.tolist()
+
+
+def test_bytes_of_tokens(tmp_path: Path):
+    """With a byte-level vocabulary and with bytes as pieces: of an emoji no token is a character."""
+    pieces = ["\u2581a", "b", *(f"<0x{byte:02X}>" for byte in range(256)), "</s>"]
+    fallback = tokenizers.Tokenizer(
+        tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True)
+    )
+    fallback.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    fallback.add_special_tokens(["</s>"])
+    fallback.save(str(tmp_path / "tokenizer.json"))
+    emoji = [2 + byte for byte in "🙂".encode()]
+    for file, token_ids in ((tmp_path, [0, *emoji, 1, len(pieces) - 1]), (make_chat_folder(tmp_path / "chat"), None)):
+        tokenizer = HuggingFaceTokenizer(file)
+        token_ids = tokenizer.encode(" a🙂b") if token_ids is None else token_ids
+        pieces_of_text = [tokenizer.token_bytes(int(token)) for token in token_ids]
+        assert b"".join(pieces_of_text) == (" a🙂b" + "</s>" * (file == tmp_path)).encode()
+        assert b"\x9f" in pieces_of_text
+        assert tokenizer.token_bytes(tokenizer.vocab_size + 3) == b""
 
 
 def test_null_tokenizer():

@@ -14,6 +14,7 @@ Text is encoded unchanged: no BOS is added and no chat template is applied. Writ
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,9 @@ class Tokenizer(Protocol):
     def special_text(self, token_id: int) -> str | None:
         """The text of a special token, which ``decode`` omits; None for a token of ordinary text."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that a token stands for, which may be part of a character."""
+
 
 class CharacterTokenizer:
     """One token per character of ``ARITHMETIC_ALPHABET``, in its order, then the end of sequence."""
@@ -80,6 +84,9 @@ class CharacterTokenizer:
     def special_text(self, token_id: int) -> str | None:
         return "<eos>" if token_id == self.eos_id else None
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return (self.special_text(token_id) or self.decode([token_id])).encode()
+
 
 class NullTokenizer:
     """For prompts given as token ids; text is the ids separated by blanks, as with Megatron's NullTokenizer."""
@@ -102,6 +109,9 @@ class NullTokenizer:
 
     def special_text(self, token_id: int) -> str | None:
         return f"<{token_id}>" if token_id in self.ends else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return (self.special_text(token_id) or self.decode([token_id])).encode()
 
 
 class HuggingFaceTokenizer:
@@ -132,7 +142,10 @@ class HuggingFaceTokenizer:
         # Added tokens may lie beyond the base vocabulary and leave holes, so the largest id counts.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {token: entry.content for token, entry in added.items()}
         self._special = {token: entry.content for token, entry in added.items() if entry.special}
+        decoder = self._tokenizer.decoder
+        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         config = file.with_name("tokenizer_config.json")
         self.ends = _ends(eos_ids, self.vocab_size, self._named_end(config), (file.parent, *folders))
         if not self.ends:
@@ -160,6 +173,17 @@ class HuggingFaceTokenizer:
 
     def special_text(self, token_id: int) -> str | None:
         return self._special.get(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self._added.get(token_id)
+        if piece is not None:
+            return piece.encode()
+        piece = self._tokenizer.id_to_token(token_id) or ""
+        if self._is_byte_level:
+            return b"".join(_BYTES_OF_CHARACTERS.get(character, character.encode()) for character in piece)
+        # As SentencePiece's: a blank is U+2581, and a byte that no other piece has is <0xF0>.
+        byte = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
+        return piece.replace("\u2581", " ").encode() if byte is None else bytes.fromhex(byte[1])
 
     def _named_end(self, config: Path) -> dict[int, str]:
         """The end of sequence that tokenizer_config.json names."""
@@ -269,6 +293,17 @@ def _ends(
             if 0 <= token < vocab_size:  # what the tokenizer lacks is never sampled
                 ends.setdefault(token, file)
     return ends
+
+
+def _byte_characters() -> dict[str, bytes]:
+    """The bytes that the characters of a byte-level vocabulary stand for: printable ones for themselves."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = (byte for byte in range(256) if byte not in printable)
+    named = [(chr(byte), byte) for byte in printable] + [(chr(256 + i), byte) for i, byte in enumerate(others)]
+    return {character: bytes([byte]) for character, byte in named}
+
+
+_BYTES_OF_CHARACTERS = _byte_characters()
 
 
 def _json_object(file: Path) -> dict[str, Any]:

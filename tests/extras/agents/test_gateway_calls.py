@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
+from chat_folder import THINKING
 from megatron_dta.extras.agents.gateway.records import SessionSizes, context_of, leaves, session_rollouts
 from open_gateway import AGENT_TEMPLATE, OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
@@ -217,6 +218,35 @@ def test_streams_say_the_same(served) -> None:
     reply = post(gateway.url + "/v1/completions", key, {"prompt": "tell", "max_tokens": 40, "logprobs": 1})
     assert "".join(texts).startswith("fine ")
     assert reply["choices"][0]["text"].startswith("fine ")
+
+
+def test_bytes_of_parts_of_a_character(served) -> None:
+    """The tokenizer has a token for each byte of an emoji: the bytes of all tokens are the text's, in streams too."""
+    gateway, script, _ = served
+    _, key = gateway.open()
+    text = "Grüße 🙂 ¡"
+    script.answers["user\nsmile\nassistant"] = text
+    body = {"messages": [{"role": "user", "content": "smile"}], "logprobs": True}
+    whole = post(gateway.url + "/v1/chat/completions", key, body)["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in whole) == text.encode() + b"<|im_end|>"
+    assert [entry["bytes"] for entry in whole if entry["token"] == "\ufffd"][-5:-2] == [[0x9F], [0x99], [0x82]]
+    found = events(gateway.url + "/v1/chat/completions", key, body | {"stream": True})
+    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in found[:-1]]
+    assert [choice["logprobs"]["content"] for choice in choices if choice.get("logprobs")] == [whole]
+
+
+def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path / "model", THINKING)
+    engine = ScriptedEngine(Script(tokenizer), tokenizer.vocab_size)
+    with open_gateway(engine, tokenizer, tmp_path / "model") as gateway:
+        _, key = gateway.open()
+        body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+        with pytest.raises(urllib.error.HTTPError) as error:
+            post(gateway.url + "/v1/chat/completions", key, body)
+        assert error.value.code == 400
+        said = json.load(error.value)["error"]["message"]
+        assert said.startswith(f"messages: tools: the chat template of {tmp_path}/model does not write them")
+        post(gateway.url + "/v1/chat/completions", key, body | {"tools": []})
 
 
 def test_completions_continue_texts_and_ids(served) -> None:

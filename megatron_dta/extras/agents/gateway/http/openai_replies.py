@@ -98,13 +98,14 @@ class OpenAIReplies:
         if not self._wants_logprobs:
             return None
         ids, values = choice.call.output.tolist(), [float(value) for value in choice.call.logprobs]
-        texts = [self._tokenizer.special_text(token) or self._tokenizer.decode([token]) for token in ids]
+        pieces = [self._tokenizer.token_bytes(token) for token in ids]
+        texts = [piece.decode(errors="replace") for piece in pieces]
         if not self._is_chat:
             return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": []}
         return {
             "content": [
-                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, value in zip(texts, values, strict=True)
+                {"token": text, "logprob": value, "bytes": list(piece), "top_logprobs": []}
+                for text, value, piece in zip(texts, values, pieces, strict=True)
             ],
             "refusal": None,
         }
