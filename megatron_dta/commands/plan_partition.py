@@ -5,8 +5,7 @@
 FILE is a rollout file (.jsonl, .parquet or .npz). Costs are the seconds of a rank's forward and backward predicted by
 the cost model (core/planning/costs/model.py); a shared prefix counts on each rank that computes it. Duplicated
 tokens are the computed tokens beyond the unique ones. As in training, tokens after the last trained token of a sequence
-are left out. The table also shows other methods under the same cost model: first fit by token count, and contiguous
-runs of leaves, cut by unique tokens or by predicted cost (AReaL-DTA). Planning time includes the prefix tree.
+are left out. Planning time includes the prefix tree.
 
 With --expert-model-parallel-size E, each E ranks in a row share experts and wait for each other in every op. The
 partition is then the one whose slowest group is predicted to be fastest, and "even ranks" is the one without that.
@@ -23,7 +22,6 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from megatron_dta.commands.partition_baselines import contiguous, contiguous_by_cost, first_fit
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
@@ -34,17 +32,12 @@ from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.planning.step.search import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.core.rollouts.load import load_chosen_rollouts
 from megatron_dta.core.rollouts.record import Rollout
-from megatron_dta.core.tree import PrefixTree, build_prefix_tree
+from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.extras.capacity.predicted_costs import add_cost_flags, read_costs
 from megatron_dta.extras.expert_parallel.planning.group_step import GroupStep
 
-# The other methods: keys of --json and their names in the table.
-OTHERS = {
-    "even_ranks": "even ranks",
-    "first_fit": "first fit",
-    "contiguous_by_tokens": "contiguous, by tokens",
-    "contiguous_by_cost": "contiguous, by cost (AReaL-DTA)",
-}
+EVEN_RANKS = "even_ranks"
+"""The key of --json of the partition without groups of ranks that wait for each other."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -115,7 +108,7 @@ def figures(partition: Partition, seconds: float) -> dict[str, object]:
 
 
 def compare(rollouts: list[Rollout], arguments: argparse.Namespace, model: CostModel) -> dict[str, object]:
-    """Return the figures of the partition, and those of the other methods under the keys of ``OTHERS``."""
+    """Return the figures of the partition, and those of even ranks under ``EVEN_RANKS`` if ranks share experts."""
     ranks = arguments.data_parallel_size
     names = names_to_keep(rollouts, arguments.keep_together)
     begin = time.perf_counter()
@@ -138,23 +131,17 @@ def compare(rollouts: list[Rollout], arguments: argparse.Namespace, model: CostM
     result["sequences"], result["tokens"] = len(sequences), sum(map(len, sequences))
     result["unique_tokens"] = tree.num_tokens
 
-    def of_tree(method: Callable[[PrefixTree], np.ndarray]) -> dict[str, object]:
-        begin = time.perf_counter()
-        rank = method(build_prefix_tree(sequences))
-        return measured(Partition.of(costs, rank, ranks), time.perf_counter() - begin)
-
     if step is not None:
-        result["even_ranks"] = of_tree(lambda _: partition_costs(costs, ranks).rank_of_sequence)
-    result["first_fit"] = of_tree(lambda tree: first_fit(tree.sequence_lengths, ranks))
-    result["contiguous_by_tokens"] = of_tree(lambda tree: contiguous(tree, ranks))
-    result["contiguous_by_cost"] = of_tree(lambda tree: contiguous_by_cost(SequenceCosts.of(tree, model, masks), ranks))
+        begin = time.perf_counter()
+        even = partition_costs(costs, ranks)
+        result[EVEN_RANKS] = measured(even, time.perf_counter() - begin)
     return result
 
 
 def print_table(values: dict[str, object], title: str) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("figure", no_wrap=True)
-    methods = {"this planner": values, **{label: values[name] for name, label in OTHERS.items() if name in values}}
+    methods = {"this planner": values} | ({"even ranks": values[EVEN_RANKS]} if EVEN_RANKS in values else {})
     for name in methods:
         table.add_column(name, justify="right")
     rows: dict[str, Callable[[dict], str]] = {

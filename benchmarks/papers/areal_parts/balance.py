@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from megatron_dta.commands.partition_baselines import contiguous, contiguous_by_cost, first_fit
+from common.partition_baselines import contiguous, contiguous_by_cost, first_fit
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.partition.divide import (
     Partition,

@@ -9,8 +9,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from common.partition_baselines import contiguous, contiguous_by_cost, first_fit
 from conftest import rollout_file, seed_all
-from megatron_dta.commands.partition_baselines import contiguous, contiguous_by_cost, first_fit
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.partition.divide import (
     Partition,

@@ -15,7 +15,6 @@ from partition_cases import cost, counts, turns_forest
 from tool_runs import Tool
 
 TOOL = Tool("plan_partition")
-METHODS = ("first_fit", "contiguous_by_tokens", "contiguous_by_cost")
 METHOD_KEYS = {"cost_per_rank", "max_over_mean", "total_cost", "duplicated_tokens", "seconds"}
 GOOD = '{"token_ids": [1, 2], "loss_mask": [0, 1]}\n'
 
@@ -37,15 +36,14 @@ def test_figures(tmp_path: Path, seed: int) -> None:
     values = TOOL.json(path, "--data-parallel-size", 5)
     tokens = counts(sequences, masks)[0]
     assert values["unique_tokens"] == tokens
-    for method in (values, *(values[name] for name in METHODS)):
-        assert method.keys() >= METHOD_KEYS
-        per_rank = np.array(method["cost_per_rank"])
-        assert len(per_rank) == 5
-        assert method["max_over_mean"] == pytest.approx(per_rank.max() / per_rank.mean())
-        assert method["total_cost"] == pytest.approx(per_rank.sum())
-        assert method["duplicated_tokens"] == sum(method["tokens_per_rank"]) - tokens >= 0
-        assert sum(method["sequences_per_rank"]) == len(sequences)
-        assert method["seconds"] > 0
+    assert values.keys() >= METHOD_KEYS
+    per_rank = np.array(values["cost_per_rank"])
+    assert len(per_rank) == 5
+    assert values["max_over_mean"] == pytest.approx(per_rank.max() / per_rank.mean())
+    assert values["total_cost"] == pytest.approx(per_rank.sum())
+    assert values["duplicated_tokens"] == sum(values["tokens_per_rank"]) - tokens >= 0
+    assert sum(values["sequences_per_rank"]) == len(sequences)
+    assert values["seconds"] > 0
     assert max(values["cost_per_rank"]) >= values["least_slowest_cost"]
     single = TOOL.json(path, "--data-parallel-size", 1)
     assert single["total_cost"] == pytest.approx(
@@ -128,10 +126,4 @@ def test_a_real_set(tmp_path: Path) -> None:
         rollout_file("tau1_airline_gpt4o_4x50.npz"), "--data-parallel-size", 8, "--sample-granularity", "turn"
     )
     assert values["max_over_mean"] <= 1.03
-    for name in METHODS:
-        assert values["total_cost"] <= 1.002 * values[name]["total_cost"]
-        assert max(values["cost_per_rank"]) <= max(values[name]["cost_per_rank"])
-    # The cut by predicted cost, AReaL-DTA's, is the better one of the two.
-    by_cost, by_tokens = (max(values[name]["cost_per_rank"]) for name in METHODS[:0:-1])
-    assert by_cost < by_tokens
     assert values["idle_ranks"] == 0
