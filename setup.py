@@ -44,6 +44,7 @@ setup(
         "matplotlib",
         "jinja2",
         "tokenizers",
+        "sentencepiece",
         "safetensors>=0.5",
     ],
     extras_require={

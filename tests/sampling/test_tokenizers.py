@@ -27,6 +27,18 @@ from tokenizers_cases import TEXT
 tokenizer_json = tokenizers_cases.tokenizer_json
 
 
+@pytest.fixture
+def sentencepiece_model(tmp_path: Path) -> Path:
+    import sentencepiece
+
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(TEXT * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(tmp_path / "sp"), vocab_size=60, hard_vocab_limit=False, minloglevel=2
+    )
+    return tmp_path / "sp.model"
+
+
 def test_character_tokenizer():
     tokenizer = build_tokenizer("CharacterTokenizer")
     ids = tokenizer.encode("12+7=")
@@ -117,6 +129,20 @@ def test_bytes_of_tokens(tmp_path: Path):
         assert tokenizer.token_bytes(tokenizer.vocab_size + 3) == b""
 
 
+def test_sentencepiece_tokenizer(sentencepiece_model: Path):
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(sentencepiece_model))
+    for text in TEXT:
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.int32
+        assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
+        assert b"".join(tokenizer.token_bytes(int(token)) for token in ids).decode() == " " + text
+    assert tokenizer.eos_id == 2
+    assert 2 < tokenizer.vocab_size <= 60
+    assert build_tokenizer("SentencePieceTokenizer", str(sentencepiece_model), eos_ids=[5]).eos_id == 5
+    # A model's vocabulary may be larger than its tokenizer's.
+    assert tokenizer.decode([*tokenizer.encode("lazy dog"), tokenizer.vocab_size]) == "lazy dog"
+
+
 def test_null_tokenizer():
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100, eos_ids=[99])
     assert isinstance(tokenizer, NullTokenizer)
@@ -129,10 +155,11 @@ def test_null_tokenizer():
             tokenizer.encode(text)
 
 
-def test_bad_tokenizer_flags(tmp_path: Path, tokenizer_json: Path):
+def test_bad_tokenizer_flags(tmp_path: Path, tokenizer_json: Path, sentencepiece_model: Path):
     cases = [
         (dict(tokenizer_type="HuggingFaceTokenizer"), r"needs --tokenizer-model"),
         (dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "none.json")), "no such file"),
+        (dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(sentencepiece_model)), r"not a tokenizer"),
         (dict(tokenizer_type="CharacterTokenizer", tokenizer_model="x"), r"--tokenizer-model is not used"),
         (dict(tokenizer_type="CharacterTokenizer", vocab_size=3), r"--vocab-size 3 is smaller than the tokenizer's 16"),
         (

@@ -55,7 +55,7 @@ class SamplingConfig:
     tokenizer_type: str | None = text_option(
         None,
         "Tokenizer of prompts and of text in --rollouts.",
-        choices=("CharacterTokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
+        choices=("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer"),
     )
     tokenizer_model: str | None = text_option(None, "File of the tokenizer.")
     apply_chat_template: bool = option(

@@ -5,6 +5,7 @@
 
     CharacterTokenizer       one token per character of the arithmetic task; needs no file
     HuggingFaceTokenizer     a ``tokenizer.json`` or its directory, through the ``tokenizers`` library
+    SentencePieceTokenizer   a SentencePiece ``.model``
     NullTokenizer            no text: prompts have ``prompt_token_ids``, and "text" is the ids separated by blanks
 
 Text is encoded unchanged: no BOS is added and no chat template is applied. Write them into the prompt, give
@@ -181,9 +182,7 @@ class HuggingFaceTokenizer:
         piece = self._tokenizer.id_to_token(token_id) or ""
         if self._is_byte_level:
             return b"".join(_BYTES_OF_CHARACTERS.get(character, character.encode()) for character in piece)
-        # As SentencePiece's: a blank is U+2581, and a byte that no other piece has is <0xF0>.
-        byte = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
-        return piece.replace("\u2581", " ").encode() if byte is None else bytes.fromhex(byte[1])
+        return _bytes_of_piece(piece)
 
     def _named_end(self, config: Path) -> dict[int, str]:
         """The end of sequence that tokenizer_config.json names."""
@@ -191,6 +190,55 @@ class HuggingFaceTokenizer:
         name = eos.get("content") if isinstance(eos, dict) else eos
         token = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
         return {} if token is None else {token: config.name}
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model.
+
+    Args:
+        eos_ids: the tokens that end a response; none: that of the model and those of ``declared_ends``.
+        folders: further folders for ``declared_ends``, besides that of the file.
+    """
+
+    def __init__(self, path: str | Path, eos_ids: Sequence[int] = (), *folders: str | Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        _require_file(Path(path))
+        try:
+            self._processor = SentencePieceProcessor(model_file=str(path))
+        except Exception as error:  # RuntimeError or OSError, by version
+            raise InputError(
+                f"--tokenizer-model {path}: not a SentencePiece model: {one_line(str(error))[:200]}"
+            ) from None
+        self.vocab_size = self._processor.vocab_size()
+        piece = self._processor.eos_id()
+        named = {} if piece < 0 else {piece: "the SentencePiece model"}
+        self.ends = _ends(eos_ids, self.vocab_size, named, (Path(path).parent, *folders))
+        if not self.ends:
+            raise InputError(f"--tokenizer-model {path}: it has no end-of-sequence piece; give an id with --eos-id")
+        self.eos_id = next(iter(self.ends))
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._processor.encode(text), dtype=np.int32)
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        known = [int(token) for token in token_ids if token not in self.ends and token < self.vocab_size]
+        return self._processor.decode(known)
+
+    def special_text(self, token_id: int) -> str | None:
+        if token_id >= self.vocab_size:
+            return None
+        special = token_id in self.ends or self._processor.is_control(token_id)
+        return self._processor.id_to_piece(token_id) if special else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return _bytes_of_piece(self._processor.id_to_piece(token_id)) if token_id < self.vocab_size else b""
+
+
+def _bytes_of_piece(piece: str) -> bytes:
+    """The bytes of a piece in SentencePiece's form: a blank is U+2581, and a byte that no other piece has is <0xF0>."""
+    byte = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
+    return piece.replace("\u2581", " ").encode() if byte is None else bytes.fromhex(byte[1])
 
 
 def encode_field(tokenizer: Tokenizer, name: str, value: Any) -> np.ndarray:
@@ -238,9 +286,9 @@ def build_tokenizer(
         tokenizer = NullTokenizer(vocab_size, *_ends(eos_ids, vocab_size))
     else:
         if tokenizer_model is None:
-            raise InputError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model FILE")
-        folders = [] if checkpoint is None else [checkpoint]
-        tokenizer = HuggingFaceTokenizer(tokenizer_model, eos_ids or (), *folders)
+            raise InputError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model FILE")
+        reader = HuggingFaceTokenizer if tokenizer_type == "HuggingFaceTokenizer" else SentencePieceTokenizer
+        tokenizer = reader(tokenizer_model, eos_ids or (), *([] if checkpoint is None else [checkpoint]))
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         if checkpoint is not None:
             raise InputError(

@@ -214,6 +214,8 @@ def test_prompts_get_the_tokenizer_of_the_folder(tmp_path: Path) -> None:
     prompts = f"--hf-checkpoint {folder} --prompt-data p.jsonl --reward-function exact_match"
     with pytest.raises(InputError, match="--prompt-data needs --tokenizer-type"):
         parse_arguments(prompts.split())
+    (folder / "tokenizer.model").write_text("")
+    assert parse_arguments(prompts.split()).sampling.tokenizer_type == "SentencePieceTokenizer"
     (folder / "tokenizer.json").write_text("{}")
     sampling = parse_arguments(prompts.split()).sampling
     assert (sampling.tokenizer_type, sampling.tokenizer_model) == ("HuggingFaceTokenizer", f"{folder}/tokenizer.json")

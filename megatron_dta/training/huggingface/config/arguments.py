@@ -14,7 +14,8 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.training.huggingface.config.config import settings_from_hf
 
-_TOKENIZER = "HuggingFaceTokenizer"
+# Tokenizer types and their files; the first file that the folder contains is used.
+_TOKENIZERS = {"HuggingFaceTokenizer": "tokenizer.json", "SentencePieceTokenizer": "tokenizer.model"}
 
 
 def add_hf_settings(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def _tokenizer(given: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """Type and file of the tokenizer, if prompts or text need one and the user gave none."""
     if (given.get("prompt_data") or given.get("rollouts")) is None or given.get("tokenizer_model") is not None:
         return {}
-    file = folder / "tokenizer.json"
-    if given.get("tokenizer_type", _TOKENIZER) != _TOKENIZER or not file.is_file():
-        return {}
-    return {"tokenizer_type": _TOKENIZER, "tokenizer_model": str(file)}
+    for tokenizer_type, name in _TOKENIZERS.items():
+        if given.get("tokenizer_type", tokenizer_type) == tokenizer_type and (folder / name).is_file():
+            return {"tokenizer_type": tokenizer_type, "tokenizer_model": str(folder / name)}
+    return {}
