@@ -206,15 +206,17 @@ def test_a_prompt_is_computed_once_for_all_samples_at_once():
     assert scheduler.counts["reused_tokens"] == 19 * 69 + 40
 
 
+@pytest.mark.parametrize("length", [1, 4])
 @pytest.mark.parametrize(("rows", "passes"), [(100, 3), (3, 5), (1, 11)])
-def test_a_prompt_outlives_its_first_sample(rows: int, passes: int):
-    """Samples of one token end in the pass that computes their prompt; so does another prompt with the same start."""
+def test_a_prompt_outlives_its_first_sample(rows: int, passes: int, length: int):
+    """Samples end in the pass that computes their prompt, at their first token or at the end of a draft; so do those of
+    another prompt with the same start."""
     pool = PagePool(4)
     scheduler = Scheduler(pool, rows, 50)
     context = np.arange(70, dtype=np.int32)
     prompts = [context] * 8 + [np.concatenate([context[:40], np.full(5, 99 + i, np.int32)]) for i in range(2)]
     for index, prompt in enumerate(prompts):
-        scheduler.submit(Request(GenerationRequest(index, prompt, 1, 0), index, 4, None))
+        scheduler.submit(Request(GenerationRequest(index, prompt, length, 0), index, 4, None))
     assert run_all(scheduler) == passes
     assert scheduler.counts["prefilled_tokens"] == 70 + 7 + 2 * 5
     assert pool.pages_in_use == 0
@@ -234,11 +236,17 @@ def test_pages_kept_for_waiting_samples_give_way():
 
 
 def run_all(scheduler: Scheduler) -> int:
-    """Number of passes until all requests have ended, each with one token."""
+    """Number of passes until all requests have ended, each in the pass of its first token, longer ones by a draft."""
     passes = 0
     while not scheduler.is_idle:
         passes += 1
-        for sequence in scheduler.complete(scheduler.next_pass()):
-            sequence.extend(np.ones(1, np.int32), np.zeros(1))
+        plan = scheduler.next_pass()
+        for sequence in [plan.rows[i] for i in plan.ready]:
+            end = len(sequence.tokens) - 1
+            assert scheduler.reserve_pages(sequence, end) == end
+        for sequence in scheduler.complete(plan):
+            drafted = len(sequence.tokens) - sequence.num_tokens - 1
+            sequence.extend(np.ones(drafted + 1, np.int32), np.zeros(drafted + 1))
+            scheduler.commit_draft(sequence, drafted)
             scheduler.finish(sequence)
     return passes
