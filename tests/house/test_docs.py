@@ -39,6 +39,7 @@ FLAG_PAGES = (
     "hybrid_models.md",
     "objectives.md",
     "parallelism.md",
+    "real_model.md",
     "single_node.md",
     "tree_sampling.md",
 )
@@ -57,8 +58,9 @@ FOREIGN = {
 
 def flags_of_this_project() -> set[str]:
     flags = {action.option_strings[0] for action in build_parser()._actions}
-    for file in [*(REPOSITORY / "benchmarks").rglob("*.py"), *(REPOSITORY / "megatron_dta").rglob("*.py")]:
-        flags |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', file.read_text()))
+    for folder in ("benchmarks", "examples", "megatron_dta"):
+        for file in (REPOSITORY / folder).rglob("*.py"):
+            flags |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', file.read_text()))
     return flags
 
 
