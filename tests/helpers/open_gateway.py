@@ -69,13 +69,14 @@ def open_gateway(
     tokenizer: HuggingFaceTokenizer,
     folder: Path,
     max_concurrent: int = 32,
+    max_tokens: tuple[int, int] = (64, 4096),
     **flags: object,
 ) -> Iterator[OpenGateway]:
-    """Serve with these flags until the block ends."""
-    params = SamplingParams(64, tokenizer.eos_id, other_eos_ids=tuple(tokenizer.ends)[1:])
+    """Serve with these flags until the block ends; ``max_tokens`` of an answer, and of a whole sequence."""
+    params = SamplingParams(max_tokens[0], tokenizer.eos_id, other_eos_ids=tuple(tokenizer.ends)[1:])
     agent = AgentConfig(**{"gateway_piece_tokens": 8, **flags})
     loop = EngineLoop(engine, current_mesh)
-    settings = GatewaySettings(agent, "tiny", 4096, max_concurrent=max_concurrent)
+    settings = GatewaySettings(agent, "tiny", max_tokens[1], max_concurrent=max_concurrent)
     gateway = Gateway(loop, tokenizer, ChatTemplate(folder), params, settings)
     over = threading.Event()
     errors: list[BaseException] = []

@@ -23,7 +23,11 @@ from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class CallSettings:
-    """What a request asks for besides its prompt; None: the run's value."""
+    """What a request asks for besides its prompt; None: the run's value.
+
+    Attributes:
+        hints: names of fields that ask for what the run decides (top_k, how much the model thinks).
+    """
 
     max_tokens: int | None = None
     choices: int = 1
@@ -31,6 +35,11 @@ class CallSettings:
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
+    hints: tuple[str, ...] = ()
+
+
+def new_call_id() -> str:
+    return secrets.token_hex(12)
 
 
 @dataclass(frozen=True)
@@ -81,11 +90,17 @@ class Gateway:
                     f"{name}: {value} is not the run's {of_run:g}, with which the tokens are trained; leave it out, or "
                     "start the gateway with --gateway-override-sampling"
                 )
-        if wanted.seed is not None:
-            raise refuse("seed: the run's decides; leave it out, or start with --gateway-override-sampling")
+        for name in ("seed",) * (wanted.seed is not None) + wanted.hints:
+            raise refuse(f"{name}: the run decides; leave it out, or start with --gateway-override-sampling")
 
-    async def answer(self, session: Session, prompt: GatewayPrompt, wanted: CallSettings) -> list[Choice]:
-        """All choices of a call, added to the session's tree. If the caller is cancelled none of them is."""
+    async def answer(
+        self, session: Session, prompt: GatewayPrompt, wanted: CallSettings, call_id: str | None = None
+    ) -> list[Choice]:
+        """All choices of a call, added to the session's tree. If the caller is cancelled none of them is.
+
+        Args:
+            call_id: of a call with one choice (default: a new one).
+        """
         end = self.sessions.reserve(session, wanted.choices)
         try:
             pieces = [self._sampled(session, prompt, wanted) for _ in range(wanted.choices)]
@@ -99,12 +114,12 @@ class Gateway:
                     task.cancel()
                     task.add_done_callback(self._release_result)
                 raise
-            return [self._finish(session, prompt, sampled, began) for sampled in answers]
+            return [self._finish(session, prompt, sampled, began, call_id or new_call_id()) for sampled in answers]
         finally:
             end()
 
     async def stream(
-        self, session: Session, prompt: GatewayPrompt, wanted: CallSettings
+        self, session: Session, prompt: GatewayPrompt, wanted: CallSettings, call_id: str
     ) -> AsyncIterator[Sampled | Choice]:
         """One answer, piece by piece; the last item is the choice, which is in the session's tree by then."""
         end = self.sessions.reserve(session, 1)
@@ -116,7 +131,7 @@ class Gateway:
                     yield sampled
                     continue
                 is_done = True
-                choice = self._finish(session, prompt, sampled, began)
+                choice = self._finish(session, prompt, sampled, began, call_id)
                 end()
                 yield choice
         finally:
@@ -144,9 +159,8 @@ class Gateway:
         if not task.cancelled() and task.exception() is None:
             self.loop.release(task.result().request_id)
 
-    def _finish(self, session: Session, prompt: GatewayPrompt, sampled: Sampled, began: float) -> Choice:
+    def _finish(self, session: Session, prompt: GatewayPrompt, sampled: Sampled, began: float, call_id: str) -> Choice:
         """Add a finished answer to the tree. The session may be closed by now: then the answer is of no use."""
-        call_id = secrets.token_hex(12)
         answer = self.parser.parse(sampled.text, call_id, prompt.tools)
         call = Call(
             base=prompt.node,
@@ -165,7 +179,11 @@ class Gateway:
             return Choice(call, sampled, answer)
         session.add(call)
         session.last_text = sampled.text
-        self.prompts.remember(session, prompt, call, sampled.text, answer if prompt.messages is not None else None)
+        text = sampled.text + (sampled.stop or "")
+        # A token may go on after the stop string; then no history has the sampled ids.
+        if not sampled.stop or self.tokenizer.decode(sampled.output) == text:
+            repeated = self.parser.parse(text, call_id, prompt.tools) if sampled.stop else answer
+            self.prompts.remember(session, prompt, call, text, repeated if prompt.messages is not None else None)
         self._hold(session, call, sampled.request_id)
         return Choice(call, sampled, answer)
 

@@ -78,11 +78,7 @@ class AnswerParser:
             call_id: the call's id, from which those of the tool calls are made.
             tools: those that the request offered; without them no call is looked for.
         """
-        reasoning = None
-        if self.reasoning == "think" and _END_OF_THOUGHT in text:
-            before, _, text = text.partition(_END_OF_THOUGHT)
-            reasoning = before.removeprefix("<think>").strip("\n")
-            text = text.lstrip("\n")
+        reasoning, text = self._split(text)
         if not tools or self.tool_calls == "none":
             return Answer(text, reasoning)
         rest, pieces = split_calls(text, self.tool_calls)
@@ -93,17 +89,25 @@ class AnswerParser:
         if not parsed:
             return Answer(text, reasoning)
         calls = tuple(ToolCall(f"call_{call_id[-24:]}_{i}", *call) for i, call in enumerate(parsed))
-        return Answer(rest.strip() or None, reasoning, calls)
+        return Answer(rest.rstrip() or None, reasoning, calls)
 
-    def starts_hidden(self, text: str, has_tools: bool) -> int:
-        """Number of characters at the start of an unfinished answer that are surely content."""
+    def begun(self, text: str, has_tools: bool) -> tuple[str, str]:
+        """Reasoning and content with which the message of an unfinished answer is sure to begin."""
         if self.reasoning == "think" and _END_OF_THOUGHT not in text:
-            return 0
-        if not has_tools or self.tool_calls == "none":
-            return len(text)
-        if self.tool_calls == "llama3_json":
-            return 0 if not text.strip() or text.lstrip().startswith("{") else len(text)
-        return _safe_length(text, ("<tool_call>",))
+            return "", ""
+        reasoning, text = self._split(text)
+        if has_tools and self.tool_calls != "none":
+            # Blanks before a call are no content.
+            is_call = self.tool_calls == "llama3_json" and text.lstrip().startswith("{")
+            text = "" if is_call else text[: _safe_length(text, ("<tool_call>",))].rstrip()
+        return reasoning or "", text
+
+    def _split(self, text: str) -> tuple[str | None, str]:
+        """Reasoning, None if there is none, and what follows it."""
+        if self.reasoning == "none" or _END_OF_THOUGHT not in text:
+            return None, text
+        before, _, text = text.partition(_END_OF_THOUGHT)
+        return before.removeprefix("<think>").strip("\n"), text.lstrip("\n")
 
 
 def _safe_length(text: str, marks: Sequence[str]) -> int:

@@ -88,15 +88,12 @@ class PromptBuilder:
         """Make the answer of a finished call known.
 
         Args:
-            text: the answer as text, up to a stop string.
-            answer: the message that the client received, for conversations.
+            text: the answer as text, with the stop string that has ended it: clients put it back that read it.
+            answer: the message of this text, for conversations.
         """
         if not prompt.is_text:
             token_ids = call.token_ids().tobytes()
             session.ids.add(token_ids, [(len(token_ids), Base(call, call.length))])
-            return
-        if call.finish == "stop_sequence":
-            # The client's history ends before the stop string, the sampled ids after it.
             return
         repeated = self._repeated(prompt, call, text, answer)
         if repeated is not None:

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from megatron_dta.extras.agents.gateway.errors import refuse
 from megatron_dta.extras.agents.gateway.gateway import Choice
-from megatron_dta.extras.agents.gateway.http.schemas import AnthropicRequest, Block
-from megatron_dta.extras.agents.gateway.messages import Answer, AnswerParser
+from megatron_dta.extras.agents.gateway.http.deltas import deltas, typed_event
+from megatron_dta.extras.agents.gateway.http.schemas import Block, CountRequest
+from megatron_dta.extras.agents.gateway.messages import AnswerParser
 from megatron_dta.extras.agents.gateway.prompts import GatewayPrompt
 
 _FINISH = {"stop": "end_turn", "length": "max_tokens", "stop_sequence": "stop_sequence", "tool_calls": "tool_use"}
 
 
-def messages_of(request: AnthropicRequest) -> list[dict[str, Any]]:
+def messages_of(request: CountRequest) -> list[dict[str, Any]]:
     """The conversation in OpenAI's form; ``RequestError`` for content that is not text."""
     messages: list[dict[str, Any]] = []
     if request.system:
-        messages.append({"role": "system", "content": _text(request.system, "system")})
+        messages.append({"role": "system", "content": _system(request.system)})
     for number, message in enumerate(request.messages, start=1):
         where = f"messages.{number}"
         if isinstance(message.content, str):
             messages.append({"role": message.role, "content": message.content})
         elif message.role == "assistant":
             messages.append(_assistant(message.content, where))
+        elif message.role == "system":
+            messages.append({"role": "system", "content": _text(message.content, where)})
         else:
             messages += _user(message.content, where)
     return messages
 
 
-def tools_of(request: AnthropicRequest) -> list[dict[str, Any]] | None:
+def tools_of(request: CountRequest) -> list[dict[str, Any]] | None:
     """The tools in OpenAI's form."""
     choice = (request.tool_choice or {}).get("type", "auto")
     if choice not in ("auto", "none"):
@@ -45,6 +48,13 @@ def tools_of(request: AnthropicRequest) -> list[dict[str, Any]] | None:
         }
         for tool in request.tools
     ]
+
+
+def _system(system: str | list[Block]) -> str:
+    """The system prompt without the block that Claude Code puts in front for Anthropic's servers, which changes."""
+    if isinstance(system, list) and (system[0].text or "").startswith("x-anthropic-billing-header:"):
+        system = system[1:]
+    return _text(system, "system")
 
 
 def _text(content: str | list[Block], where: str) -> str:
@@ -98,7 +108,7 @@ def whole(model: str, prompt: GatewayPrompt, choice: Choice) -> dict[str, Any]:
         "type": "message",
         "role": "assistant",
         "model": model,
-        "content": _blocks(choice.answer),
+        "content": _blocks(choice),
         "stop_reason": _FINISH[choice.call.finish],
         "stop_sequence": choice.sampled.stop,
         "usage": {"input_tokens": len(prompt.token_ids), "output_tokens": len(choice.call.output)},
@@ -106,73 +116,53 @@ def whole(model: str, prompt: GatewayPrompt, choice: Choice) -> dict[str, Any]:
 
 
 async def stream(
-    model: str, prompt: GatewayPrompt, items: AsyncIterator[Any], parser: AnswerParser, has_tools: bool
+    model: str, prompt: GatewayPrompt, items: AsyncIterator[Any], parser: AnswerParser, call_id: str, has_tools: bool
 ) -> AsyncIterator[bytes]:
-    """The events of an answer: text as it comes, blocks of other kinds at the end."""
+    """The events of an answer: text as it comes, calls of tools at the end."""
     usage = {"input_tokens": len(prompt.token_ids), "output_tokens": 0}
-    start = {"id": "msg_pending", "type": "message", "role": "assistant", "model": model, "content": []}
-    yield _event("message_start", {"message": start | {"stop_reason": None, "stop_sequence": None, "usage": usage}})
-    sent = 0
-    async for item in items:
+    start = {"id": f"msg_{call_id}", "type": "message", "role": "assistant", "model": model, "content": []}
+    yield typed_event("message_start", message=start | {"stop_reason": None, "stop_sequence": None, "usage": usage})
+    sent, open_name = 0, None
+    async for item in deltas(items, parser, has_tools):
+        name = None if isinstance(item, Choice) else item[0]
+        if name != open_name and open_name is not None:
+            if open_name == "reasoning":
+                delta = {"type": "signature_delta", "signature": call_id}
+                yield typed_event("content_block_delta", index=sent - 1, delta=delta)
+            yield typed_event("content_block_stop", index=sent - 1)
         if isinstance(item, Choice):
             for value in _rest(item, sent):
                 yield value
             break
-        safe = min(item.safe, parser.starts_hidden(item.text, has_tools))
-        if safe > sent:
-            if not sent:
-                yield _event("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}})
-            delta = {"type": "text_delta", "text": item.text[sent:safe]}
-            yield _event("content_block_delta", {"index": 0, "delta": delta})
-            sent = safe
-    yield _event("message_stop", {})
+        kind = "text" if name == "content" else "thinking"
+        if name != open_name:
+            block = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+            yield typed_event("content_block_start", index=sent, content_block=block)
+            sent, open_name = sent + 1, name
+        yield typed_event("content_block_delta", index=sent - 1, delta={"type": f"{kind}_delta", kind: item[1]})
+    yield typed_event("message_stop")
 
 
-def _rest(choice: Choice, sent: int) -> list[bytes]:
-    """The events after the first ``sent`` characters of an answer's text."""
-    events, index = [], 0
-    content = choice.answer.content or ""
-    if sent:
-        rest = content[sent:] if choice.sampled.text.startswith(content) else ""
-        if rest:
-            events.append(_event("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": rest}}))
-        events.append(_event("content_block_stop", {"index": 0}))
-        index = 1
-    for block in _blocks(choice.answer):
-        if block["type"] == "text" and sent:
-            continue
-        events += _block_events(index, block)
-        index += 1
+def _rest(choice: Choice, sent: int) -> Iterator[bytes]:
+    """The events after the first ``sent`` blocks: calls of tools, or the text of an empty answer."""
+    for index, block in enumerate(_blocks(choice)[sent:], start=sent):
+        begun = block | ({"input": {}} if block["type"] == "tool_use" else {})
+        yield typed_event("content_block_start", index=index, content_block=begun)
+        if block["type"] == "tool_use":
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            yield typed_event("content_block_delta", index=index, delta=delta)
+        yield typed_event("content_block_stop", index=index)
     reason = {"stop_reason": _FINISH[choice.call.finish], "stop_sequence": choice.sampled.stop}
-    used = {"output_tokens": len(choice.call.output)}
-    return [*events, _event("message_delta", {"delta": reason, "usage": used})]
+    yield typed_event("message_delta", delta=reason, usage={"output_tokens": len(choice.call.output)})
 
 
-def _block_events(index: int, block: dict[str, Any]) -> list[bytes]:
-    kind = block["type"]
-    if kind == "tool_use":
-        empty: dict[str, Any] = block | {"input": {}}
-        delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-    elif kind == "thinking":
-        empty, delta = block | {"thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
-    else:
-        empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
-    return [
-        _event("content_block_start", {"index": index, "content_block": empty}),
-        _event("content_block_delta", {"index": index, "delta": delta}),
-        _event("content_block_stop", {"index": index}),
-    ]
-
-
-def _blocks(answer: Answer) -> list[dict[str, Any]]:
+def _blocks(choice: Choice) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    if answer.reasoning is not None:
-        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+    answer = choice.answer
+    if answer.reasoning:
+        # Clients send thoughts without a signature back as something else.
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": choice.call.call_id})
     if answer.content or not answer.tool_calls:
         blocks.append({"type": "text", "text": answer.content or ""})
     blocks += [{"type": "tool_use", "id": c.call_id, "name": c.name, "input": c.arguments} for c in answer.tool_calls]
     return blocks
-
-
-def _event(kind: str, value: dict[str, Any]) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), json.dumps({"type": kind, **value}).encode())

@@ -1,7 +1,8 @@
 """The ASGI application: routes, keys, limits on bodies and time, and errors as one line each.
 
-    POST /v1/chat/completions, /v1/completions    GET /v1/models       OpenAI's, with a session's key
-    POST /v1/messages                                                  Anthropic's, with a session's key
+    POST /v1/chat/completions, /v1/completions, /v1/responses          OpenAI's, with a session's key
+    GET  /v1/models                                                    of both, with a session's key
+    POST /v1/messages, /v1/messages/count_tokens                       Anthropic's, with a session's key
     POST /v1/session/reward, /v1/session/close                         with a session's key
     POST /v1/sessions                                                  with the gateway's key; opens a session
     GET  /health
@@ -26,8 +27,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from megatron_dta.extras.agents.gateway.errors import RequestError, refuse
-from megatron_dta.extras.agents.gateway.gateway import CallSettings, Choice, Gateway
-from megatron_dta.extras.agents.gateway.http import anthropic
+from megatron_dta.extras.agents.gateway.gateway import CallSettings, Choice, Gateway, new_call_id
+from megatron_dta.extras.agents.gateway.http import anthropic, responses
 from megatron_dta.extras.agents.gateway.http.bodies import BodyBudget, limited_body
 from megatron_dta.extras.agents.gateway.http.openai_replies import OpenAIReplies
 from megatron_dta.extras.agents.gateway.http.schemas import (
@@ -35,7 +36,9 @@ from megatron_dta.extras.agents.gateway.http.schemas import (
     ChatRequest,
     CloseRequest,
     CompletionRequest,
+    CountRequest,
     OpenRequest,
+    ResponsesRequest,
     RewardRequest,
     parsed,
 )
@@ -86,7 +89,9 @@ class Application:
         routes = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._complete,
+            "/v1/responses": self._respond,
             "/v1/messages": self._message,
+            "/v1/messages/count_tokens": self._count,
             "/v1/session/reward": self._reward,
         }
         if self._administration is not None:
@@ -95,7 +100,7 @@ class Application:
             routes=[
                 *(Route(path, self._guarded(call), methods=["POST"]) for path, call in routes.items()),
                 Route("/v1/models", self._guarded(self._models), methods=["GET"]),
-                Route("/health", lambda request: Response(), methods=["GET"]),
+                *(Route(path, lambda request: Response(), methods=["GET"]) for path in ("/", "/health")),
             ],
             exception_handlers={HTTPException: _no_route},
         )
@@ -172,25 +177,51 @@ class Application:
         if not body.stream:
             answer = self._gateway.answer(session, prompt, settings)
             return JSONResponse(replies.whole(prompt, await _unless_gone(request, answer)))
-        items = self._gateway.stream(session, prompt, settings)
+        call_id, parser = new_call_id(), self._gateway.parser
+        items = self._gateway.stream(session, prompt, settings, call_id)
         usage = bool((body.stream_options or {}).get("include_usage"))
-        return await self._stream(items, lambda checked: replies.stream(prompt, checked, self._gateway.parser, usage))
+        return await self._stream(items, lambda checked: replies.stream(prompt, checked, parser, call_id, usage))
+
+    async def _respond(self, request: Request) -> Response:
+        session = self._session(request)
+        body = parsed(ResponsesRequest, await self._body(request, session))
+        tools, settings, call_id = responses.tools_of(body), body.settings(), new_call_id()
+        async with self._prompts:
+            prompt = self._gateway.prompts.chat(session, responses.messages_of(body), tools)
+        model = body.model or self._gateway.settings.model_name
+        writer = responses.ResponseWriter(body, model, prompt, call_id, self._gateway.tokenizer)
+        if body.stream:
+            items, parser = self._gateway.stream(session, prompt, settings, call_id), self._gateway.parser
+            return await self._stream(items, lambda checked: writer.stream(checked, parser, bool(tools)))
+        choices = await _unless_gone(request, self._gateway.answer(session, prompt, settings, call_id))
+        return JSONResponse(writer.whole(choices[0]))
 
     async def _message(self, request: Request) -> Response:
         session = self._session(request)
         body = parsed(AnthropicRequest, await self._body(request, session))
-        tools, settings = anthropic.tools_of(body), body.settings()
-        async with self._prompts:
-            prompt = self._gateway.prompts.chat(session, anthropic.messages_of(body), tools)
+        settings, call_id = body.settings(), new_call_id()
+        prompt, has_tools = await self._anthropic_prompt(session, body)
         model = body.model or self._gateway.settings.model_name
         if body.stream:
-            items = self._gateway.stream(session, prompt, settings)
-            parser = self._gateway.parser
+            items, parser = self._gateway.stream(session, prompt, settings, call_id), self._gateway.parser
             return await self._stream(
-                items, lambda pieces: anthropic.stream(model, prompt, pieces, parser, bool(tools))
+                items, lambda checked: anthropic.stream(model, prompt, checked, parser, call_id, has_tools)
             )
-        choices = await _unless_gone(request, self._gateway.answer(session, prompt, settings))
+        choices = await _unless_gone(request, self._gateway.answer(session, prompt, settings, call_id))
         return JSONResponse(anthropic.whole(model, prompt, choices[0]))
+
+    async def _count(self, request: Request) -> Response:
+        """The prompt is then known to the session, so that it is tokenized once."""
+        session = self._session(request)
+        body = parsed(CountRequest, await self._body(request, session))
+        prompt, _ = await self._anthropic_prompt(session, body)
+        return JSONResponse({"input_tokens": len(prompt.token_ids)})
+
+    async def _anthropic_prompt(self, session: Session, body: CountRequest) -> tuple[GatewayPrompt, bool]:
+        """The prompt, and whether it offers tools."""
+        tools = anthropic.tools_of(body)
+        async with self._prompts:
+            return self._gateway.prompts.chat(session, anthropic.messages_of(body), tools), bool(tools)
 
     async def _stream(
         self, items: AsyncIterator[Any], write: Callable[[AsyncIterator[Any]], AsyncIterator[bytes]]
@@ -220,7 +251,8 @@ class Application:
     async def _reward(self, request: Request) -> Response:
         session = self._session(request)
         body = parsed(RewardRequest, await self._body(request, session))
-        call = None if body.call is None else body.call.rpartition("-")[2].removeprefix("msg_")
+        # chatcmpl-ID, cmpl-ID, msg_ID, resp_ID
+        call = None if body.call is None else body.call.replace("_", "-").rpartition("-")[2]
         self._gateway.sessions.set_reward(session, body.reward, call)
         return JSONResponse({"calls": len(session.calls)})
 
@@ -285,7 +317,7 @@ def _key(request: Request) -> str | None:
 
 def _error(error: RequestError, path: str) -> Response:
     kind = _KINDS.get(error.status, "api_error")
-    if path == "/v1/messages":
+    if path.startswith("/v1/messages"):
         content: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
     else:
         content = {"error": {"message": error.message, "type": kind, "code": error.status, "param": None}}

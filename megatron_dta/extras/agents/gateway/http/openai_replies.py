@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from megatron_dta.extras.agents.gateway.gateway import Choice
+from megatron_dta.extras.agents.gateway.http.deltas import deltas
 from megatron_dta.extras.agents.gateway.messages import Answer, AnswerParser
 from megatron_dta.extras.agents.gateway.prompts import GatewayPrompt
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
@@ -47,47 +48,28 @@ class OpenAIReplies:
         return {**self._head(choices[0].call.call_id, ""), "choices": rows, "usage": usage(prompt, choices)}
 
     async def stream(
-        self, prompt: GatewayPrompt, items: AsyncIterator[Any], parser: AnswerParser, with_usage: bool
+        self, prompt: GatewayPrompt, items: AsyncIterator[Any], parser: AnswerParser, call_id: str, with_usage: bool
     ) -> AsyncIterator[bytes]:
-        """The events of one answer. The id of the call is known at its end, so the last content event has it."""
-        sent, head = 0, self._head("pending", ".chunk")
+        """The events of one answer."""
+        head = self._head(call_id, ".chunk")
         if self._is_chat:
             yield event({**head, "choices": [_delta({"role": "assistant", "content": ""})]})
-        async for item in items:
-            if isinstance(item, Choice):
-                for value in self._rest(item, sent):
-                    yield event(value)
-                if with_usage:
-                    head = self._head(item.call.call_id, ".chunk")
-                    yield event({**head, "choices": [], "usage": usage(prompt, [item])})
-                break
-            safe = min(item.safe, parser.starts_hidden(item.text, self.has_tools)) if self._is_chat else item.safe
-            if safe > sent:
-                text, sent = item.text[sent:safe], safe
-                row = _delta({"content": text}) if self._is_chat else {"index": 0, "text": text, "finish_reason": None}
+        async for item in deltas(items, parser if self._is_chat else None, self.has_tools):
+            if not isinstance(item, Choice):
+                name, text = item
+                delta = {"content" if name == "content" else "reasoning_content": text}
+                row = _delta(delta) if self._is_chat else {"index": 0, "text": text, "finish_reason": None}
                 yield event({**head, "choices": [row]})
+                continue
+            if item.answer.tool_calls:
+                calls = [call | {"index": i} for i, call in enumerate(_tool_calls(item.answer))]
+                yield event({**head, "choices": [_delta({"tool_calls": calls})]})
+            last = _delta({}) if self._is_chat else {"index": 0, "text": ""}
+            last |= {"finish_reason": _FINISH[item.call.finish], "logprobs": self._logprobs(item)}
+            yield event({**head, "choices": [last]})
+            if with_usage:
+                yield event({**head, "choices": [], "usage": usage(prompt, [item])})
         yield b"data: [DONE]\n\n"
-
-    def _rest(self, choice: Choice, sent: int) -> list[dict[str, Any]]:
-        """The events after the first ``sent`` characters of an answer's text."""
-        head = self._head(choice.call.call_id, ".chunk")
-        finish, answer = _FINISH[choice.call.finish], choice.answer
-        logprobs = self._logprobs(choice)
-        if not self._is_chat:
-            row = {"index": 0, "text": choice.sampled.text[sent:], "finish_reason": finish, "logprobs": logprobs}
-            return [{**head, "choices": [row]}]
-        deltas: list[dict[str, Any]] = []
-        if answer.reasoning is not None:
-            deltas.append({"reasoning_content": answer.reasoning})
-        content = answer.content or ""
-        # Text in front of tool calls was sent as it came, which may include blanks at its end.
-        rest = content[sent:] if choice.sampled.text.startswith(content) else content if not sent else ""
-        if rest:
-            deltas.append({"content": rest})
-        if answer.tool_calls:
-            deltas.append({"tool_calls": [call | {"index": i} for i, call in enumerate(_tool_calls(answer))]})
-        events = [{**head, "choices": [_delta(delta)]} for delta in deltas]
-        return [*events, {**head, "choices": [_delta({}, finish) | {"logprobs": logprobs}]}]
 
     def _head(self, call_id: str, suffix: str) -> dict[str, Any]:
         kind, prefix = ("chat.completion", "chatcmpl-") if self._is_chat else ("text_completion", "cmpl-")
@@ -122,8 +104,8 @@ def usage(prompt: GatewayPrompt, choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def _delta(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
-    return {"index": 0, "delta": delta, "finish_reason": finish}
+def _delta(delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "finish_reason": None}
 
 
 def _message(answer: Answer) -> dict[str, Any]:

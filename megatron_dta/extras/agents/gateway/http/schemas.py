@@ -60,24 +60,30 @@ class Tool(BaseModel):
     function: dict[str, Any]
 
 
-class _OpenAIRequest(_Request):
+class _Sampled(_Request):
+    """What requests of all interfaces have."""
+
     model: str = ""
-    n: int = Field(1, ge=1)
-    stop: str | StopStrings | None = None
     stream: bool = False
-    stream_options: dict[str, Any] | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+
+class _OpenAIRequest(_Sampled):
+    n: int = Field(1, ge=1)
+    stop: str | StopStrings | None = None
+    stream_options: dict[str, Any] | None = None
     seed: int | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
     user: str | None = None
-    metadata: dict[str, Any] | None = None
     store: bool | None = None
-    service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+    reasoning_effort: str | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -87,7 +93,21 @@ class _OpenAIRequest(_Request):
         """What is asked for besides the prompt."""
         if self.stream and self.n > 1:
             raise refuse("n: streams have one choice; leave out stream or n")
-        return CallSettings(max_tokens, self.n, self.stops, self.temperature, self.top_p, self.seed)
+        hints = _given(reasoning_effort=self.reasoning_effort)
+        return CallSettings(max_tokens, self.n, self.stops, self.temperature, self.top_p, self.seed, hints)
+
+
+def _given(**fields: Any) -> tuple[str, ...]:
+    """The names of the fields that have a value."""
+    return tuple(name for name, value in fields.items() if value is not None)
+
+
+def _check_format(name: str, answer_format: dict[str, Any] | None) -> None:
+    if answer_format is not None and answer_format.get("type") != "text":
+        raise refuse(
+            f"{name}: {str(answer_format.get('type'))[:40]!r} would change what the model samples, and answers are "
+            "trained as sampled; ask for JSON in the prompt, or offer a tool with the schema"
+        )
 
 
 class ChatRequest(_OpenAIRequest):
@@ -101,12 +121,12 @@ class ChatRequest(_OpenAIRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
-    reasoning_effort: None = None
+    response_format: dict[str, Any] | None = None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools, as templates take them."""
+        """The tools, as templates take them; ``RequestError`` if the answer must have another format than text."""
+        _check_format("response_format", self.response_format)
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump() for tool in self.tools]
@@ -137,40 +157,105 @@ class Block(BaseModel):
 
 
 class AnthropicMessage(_Request):
-    """A message of Anthropic's interface."""
+    """A message of Anthropic's interface; those of the system may come later, too."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["system", "user", "assistant"]
     content: str | list[Block]
 
 
 class AnthropicTool(BaseModel):
-    """A tool of Anthropic's interface."""
+    """A tool of Anthropic's interface; those that Anthropic's servers run are refused."""
 
+    type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any] = Field(default_factory=dict)
 
 
-class AnthropicRequest(_Request):
-    """The body of /v1/messages."""
+class CountRequest(_Request):
+    """The body of /v1/messages/count_tokens. Where the cache ends (``cache_control``) is the gateway's own affair."""
 
     model: str = ""
     messages: list[AnthropicMessage] = Field(min_length=1)
-    max_tokens: int = Field(ge=1)
     system: str | list[Block] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+
+
+class AnthropicRequest(CountRequest, _Sampled):
+    """The body of /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
     stop_sequences: StopStrings | None = None
-    stream: bool = False
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
+    top_k: int | None = None
 
     def settings(self) -> CallSettings:
         """What is asked for besides the prompt."""
+        if any(edit.get("keep") != "all" for edit in (self.context_management or {}).get("edits") or ()):
+            raise refuse("context_management: the gateway takes a history as it is; leave it out, or keep all")
+        output = self.output_config or {}
+        _check_format("output_config.format", output.get("format"))
+        thinking = None if (self.thinking or {}).get("type", "adaptive") == "adaptive" else self.thinking
+        hints = _given(top_k=self.top_k, thinking=thinking, output_config=output.get("effort"))
         stops = tuple(self.stop_sequences or ())
-        return CallSettings(self.max_tokens, 1, stops, self.temperature, self.top_p)
+        return CallSettings(self.max_tokens, 1, stops, self.temperature, self.top_p, None, hints)
+
+
+class Item(BaseModel):
+    """An item of the input of /v1/responses; types without these fields are refused later."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str = "{}"
+    output: str | list[Part] | None = None
+
+
+class ResponseTool(BaseModel):
+    """A tool of /v1/responses; other types than functions are refused later."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponsesRequest(_Sampled):
+    """The body of /v1/responses."""
+
+    input: str | Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    include: list[str] | None = None
+    store: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    previous_response_id: None = None
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
+    background: Literal[False] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    client_metadata: dict[str, Any] | None = None
+
+    def settings(self) -> CallSettings:
+        """What is asked for besides the prompt."""
+        text = self.text or {}
+        _check_format("text.format", text.get("format"))
+        hints = _given(reasoning=(self.reasoning or {}).get("effort"), text=text.get("verbosity"))
+        return CallSettings(self.max_output_tokens, 1, (), self.temperature, self.top_p, None, hints)
 
 
 class RewardRequest(_Request):
