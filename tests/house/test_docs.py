@@ -53,6 +53,8 @@ FOREIGN = {
     "--model-path",
     "--tp",
     "--tensor-parallel-size",
+    "--allowedTools",
+    "--disable",
 }
 
 

@@ -54,7 +54,8 @@ class AgentConfig:
     )
     gateway_override_sampling: bool = agent_option(
         False,
-        "Sample with the run's temperature, nucleus and seed if a call asks for others, instead of refusing the call.",
+        "Sample with the run's temperature, nucleus, seed and thinking if a call asks for others, instead of refusing "
+        "the call.",
     )
     tool_call_parser: str = agent_option(
         "auto",

@@ -319,21 +319,50 @@ def test_reasoning_apart_and_put_back(tmp_path: Path) -> None:
         assert session.calls[2].parent is None
 
 
+ASK = [{"role": "user", "content": "a"}]
+CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
+
+
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("route", "body", "says"),
     [
-        ({"messages": [{"role": "user", "content": "a"}], "temperature": 0.3}, "temperature: 0.3 is not the run's 1"),
-        ({"messages": [{"role": "user", "content": "a"}], "n": 2, "stream": True}, "n: streams"),
-        ({"messages": [{"role": "user", "content": "a"}], "made_up": 1}, "made_up: the gateway does not know"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: message 1: a part of"),
-        ({"messages": [{"role": "user", "content": "a" * 400_000}]}, "the prompt has 4000"),
-        (b"{not json", "body: Invalid JSON"),
+        (CHAT, {"messages": ASK, "temperature": 0.3}, "temperature: 0.3 is not the run's 1"),
+        (CHAT, {"messages": ASK, "n": 2, "stream": True}, "n: streams"),
+        (CHAT, {"messages": ASK, "made_up": 1}, "made_up: the gateway does not know"),
+        (CHAT, {"messages": ASK, "response_format": {"type": "json_schema"}}, "response_format: 'json_schema' would"),
+        (CHAT, {"messages": ASK, "reasoning_effort": "low"}, "reasoning_effort: the run decides"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: message 1: a part of"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 400_000}]}, "the prompt has 4000"),
+        (CHAT, b"{not json", "body: Invalid JSON"),
+        (RESPONSES, {"input": ASK, "previous_response_id": "resp_1"}, "previous_response_id: "),
+        (RESPONSES, {"input": ASK, "tools": [{"type": "web_search"}]}, "tools.1: a tool of type 'web_search'"),
+        (RESPONSES, {"input": ASK, "reasoning": {"effort": "low"}}, "reasoning.effort: the run decides"),
+        (RESPONSES, {"input": ASK, "text": {"format": {"type": "json_schema"}}}, "text.format: 'json_schema' would"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.1: a part of type"),
+        (RESPONSES, {"input": [{"type": "item_reference"}]}, "input.1: an item of type 'item_reference'"),
+        (MESSAGES, {"messages": ASK, "max_tokens": 9, "top_k": 5}, "top_k: the run decides"),
+        (MESSAGES, {"messages": ASK, "max_tokens": 9, "thinking": {"type": "enabled"}}, "thinking: the run decides"),
+        (
+            MESSAGES,
+            {"messages": ASK, "max_tokens": 9, "context_management": {"edits": [{"type": "clear_tool_uses"}]}},
+            "context_management: the gateway takes",
+        ),
+        (
+            MESSAGES,
+            {"messages": ASK, "max_tokens": 9, "tools": [{"type": "web_search_1", "name": "w"}]},
+            "tools.0.type: ",
+        ),
+        (
+            MESSAGES,
+            {"messages": ASK, "max_tokens": 9, "tool_choice": {"type": "any"}},
+            "tool_choice: the model decides",
+        ),
     ],
 )
-def test_bad_input_is_refused_in_one_line(served, body: object, says: str) -> None:
+def test_bad_input_is_refused_in_one_line(served, route: str, body: object, says: str) -> None:
     gateway, _, _ = served
     session, key = gateway.open()
-    status, message = refused(gateway.url + "/v1/chat/completions", key, body)
+    status, message = refused(f"{gateway.url}/v1/{route}", key, body)
     assert status == 400
     assert message.startswith(says)
     assert not session.calls

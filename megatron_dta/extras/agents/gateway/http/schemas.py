@@ -93,11 +93,11 @@ class _OpenAIRequest(_Sampled):
         """What is asked for besides the prompt."""
         if self.stream and self.n > 1:
             raise refuse("n: streams have one choice; leave out stream or n")
-        hints = _given(reasoning_effort=self.reasoning_effort)
+        hints = _hints({"reasoning_effort": self.reasoning_effort})
         return CallSettings(max_tokens, self.n, self.stops, self.temperature, self.top_p, self.seed, hints)
 
 
-def _given(**fields: Any) -> tuple[str, ...]:
+def _hints(fields: dict[str, Any]) -> tuple[str, ...]:
     """The names of the fields that have a value."""
     return tuple(name for name, value in fields.items() if value is not None)
 
@@ -200,7 +200,7 @@ class AnthropicRequest(CountRequest, _Sampled):
         output = self.output_config or {}
         _check_format("output_config.format", output.get("format"))
         thinking = None if (self.thinking or {}).get("type", "adaptive") == "adaptive" else self.thinking
-        hints = _given(top_k=self.top_k, thinking=thinking, output_config=output.get("effort"))
+        hints = _hints({"top_k": self.top_k, "thinking": thinking, "output_config.effort": output.get("effort")})
         stops = tuple(self.stop_sequences or ())
         return CallSettings(self.max_tokens, 1, stops, self.temperature, self.top_p, None, hints)
 
@@ -252,9 +252,9 @@ class ResponsesRequest(_Sampled):
 
     def settings(self) -> CallSettings:
         """What is asked for besides the prompt."""
-        text = self.text or {}
+        text, effort = self.text or {}, (self.reasoning or {}).get("effort")
         _check_format("text.format", text.get("format"))
-        hints = _given(reasoning=(self.reasoning or {}).get("effort"), text=text.get("verbosity"))
+        hints = _hints({"reasoning.effort": effort, "text.verbosity": text.get("verbosity")})
         return CallSettings(self.max_output_tokens, 1, (), self.temperature, self.top_p, None, hints)
 
 
