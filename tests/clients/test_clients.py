@@ -31,14 +31,14 @@ class Client:
     Attributes:
         environment: its folder in ``ENVIRONMENTS``.
         begins: calls besides those of the task, such as for titles.
-        leaves: of the session's tree; more than one where the client alters what it was answered.
+        branches: why there are any; "answer": the client alters what it was answered, in every turn.
     """
 
     environment: str
     command: Command
     tool: Tool
     begins: int = 0
-    leaves: int = 1
+    branches: tuple[str, ...] = ()
     flags: dict[str, Any] = field(default_factory=dict)
 
 
@@ -109,7 +109,7 @@ CLIENTS = {
         "smolagents_agent.py",
         "tools",
         tool=Tool(last=call_text("final_answer", answer=LAST)),
-        leaves=CALLS + 1,
+        branches=("answer",) * CALLS,
     ),
     "smolagents-code": script("smolagents", "smolagents_agent.py", "code", tool=CodeTool()),
     "mini-swe-agent": Client(
@@ -119,7 +119,7 @@ CLIENTS = {
     ),
     "claude-code": Client("claude-code", claude_code, Tool("Bash", **SHELL), flags={"gateway_override_sampling": True}),
     "codex": Client("codex", codex, Tool("exec_command", "cmd", "echo 7 #")),
-    "opencode": Client("opencode", opencode, Tool("bash", **SHELL), begins=1, leaves=2),
+    "opencode": Client("opencode", opencode, Tool("bash", **SHELL), begins=1, branches=("tools",)),
 }
 # Of three interfaces; small enough for a step on every call alone.
 TRAINED = ("openai-responses", "langgraph-chat", "pydantic-ai-anthropic")
@@ -137,9 +137,10 @@ def test_ten_turns_are_recorded_exactly(name: str, tmp_path: Path) -> None:
         session, printed = run_client(gateway, client.command(gateway, folder, tmp_path), tmp_path)
     assert client.tool.last != LAST or LAST in printed
     assert len(session.calls) == client.begins + CALLS + 1
-    assert len(leaves(session.calls)) == client.leaves
+    assert tuple(session.branches.values()) == client.branches
+    assert len(leaves(session.calls)) == 1 + len(client.branches)
     check_sessions([session], model.engine)
-    if client.leaves == client.begins + 1:
+    if "answer" not in client.branches:
         # No token is stored, or made by the tokenizer, twice after the same prefix.
         assert session.num_tokens == distinct_tokens(session.calls)
         assert session.counts.tokenized_tokens == session.num_tokens - sum(len(call.output) for call in session.calls)

@@ -83,6 +83,7 @@ def test_what_is_listed_exists() -> None:
                 name.removesuffix("_seconds"),
             ]
             stems += [name.removeprefix("speculation_").split("_{")[0], name.removeprefix("critic_")]
+            stems += [name.removeprefix("branches_")]
             assert any(f'"{stem}' in code or f"_{stem}" in code for stem in stems), name
 
 

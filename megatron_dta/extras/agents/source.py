@@ -22,6 +22,7 @@ import numpy as np
 from megatron_dta.core.common.files import replacing
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.extras.agents.gateway.branches import REASONS
 from megatron_dta.extras.agents.gateway.records import SessionSizes, context_of, session_record, session_rollouts
 from megatron_dta.extras.agents.gateway.session import Session
 from megatron_dta.extras.agents.runs import AgentEnd
@@ -215,6 +216,7 @@ def session_statistics(results: Sequence[SessionResult]) -> dict[str, float]:
         "session_tokens": float(stored),
         "session_row_tokens": float(sum(size.row_tokens for size in sizes)),
         "session_reuse": sum(size.reused_tokens for size in sizes) / prompts if prompts else 0.0,
+        **{f"branches_{reason}": float(sum(size.reasons[reason] for size in sizes)) for reason in REASONS},
     }
 
 

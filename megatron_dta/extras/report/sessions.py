@@ -66,7 +66,9 @@ def _calls(calls: list[dict[str, Any]]) -> list[tuple[int, str, str, str]]:
 
 
 def _call_facts(index: int, call: dict[str, Any]) -> str:
-    start = "a new branch" if call["parent"] is None else f"continues {call['parent'] + 1}"
+    start = "from the start" if call["parent"] is None else f"continues {call['parent'] + 1}"
+    if call["branch"] is not None:
+        start += f", a branch ({call['branch']})"
     facts = [f"call {index + 1}, {start}, prompt {call['prompt_length']:,}, {len(call['context']):,} of them new"]
     facts.append(f"{call['finish']}, {call['seconds']:.2f} s")
     return ", ".join(facts + ([] if call["reward"] is None else [f"reward {number(call['reward'])}"]))

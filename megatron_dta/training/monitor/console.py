@@ -68,6 +68,8 @@ class RunConsole:
         self._warn_without_signal(record)
         if iteration > 0 and (iteration % self._interval == 0 or last):
             self.print(step_line(record, self._train_iters, self._clock.seconds_per_step))
+            if branches := branch_line(record):
+                self.print(branches)
         evaluated = evaluation_line(record)
         if evaluated is not None:
             self.print(evaluated)
@@ -150,6 +152,13 @@ def step_line(record: Record, train_iters: int, seconds_per_step: float) -> str:
     while len(line := "  ".join(text for text, _ in parts)) > WIDTH and max(rank for _, rank in parts):
         parts.remove(max(parts, key=lambda part: part[1]))
     return line
+
+
+def branch_line(record: Record) -> str | None:
+    """Why the sessions of agents branched; None if they did not."""
+    names = [name for name in record if name.startswith("branches_") and record[name]]
+    parts = [f"{record[name]:.0f} {name.removeprefix('branches_')}" for name in names]
+    return f"branches of sessions: {', '.join(parts)} (docs/agents.md)" if parts else None
 
 
 def evaluation_line(record: Record) -> str | None:

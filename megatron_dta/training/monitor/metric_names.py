@@ -72,6 +72,15 @@ METRICS: dict[str, dict[str, str]] = {
         "session_tokens": "tokens of all sessions' trees, each stored once",
         "session_row_tokens": "tokens if every call were trained as a row of prompt and answer",
         "session_reuse": "fraction of the prompts' tokens that the session had already; they are not tokenized again",
+        "branches_again": "branches that ask the same prompt once more: retries, `n`",
+        "branches_tools": "branches that offer other tools than the conversations before",
+        "branches_system": "branches with another system prompt: sub-agents, titles, a date or time in the prompt",
+        "branches_history": "branches where a message of the user or a tool differs or is gone: compaction, edits",
+        "branches_answer": "branches where the client sent an answer back changed, such as a tool call as text",
+        "branches_stop": "branches after an answer without the stop string that ended it",
+        "branches_template": "branches where the chat template writes an earlier answer differently, such as without "
+        "its reasoning",
+        "branches_text": "branches of prompts that are text or ids",
     },
     "The policy's loss": {
         "ratio": "importance ratio of the surrogate, mean over trained tokens",

@@ -120,7 +120,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "best_checkpoint.json").write_text(json.dumps(best))
     (folder / "sessions").mkdir()
     call = {"parent": None, "prompt_length": 3, "context": [1], "output": [2], "context_text": HOSTILE}
-    call |= {"output_text": HOSTILE, "finish": "stop", "reward": None, "seconds": 0.5}
+    call |= {"output_text": HOSTILE, "finish": "stop", "branch": None, "reward": None, "seconds": 0.5}
     session = {"session": HOSTILE, "group_id": "g", "reward": 1.0, "failure": None, "calls": [call]}
     (folder / "sessions" / "batch_0000001.jsonl").write_text(json.dumps(session) + "\n")
     (folder / "timeline").mkdir()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from megatron_dta.extras.agents.gateway.answers import Sampled, sample_answer
+from megatron_dta.extras.agents.gateway.branches import note_call
 from megatron_dta.extras.agents.gateway.engine_loop import EngineLoop
 from megatron_dta.extras.agents.gateway.errors import refuse
 from megatron_dta.extras.agents.gateway.messages import Answer, AnswerParser
@@ -180,9 +181,10 @@ class Gateway:
         session.add(call)
         session.last_text = sampled.text
         text = sampled.text + (sampled.stop or "")
+        repeated = self.parser.parse(text, call_id, prompt.tools) if sampled.stop else answer
+        note_call(session, prompt, call, [answer.message(), repeated.message()])
         # A token may go on after the stop string; then no history has the sampled ids.
         if not sampled.stop or self.tokenizer.decode(sampled.output) == text:
-            repeated = self.parser.parse(text, call_id, prompt.tools) if sampled.stop else answer
             self.prompts.remember(session, prompt, call, text, repeated if prompt.messages is not None else None)
         self._hold(session, call, sampled.request_id)
         return Choice(call, sampled, answer)

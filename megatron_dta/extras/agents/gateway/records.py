@@ -8,6 +8,7 @@ tree."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,7 @@ class SessionSizes:
         trained_tokens: sampled tokens, each once.
         stored_tokens: tokens that the tree holds.
         row_tokens: tokens if every call were a row of prompt and answer.
+        reasons: number of branches by what began them (``branches.REASONS``).
     """
 
     calls: int
@@ -97,6 +99,7 @@ class SessionSizes:
     reused_tokens: int
     abandoned_calls: int
     crossed_borders: int
+    reasons: Counter[str]
 
     @classmethod
     def of(cls, session: Session) -> SessionSizes:
@@ -111,6 +114,7 @@ class SessionSizes:
             counts.reused_tokens,
             counts.abandoned_calls,
             counts.crossed_borders,
+            Counter(session.branches.values()),
         )
 
 
@@ -133,6 +137,7 @@ def session_record(session: Session, reward: float | None) -> dict[str, Any]:
                 "context": context_of(call).tolist(),
                 "output": call.output.tolist(),
                 "finish": call.finish,
+                "branch": session.branches.get(call.number),
                 "reward": session.rewards.get(call.number),
                 "seconds": round(call.seconds, 4),
             }

@@ -125,6 +125,9 @@ class Session:
         reasoning: what the model thought in an answer, by a digest of what else the client received of it.
         rewards: rewards of calls, by number.
         held: requests whose K/V the engine keeps, by the number of the call.
+        talks: the calls whose answer a known beginning of a conversation ends with, by its digest (``branches``).
+        prompts, continued: nodes that are prompts of calls, and calls that others continue.
+        branches: why a call begins a branch, by its number.
     """
 
     session_id: str
@@ -141,6 +144,10 @@ class Session:
     counts: SessionCounts = field(default_factory=SessionCounts)
     asked: dict[bytes, int] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
+    talks: dict[bytes, list[Call]] = field(default_factory=dict)
+    prompts: set[Node] = field(default_factory=set)
+    continued: set[Call] = field(default_factory=set)
+    branches: dict[int, str] = field(default_factory=dict)
     running: int = 0
     num_tokens: int = 0
     is_open: bool = True

@@ -16,6 +16,7 @@ import asyncio
 import hmac
 import json
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -271,7 +272,7 @@ class Application:
         if session.running:
             raise refuse(f"{session.running} calls are running; wait for them and close the session then")
         self._administration.closed(session, body.failed)
-        return JSONResponse({"calls": len(session.calls)})
+        return JSONResponse({"calls": len(session.calls), "branches": Counter(session.branches.values())})
 
 
 class ClosingResponse(StreamingResponse):
