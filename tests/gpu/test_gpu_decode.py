@@ -16,7 +16,7 @@ from dta_kernels.layers.qkv_rope import QKVLayout
 from dta_kernels.logprobs.draw_tokens import draw_tokens, draw_tokens_reference
 from dta_kernels.paged_attention import launch
 from dta_kernels.paged_attention.launch import paged_config
-from few_rows_cases import check_pages, product_errors
+from few_rows_cases import product_errors
 from in_process_engine_cases import trainers_logprobs
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.model.decode.paged_context import PagedContext
@@ -90,16 +90,6 @@ def test_mixed_rows_equal_their_twin(dtype: torch.dtype, terms: int):
         config = paged_config(layout.heads_per_group, layout.head_size, dtype, 1)
         error = mixed_error(generator, starts, layout, rotated, norm, terms, dtype, CUDA, config, same_bits=False)
         assert error < 2 * BOUNDS[dtype]
-
-
-@pytest.mark.parametrize("terms", [1, 2])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_queries_and_pages_are_the_twins(dtype: torch.dtype, bound: float, terms: int):
-    generator = seed_all(32)
-    layouts = {1: (QKVLayout(8, 2, 128), 128), 67: (QKVLayout(2, 7, 64), 64), 33: (QKVLayout(3, 1, 96), 48)}
-    for n, (layout, rotated) in layouts.items():
-        for norm in (True, False):
-            assert check_pages(generator, n, layout, rotated, norm, terms, dtype, CUDA) < bound
 
 
 def test_layers_with_products_of_few_rows(monkeypatch: pytest.MonkeyPatch):
@@ -246,21 +236,3 @@ def test_tokens_of_a_real_vocabulary_are_drawn_as_by_the_twin(dtype: torch.dtype
         same = tokens == expected
         assert (logprobs - their_logprobs)[same].abs().max() <= 2e-5
         assert torch.equal(tokens[7:9], draw_tokens(logits[7:9], noise[7:9], temperature, known)[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_without_modules_give_the_modules_numbers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    for name in ("QK-norm", "biases"):
-        model = fused_model(name, params_dtype=dtype)
-        direct, contexts = passes(model)
-        assert all(context.direct_until is not None for context in contexts)
-        with monkeypatch.context() as patched:
-            patched.setattr(FusedLayer, "decodes_directly", False)
-            modules, _ = passes(model)
-        for one, other, context in zip(direct, modules, [*contexts, contexts[-1]], strict=True):
-            assert torch.isfinite(one).all()
-            if name == "QK-norm" and context.decodes and dtype == torch.float32:
-                # The attention adds the squares of a head in another order than the norm's kernel; 16 bits round alike.
-                torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
-            else:
-                assert torch.equal(one, other)

@@ -145,16 +145,6 @@ def test_a_step_equals_that_of_megatrons_modules(settings):
     assert max(means) < 1.15, (means, ratios)
 
 
-def test_a_step_does_not_wait_for_the_device():
-    samples = random_training_samples(branching_sequences(seed_all(31), count=12), seed=31)
-    batch = prepare_batch(samples, tree_config("dta", 40))
-    model = build_model(model_config(torch.bfloat16, **QWEN3, **WIDE), initialize_parallel(3))
-    assert model.has_fused_layers
-    engine = TreeEngine(model, TEMPERATURE, 64)
-    engine.forward_backward(batch, GRPO)
-    engine.forward_backward(batch, GRPO, forbid_synchronization=True)
-
-
 @pytest.mark.parametrize("directly", [False, True], ids=["modules", "directly"])
 def test_a_layer_keeps_what_the_formula_says(directly):
     """By the allocator; tests/core/model/test_fused_layers.py counts every saved tensor.

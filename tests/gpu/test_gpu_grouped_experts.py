@@ -7,22 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
 from conftest import seed_all
-from dta_kernels.experts.grouped_products import GroupedRows, MatrixTable
+from dta_kernels.experts.grouped_products import MatrixTable
 from dta_kernels.experts.reference import PlainRows
-from dta_kernels.experts.row_sums import sum_rows
-from dta_kernels.experts.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
 from expert_row_cases import ROW_ORDERS, check_expected_rows, check_row_order
 from grouped_rows import grouped_rows
 from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, no_waiting
-from megatron_dta.core.config import ModelConfig, ObjectiveConfig
+from megatron_dta.core.config import ObjectiveConfig
 from megatron_dta.core.engine import prepare_batch
 from megatron_dta.core.model.build import build_model
-from megatron_dta.core.model.experts.expert_rows import expert_rows
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.extras.parity import random_training_samples
@@ -89,41 +85,6 @@ def test_products_are_as_near_to_float64_as_single_ones(name):
     assert torch.equal(found_sums[:offset], kept[:offset])
 
 
-def test_weighted_swiglu_is_as_near_to_float64_as_plain_operations():
-    seed_all(3)
-    x, weight, grad = (
-        random_bfloat16(301, 2 * 770),
-        torch.rand(301, device="cuda").bfloat16(),
-        random_bfloat16(301, 770),
-    )
-
-    def plain(dtype: torch.dtype) -> list[torch.Tensor]:
-        given = [tensor.to(dtype).requires_grad_() for tensor in (x, weight)]
-        gate, up = given[0].chunk(2, dim=-1)
-        y = torch.nn.functional.silu(gate) * up * given[1].unsqueeze(-1)
-        return [y.detach(), *torch.autograd.grad(y, given, grad.to(dtype))]
-
-    found = [weighted_swiglu(x, weight), *weighted_swiglu_backward(grad, x, weight)]
-    for got, other, want in zip(found, plain(torch.bfloat16), plain(torch.float64), strict=True):
-        assert norm_error(got, want) <= 1.02 * norm_error(other, want)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("num_sums", "each", "width"), [(1000, 8, 2048), (77, 3, 5120), (5, 1, 97)])
-def test_sums_of_rows_are_rounded_once(num_sums, each, width, dtype):
-    seed_all(width)
-    rows = torch.randn(num_sums * each, width, device="cuda").to(dtype)
-    places = torch.randperm(num_sums * each, device="cuda").view(num_sums, each)
-    skipped = torch.rand(places.shape, device="cuda") < 0.1
-    places = places.masked_fill(skipped, -1)
-    with poisoned_memory():
-        found = sum_rows(rows, places)
-    exact = rows.double()[places].masked_fill(skipped.unsqueeze(-1), 0).sum(1)
-    half_a_unit = torch.finfo(dtype).eps / 2
-    assert ((found - exact).abs() <= (1.01 if dtype == torch.bfloat16 else 8) * half_a_unit * exact.abs() + 1e-5).all()
-    assert torch.equal(found, sum_rows(rows, places))
-
-
 @pytest.mark.parametrize("is_grouped", [True, False])
 def test_the_dispatcher_waits_for_nothing(is_grouped):
     """A layer's forward and backward on one rank; experts one by one need the numbers of rows on the host."""
@@ -141,57 +102,6 @@ def test_the_dispatcher_waits_for_nothing(is_grouped):
     run()
     with no_waiting(), nullcontext() if is_grouped else pytest.raises(RuntimeError, match="synchroniz"):
         run()
-
-
-def run_alone(model: ModelConfig, weights: dict, counts: Tensor, rows: Tensor, given: Tensor, grad: Tensor) -> list:
-    """Output of a layer's experts, gradients of rows and their weights, and those of all parameters, in buffers."""
-    dtype = model.params_dtype
-    built = build_model(model, initialize_parallel(0))
-    built.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, strict=False)
-    experts = built.decoder.layers[0].mlp.experts
-    for parameter in experts.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.promote_types(dtype, torch.float32))
-        parameter.grad_added_to_main_grad = False
-    inputs = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (rows, given)]
-    if model.moe_grouped_gemm:
-        expert = torch.arange(len(counts)).repeat_interleave(counts).to(rows.device).unsqueeze(1)
-        output = experts(inputs[0], inputs[1].unsqueeze(1), expert_rows(expert, 0, len(counts), True))
-    else:
-        output, _ = experts(inputs[0], counts, inputs[1])
-    output.backward(grad.to(dtype))
-    parameters = torch.cat([parameter.main_grad.flatten() for parameter in experts.parameters()])
-    return [output.detach(), *(each.grad for each in inputs), parameters]
-
-
-def errors_alone(draws: int, rows_each: int) -> dict[bool, list[float]]:
-    """Mean errors over draws of what ``run_alone`` gives in bfloat16, grouped (True) and one by one, beside float64."""
-    model = model_config(torch.bfloat16, **EXPERTS, moe_router_topk=2, num_layers=1)
-    totals = {}
-    for draw in range(draws):
-        weights = weights_of(model, seed=40 + draw)
-        seed_all(140 + draw)
-        counts, device = torch.randint(0, 2 * rows_each, (model.num_experts,)), initialize_parallel(0)
-        num_rows = int(counts.sum())
-        rows, grad = torch.randn(2, num_rows, model.hidden_size, device=device).bfloat16()
-        given = weights, counts, rows, torch.rand(num_rows, device=device).bfloat16(), grad
-        exact = run_alone(replace(model, params_dtype=torch.float64, fused_layer_impl="reference"), *given)
-        for is_grouped in (False, True):
-            found = run_alone(replace(model, moe_grouped_gemm=is_grouped), *given)
-            errors = torch.tensor([norm_error(got, want) for got, want in zip(found, exact, strict=True)])
-            totals[is_grouped] = totals.get(is_grouped, 0) + errors / draws
-    return {is_grouped: errors.tolist() for is_grouped, errors in totals.items()}
-
-
-def test_a_layers_experts_are_as_near_to_float64():
-    """Of the same rows: the products' sums are float32, and SwiGLU times the weight is rounded once.
-
-    So the ratios are near 0.8. Sums of weights' gradients in bfloat16 bring one to 4, weights a tenth off one to 20.
-    """
-    errors = errors_alone(draws=4, rows_each=600)
-    print(
-        f"errors of output, gradients of rows, weights, parameters: grouped {errors[True]}, one by one {errors[False]}"
-    )
-    assert all(own < 1.05 * other for own, other in zip(errors[True], errors[False], strict=True))
 
 
 def expert_gradient_errors(overlap: bool, topk: int, layers: int, draws: int) -> dict[bool, float]:
@@ -234,25 +144,6 @@ def test_gradients_are_as_near_to_float32(overlap, topk, layers):
     errors = expert_gradient_errors(overlap, topk, layers, draws=6)
     print(f"mean error of experts' gradients in bfloat16: grouped {errors[True]:.4f}, one by one {errors[False]:.4f}")
     assert errors[True] < 1.1 * errors[False]
-
-
-def test_products_do_not_wait_for_the_device():
-    seed_all(32)
-    counts = torch.randint(512, 1536, (32,)).tolist()
-    on_device = torch.tensor(counts, device="cuda")
-    x, grad = random_bfloat16(sum(counts), 2048), random_bfloat16(sum(counts), 1536)
-    table = MatrixTable(random_bfloat16(32, 1536, 2048).unbind())
-    sums = MatrixTable(torch.zeros(32, 1536, 2048, device="cuda").unbind())
-
-    def run() -> None:
-        rows = GroupedRows(on_device, x, len(x))
-        rows.product(x, table)
-        rows.input_gradient(grad, table)
-        rows.add_weight_gradients(sums, grad, x)
-
-    run()
-    with no_waiting():
-        run()
 
 
 @pytest.mark.parametrize("sizes", ROW_ORDERS)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from conftest import seed_all
-from dta_kernels.layers.weight_gradients import add_row_gradients, add_weight_gradient
 from dta_kernels.logprobs.linear import linear_logprobs
 from linear_logprobs_cases import chunks_of
 from main_grad_cases import (
@@ -25,31 +24,6 @@ from megatron_dta.extras.parity import random_training_samples
 from tree_engine_cases import GRPO, QWEN3, branching_sequences, model_config, tree_config, weights_of
 
 GIB = 2**30
-
-
-@pytest.mark.parametrize(("rows", "outputs", "inputs", "offset"), [(0, 8, 8, 0), (1, 8, 8, 0), (77, 53, 31, 3)])
-def test_sums(rows, outputs, inputs, offset):
-    """Odd shapes, and a buffer that begins anywhere."""
-    seed_all(rows)
-    flat = torch.randn(offset + outputs * inputs + 5, device="cuda")
-    kept = flat.clone()
-    grad, hidden = (torch.randn(rows, n, device="cuda").bfloat16() for n in (outputs, inputs))
-    token = torch.randint(0, outputs, (rows,), device="cuda")
-    own = slice(offset, offset + outputs * inputs)
-    wanted = kept.double()
-    wanted[own] += (grad.double().t() @ hidden.double()).flatten()
-    add_weight_gradient(flat[own].view(outputs, inputs), grad, hidden)
-    torch.testing.assert_close(flat.double(), wanted, rtol=1e-5, atol=1e-5)
-    sums = []
-    for _ in range(3):
-        found = kept.clone()
-        with no_waiting():
-            add_row_gradients(found[own].view(outputs, inputs), token, hidden)
-        sums.append(found)
-    wanted = kept.double()
-    wanted[own].view(outputs, inputs).index_add_(0, token, hidden.double())
-    torch.testing.assert_close(sums[0].double(), wanted, rtol=1e-5, atol=1e-5)
-    assert all(torch.equal(sums[0], again) for again in sums[1:])
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -126,15 +126,6 @@ def test_gradients_are_as_near_to_float32_as_those_of_local_layers(layers, tree)
         assert np.mean(parameters["transformer_engine"][name]) < 1.5 * np.mean(own) + 0.02, name
 
 
-def test_gradients_add_up_over_passes():
-    samples, weights = samples_of(11), rounded_weights(11)
-    once, twice = (outcome_of(ENGINE, weights, samples, steps=steps) for steps in (1, 2))
-    for name, gradient in once.gradients.items():
-        torch.testing.assert_close(
-            twice.gradients[name], 2 * gradient, rtol=1e-2, atol=2e-3 * float(gradient.abs().max())
-        )
-
-
 @pytest.mark.parametrize("fp8", [None, *RECIPES])
 @pytest.mark.parametrize(
     "how", [dict(activation_tokens=0), dict(activation_tokens=40), FULL], ids=["all", "some", "full"]
@@ -268,16 +259,3 @@ def test_states_train_and_go_on(kind: str, tmp_path: Path, monkeypatch: pytest.M
         torch.testing.assert_close(values.float(), usual[name].float(), rtol=3e-2, atol=6e-3)
     if same_bits:
         assert found == expected
-
-
-def test_why_float32_is_refused():
-    """Its float32 products are no better than TF32's; if this fails, the refusal can go."""
-    import transformer_engine.pytorch as te
-
-    torch.manual_seed(1)
-    layer = te.Linear(512, 512, bias=False, params_dtype=torch.float32, device="cuda")
-    x = torch.randn(256, 512, device="cuda")
-    exact = x.double() @ layer.weight.detach().double().t()
-    error = float((layer(x).double() - exact).abs().max() / exact.abs().max())
-    print(f"float32 product: {error:.1e}")
-    assert error > 1e-5

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoint_mesh_cases import TP2, assert_same_tensors, in_bf16
+from checkpoint_mesh_cases import assert_same_tensors, in_bf16
 from checkpoint_worker import MODEL, Stretch, save_every_way
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.training.checkpoint.files import find_checkpoint
@@ -15,7 +15,6 @@ from mesh_worker import run_on_ranks
 
 DP2 = ParallelConfig()
 SHARDED = ParallelConfig(use_distributed_optimizer=True)
-TP2_SHARDED = replace(TP2, use_distributed_optimizer=True)
 EXPERTS = replace(MODEL, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16)
 EP2 = ParallelConfig(expert_model_parallel_size=2, use_distributed_optimizer=True)
 
@@ -42,18 +41,3 @@ def test_two_ranks_write_the_same_as_one(tmp_path: Path) -> None:
         assert shares.min() > 0.3, (name, shares)
         # Of experts each rank has its own.
         assert written_by(tmp_path / name / "first", 2)[1] == 0 or name == "experts"
-
-
-def test_four_ranks_of_two_tensor_groups(tmp_path: Path) -> None:
-    """Two tensor-parallel ranks, twice."""
-    cases = {"replicated": TP2, "sharded": TP2_SHARDED}
-    stretches = [Stretch(parallel, 2, tmp_path / name) for name, parallel in cases.items()]
-    run_on_ranks(save_every_way, stretches, 4, tmp_path / "run")
-    for name in cases:
-        assert_same_tensors(tmp_path / name / "all", tmp_path / name / "first")
-        assert_same_tensors(tmp_path / name / "later", tmp_path / name / "first")
-        written = written_by(tmp_path / name / "all", 4)
-        assert (written / written.sum()).min() > 0.15, (name, written)
-        first = written_by(tmp_path / name / "first", 4)
-        assert (first[2:] == 0).all(), (name, first)
-        assert (first[:2] > 0).all(), (name, first)

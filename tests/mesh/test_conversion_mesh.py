@@ -120,11 +120,6 @@ def test_two_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
     check_mesh(folders, cases, 2, tmp_path)
 
 
-def test_four_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
-    both = replace(TP2, pipeline_model_parallel_size=2)
-    check_mesh(folders, [("qwen3-tied", both)], 4, tmp_path)
-
-
 def test_experts_on_four_ranks(tmp_path: Path) -> None:
     """Divided among data-parallel ranks, tensor ranks and stages, in the model that is trained."""
     folders = {}

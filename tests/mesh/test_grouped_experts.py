@@ -1,4 +1,4 @@
-"""Experts as grouped products against experts one by one and the stock model, in float64."""
+"""Experts as grouped products: gradients in buffers, adapters, checkpoints, kernels and exchanged tokens."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import run_on_ranks
-from moe_cases import CUTS, MODELS, QWEN3_BALANCED, QWEN3_MOE, make_reference
+from moe_cases import QWEN3_BALANCED, QWEN3_MOE, make_reference
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import (
     GRPO,
     QWEN3,
     TEMPERATURE,
     branching_sequences,
-    check_siblings,
-    siblings,
     tree_config,
 )
 from triton_device import interpreter
@@ -41,32 +39,15 @@ def grouped(model: ModelConfig, **changes: object) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def references() -> dict:
-    return {name: make_reference(name) for name in MODELS}
+    return {name: make_reference(name) for name in ("qwen3", "qwen2")}
 
 
 def experts_of(model: torch.nn.Module) -> list[SequentialMLP]:
     return [module for module in model.modules() if isinstance(module, SequentialMLP)]
 
 
-@pytest.mark.parametrize(
-    ("name", "cut"),
-    [("qwen3", CUTS[0]), ("qwen3", CUTS[3])] + [(name, CUTS[4]) for name in MODELS],
-    ids=str,
-)
-def test_equals_stock_megatron_in_float64(references, name, cut):
-    model, weights, samples, expected = references[name]
-    with poisoned_memory():
-        outcome, _ = run_tree(grouped(model), weights, samples, GRPO, tree_config(*cut), TEMPERATURE)
-    assert outcome.gradients.keys() == expected.gradients.keys()
-    assert compare_outcomes(outcome, expected).largest() < 1e-12
-    one_by_one, _ = run_tree(
-        replace(model, moe_grouped_gemm=False), weights, samples, GRPO, tree_config(*cut), TEMPERATURE
-    )
-    assert compare_outcomes(outcome, one_by_one).largest() < 1e-12
-
-
 def test_a_lost_group_is_noticed(references, monkeypatch):
-    """The control of the test above: two experts change places in one of the products."""
+    """The control of the comparison with stock Megatron: two experts change places in one of the products."""
     model, weights, samples, expected = references["qwen3"]
     product = PlainRows.input_gradient
     monkeypatch.setattr(
@@ -127,15 +108,6 @@ def test_checkpoints_go_on_either_way(tmp_path):
     for name in ("in", "out"):
         for step in (2, 4):
             assert_same_tensors(tmp_path / f"{name}-{step}", tmp_path / f"alone-{step}")
-
-
-@pytest.mark.parametrize("segment_tokens", [4])
-def test_a_sibling_changes_no_bit_of_another_sequence(references, segment_tokens):
-    # All experts take all tokens: the sizes of matrix products stay, and with them the rounding of other rows.
-    model, weights = grouped(references["gpt"][0], params_dtype=torch.float32), references["gpt"][1]
-    weights = {name: weight.float() for name, weight in weights.items()}
-    tree = tree_config("dta", segment_tokens)
-    check_siblings(*(run_tree(model, weights, siblings(changed), GRPO, tree)[0].logprobs for changed in (False, True)))
 
 
 @interpreter

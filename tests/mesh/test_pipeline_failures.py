@@ -52,17 +52,6 @@ def send_a_wrong_shape(rank: int, case: MeshCase) -> None:
     run_with("_run_model", shorter, rank, case)
 
 
-def fail_in_a_backward(rank: int, case: MeshCase) -> None:
-    """The first stage runs out of memory while the last one is ahead."""
-
-    def failing(backward: Callable, run: Any, op: Any, *arguments: Any) -> None:
-        if rank == 0 and op.segment == 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        backward(run, op, *arguments)
-
-    run_with("_backward", failing, rank, case)
-
-
 def die_in_the_model(rank: int, case: MeshCase) -> None:
     """The last stage's process is killed in the middle of a step."""
 
@@ -97,8 +86,6 @@ def plan_different_steps(rank: int, case: MeshCase) -> None:
     ("on_rank", "words"),
     [
         (fail_in_the_model, ["a broken kernel\nin F(3) of pipeline stage 1, rank 1", "of pipeline stage 0, rank 0"]),
-        # The last stage waits for the next forward, or is done with its ops and waits for the others.
-        (fail_in_a_backward, ["CUDA out of memory\nin B(4) of pipeline stage 0, rank 0", "rank 1: Traceback"]),
         (send_a_wrong_shape, ["the message has shape [", "in F(2) of pipeline stage 0, rank 0"]),
         (have_another_shape, ["ranks 0 and 1 of one replica have messages of different shapes"]),
         (plan_different_steps, ["ranks 0 and 1 of one replica have planned different steps"]),

@@ -23,7 +23,6 @@ from megatron_dta.core.model.hybrid.decode_states import DecodeStates
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, generate
 from mesh_worker import named_parameters, run_on_ranks
 from rollout_forest import PARAMS, Drive, assert_same, run_forest, started
-from rollout_parts.stage_times import longest_stage_seconds
 from sampling_cases import make_model, random_prompts, sampling_config
 from speculation_exact_cases import Adversary
 from triton_device import interpreter
@@ -42,8 +41,6 @@ STAGES, TENSOR = dict(pipeline_model_parallel_size=2), dict(tensor_model_paralle
 FROM_NUCLEUS = replace(PARAMS, other_eos_ids=(12, 16, 17), vocab_size=20)
 DRAWN_BY_KERNELS = replace(FROM_NUCLEUS, top_p=1.0)
 LENGTHS = (6, 1, 5, 7, 4)
-# With these, old and new weights give groups of the same sizes.
-ALIKE = (9, 1, 12, 7, 11)
 Case = tuple[ModelConfig, dict[str, torch.Tensor]]
 Samples = list[tuple[list[int], np.ndarray]]
 
@@ -212,58 +209,3 @@ def test_stages_change_the_states_of_their_layers_in_place(tmp_path):
             assert statistics["reused_tokens"] > 0
             for request_id, (_, result) in actual.items():
                 assert np.array_equal(result.logprobs, ranks[0][name][0][request_id][1].logprobs)
-
-
-def phases_on_rank(rank: int, argument: Case) -> tuple[list[Samples], list[float], list[str | None], float]:
-    """Samples of the same weights twice, of changed ones, and of the same after one rank's have moved; and the time in
-    which the busiest stage computes, as the benchmark measures it."""
-    from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
-
-    stages = ParallelConfig(**STAGES)
-    model = build_on(*argument, stages)
-    samples, captures, seconds = [], [], 0.0
-    with small_parts():
-        engine = engine_on(model, Job(stages))
-        for turn in range(4):
-            if turn == 2:
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.mul_(1.1)
-            elif turn == 3 and rank == 1:
-                parameter = next(model.parameters())
-                parameter.data = parameter.data.clone()
-            engine.update_weights(turn)
-            engine.start(DRAWN_BY_KERNELS, 4)
-            if turn == 1:
-                seconds = longest_stage_seconds(engine, lambda: samples.append(sampled(engine, ALIKE)))
-            else:
-                samples.append(sampled(engine, ALIKE))
-            captures.append(engine._steps.captures)
-    reasons = [why_not_captured(model)]
-    # Only the first stage has a reason, the one that all stages name.
-    with mock.patch.object(model.config, "fp8", "hybrid" if rank == 0 else None):
-        reasons.append(why_not_captured(model))
-    return samples, captures, reasons, seconds
-
-
-@interpreter
-def test_phases_are_repeatable_and_use_the_present_weights(tmp_path):
-    model = fused_model("QK-norm", num_layers=2)
-    case = case_of(model, num_layers=2)
-    before = sampled(started(model, DRAWN_BY_KERNELS), ALIKE)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    after = sampled(started(model, DRAWN_BY_KERNELS), ALIKE)
-    ranks = run_on_ranks(phases_on_rank, case, 2, tmp_path / "mesh")
-    for samples, captures, reasons, seconds in ranks:
-        for actual, expected in zip(samples, (before, before, after, after), strict=True):
-            assert_near(actual, expected)
-        for first, other in ((0, 1), (2, 3)):
-            for (_, logprobs), (_, again) in zip(samples[first], samples[other], strict=True):
-                assert np.array_equal(logprobs, again)
-        assert captures[0] == captures[1] == captures[2] < captures[3]
-        assert seconds == ranks[0][3] > 0
-        assert "CUDA GPU" in reasons[0]
-        assert "--fp8-format" in reasons[1]
-    assert [token for tokens, _ in before for token in tokens] != [token for tokens, _ in after for token in tokens]

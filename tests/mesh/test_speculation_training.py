@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from conftest import seed_all
 from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.sampling.degenerate import DegenerateDetector
+from megatron_dta.sampling import degenerate
 from mesh_worker import run_on_ranks
 from rollout_runs import Runs, weights_of
 from rollout_runs import assert_same as assert_same_weights
@@ -34,14 +35,14 @@ def test_the_same_run(method: str, tmp_path: Path) -> None:
         results = {}
         for speculation in ("none", "das"):
             folder = tmp_path / speculation
-            flags = f"--train-iters 3 --save {folder} --rollout-speculation {speculation} {method} "
+            flags = f"--train-iters 2 --save {folder} --rollout-speculation {speculation} {method} "
             # A sampled logprob may round otherwise beside more tokens of its sequence.
             flags += "--old-logprobs recompute"
             trainer, _ = runs.run(flags, "in-process")
             results[speculation] = (weights_of(trainer), *records(folder / "metrics.jsonl"))
     plain, das = results["none"], results["das"]
     assert_same_weights(plain[0], das[0])
-    assert len(plain[1]) == len(das[1]) == 3
+    assert len(plain[1]) == len(das[1]) == 2
     for without, with_it in zip(plain[1], das[1], strict=True):
         assert without.keys() == with_it.keys()
         for name, value in without.items():
@@ -54,13 +55,14 @@ def test_the_same_run(method: str, tmp_path: Path) -> None:
 
 
 STOPPING = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 400 --task arithmetic "
-    "--arithmetic-max-operand 9 --rollout-batch-size 3 --n-samples-per-prompt 3 --rollout-max-response-len 330 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64 --task arithmetic "
+    "--arithmetic-max-operand 9 --rollout-batch-size 3 --n-samples-per-prompt 3 --rollout-max-response-len 40 "
     "--lr 1e-3 --rollout-temperature 0.05 --old-logprobs recompute --seed 3 --train-iters 2 --rollout-stop-degenerate "
     "--save-rollouts-interval 1"
 )
 
 
+@mock.patch.object(degenerate, "_LOOP_TOKENS", 24)
 def stopping_run(rank: int, flags: str) -> None:
     from megatron_dta.common.console import Console
     from megatron_dta.training.arguments import parse_arguments
@@ -73,6 +75,7 @@ def stopping_run(rank: int, flags: str) -> None:
         trainer.metrics.close()
 
 
+@mock.patch.object(degenerate, "_LOOP_TOKENS", 24)
 def test_stopped_responses_are_counted(tmp_path: Path) -> None:
     """In every step, of all replicas, with drafts: those that end where a scan would stop them."""
     run_on_ranks(stopping_run, f"{STOPPING} --rollout-speculation das --save {tmp_path}/run", 2, tmp_path / "ranks")
@@ -80,7 +83,7 @@ def test_stopped_responses_are_counted(tmp_path: Path) -> None:
     for row in rows:
         rollouts = load_rollouts(tmp_path / "run" / "rollouts" / f"step_{row['iteration']:07d}.jsonl")
         responses = [rollout.token_ids[rollout.loss_mask] for rollout in rollouts]
-        assert row["degenerate_responses"] == sum(DegenerateDetector().feed(r) == len(r) for r in responses)
+        assert row["degenerate_responses"] == sum(degenerate.DegenerateDetector().feed(r) == len(r) for r in responses)
     assert 0 < sum(row["degenerate_responses"] for row in rows) < 2 * 9
 
 

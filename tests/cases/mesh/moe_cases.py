@@ -64,8 +64,8 @@ def make_reference(name: str) -> tuple:
     return model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE)
 
 
-def updated_expert_biases(model: ModelConfig, weights: dict, samples: list) -> dict[str, torch.Tensor]:
-    """The biases of experts after a step: moved by the loads of all samples, each run alone."""
+def run_plain_router(model: ModelConfig, weights: dict, samples: list) -> torch.nn.Module:
+    """The stock model after all samples, each run alone: its routers hold their loads and losses."""
     stock = build_stock_model(model, torch.device("cpu"), PlainRouter)
     stock.load_state_dict(weights)
     for sample in samples:
@@ -73,8 +73,13 @@ def updated_expert_biases(model: ModelConfig, weights: dict, samples: list) -> d
         length = tokens.shape[1]
         hidden_from = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
         stock(tokens, torch.arange(length)[None], hidden_from)
+    return stock
+
+
+def updated_expert_biases(model: ModelConfig, weights: dict, samples: list) -> dict[str, torch.Tensor]:
+    """The biases of experts after a step."""
     biases = {}
-    for name, module in stock.named_modules():
+    for name, module in run_plain_router(model, weights, samples).named_modules():
         if isinstance(module, PlainRouter):
             loads, key = module.loads.double(), f"{name}.expert_bias"
             biases[key] = weights[key] + model.moe_router_bias_update_rate * torch.sign(loads.mean() - loads).float()

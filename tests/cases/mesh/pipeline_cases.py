@@ -9,7 +9,8 @@ import numpy as np
 from common.schedule_check import needs_of
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.schedule import PipelineOp, PipelineSchedule, backward_order, children_of
-from megatron_dta.core.planning.segments.plan import OpKind
+from megatron_dta.core.planning.segments.plan import OpKind, SegmentPlan
+from megatron_dta.core.tree import build_prefix_tree
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
 SHAPES = ("mixed", "chain", "roots", "star", "deep")
@@ -32,6 +33,12 @@ def random_tree(rng: np.random.Generator, num_segments: int, shape: str = "mixed
         parents.append(path[-1] if path else -1)
         path.append(segment)
     return np.asarray(parents, dtype=np.int64)
+
+
+def random_segments(rng: np.random.Generator, count: int, longest: int = 9) -> SegmentPlan:
+    """Any segment tree, without a forest: schedules, slots and what is kept ask for lengths and parents only."""
+    starts = np.concatenate([[0], np.cumsum(rng.integers(1, longest + 1, count))]).astype(np.int64)
+    return SegmentPlan(build_prefix_tree([]), starts, random_tree(rng, count).astype(np.int32), longest)
 
 
 def random_costs(rng: np.random.Generator, num_virtual_stages: int, lengths: np.ndarray) -> PipelineCosts:

@@ -41,29 +41,19 @@ def references():
 
 
 @pytest.mark.parametrize(
-    ("mode", "segment_tokens", "activation_tokens"),
+    ("name", "cut"),
     [
-        *(("dense", 9, None), ("packed", 45, 0)),
-        *(("dta", 1, 12), ("dta", 6, None), ("dta", 6, 0), ("dta", 1000, None)),
+        *(("dense", cut) for cut in (("dense", 9), ("packed", 45, 0), ("dta", 1, 12), ("dta", 6), ("dta", 6, 0))),
+        *(("dense", ("dta", 1000)), ("experts", ("dta", 7, 0)), ("experts", ("packed", 50))),
     ],
+    ids=str,
 )
-def test_equals_one_sequence_at_a_time_in_float64(references, mode, segment_tokens, activation_tokens):
-    model, weights, samples, expected = references["dense"]
-    outcome, _ = run_tree(
-        model, weights, samples, GRPO, tree_config(mode, segment_tokens, activation_tokens), TEMPERATURE
-    )
+def test_equals_one_sequence_at_a_time_in_float64(references, name, cut):
+    model, weights, samples, expected = references[name]
+    outcome, _ = run_tree(model, weights, samples, GRPO, tree_config(*cut), TEMPERATURE)
     assert outcome.gradients.keys() == weights.keys()
     errors = compare_outcomes(outcome, expected)
     assert errors.largest() < 1e-12, errors
-
-
-def test_with_experts(references):
-    model, weights, samples, expected = references["experts"]
-    for mode, segment_tokens, activation_tokens in (("dta", 7, 0), ("packed", 50, None)):
-        tree = tree_config(mode, segment_tokens, activation_tokens)
-        outcome, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
-        errors = compare_outcomes(outcome, expected)
-        assert errors.largest() < 1e-12, errors
 
 
 def test_adapters_equal_adapted_weights(references):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -94,35 +92,3 @@ def test_entropies_and_sequences_that_some_groups_leave_out(segment: int, seed: 
     assert found_loss == expected_loss
     for name, gradient in expected.items():
         assert torch.equal(actual[name], gradient), name
-
-
-def test_padding_of_a_group_is_never_used():
-    """The rows of a group are padded to one length; a loss of a row's own tokens is not changed by other rows."""
-    config, weights, samples = make_case(12)
-    batch = prepare_batch(samples, tree_config("packed", 60))
-    model = build_model(config, torch.device("cpu"))
-    model.load_state_dict(weights)
-
-    hooked = []
-
-    def poisoned(logprobs: Tensor, entropy: Tensor, sequences: np.ndarray) -> Tensor:
-        lengths = torch.tensor([samples[number].num_trained for number in sequences])
-        padding = torch.arange(logprobs.shape[1]) >= lengths[:, None]
-        # The engine must not read the gradient of the padding.
-        logprobs.register_hook(lambda gradient: torch.where(padding, torch.nan, gradient))
-        hooked.append(bool(padding.any()))
-        return logprobs[~padding].sum()
-
-    TreeEngine(model, TEMPERATURE).forward_backward(batch, SequenceLoss(poisoned))
-    assert any(hooked), "no row is shorter than its group"
-    gradients = _gradients(model)
-    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
-    plain = build_model(config, torch.device("cpu"))
-    plain.load_state_dict(weights)
-    with_unit_weights = replace(batch, loss_weights=np.ones(batch.plan.num_pairs))
-    TreeEngine(plain, TEMPERATURE).forward_backward(
-        with_unit_weights,
-        Objective("sum", lambda logprobs, entropy, fields: TokenLosses(torch.where(fields.loss_mask, logprobs, 0.0))),
-    )
-    for name, gradient in _gradients(plain).items():
-        assert torch.allclose(gradients[name], gradient, rtol=1e-12, atol=1e-12), name

@@ -139,6 +139,10 @@ def test_a_wrong_loss_is_seen(case, name):
 # ------------------------------------------------------------------------------------------------------- preferences
 
 
+# A sequence in two pairs, a pair of a sequence and its prefix, and sequences in none.
+PAIRS = np.array([[0, 1], [2, 0], [3, 5], [4, 7]])
+
+
 def plain_dpo(pairs: np.ndarray, beta: float):
     def loss(sequences: list[Alone]) -> Tensor:
         total = 0.0
@@ -152,12 +156,10 @@ def plain_dpo(pairs: np.ndarray, beta: float):
 
 def test_dpo_equals_both_sequences_in_one_graph(case):
     model, weights, samples = case
-    # A sequence in two pairs, a pair of a sequence and its prefix, and sequences in none.
-    pairs = np.array([[0, 1], [2, 0], [3, 5], [4, 7]])
-    loss, expected = reference_gradients(model, weights, samples, plain_dpo(pairs, 0.3))
+    loss, expected = reference_gradients(model, weights, samples, plain_dpo(PAIRS, 0.3))
     settings = {"objective": "dpo", "dpo_beta": 0.3}
     for cut in CUTS:
-        result, gradients = train(case, settings, cut, part=StepPart(preference_pairs=pairs))
+        result, gradients = train(case, settings, cut, part=StepPart(preference_pairs=PAIRS))
         assert float(result.loss) == pytest.approx(loss, rel=1e-12)
         assert largest_error(gradients, expected) < 1e-12, cut
     assert 0 <= float(result.metrics["dpo_accuracy"]) <= 1
@@ -165,7 +167,6 @@ def test_dpo_equals_both_sequences_in_one_graph(case):
 
 # -------------------------------------------------------------------------------------------------------------- meshes
 
-PAIRS = np.array([[0, 1], [2, 0], [3, 5], [4, 7]])
 MESHES = {
     "data": ({}, [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9, 10, 11]]),
     "pipeline": ({"pipeline_model_parallel_size": 2}, [list(range(12))]),

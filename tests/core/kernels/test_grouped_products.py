@@ -14,7 +14,10 @@ from conftest import seed_all
 from dta_kernels.experts import grouped_products
 from dta_kernels.experts.grouped_products import MatrixTable
 from dta_kernels.experts.reference import PlainRows
+from dta_kernels.experts.reference import sum_rows as sum_rows_reference
+from dta_kernels.experts.row_sums import sum_rows
 from dta_kernels.experts.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
+from expert_row_cases import ROW_ORDERS, check_row_order
 from grouped_rows import grouped_rows
 from tree_attention_cases import poisoned_memory
 from triton_device import interpreter
@@ -186,3 +189,27 @@ def test_weighted_swiglu(rows, width, weight_dtype):
     torch.testing.assert_close(actual.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients[0].double(), grads[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradients[1].double(), grads[1], rtol=tolerance, atol=10 * tolerance)
+
+
+@interpreter
+@pytest.mark.parametrize("sizes", ROW_ORDERS)
+def test_the_kernel_orders_rows_as_its_twin(sizes):
+    check_row_order(sizes, torch.int16, torch.device("cpu"))
+
+
+@interpreter
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float16, 5e-4)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_sums", "rows_per_sum", "width"), [(50, 9, 5, 67), (8, 3, 1, 2050), (0, 3, 2, 5)]
+)
+def test_sums_of_rows(num_rows, num_sums, rows_per_sum, width, dtype, bound):
+    """Some slots hold no row."""
+    seed_all(width)
+    rows = torch.randn(num_rows + 1, width).to(dtype)
+    rows_of_sums = torch.randint(-1, num_rows, (num_sums, rows_per_sum))
+    exact = (rows.double()[rows_of_sums] * (rows_of_sums >= 0).unsqueeze(-1)).sum(1)
+    with poisoned_memory():
+        sums = [add(rows[:num_rows], rows_of_sums) for add in (sum_rows, sum_rows_reference)]
+    for actual in sums:
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), exact, rtol=bound, atol=4 * bound)

@@ -1,69 +1,102 @@
-"""Chunked logprobs and entropies against whole logits and autograd."""
+"""Chunked logprobs and entropies, plain and on the Triton kernels, against whole logits and autograd in float64.
+
+On a CPU the kernels run in Triton's interpreter, on a GPU compiled.
+"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
+from dta_kernels.logprobs import fused_logits
 from dta_kernels.logprobs.linear import linear_logprobs
 from linear_logprobs_cases import chunks_of, random_case
+from tree_attention_cases import poisoned_memory
+from triton_device import DEVICE
+
+TEMPERATURE = 0.7
+kernels_run = pytest.mark.skipif(
+    DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
+)
+BOTH = pytest.mark.parametrize("fused", [False, pytest.param(True, marks=kernels_run)])
 
 
-@pytest.mark.parametrize(("seed", "chunk_rows", "temperature"), [(0, 1, 1.0), (1, 5, 0.6), (0, 23, 0.6), (1, 100, 1.0)])
-def test_equals_log_softmax(seed, chunk_rows, temperature):
+def case_of(seed: int, dtype: torch.dtype, factor: float = 1.0) -> tuple:
+    """Hidden states of very different lengths, weight, edges, and gradients of logprobs and entropies."""
     hidden, weight, edge_row, target = random_case(seed, torch.float64)
-    expected = torch.log_softmax(hidden @ weight.t() / temperature, dim=-1)
-    expected_entropy = -(expected.exp() * expected).sum(-1)
-    grad_logprobs = torch.randn(len(target), dtype=torch.float64)
-    grad_entropy = torch.randn(len(hidden), dtype=torch.float64)
-    outputs = (expected[edge_row, target], expected_entropy)
-    wanted = torch.autograd.grad(outputs, (hidden, weight), (grad_logprobs, grad_entropy))
-
-    logprobs, entropy = linear_logprobs(
-        hidden, weight, edge_row, target, chunks_of(len(hidden), edge_row, chunk_rows), temperature
-    )
-    torch.testing.assert_close(logprobs, outputs[0], rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(entropy, outputs[1], rtol=1e-12, atol=1e-13)
-    gradients = torch.autograd.grad((logprobs, entropy), (hidden, weight), (grad_logprobs, grad_entropy))
-    for actual, gradient in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(actual, gradient, rtol=1e-12, atol=1e-13)
+    hidden = hidden.detach() * factor * torch.linspace(0.1, 2, len(hidden))[:, None]
+    tensors = hidden.to(dtype), weight.detach().to(dtype), edge_row, target
+    return *(x.to(DEVICE) for x in tensors), [torch.randn(n, device=DEVICE) for n in (len(target), len(hidden))]
 
 
-@pytest.mark.parametrize("output", [0, 1])
-def test_either_output_alone_has_its_gradient(output):
-    hidden, weight, edge_row, target = random_case(3, torch.float64)
-    chunks = chunks_of(len(hidden), edge_row, 4)
-    torch.autograd.gradcheck(
-        lambda h, w: linear_logprobs(h, w, edge_row, target, chunks, 0.7)[output], (hidden, weight), atol=1e-6
-    )
+def run(case: tuple, which: tuple[int, ...], chunk_rows: int, **more: object) -> list[torch.Tensor]:
+    """Logprobs, entropies, and the gradients from those of the outputs ``which``."""
+    hidden, weight, edge_row, target, upstream = case
+    inputs = [x.detach().requires_grad_() for x in (hidden, weight)]
+    chunks = chunks_of(len(hidden), edge_row.cpu(), chunk_rows)
+    with poisoned_memory():
+        outputs = linear_logprobs(*inputs, edge_row, target, chunks, TEMPERATURE, **more)
+        return [x.detach() for x in outputs] + _gradients(outputs, inputs, which, upstream)
 
 
-def test_large_logits_stay_finite():
-    hidden, weight, edge_row, target = random_case(4, torch.float32)
-    chunks = chunks_of(len(hidden), edge_row, 6)
-    logprobs, entropy = linear_logprobs(hidden * 1e4, weight, edge_row, target, chunks)
-    gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight))
-    assert all(torch.isfinite(x).all() for x in (logprobs, entropy, *gradients))
+def truth(case: tuple, which: tuple[int, ...]) -> list[torch.Tensor]:
+    hidden, weight, edge_row, target, upstream = case
+    inputs = [x.double().requires_grad_() for x in (hidden, weight)]
+    logprobs = torch.log_softmax(inputs[0] @ inputs[1].t() / TEMPERATURE, dim=-1)
+    outputs = logprobs[edge_row, target], -(logprobs.exp() * logprobs).sum(-1)
+    return [x.detach() for x in outputs] + _gradients(outputs, inputs, which, upstream)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+def _gradients(outputs: tuple, inputs: list, which: tuple[int, ...], upstream: list) -> list[torch.Tensor]:
+    chosen = [outputs[i] for i in which]
+    return list(torch.autograd.grad(chosen, inputs, [upstream[i].to(x) for i, x in zip(which, chosen, strict=True)]))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("which", "block", "chunk_rows"), [((0, 1), 16, 5), ((0,), 16, 100), ((1,), 4096, 1), ((0, 1), 4096, 23)]
+)
+def test_equals_log_softmax(fused, which, block, chunk_rows, monkeypatch):
+    monkeypatch.setattr(fused_logits, "_BLOCK", block)
+    case = case_of(chunk_rows, torch.float32 if fused else torch.float64, factor=3.0)
+    tolerance = 2e-5 if fused else 1e-12
+    for actual, wanted in zip(run(case, which, chunk_rows, fused=fused), truth(case, which), strict=True):
+        torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@kernels_run
+def test_bfloat16_is_as_near_to_float64_as_the_plain_twin():
+    case, both = case_of(3, torch.bfloat16), (0, 1)
+    fused, plain, exact = run(case, both, 6, fused=True), run(case, both, 6, fused=False), truth(case, both)
+    for actual, other, wanted in zip(fused, plain, exact, strict=True):
+        assert actual.dtype == other.dtype
+        errors = [float((x.double() - wanted).norm()) for x in (actual, other)]
+        # The interpreter rounds to bfloat16 towards zero, twice the error of rounding to nearest.
+        assert errors[0] <= (2.2 if DEVICE.type == "cpu" else 1.1) * errors[1] + 1e-6, errors
+
+
+@BOTH
+def test_large_logits_stay_finite_and_a_repeat_changes_no_bit(fused):
+    case = case_of(4, torch.float32, factor=1e4)
+    results = [run(case, (0, 1), 6, fused=fused) for _ in range(2)]
+    assert all(torch.isfinite(x).all() for x in results[0])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@BOTH
 def test_float32_logits_are_not_rounded(fused):
-    hidden, weight, edge_row, target = random_case(6, torch.bfloat16)
-    chunks = chunks_of(len(hidden), edge_row, 9)
-    wide = [x.detach().float().requires_grad_() for x in (hidden, weight)]
-    factors = torch.randn(len(target)), torch.randn(len(hidden))
-
-    def run(inputs, **more):
-        outputs = linear_logprobs(*inputs, edge_row, target, chunks, 0.7, **more)
-        return outputs, torch.autograd.grad(outputs, inputs, factors)
-
-    expected, wanted = run(wide, fused=False)
-    outputs, gradients = run((hidden, weight), fused=fused, in_float32=True)
-    rounded, _ = run((hidden, weight), fused=fused)
-    for actual, exact, coarse in zip(outputs, expected, rounded, strict=True):
-        torch.testing.assert_close(actual, exact, rtol=1e-5, atol=2e-6)
+    hidden, weight, *rest = case_of(6, torch.bfloat16)
+    expected = run((hidden.float(), weight.float(), *rest), (0, 1), 9, fused=False)
+    actual = run((hidden, weight, *rest), (0, 1), 9, fused=fused, in_float32=True)
+    rounded = run((hidden, weight, *rest), (0, 1), 9, fused=fused)
+    for got, exact, coarse in zip(actual[:2], expected[:2], rounded[:2], strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=2e-6)
         assert (coarse - exact).abs().max() > 1e-3
-    for actual, exact in zip(gradients, wanted, strict=True):
+    for got, exact in zip(actual[2:], expected[2:], strict=True):
         # The gradient of the logits, and what follows, is rounded to bfloat16 as before.
-        assert actual.dtype == torch.bfloat16
-        assert (actual.float() - exact).norm() < 4e-3 * exact.norm()
+        assert got.dtype == torch.bfloat16
+        assert (got.float() - exact).norm() < 4e-3 * exact.norm()

@@ -20,8 +20,6 @@ from dta_kernels.paged_attention.launch import (
     copy_pages,
     paged_attention,
     paged_config,
-    write_pages,
-    write_pages_reference,
 )
 from mixed_rows_cases import mixed_error
 from paged_attention_cases import NAN, PagedCase, relative_error
@@ -103,18 +101,6 @@ def test_a_row_has_the_same_bits_in_every_batch_and_run(programs: int, monkeypat
 
 
 @interpreter
-def test_positions_behind_a_query_are_not_seen():
-    """A rejected draft may stand in a sequence's pages; and keys of a later token of the same tile."""
-    generator = seed_all(5)
-    case = PagedCase.random(generator, [37, 20], [1, 6], (4, 2, 16), torch.float32, DEVICE)
-    config = tiny(paged_config(2, 16, torch.float32, 6))
-    expected = case.expected()
-    case.keys.nan_to_num_(1e4)
-    case.values.nan_to_num_(1e4)
-    assert relative_error(case.run(config), expected) < FLOAT32
-
-
-@interpreter
 @pytest.mark.parametrize("terms", [1, 3])
 @pytest.mark.parametrize(
     ("layout", "rotated", "norm"),
@@ -132,20 +118,6 @@ def test_mixed_rows_give_the_bits_of_two_kernels(layout: QKVLayout, rotated: int
         config = tiny(paged_config(layout.heads_per_group, layout.head_size, dtype, 1))
         assert mixed_error(generator, starts, *shape, dtype, DEVICE, config, same_bits=True) < bound
         assert mixed_error(generator, [5, 9], *shape, dtype, DEVICE, replace(config, parts=1), True) < bound
-
-
-@interpreter
-def test_negative_slots_write_nothing():
-    generator = seed_all(6)
-    keys, values = (torch.zeros(5, 4, 3, 12) for _ in range(2))
-    key, value = (torch.from_numpy(generator.standard_normal((7, 3, 12))).float() for _ in range(2))
-    slots = torch.tensor([3, -1, 0, 19, -1, 7, 11])
-    expected = keys.clone(), values.clone()
-    write_pages_reference(key, value, *expected, slots)
-    write_pages(key, value, torch.tensor([keys.data_ptr(), values.data_ptr()]), slots)
-    assert torch.equal(keys, expected[0])
-    assert torch.equal(values, expected[1])
-    assert (keys.flatten(2).abs().sum(-1) > 0).sum() == 5
 
 
 def test_what_the_kernels_do_not_take_is_refused():

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("triton")
 
 import dta_kernels.tree_attention.reference as reference
 from conftest import seed_all
 from dta_kernels.tree_attention.reference import tree_attention_backward, tree_attention_forward
-
-
-def random_tree(generator: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Parents and subtree ends of a random forest in preorder."""
-    parent, path = np.full(size, -1), []
-    for token in range(1, size):
-        path.append(token - 1)
-        del path[len(path) - (generator.integers(0, len(path) + 1) if generator.random() < 0.4 else 0) :]
-        parent[token] = path[-1] if path else -1
-    end = np.arange(1, size + 1)
-    for token in range(size - 1, 0, -1):
-        if parent[token] >= 0:
-            end[parent[token]] = max(end[parent[token]], end[token])
-    return parent, end
+from tree_attention_cases import random_parents, segment_of
 
 
 def path_attention(q, k, v, parent, first_query, scale):
@@ -51,7 +39,8 @@ def test_forward_and_gradients_equal_attention_over_the_path(
     generator = seed_all(seed)
     size = int(generator.integers(20, 50))
     first_query = int(generator.integers(0, size - 1))
-    parent, end = random_tree(generator, size)
+    parent = random_parents(generator, size, turn=0.4)
+    end = segment_of(parent, 0, size).key_end
     q = torch.randn(size - first_query, heads, head_size, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(size, groups, head_size, dtype=torch.float64, requires_grad=True) for _ in range(2))
     expected = path_attention(q, k, v, parent, first_query, 0.37)
@@ -65,23 +54,3 @@ def test_forward_and_gradients_equal_attention_over_the_path(
         dq, dk, dv = tree_attention_backward(grad_out, q, k, v, out, lse, *arguments)
     for actual, wanted in ((out, expected), (dq, q.grad), (dk, k.grad), (dv, v.grad)):
         torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-13)
-
-
-def test_a_key_that_no_query_sees_changes_no_bit():
-    generator = seed_all(4)
-    size = 40
-    _, end = random_tree(generator, size)
-    index, ends = torch.arange(size), torch.from_numpy(end)
-    q, k, v, grad_out = (torch.randn(size, 2, 8) for _ in range(4))
-    other = int(generator.integers(1, size))
-    seen_by = [token for token in range(size) if other <= token < end[other]]
-    elsewhere = [token for token in range(size) if token not in seen_by]
-    results = []
-    for _ in range(2):
-        out, lse = tree_attention_forward(q, k, v, index, index, ends, 0.3)
-        results.append((out, tree_attention_backward(grad_out, q, k, v, out, lse, index, index, ends, 0.3)[0]))
-        k, v = k.clone(), v.clone()
-        k[other], v[other] = torch.randn(2, 8) * 100, torch.randn(2, 8) * 100
-    for before, after in zip(*results, strict=True):
-        assert torch.equal(before[elsewhere], after[elsewhere])
-        assert not torch.equal(before[seen_by], after[seen_by])

@@ -11,8 +11,6 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
-from dta_kernels.layers.partial_sums import add_partial_sums
-from dta_kernels.tree_attention.gather_keys import gather_keys
 from fused_layers_cases import fused
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.core.config import ModelConfig, ParallelConfig
@@ -186,51 +184,3 @@ def test_weights_that_moved_between_steps_are_found(counted):
     after = wrapped.gradients(samples, tree)
     assert counted.passes
     assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
-
-
-@kernels_run
-@pytest.mark.parametrize(("programs", "columns"), [(0, 5), (3, 37), (200, 257)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_partial_sums_equal_their_twin(programs, columns, dtype):
-    seed_all(programs)
-    partials = tuple(torch.randn(programs, columns, device=DEVICE) for _ in range(2))
-    sums = tuple(torch.randn(columns, device=DEVICE).to(dtype) for _ in range(2))
-    wanted = [kept.double() + partial.double().sum(0) for kept, partial in zip(sums, partials, strict=True)]
-    again = tuple(kept.clone() for kept in sums)
-    add_partial_sums(sums, partials)
-    add_partial_sums(again, partials)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
-    for total, repeated, want in zip(sums, again, wanted, strict=True):
-        assert torch.equal(total, repeated)
-        torch.testing.assert_close(total.double(), want, rtol=tolerance, atol=tolerance * max(1, programs) ** 0.5)
-    with pytest.raises(ValueError, match="vectors with a column's entry"):
-        add_partial_sums((sums[0], sums[1][:0]), partials)
-
-
-@kernels_run
-@pytest.mark.parametrize(
-    ("slots", "ancestors", "count", "groups", "size"),
-    [(9, 0, 3, 1, 8), (40, 11, 0, 2, 24), (700, 333, 210, 3, 20)],
-)
-def test_gathered_keys_equal_their_twin(slots, ancestors, count, groups, size):
-    seed_all(slots)
-    shape = (slots, groups, size)
-    keys, values = torch.randn(shape, device=DEVICE), torch.randn(shape, device=DEVICE)
-    mixed = torch.randn(count, groups, 4, size, device=DEVICE)
-    slot = torch.randperm(slots, device=DEVICE)[: ancestors + count]
-    kept = keys.clone(), values.clone()
-    out = tuple(torch.full((ancestors + count + 2, groups, size), float("nan"), device=DEVICE) for _ in range(2))
-    target = tuple(x[: ancestors + count] for x in out)
-    own_values = mixed[:, :, 2]
-    gather_keys(keys, values, slot, target, own_values)
-    kept[1][slot[ancestors:]] = own_values
-    assert torch.equal(keys, kept[0])
-    assert torch.equal(values, kept[1])
-    for gathered, pool in zip(out, kept, strict=True):
-        assert torch.equal(gathered[: ancestors + count], pool.index_select(0, slot))
-        assert gathered[ancestors + count :].isnan().all()
-    again = tuple(torch.full_like(x, float("nan")) for x in target)
-    gather_keys(keys, values, slot, again)
-    assert all(torch.equal(first, other) for first, other in zip(again, target, strict=True))
-    with pytest.raises(ValueError, match="must be neighbors"):
-        gather_keys(keys, values, slot, target, torch.empty(count, groups, size, 2, device=DEVICE)[..., 0])

@@ -9,6 +9,7 @@ import torch
 
 from megatron_dta.extras.parity import compare_outcomes, run_tree
 from moe_cases import BALANCED_MODELS, CUTS, make_reference
+from tree_attention_cases import poisoned_memory
 from tree_engine_cases import GRPO, TEMPERATURE, check_siblings, siblings, tree_config
 
 
@@ -18,14 +19,18 @@ def references() -> dict:
 
 
 @pytest.mark.parametrize(
-    ("name", "cut"),
-    [("deepseek-balanced", cut) for cut in CUTS]
-    + [(name, cut) for name in BALANCED_MODELS for cut in (CUTS[4],) if name != "deepseek-balanced"],
+    ("name", "cut", "is_grouped"),
+    [("deepseek-balanced", cut, True) for cut in CUTS]
+    + [(name, CUTS[4], True) for name in BALANCED_MODELS if name != "deepseek-balanced"]
+    + [(name, CUTS[5], False) for name in ("deepseek-balanced", "gpt")],
     ids=str,
 )
-def test_equals_stock_megatron_in_float64(references, name, cut):
+def test_equals_stock_megatron_in_float64(references, name, cut, is_grouped):
+    """Experts as grouped products, or one by one."""
     model, weights, samples, expected = references[name]
-    outcome, _ = run_tree(model, weights, samples, GRPO, tree_config(*cut), TEMPERATURE)
+    model = replace(model, moe_grouped_gemm=is_grouped)
+    with poisoned_memory():
+        outcome, _ = run_tree(model, weights, samples, GRPO, tree_config(*cut), TEMPERATURE)
     assert {name for name in weights if not name.endswith("expert_bias")} == outcome.gradients.keys()
     assert all(gradient.abs().max() > 0 for gradient in outcome.gradients.values())
     errors = compare_outcomes(outcome, expected)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from conftest import seed_all
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.engine.expert_pass import token_weights
 from megatron_dta.core.model.build import build_model, build_stock_model
 from megatron_dta.core.model.experts import router
-from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.extras.parity import compare_outcomes, run_stock, run_tree
 from megatron_dta.extras.parity.plain_router import PlainRouter
 from megatron_dta.training.config import OptimizationConfig
 from megatron_dta.training.optimizer.build import TrainingOptimizer
-from moe_cases import make_reference
-from tree_engine_cases import GRPO, TEMPERATURE, branching_sequences, tree_config
+from moe_cases import make_reference, run_plain_router
+from tree_engine_cases import GRPO, TEMPERATURE, tree_config
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +79,7 @@ def test_loads_count_every_sequence_and_auxiliary_losses_are_reported(references
     batch = prepare_batch(samples, tree_config(*cut))
     engine.compute_logprobs(batch)
     result = engine.forward_backward(batch, GRPO)
-    stock = build_stock_model(model, torch.device("cpu"), PlainRouter)
-    stock.load_state_dict(weights)
-    for sample in samples:
-        tokens = torch.from_numpy(sample.token_ids[: sample.needed_length()].astype(np.int64))[None]
-        length = tokens.shape[1]
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-        stock(tokens, torch.arange(length)[None], mask)
+    stock = run_plain_router(model, weights, samples)
     plain = [module for module in stock.modules() if isinstance(module, PlainRouter)]
     ours = [module for module in tree_model.modules() if isinstance(module, router.TreeRouter)]
     assert len(plain) == len(ours) == 2
@@ -148,15 +138,3 @@ def test_a_recomputation_routes_as_the_first_forward(references, monkeypatch):
         outcomes.append((float(result.loss), {name: p.grad for name, p in tree_model.named_parameters()}))
     assert outcomes[0][0] == outcomes[1][0]
     assert all(torch.equal(outcomes[0][1][name], gradient) for name, gradient in outcomes[1][1].items())
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_weights_of_tokens_sum_over_their_sequences(seed):
-    generator = seed_all(seed)
-    sequences = branching_sequences(generator, count=25)
-    tree = build_prefix_tree(sequences)
-    weights = generator.random(len(sequences)) * 10.0 ** generator.integers(-9, 9, size=len(sequences))
-    expected = np.zeros(tree.num_tokens)
-    for sequence, weight in enumerate(weights):
-        expected[tree.stream_indices(sequence)] += weight
-    np.testing.assert_allclose(token_weights(tree, weights), expected, rtol=1e-14)

@@ -1,4 +1,4 @@
-"""Surrogates, corrections, pairs and the value loss as functions: masks, batches, derivatives, extreme numbers."""
+"""Surrogates, corrections, pairs and the value loss as functions: GRPO token by token, masks, extreme numbers."""
 
 from __future__ import annotations
 
@@ -40,15 +40,74 @@ OBJECTIVES = {
     "value without clip": make_value_objective(None),
 }
 
+# Clips alone, each kind of divergence, and all at once.
+GRPO_VARIANTS = [
+    {},
+    {"eps_clip": 0.05, "dual_clip": 1.3},
+    {"eps_clip": 1.0, "eps_clip_high": 1e9},
+    {"kl_loss_coef": 0.3, "kl_loss_type": "k1"},
+    {"kl_loss_coef": 0.3, "kl_loss_type": "k2"},
+    {"eps_clip_high": 0.3, "dual_clip": 2.5, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "entropy_coef": 0.02},
+]
 
-def random_case(seed: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor, LossFields]:
+
+def random_case(seed: int, *shape: int, spread: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, LossFields]:
     seed_all(seed)
     logprobs = -torch.rand(shape, dtype=torch.float64) * 3
-    fields = {name: logprobs + torch.randn(shape, dtype=torch.float64) * 0.3 for name in NAMES}
+    fields = {name: logprobs + torch.randn(shape, dtype=torch.float64) * spread for name in NAMES}
     fields["advantages"] = torch.randn(shape, dtype=torch.float64)
     mask = torch.rand(shape) < 0.7
     mask[..., 0] = True
     return logprobs.requires_grad_(), torch.rand(shape, dtype=torch.float64), LossFields(mask, **fields)
+
+
+def grpo_token(
+    logprob: float, entropy: float, advantage: float, old: float, ref: float, options: dict
+) -> tuple[float, float, float, str]:
+    """(loss, its derivatives by logprob and entropy, branch taken) of one token, straight from the definition."""
+    low = 1 - options.get("eps_clip", 0.2)
+    high = 1 + options.get("eps_clip_high", options.get("eps_clip", 0.2))
+    ratio = math.exp(logprob - old)
+    candidates = {"free": ratio * advantage, "clip": min(max(ratio, low), high) * advantage}
+    branch = min(candidates, key=lambda name: (candidates[name], name == "clip"))
+    surrogate = candidates[branch]
+    if branch == "clip":
+        branch = "high" if ratio > high else "low"
+    if advantage < 0 and "dual_clip" in options and surrogate < options["dual_clip"] * advantage:
+        surrogate, branch = options["dual_clip"] * advantage, "dual"
+    loss, slope = -surrogate, -ratio * advantage if branch == "free" else 0.0
+    coefficient, d = options.get("kl_loss_coef", 0.0), ref - logprob
+    kl, kl_slope = {
+        "k1": (-d, 1.0),
+        "k2": (d * d / 2, -d),
+        "k3": (math.exp(d) - 1 - d, 1 - math.exp(d)),
+    }[options.get("kl_loss_type", "k3")]
+    bonus = options.get("entropy_coef", 0.0)
+    return loss + coefficient * kl - bonus * entropy, slope + coefficient * kl_slope, -bonus, branch
+
+
+@pytest.mark.parametrize("options", GRPO_VARIANTS)
+def test_grpo_matches_loop_over_tokens(options: dict) -> None:
+    logprobs, entropy, fields = random_case(11, 3, 67, spread=0.6)
+    entropy.requires_grad_()
+    losses = make_objective(ObjectiveConfig(**options))(logprobs, entropy, fields)
+    gradients = torch.autograd.grad(losses.loss.sum(), (logprobs, entropy), allow_unused=True)
+    grad_logprobs, grad_entropy = (torch.zeros_like(logprobs) if g is None else g for g in gradients)
+    branches = set()
+    for b in range(3):
+        for t in range(67):
+            actual = [x[b, t].item() for x in (losses.loss, grad_logprobs, grad_entropy)]
+            if not fields.loss_mask[b, t]:
+                assert actual == [0, 0, 0]
+                assert all(values[b, t] == 0 for values in losses.metrics.values())
+                continue
+            inputs = (logprobs, entropy, fields.advantages, fields.old_logprobs, fields.ref_logprobs)
+            *expected, branch = grpo_token(*(x[b, t].item() for x in inputs), options)
+            branches.add(branch)
+            assert actual == pytest.approx(expected, rel=1e-13, abs=1e-13), (b, t, branch)
+            assert losses.metrics["clip_fraction"][b, t].item() == (branch != "free")
+    expected_branches = {"free", "low", "high"} if options.get("eps_clip") != 1.0 else {"free"}
+    assert branches == expected_branches | ({"dual"} if "dual_clip" in options else set())
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -70,22 +129,6 @@ def test_nothing_is_read_where_nothing_is_trained(name: str) -> None:
             assert torch.equal(getattr(spoiled, kind)[key], values), key
             assert not values.requires_grad
             assert (values[~fields.loss_mask] == 0).all()
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_batch_is_its_sequences_one_by_one(name: str) -> None:
-    logprobs, entropy, fields = random_case(2, 4, 23)
-    for row, length in enumerate((1, 23, 7, 12)):
-        fields.loss_mask[row, length:] = False
-    batch = OBJECTIVES[name](logprobs, entropy, fields)
-    (expected,) = torch.autograd.grad(batch.loss.sum(), logprobs)
-    for row, length in enumerate((1, 23, 7, 12)):
-        sequence_logprobs = logprobs[row, :length].detach().requires_grad_()
-        part = LossFields(**{key: value[row, :length] for key, value in vars(fields).items()})
-        alone = OBJECTIVES[name](sequence_logprobs, entropy[row, :length], part)
-        torch.testing.assert_close(alone.loss, batch.loss[row, :length], rtol=1e-13, atol=1e-14)
-        (gradient,) = torch.autograd.grad(alone.loss.sum(), sequence_logprobs)
-        torch.testing.assert_close(gradient, expected[row, :length], rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
@@ -123,6 +166,20 @@ def test_missing_fields_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=message):
             OBJECTIVES[name](logprobs, entropy, replace(fields, **{without: None}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"objective": "a2c"}, "--objective a2c"),
+        ({"eps_clip": 0.0}, "--eps-clip 0.0"),
+        ({"dual_clip": 1.0}, "--dual-clip 1.0"),
+        ({"kl_loss_type": "k4"}, "--kl-loss-type k4"),
+    ],
+)
+def test_senseless_settings_are_refused(settings: dict, flag: str) -> None:
+    with pytest.raises(InputError, match=flag):
+        make_objective(ObjectiveConfig(**settings))
 
 
 # --------------------------------------------------------------------------------------------------------------- pairs

@@ -16,6 +16,7 @@ from megatron_dta.core.planning.costs.gpus import LayerSplit, gpu_cost_model, gp
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
+from megatron_dta.core.shapes.decoder import DecoderShape
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 H200, _ = gpu_named("NVIDIA H200")
@@ -98,3 +99,13 @@ def test_a_known_correction_comes_back(stages: int, chunks: int) -> None:
     fitted = fit_correction(model, replace(noisy, events=held_up))
     for name, value in asdict(truth).items():
         assert getattr(fitted, name) == pytest.approx(value, rel=0.1), name
+
+
+def test_cost_model_of_a_shape() -> None:
+    shape = CostModel.from_shape(DecoderShape(28, 2048, 6144, 16, 8, 128, 151936))
+    for name, value in vars(CostModel()).items():
+        assert getattr(shape, name) == pytest.approx(value, rel=1e-4), name
+    assert CostModel(2.0, 3.0, 5.0, 7.0, 4).cost(8, 10, 1) == 2 * 8 + 3 * 10 + 5
+    assert CostModel(2.0, 3.0, 5.0, 12.0, 4).cost(8, 10, 1) == 12 * 2 + 3 * 10 + 5
+    seconds = CostModel(3.0, 0.0, 6.0, 32.0, 4).segment_seconds(np.array([4, 7, 9, 30]), 0, np.array([0, 0, 1, 0]))
+    np.testing.assert_allclose(seconds, [[10.0, 10.0, 11.0, 30.0], [22.0, 22.0, 22.0, 60.0]])

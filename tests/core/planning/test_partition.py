@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from common.partition_baselines import contiguous, contiguous_by_cost, first_fit
+from common.partition_baselines import contiguous
 from conftest import rollout_file, seed_all
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.partition.divide import (
@@ -88,10 +88,6 @@ def test_figures_of_random_forests(seed: int) -> None:
             if keep_together is not None:
                 ranks_of_name = {(n, r) for n, r in zip(names, partition.rank_of_sequence.tolist(), strict=True)}
                 assert len(ranks_of_name) == len(set(names))
-    tree = build_prefix_tree(sequences)
-    costs = SequenceCosts.of(tree, model, masks)
-    for baseline in (contiguous(tree, 7), first_fit(tree.sequence_lengths, 7)):
-        check(Partition.of(costs, baseline, 7), sequences, masks, model)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -135,36 +131,6 @@ def test_ranks_without_work() -> None:
     partition = partition_sequences(long + short, 8)
     assert np.count_nonzero(partition.cost_per_rank) < 8
     assert partition.cost_per_rank.max() == partition_sequences(long, 1).total_cost
-
-
-@pytest.mark.parametrize("by_cost", [False, True])
-@pytest.mark.parametrize("seed", range(2))
-def test_contiguous_runs_of_leaves(seed: int, by_cost: bool) -> None:
-    """The longest rank has as few unique tokens, or the slowest costs as little, as contiguous runs of leaves allow."""
-    rng = seed_all(seed)
-    sequences, masks = random_forest(rng, 14)
-    tree = build_prefix_tree(sequences)
-    costs = SequenceCosts.of(tree, CostModel(1.0, 0.3, 0.5, 0.0), masks)
-    leaves = np.flatnonzero(tree.node_subtree_end == np.arange(1, tree.num_nodes + 1))
-    leaf = np.searchsorted(leaves, tree.sequence_node)
-
-    def largest(rank: np.ndarray, ranks: int) -> float:
-        if by_cost:
-            return float(Partition.of(costs, rank, ranks).cost_per_rank.max())
-        held = (np.flatnonzero(rank == r) for r in set(rank))
-        return max(counts(*([x[i] for i in indices] for x in (sequences, masks)))[0] for indices in held)
-
-    for ranks in (1, 2, 3, 5):
-        rank = contiguous_by_cost(costs, ranks) if by_cost else contiguous(tree, ranks)
-        assert np.all(np.diff(rank[np.argsort(leaf, kind="stable")]) >= 0)
-        assert all(len(set(rank[leaf == k].tolist())) == 1 for k in range(len(leaves)))
-        least = min(
-            largest(np.searchsorted(cuts, leaf, side="right"), ranks)
-            for cuts in itertools.combinations(range(1, len(leaves)), min(ranks, len(leaves)) - 1)
-        )
-        # Edges that several sequences train are counted a little too high where a run is cut (``sequence_costs``).
-        slack = (1e-9, 0.05) if by_cost else (0, 0)
-        assert least * (1 - slack[0]) <= largest(rank, ranks) <= (1 + slack[1]) * least
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,10 @@ from megatron_dta.core.planning.pipeline.schedule import (
     tree_depth,
 )
 from megatron_dta.core.planning.pipeline.simulation import simulate
-from megatron_dta.core.planning.segments.plan import OpKind, SegmentPlan, depth_first_schedule
-from megatron_dta.core.tree import build_prefix_tree
-from pipeline_cases import SHAPES, random_tree
+from megatron_dta.core.planning.segments.plan import OpKind, depth_first_schedule
+from pipeline_cases import SHAPES, random_segments, random_tree
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
-
-
-def plan_of(parents: np.ndarray, lengths: np.ndarray) -> SegmentPlan:
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return SegmentPlan(build_prefix_tree([]), starts, parents.astype(np.int32), int(lengths.max(initial=1)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -53,9 +47,8 @@ def test_static_schedule_has_the_closed_form(shape: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_one_stage_is_the_depth_first_schedule(seed: int) -> None:
     rng = seed_all(seed)
-    lengths = rng.integers(1, 50, int(rng.integers(1, 40)))
-    parents = random_tree(rng, len(lengths))
-    plan = plan_of(parents, lengths)
+    plan = random_segments(rng, int(rng.integers(1, 40)), longest=49)
+    parents, lengths = plan.segment_parent, plan.lengths
     expected = [PipelineOp(*op) for op in depth_first_schedule(plan)]
     schedule = plan_pipeline(parents, lengths, PipelineCosts.uniform(len(lengths), 1), 1, 1, plan.peak_in_flight_tokens)
     assert schedule.ops == [expected]

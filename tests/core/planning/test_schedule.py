@@ -11,27 +11,15 @@ from conftest import seed_all
 from megatron_dta.core.planning.segments.plan import Op, OpKind, SegmentPlan, depth_first_schedule
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
 from megatron_dta.core.planning.segments.slots import allocate_slots
-from megatron_dta.core.tree import build_prefix_tree
+from pipeline_cases import random_segments
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
-
-
-def random_plan(rng: np.random.Generator, num_segments: int, longest: int = 6) -> SegmentPlan:
-    """A segment tree of any shape in preorder; schedules and slots ask a plan for lengths and parents only."""
-    parents: list[int] = []
-    path: list[int] = []
-    for segment in range(num_segments):
-        del path[rng.integers(0, len(path) + 1) :]
-        parents.append(path[-1] if path else -1)
-        path.append(segment)
-    starts = np.concatenate([[0], np.cumsum(rng.integers(1, longest + 1, num_segments))]).astype(np.int64)
-    return SegmentPlan(build_prefix_tree([]), starts, np.asarray(parents, dtype=np.int32), longest)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_depth_first_schedule(seed: int) -> None:
     rng = seed_all(seed)
-    plan = random_plan(rng, int(rng.integers(1, 25)))
+    plan = random_segments(rng, int(rng.integers(1, 25)))
     ops = depth_first_schedule(plan)
     assert [op.segment for op in ops if op.kind is F] == list(range(plan.num_segments))
     assert sorted(op.segment for op in ops if op.kind is B) == list(range(plan.num_segments))
@@ -72,7 +60,7 @@ def most_activations(plan: SegmentPlan, kept: np.ndarray) -> int:
 @pytest.mark.parametrize("longest", [1, 7])
 def test_kept_segments_against_all_choices(seed: int, longest: int) -> None:
     rng = seed_all(seed)
-    plan = random_plan(rng, int(rng.integers(1, 10)), longest)
+    plan = random_segments(rng, int(rng.integers(1, 10)), longest)
     leaves = ~np.isin(np.arange(plan.num_segments), plan.segment_parent)
     choices = [np.asarray(kept) for kept in itertools.product([False, True], repeat=plan.num_segments)]
     paths = [heaviest_path(plan, kept) for kept in choices]

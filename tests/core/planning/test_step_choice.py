@@ -31,7 +31,7 @@ from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget, st
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.planning.step.search import choose_step, merge_small_segments
 from megatron_dta.core.tree import build_prefix_tree
-from pipeline_cases import random_tree
+from pipeline_cases import random_segments
 from segment_planner_cases import random_sequences
 
 EACH = SegmentBytes(7.0, 5.0, 3.0, 2.0, 11.0, 1.5, 400.0)
@@ -43,13 +43,6 @@ LAYERS = 6
 def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_search, "SIZES", (64, 32, 16, 8, 4))
     monkeypatch.setattr(pipeline_choice, "PIPELINE_SIZES", (32, 16, 8))
-
-
-def random_segments(rng: np.random.Generator, count: int, longest: int = 9) -> SegmentPlan:
-    """Any segment tree; the forest does not matter to what is kept."""
-    lengths = rng.integers(1, longest + 1, count)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return SegmentPlan(build_prefix_tree([]), starts, random_tree(rng, count).astype(np.int32), longest)
 
 
 def shape_of(available: float | None, stages: int = 1, chunks: int = 1, **settings: object) -> PipelineShape:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -14,9 +13,7 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from rollout_cases import GOOD_NPZ, random_rollout
-from rollouts_fuzz_cases import VALUES, damage
-
-VALUES += [[], {}, [[]], [0, 1], [0.0, -1.0], [False, True], ["x"], [None], {"token_ids": 1}, "1" * 300, "\n"]
+from rollouts_fuzz_cases import damage
 
 
 def load_or_refuse(path: Path) -> tuple[list[Rollout], str]:
@@ -60,27 +57,3 @@ def test_random_damage(tmp_path: Path, form: str, seed: int) -> None:
     else:
         write_rollouts(path, small_rollouts(seed))
     assert damaged_files(path, seed, 150) > 75
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_random_json_values(tmp_path: Path, seed: int) -> None:
-    """Valid JSON with wrong content: the row is named, and mostly the field."""
-    path, rng = tmp_path / "r.jsonl", random.Random(seed)
-    write_rollouts(path, small_rollouts(seed))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    names = [*Rollout.__dataclass_fields__, "tokens", "rewards", ""]
-    for _ in range(200):
-        row = rng.randrange(len(lines))
-        record = dict(lines[row])
-        name = rng.choice(names)
-        if rng.random() < 0.3 and isinstance(record.get(name), list):
-            entries = list(record[name])
-            entries[rng.randrange(len(entries))] = rng.choice(VALUES)
-            record[name] = entries
-        elif rng.random() < 0.2:
-            record.pop(name, None)
-        else:
-            record[name] = rng.choice(VALUES)
-        path.write_text("".join(json.dumps(record if i == row else other) + "\n" for i, other in enumerate(lines)))
-        message = load_or_refuse(path)[1]
-        assert not message or message.startswith(f"{path}: row {row + 1}: field '")
