@@ -330,6 +330,7 @@ CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
         (CHAT, {"messages": ASK, "n": 2, "stream": True}, "n: streams"),
         (CHAT, {"messages": ASK, "made_up": 1}, "made_up: the gateway does not know"),
         (CHAT, {"messages": ASK, "response_format": {"type": "json_schema"}}, "response_format: 'json_schema' would"),
+        (CHAT, {"messages": ASK, "tool_choice": "required"}, "tool_choice: the model decides"),
         (CHAT, {"messages": ASK, "reasoning_effort": "low"}, "reasoning_effort: the run decides"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: message 1: a part of"),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 400_000}]}, "the prompt has 4000"),

@@ -270,6 +270,20 @@ def test_limits_of_a_session(served) -> None:
     settled(gateway, engine, session)
 
 
+def test_counting_tokens_is_limited_too(served) -> None:
+    gateway, _ = served
+    session, key = gateway.open()
+    replies = []
+    for letter in "abcdefgh":
+        body = {"messages": [{"role": "user", "content": letter * 1000}]}
+        replies.append(post(gateway, key, "/v1/messages/count_tokens", body))
+    assert [status for status, _ in replies[:3]] == [200] * 3
+    assert replies[0][1]["input_tokens"] > 1000
+    assert replies[-1][0] == 403
+    assert session.num_tokens < 6000
+    assert not session.calls
+
+
 def test_a_call_that_takes_too_long(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path / "model")
     engine = ScriptedEngine(lambda prompt, key: [65] * 60 + [tokenizer.eos_id], tokenizer.vocab_size, 0.3)

@@ -22,3 +22,8 @@ class RequestError(Exception):
 
 def refuse(message: str) -> RequestError:
     return RequestError(400, message)
+
+
+def exhausted(reason: str) -> RequestError:
+    """Not 429, after which clients try again."""
+    return RequestError(403, f"the session {reason}; end it")

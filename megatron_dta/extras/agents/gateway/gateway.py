@@ -69,8 +69,8 @@ class Gateway:
     ) -> None:
         self.loop, self.tokenizer, self.params, self.settings = loop, tokenizer, params, settings
         self.sessions = Sessions(settings)
-        self.prompts = PromptBuilder(tokenizer, template, settings.max_positions - 1)
         flags = settings.flags
+        self.prompts = PromptBuilder(tokenizer, template, settings.max_positions - 1, flags.gateway_max_session_tokens)
         self.parser = AnswerParser.of(flags.tool_call_parser, flags.reasoning_parser, template)
 
     def _room(self, prompt: GatewayPrompt, wanted: CallSettings) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.extras.agents.gateway.errors import refuse
+from megatron_dta.extras.agents.gateway.errors import exhausted, refuse
 from megatron_dta.extras.agents.gateway.messages import Answer, template_messages, visible_digest
 from megatron_dta.extras.agents.gateway.session import Base, Call, Node, Session
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
@@ -59,10 +59,14 @@ class PromptBuilder:
     Args:
         template: the chat template; None: requests with messages are refused.
         max_tokens: the longest prompt.
+        max_session_tokens: a session that holds more is refused any prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, max_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, max_tokens: int, max_session_tokens: int
+    ) -> None:
         self._tokenizer, self._template, self._max_tokens = tokenizer, template, max_tokens
+        self._max_session_tokens = max_session_tokens
 
     def chat(self, session: Session, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> GatewayPrompt:
         """The prompt of a conversation; ``RequestError`` if the template refuses it or it is too long."""
@@ -160,6 +164,8 @@ class PromptBuilder:
         """The node at the end of a prompt: a new one, unless nothing in it is new."""
         if not token_ids.size:
             raise refuse("prompt: is empty")
+        if session.num_tokens > self._max_session_tokens:
+            raise exhausted(f"holds {session.num_tokens} tokens, more than it may (gateway_max_session_tokens)")
         if len(token_ids) > self._max_tokens:
             raise refuse(
                 f"the prompt has {len(token_ids)} tokens; there is room for {self._max_tokens} "

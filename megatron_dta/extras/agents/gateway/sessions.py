@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dta.extras.agents.gateway.errors import RequestError, refuse
+from megatron_dta.extras.agents.gateway.errors import RequestError, exhausted, refuse
 from megatron_dta.extras.agents.gateway.session import Session
 from megatron_dta.training.config import AgentConfig
 
@@ -94,11 +94,9 @@ class Sessions:
                 raise RequestError(429, f"the session samples {session.running} answers already; wait for one of them")
             left = limits.gateway_max_calls - len(session.calls)
             if choices > left:
-                raise _exhausted(f"may have {left} more calls of {limits.gateway_max_calls} (--gateway-max-calls)")
+                raise exhausted(f"may have {left} more calls of {limits.gateway_max_calls} (--gateway-max-calls)")
             if choices > left - session.running:
                 raise RequestError(429, f"the session samples its last {session.running} answers; wait for them")
-            if session.num_tokens > limits.gateway_max_session_tokens:
-                raise _exhausted(f"holds {session.num_tokens} tokens, more than it may (gateway_max_session_tokens)")
             session.running += choices
 
         def end() -> None:
@@ -122,8 +120,3 @@ class Sessions:
         if call is None:
             raise RequestError(404, "call: the session has no such call")
         session.rewards[call.number] = reward
-
-
-def _exhausted(reason: str) -> RequestError:
-    """Not 429, after which clients try again."""
-    return RequestError(403, f"the session {reason}; end it")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from megatron_dta.extras.agents.gateway.errors import refuse
 from megatron_dta.extras.agents.gateway.gateway import CallSettings
@@ -15,6 +15,15 @@ from megatron_dta.extras.agents.gateway.gateway import CallSettings
 Model = TypeVar("Model", bound=BaseModel)
 # Lists and texts are bounded by the size of the body.
 StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+
+
+def _not_forced(choice: Any) -> Any:
+    if choice not in (None, "auto", "none"):
+        raise ValueError("the model decides; give auto or none")
+    return choice
+
+
+ToolChoice = Annotated[Any, BeforeValidator(_not_forced)]
 
 
 class _Request(BaseModel):
@@ -115,7 +124,7 @@ class ChatRequest(_OpenAIRequest):
 
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -233,7 +242,7 @@ class ResponsesRequest(_Sampled):
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     tools: list[ResponseTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     reasoning: dict[str, Any] | None = None
@@ -286,7 +295,7 @@ def parsed(model: type[Model], body: bytes) -> Model:
         # The deepest one belongs to the form that was meant, where a field may have several.
         first = max(errors, key=lambda error: len(error["loc"]))
         field = ".".join(str(part) for part in first["loc"][:6])
-        message = first["msg"]
+        message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             message = "the gateway does not know this field; leave it out"
         raise refuse(f"{field or 'body'}: {message}") from None
