@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from megatron_dta.common.console import Console
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.training.huggingface.config.config import (
     architecture,
@@ -70,7 +69,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("Qwen3_5Moe", _HYBRID | _SHARED),
 }
 DENSE = [name for name in CASES if "moe" not in name and name != "mixtral"]
-QUIET = Console(quiet=True)
 
 
 def save_huggingface(

@@ -44,34 +44,6 @@ def test_numpy_and_torch_give_the_same_bits():
         assert np.array_equal(with_numpy, with_torch.numpy())
 
 
-def test_a_number_depends_on_its_key_alone():
-    rng = seed_all(11)
-    sequence, position = rng.integers(0, 2**32, 333), rng.integers(0, 2**20, 333)
-    together = keyed_uniform(5, Domain.SAMPLING, 9, sequence, position)
-    order = rng.permutation(333)
-    assert np.array_equal(keyed_uniform(5, Domain.SAMPLING, 9, sequence[order], position[order]), together[order])
-    for index in range(0, 333, 37):
-        alone = keyed_uniform(5, Domain.SAMPLING, 9, sequence[index : index + 1], position[index : index + 1])
-        assert alone[0] == together[index]
-    scalar = keyed_uniform(5, Domain.SAMPLING, 9, np.array(sequence[0]), np.array(position[0]))
-    assert float(scalar) == together[0]
-
-
-def test_every_part_of_the_key_matters():
-    one, two = np.array([7]), np.array([8])
-    base = keyed_uniform(1, Domain.SAMPLING, 2, one, one)[0]
-    others = [
-        keyed_uniform(2, Domain.SAMPLING, 2, one, one)[0],
-        keyed_uniform(1 + 2**32, Domain.SAMPLING, 2, one, one)[0],
-        keyed_uniform(1, Domain.EVALUATION, 2, one, one)[0],
-        keyed_uniform(1, Domain.SAMPLING, 3, one, one)[0],
-        *(keyed_uniform(1, Domain.SAMPLING, 2 + 2**bit, one, one)[0] for bit in range(8, 32)),
-        keyed_uniform(1, Domain.SAMPLING, 2, two, one)[0],
-        keyed_uniform(1, Domain.SAMPLING, 2, one, two)[0],
-    ]
-    assert len({base, *others}) == 1 + len(others)
-
-
 @pytest.mark.parametrize("axis", ["sequence", "position", "seed"])
 def test_uniform_along_every_axis_of_the_key(axis: str):
     """Consecutive keys, the worst case for a weak hash: moments, bins, neighbours and pairs look independent."""

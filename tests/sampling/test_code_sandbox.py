@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 import hostile_programs
-from failing_rewards_cases import ADD, QUICK, confined, fenced
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards import code_reward, server_reward
@@ -30,6 +29,21 @@ from reward_server import RewardServer
 
 ECHO = {"inputs": ["x"], "outputs": ["x"]}
 GOOD = "def add(a, b): return a + b"
+QUICK = RewardConfig(code_timeout=1.0, code_memory_mb=256, code_processes=4)
+ADD = {"fn_name": "add", "inputs": [[2, 3], [-1, 1]], "outputs": [5, 0]}
+
+
+def confined(settings: RewardConfig = QUICK) -> CodeTests:
+    """Programs run in bubblewrap, or the test is skipped where nothing runs in it."""
+    try:
+        subprocess.run(["bwrap", "--ro-bind", "/", "/", "--unshare-pid", "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"bubblewrap does not work here: {error}")
+    return CodeTests(settings)
+
+
+def fenced(code: str) -> str:
+    return f"Let me think.\n```python\n{code}\n```\nDone."
 
 
 @pytest.mark.parametrize(
@@ -179,15 +193,7 @@ def test_without_bubblewrap_programs_run_only_where_that_is_accepted(monkeypatch
         ("1e999999999", "1.5", False),
         ("nan", "nan", True),
         ("YES", "yes", False),
-    ],
-)
-def test_texts_are_compared_by_tokens(output: str, expected: str, same: bool, judge: Any) -> None:
-    assert judge.is_accepted(output.encode(), [expected], is_json=False) is same
-
-
-@pytest.mark.parametrize(
-    ("output", "expected", "same"),
-    [
+        # From here on as data.
         ("[1, 2]", [1, 2], True),
         ('{"1": [0.30000000000000004]}', {"1": [0.3]}, True),
         ("1.0", 1, True),
@@ -199,8 +205,8 @@ def test_texts_are_compared_by_tokens(output: str, expected: str, same: bool, ju
         ("", None, False),
     ],
 )
-def test_values_are_compared_as_data(output: str, expected: object, same: bool, judge: Any) -> None:
-    assert judge.is_accepted(output.encode(), [expected], is_json=True) is same
+def test_texts_are_compared_by_tokens_and_values_as_data(output: str, expected: object, same: bool, judge: Any) -> None:
+    assert judge.is_accepted(output.encode(), [expected], is_json=not isinstance(expected, str)) is same
 
 
 @pytest.fixture

@@ -50,13 +50,7 @@ class VllmProcess:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        model: Path,
-        backend: str,
-        processes: int = 1,
-        plain: bool = False,
-        gpu: int | None = None,
+        self, folder: Path, model: Path, backend: str, processes: int = 1, plain: bool = False, gpu: int | None = None
     ) -> None:
         self._folder, self._model, self._backend = folder, model, backend
         self._processes, self._plain, self._gpu = processes, plain, gpu

@@ -14,7 +14,6 @@ from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.checkpoint.best import BestCheckpoint, better_checkpoint
-from megatron_dta.training.checkpoint.files import prune_checkpoints
 from resume_cases import rows_without_timing
 from trainer_cases import make_trainer, run
 
@@ -49,12 +48,7 @@ def test_the_best_checkpoint_stays_and_a_new_start_knows_it(tmp_path: Path) -> N
     best = min(judged, key=judged.__getitem__)
     assert 0 < best < 24, "the held-out loss must rise again, or nothing is shown"
     named = json.loads((tmp_path / "straight" / "best_checkpoint.json").read_text())
-    assert named == {
-        "checkpoint": f"iter_{best:07d}",
-        "iteration": best,
-        "metric": "eval_loss",
-        "value": judged[best],
-    }
+    assert named == {"checkpoint": f"iter_{best:07d}", "iteration": best, "metric": "eval_loss", "value": judged[best]}
     left = sorted(path.name for path in (tmp_path / "straight").glob("iter_*"))
     assert left == [f"iter_{best:07d}", "iter_0000024"]
     for stop in (best - 1, best, best + 1, 24):
@@ -93,12 +87,3 @@ def test_better_means_more_or_less() -> None:
     assert judge("eval_loss", BestCheckpoint(1, "eval_loss", 1.0), eval_loss=2.0).iteration == 1
     with pytest.raises(InputError, match="--keep-best-checkpoint eval_x: the evaluation gives eval_reward"):
         judge("eval_x", None, eval_reward=1.0)
-
-
-def test_pruning_leaves_the_best(tmp_path: Path) -> None:
-    for number in (1, 2, 3, 4, 5):
-        (tmp_path / f"iter_{number:07d}").mkdir()
-        (tmp_path / f"iter_{number:07d}" / "metadata.json").write_text("{}")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    prune_checkpoints(tmp_path, 2, best=1)
-    assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == [1, 3, 4, 5]

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from checkpoint_cases import MODEL, RATES, Run
-from conftest import seed_all
+from checkpoint_cases import MODEL, Run
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.model.build import build_model
-from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.training.checkpoint import save_load as checkpoint
 from megatron_dta.training.checkpoint import writer as checkpoint_writer
 from megatron_dta.training.checkpoint.files import TRACKER, find_checkpoint, remove_leftovers
 from megatron_dta.training.checkpoint.save_load import load_weights, save_weights
-from megatron_dta.training.data.step import StepSamples, pack_steps, unpack_steps
 
 BF16 = replace(MODEL, bf16=True, params_dtype=torch.bfloat16)
 
@@ -32,85 +25,6 @@ def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Te
     assert left.keys() == right.keys()
     for name, values in left.items():
         assert torch.equal(values, right[name]), name
-
-
-@pytest.mark.parametrize("model", [MODEL, BF16], ids=["fp32", "bf16"])
-def test_the_restored_run_takes_the_same_steps(tmp_path: Path, model: ModelConfig) -> None:
-    seed = int(seed_all(7).integers(1 << 30))
-    straight = Run(seed, model)
-    for _ in range(3):
-        straight.step()
-    straight.save(tmp_path, 3)
-    expected = [straight.step() for _ in range(3)]
-
-    restored = Run(seed + 1, model)
-    restored.step()
-    path = find_checkpoint(tmp_path)
-    assert path == tmp_path / "iter_0000003"
-    assert restored.load(path) == (3, {}, [])
-    assert [restored.step() for _ in range(3)] == expected
-    assert_same_weights(restored.weights(), straight.weights())
-    assert restored.optimizer.learning_rate == straight.optimizer.learning_rate
-    assert all(applied for *_, applied in expected)
-    assert not multiprocessing.active_children()
-
-
-def test_steps_in_waiting_survive(tmp_path: Path) -> None:
-    rng = seed_all(5)
-
-    def sample(fields: bool) -> TrainingSample:
-        length = int(rng.integers(2, 9))
-        numbers = [rng.standard_normal(length).astype(np.float32) if fields else None for _ in range(2)]
-        mask = np.arange(length) >= rng.integers(1, length)
-        return TrainingSample(rng.integers(0, 37, length).astype(np.int32), mask, *numbers)
-
-    steps = [
-        StepSamples([sample(fields) for _ in range(count)], {"reward": float(rng.random()), "rollouts": float(count)})
-        for count, fields in ((3, True), (1, False), (4, True))
-    ]
-    run = Run(3)
-    run.save(tmp_path, 1, {"rollout_batches": 2, "waiting": pack_steps(steps)})
-    _, progress, _ = run.load(find_checkpoint(tmp_path))
-    unpacked = unpack_steps(progress["waiting"])
-    assert progress["rollout_batches"] == 2
-    assert [step.statistics for step in unpacked] == [step.statistics for step in steps]
-    for step, expected in zip(unpacked, steps, strict=True):
-        for left, right in zip(step.samples, expected.samples, strict=True):
-            for name in ("token_ids", "loss_mask", "advantages", "old_logprobs", "ref_logprobs"):
-                values, wanted = getattr(left, name), getattr(right, name)
-                assert (values is None) == (wanted is None), name
-                if wanted is not None:
-                    assert values.dtype == wanted.dtype, name
-                    assert np.array_equal(values, wanted), name
-
-
-def test_changed_rates_hold_and_are_reported(tmp_path: Path) -> None:
-    run = Run(1)
-    run.step()
-    run.save(tmp_path, 1)
-    other = Run(1, rates=replace(RATES, lr=7e-2, lr_decay_style="constant", min_lr=0.0, lr_warmup_iters=0))
-    _, _, changed = other.load(find_checkpoint(tmp_path))
-    assert "--lr: 0.003 before, 0.07 now" in changed
-    assert "--lr-decay-style: cosine before, constant now" in changed
-    assert other.optimizer.learning_rate == 7e-2
-    other.step()
-    assert other.optimizer.learning_rate == 7e-2
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_layers": 3}, "--num-layers is 2 there and 3 here"),
-        ({"params_dtype": torch.bfloat16}, "the dtype (--bf16) is torch.float32 there and torch.bfloat16 here"),
-    ],
-)
-def test_checkpoint_of_another_model(tmp_path: Path, change: dict, message: str) -> None:
-    run = Run(1)
-    path = run.save(tmp_path, 1)
-    run.config = replace(run.config, model=replace(MODEL, **change))
-    with pytest.raises(InputError, match=re.escape(f"checkpoint of another model: {message}")) as caught:
-        run.load(path)
-    assert "\n" not in str(caught.value)
 
 
 def test_weights_alone(tmp_path: Path) -> None:

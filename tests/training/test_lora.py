@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from arguments_cases import SAMPLED
 from conftest import seed_all
 from lora_cases import is_adapter, lora_config, lora_weights
 from megatron_dta.core.common.errors import InputError
@@ -18,8 +17,6 @@ from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.layers.lora import adapters_of, without_adapters
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
-from megatron_dta.training.arguments import parse_arguments
-from megatron_dta.wiring.dry_run import dry_run
 from tree_engine_cases import GRPO, QWEN2, QWEN3, TEMPERATURE, branching_sequences, tree_config
 
 GPT = {"disable_bias_linear": False, "normalization": "LayerNorm", "swiglu": False}
@@ -97,18 +94,6 @@ def test_a_new_model_and_one_without_its_adapters_are_the_base_bit_for_bit(name,
 
 
 @pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        ("--lora-rank 0", "--lora-rank 0: must be at least 1"),
-        ("--lora-rank 4 --lora-target-modules q_proj", "--lora-target-modules q_proj: choose from linear_qkv"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(flags, reason):
-    with pytest.raises(InputError, match=reason):
-        parse_arguments(f"{SAMPLED} {flags}".split())
-
-
-@pytest.mark.parametrize(
     ("model", "parallel", "reason"),
     [
         (
@@ -123,12 +108,3 @@ def test_settings_that_do_not_fit_are_refused(flags, reason):
 def test_what_cannot_be_adapted_is_refused(model, parallel, reason):
     with pytest.raises(InputError, match=reason):
         check_lora(lora_config(**model), ParallelConfig(**parallel))
-
-
-def test_a_dry_run_counts_what_is_trained():
-    lines: list[str] = []
-    flags = f"{SAMPLED} --kl-loss-coef 0.1 --dry-run"
-    dry_run(parse_arguments(f"{flags} --lora-rank 4".split()), lines.append)
-    text = " ".join(lines)
-    assert "further models" not in text
-    assert f"{2 * 4 * (64 + 192 + 128 + 2 * (64 + 256)):,} parameters, which alone are trained" in text

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from arguments_cases import STORED
 from conftest import seed_all
 from conversion_cases import save_huggingface, tensors_in, to_megatron
 from lora_cases import is_adapter
@@ -28,7 +27,7 @@ from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.huggingface.convert import to_peft
 from megatron_dta.training.loop import Trainer
 from megatron_dta.wiring.setup import build_trainer
-from resume_cases import final_tensors, prompts_and_reward, rows_without_timing
+from resume_cases import prompts_and_reward, rows_without_timing
 from trainer_cases import MODEL, make_rollouts, make_trainer, run
 from tree_engine_cases import tree_config
 
@@ -46,21 +45,6 @@ def stored_names(checkpoint: Path) -> set[str]:
     """Names of a checkpoint's weights."""
     names = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {name for name in names if name.startswith(("decoder", "embedding", "output_layer"))}
-
-
-def test_a_continued_run_is_the_unbroken_one(rollouts: str, tmp_path: Path) -> None:
-    arguments = f"{rollouts} {GRPO} {LORA} --bf16 --save-interval 2"
-    run(f"{arguments} --train-iters 5 --save {tmp_path}/whole")
-    run(f"{arguments} --train-iters 2 --save {tmp_path}/parts")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "parts" / "base").iterdir()}
-    _, output = run(f"{arguments} --train-iters 5 --save {tmp_path}/parts")
-    assert "continuing" in output
-    assert before == {path.name: path.read_bytes() for path in (tmp_path / "parts" / "base").iterdir()}
-    expected, resumed = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "parts")
-    assert expected.keys() == resumed.keys()
-    for name, values in expected.items():
-        assert torch.equal(resumed[name], values), name
-    assert rows_without_timing(tmp_path / "parts") == rows_without_timing(tmp_path / "whole")
 
 
 def test_checkpoints_hold_adapters_and_the_base_stands_once(rollouts: str, tmp_path: Path) -> None:
@@ -99,11 +83,6 @@ def test_the_base_as_the_reference_is_a_copy_of_the_first_weights(rollouts: str,
     loaded, _ = run(f"{arguments} --ref-load {tmp_path}/base-run/base --save {tmp_path}/load-run")
     assert rows == rows_without_timing(tmp_path / "load-run")
     assert loaded.preparation.reference.engine.config is not loaded.engine.config
-
-
-def test_a_reference_without_a_copy_is_not_offloaded() -> None:
-    with pytest.raises(InputError, match="--offload-reference has no effect if the reference model is the base"):
-        parse_arguments(f"{STORED} --kl-loss-coef 0.1 --lora-rank 2 --offload-reference".split())
 
 
 def test_the_sampler_has_the_adapters(tmp_path: Path) -> None:

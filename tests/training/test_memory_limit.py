@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from arguments_cases import MODEL, STORED
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
@@ -19,12 +16,9 @@ from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.rollouts.load import write_rollouts
-from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.config import OptimizationConfig
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.optimizer.build import TrainingOptimizer, data_parallel_chunks
-from trainer_cases import make_rollouts, make_trainer
 
 
 def tiny_model(dtype: torch.dtype = torch.float64) -> ModelConfig:
@@ -106,39 +100,3 @@ def test_bytes_that_stay_the_same(dtype: torch.dtype, bytes_each: int) -> None:
         (adam,) = getattr(optimizer.optimizer, "chained_optimizers", [optimizer.optimizer])
         states = [v for s in adam.optimizer.state.values() for k, v in s.items() if k != "step"]
         assert sum(v.numel() * v.element_size() for v in states if torch.is_tensor(v)) == 8 * count
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            f"{STORED} --tree-memory-gib 8 --tree-memory-tokens 100",
-            "--tree-memory-gib conflicts with --tree-memory-tokens",
-        ),
-        (
-            f"{STORED} --tree-memory-gib 8 --recompute-granularity selective",
-            "conflicts with --recompute-granularity selective",
-        ),
-    ],
-)
-def test_settings_that_do_not_fit_together(line: str, message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
-        parse_arguments(line.split())
-    assert MODEL in line
-
-
-def test_training_within_a_memory_limit(tmp_path: Path) -> None:
-    write_rollouts(tmp_path / "r.jsonl", make_rollouts(seed_all(5), 4, 4))
-    line = f"--rollouts {tmp_path}/r.jsonl --global-batch-size 16 --kl-loss-coef 0.1 --train-iters 1 "
-    trainer, _ = make_trainer(f"{line} --tree-memory-gib 2")
-    engine, parts = trainer.engine, trainer.optimizer.chunks
-    frozen = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
-    assert engine.memory.gib == 2
-    assert engine.memory.constant == (constant_bytes(parts, trainer.config.optimization) + frozen,), (
-        "the reference's weights count too"
-    )
-    trainer.run()
-    trainer.metrics.close()
-    trainer, _ = make_trainer(f"{line} --tree-memory-gib 0.001")
-    with pytest.raises(InputError, match="GiB too small"):
-        trainer.run()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
@@ -104,6 +105,8 @@ def test_steps_of_the_trainer_follow_the_tree(seed: int) -> None:
     unlike = families(rng, 9, 9, 2)
     assert split_groups(unlike, 3)[0] == [list(part) for part in np.array_split(np.arange(18), 3)]
     alike = [Rollout(np.append(1, r.token_ids), np.append(False, r.loss_mask), group_id=r.group_id) for r in unlike]
+    with pytest.raises(InputError, match="--num-steps-per-rollout 10"):
+        split_groups(alike, 10)
     steps, told = split_groups(alike, 3)
     assert (steps, told) == ([list(part) for part in np.array_split(np.arange(18), 3)], {"separated_tokens": 2.0})
 

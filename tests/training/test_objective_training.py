@@ -16,9 +16,8 @@ from megatron_dta.core.engine import prepare_batch
 from megatron_dta.core.objectives.gae import generalized_advantages, token_rewards, whiten
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
-from megatron_dta.training.arguments import parse_arguments
 from resume_cases import rows_without_timing
-from trainer_cases import MODEL, make_rollouts, make_trainer, rows_of, run
+from trainer_cases import make_rollouts, make_trainer, rows_of, run
 
 SEVEN = "def reward(prompt, response, ids):\n    return float('7' in response)\n"
 
@@ -48,17 +47,14 @@ def stored(tmp_path: Path) -> tuple[str, list[Rollout]]:
     [
         "--objective ppo --critic-lr 2e-2 --ppo-epochs 2 --num-critic-only-steps 2 --train-iters 40",
         "--dynamic-sampling --eps-clip-high 0.28 --kl-coef 0.001 --train-iters 25",
-        "--objective sft --rejection-sampling threshold --rejection-reward-threshold 1 --train-iters 25",
     ],
     ids=lambda flags: flags.split(" --train")[0],
 )
 def test_the_reward_goes_up(objective: str, sampling: str, tmp_path: Path) -> None:
     run(f"{sampling} {objective}")
     records = rows_of(tmp_path / "run" / "metrics.jsonl")
-    name = "collected_reward" if "rejection" in objective else "reward"
-    assert records[0][name] < 0.5
-    last = [row.get(name, row["reward"]) for row in records[-3:]]
-    assert np.mean(last) > 0.8
+    assert records[0]["reward"] < 0.5
+    assert np.mean([row["reward"] for row in records[-3:]]) > 0.8
     assert not any(row.get("skipped") for row in records)
 
 
@@ -223,26 +219,6 @@ def test_a_run_without_anything_to_train_ends(stored) -> None:
     )
     with pytest.raises(InputError, match="20 consecutive rollout batches had nothing to train"):
         trainer._step()
-
-
-# ------------------------------------------------------------------------------------------------------------- settings
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--use-tis", "--old-logprobs recompute"),
-        ("--old-logprobs recompute --use-tis --tis-clip 1 --tis-clip-low 1", "--tis-clip-low 1 is not below"),
-        ("--objective ppo --advantage-estimator rloo", "--advantage-estimator has no effect with --objective ppo"),
-        ("--objective ppo --num-critic-only-steps 9 --train-iters 9", "the policy would never train"),
-        ("--objective cispo --dual-clip 3", "--dual-clip has no effect with --objective cispo"),
-        ("--objective dpo --ppo-epochs 2", "--ppo-epochs 2 has no effect with --objective dpo"),
-        ("--objective sft --rejection-sampling threshold", "needs --rejection-reward-threshold"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(flags: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        parse_arguments(f"{MODEL} --rollouts r.jsonl --global-batch-size 4 {flags}".split())
 
 
 def test_advantages_of_their_own_do_not_pass_unused(stored, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ which is how that optimizer uses the two when everything is offloaded; its own c
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,18 +16,15 @@ import torch
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.parallel import megatron_patches
-from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_dta.training.config import OptimizationConfig
-from megatron_dta.training.config.checks.optimizer_states import check_state_support, check_states
+from megatron_dta.training.config.checks.optimizer_states import check_state_support
 from megatron_dta.training.optimizer.build import _put_beside_parameters
-from optimizer_states_cases import MODEL, RATES, SHARDED, Run
+from megatron_dta.training.weights.offload import HostStorages
+from optimizer_states_cases import MODEL, RATES, Run
 
 OFFLOAD = replace(RATES, use_precision_aware_optimizer=True, optimizer_cpu_offload=True)
-_MODEL = "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --vocab-size 37"
-BASE = shlex.split(f"{_MODEL} --rollouts x.jsonl --global-batch-size 2")
-AWARE = ["--bf16", "--use-distributed-optimizer", "--use-precision-aware-optimizer"]
 
 
 @pytest.fixture
@@ -106,34 +102,6 @@ def test_the_gradient_buffer_has_the_dtype_asked_for(bfloat16_is_a_gpu: None) ->
         assert all(not torch.equal(values, before[name]) for name, values in run.weights().items())
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--optimizer-cpu-offload", "--optimizer-cpu-offload needs --use-precision-aware-optimizer"),
-        ("--use-precision-aware-optimizer --bf16", "needs --use-distributed-optimizer"),
-        ("--use-precision-aware-optimizer --use-distributed-optimizer", "needs --bf16"),
-        (" ".join(AWARE) + " --optimizer-cpu-offload --exp-avg-dtype bf16", "with --optimizer-cpu-offload the states"),
-        (" ".join(AWARE) + " --exp-avg-dtype int8", "--exp-avg-dtype"),
-        ("--fp8-format hybrid --bf16", "--fp8-format needs --transformer-impl transformer_engine"),
-    ],
-)
-def test_what_does_not_fit_is_refused(flags: str, message: str) -> None:
-    with pytest.raises(InputError, match=message) as error:
-        parse_arguments([*BASE, *flags.split()])
-    assert "\n" not in str(error.value)
-
-
-def test_fp8_is_refused_beside_what_it_cannot_do() -> None:
-    widths = dict(hidden_size=32, ffn_hidden_size=64, num_attention_heads=2, num_query_groups=2, kv_channels=16)
-    engine = replace(MODEL, transformer_impl="transformer_engine", fp8_format="hybrid", fp8_recipe="tensorwise")
-    engine = replace(engine, **widths)
-    check_states(engine, RATES, SHARDED)
-    with pytest.raises(InputError, match="--fp8-format needs --bf16"):
-        check_states(replace(engine, bf16=False, params_dtype=torch.float32), RATES, SHARDED)
-    with pytest.raises(InputError, match="--num-experts is not supported"):
-        check_states(replace(engine, num_experts=4), RATES, SHARDED)
-
-
 def test_the_machine_is_asked_before_anything_is_built() -> None:
     aware = replace(RATES, use_precision_aware_optimizer=True)
     engine = replace(MODEL, transformer_impl="transformer_engine", fp8_format="hybrid")
@@ -148,3 +116,49 @@ def test_the_machine_is_asked_before_anything_is_built() -> None:
             check_state_support(MODEL, aware)
         with pytest.raises(InputError, match="--fp8-format needs the package transformer_engine"):
             check_state_support(engine, RATES)
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def test_training_goes_on_bit_for_bit_after_an_offload():
+    seed = int(seed_all(5).integers(1 << 30))
+    plain = Run(seed, RATES)
+    expected = [plain.step(number) for number in range(4)]
+    expected_weights = plain.weights()
+
+    run = Run(seed, RATES)
+    losses = [run.step(number) for number in range(2)]
+    weights = [parameter.data for parameter in run.model.parameters()]
+    states, gradients = run.optimizer.state_tensors(), run.optimizer.gradient_buffers()
+    # bfloat16 weights have master weights and two moments in float32.
+    assert _bytes(states) >= 6 * _bytes([weight.clone() for weight in weights])
+    storages = [HostStorages(weights), HostStorages(states), HostStorages(gradients, keep=False)]
+    for part in storages:
+        part.to_host()
+        part.to_host()
+    assert _bytes(weights) == _bytes(states) == _bytes(gradients) == 0
+    for part in storages:
+        part.to_device()
+        part.to_device()
+    assert not any(buffer.any() for buffer in gradients)
+    losses += [run.step(number) for number in range(2, 4)]
+    assert losses == expected
+    for name, values in run.weights().items():
+        assert torch.equal(values, expected_weights[name]), name
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_views_see_their_values_again(constant: bool):
+    whole = torch.arange(24.0).reshape(4, 6)
+    parts = [whole[1], whole[:, 2], torch.arange(3)]
+    before = [part.clone() for part in parts]
+    storages = HostStorages(parts, constant=constant)
+    for _ in range(2):
+        storages.to_host()
+        assert not storages.on_device
+        assert whole.untyped_storage().nbytes() == 0
+        storages.to_device()
+        assert all(torch.equal(part, values) for part, values in zip(parts, before, strict=True))
+        assert torch.equal(whole, torch.arange(24.0).reshape(4, 6))

@@ -79,10 +79,9 @@ def test_steps_of_a_stopped_collection(tmp_path: Path, flags: str, counted: str)
     assert any(row[name] for row in expected for name in counted.split())
 
 
-@pytest.mark.parametrize("offload", ["", "--offload-reference"])
-def test_the_reference_of_a_continued_run_is_what_it_started_from(tmp_path: Path, offload: str) -> None:
+def test_the_reference_of_a_continued_run_is_what_it_started_from(tmp_path: Path) -> None:
     """Neither random weights nor those of the checkpoint, and --load may be gone by then."""
-    flags = f"{COMMON} {FILTERS} --kl-loss-coef 0.5 {offload}"
+    flags = f"{COMMON} {FILTERS} --kl-loss-coef 0.5"
     run(f"{COMMON} {FILTERS} --kl-loss-coef 0.1 --entropy-coef 0.1 --seed 5 --save {tmp_path}/first")
     begin = f"{flags} --load {tmp_path}/first --finetune"
     run(f"{begin} --save {tmp_path}/straight")

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from conftest import seed_all
 from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
@@ -69,11 +68,10 @@ def test_stored_rollouts_have_no_text(tmp_path: Path) -> None:
     assert len(load_rollouts(tmp_path / "run" / "rollouts" / names[0])) == 6
 
 
-@pytest.mark.parametrize("stop", [2, 3])
-def test_a_run_that_was_stopped_has_the_same_files(tmp_path: Path, stop: int) -> None:
+def test_a_run_that_was_stopped_has_the_same_files(tmp_path: Path) -> None:
     flags = f"{TASK} --save-rollouts-interval 1 --save-interval 1"
     run(f"{flags} --save {tmp_path}/straight")
-    run(f"{flags.replace('--train-iters 7', f'--train-iters {stop}')} --save {tmp_path}/stopped")
+    run(f"{flags.replace('--train-iters 7', '--train-iters 3')} --save {tmp_path}/stopped")
     run(f"{flags} --save {tmp_path}/stopped")
     straight, stopped = (sorted((tmp_path / name / "rollouts").iterdir()) for name in ("straight", "stopped"))
     assert [path.name for path in stopped] == [path.name for path in straight]

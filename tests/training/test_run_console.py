@@ -17,13 +17,7 @@ from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.prompts.tokenizer import build_tokenizer
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.monitor.benefits import benefit_sentences, tree_benefit
-from megatron_dta.training.monitor.console import (
-    LEGEND,
-    WIDTH,
-    RunConsole,
-    StepClock,
-    step_line,
-)
+from megatron_dta.training.monitor.console import LEGEND, WIDTH, RunConsole, StepClock, step_line
 from megatron_dta.training.monitor.metrics import read_metrics
 from megatron_dta.training.monitor.run_description import tokenizer_lines
 from tokenizers_cases import tokenizer_json  # noqa: F401 (a fixture)

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.plan_accuracy import replay, stage_seconds
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
@@ -33,29 +32,6 @@ def simulated() -> tuple[list[TimelineEvent], float]:
     schedule = plan_pipeline(parents, lengths, costs, 3, 2)
     timeline = simulate(schedule, parents, costs)
     return timeline_events(schedule, timeline), timeline.utilisation
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_replay_finds_a_plan_that_came_true(seed: int) -> None:
-    """Events with the plan's times give the plan; later starts change nothing, longer ops do."""
-    rng = seed_all(seed)
-    parents, lengths = np.minimum(np.arange(-1, 11), 2), rng.integers(1, 9, 12)
-    costs = PipelineCosts(rng.random((6, 12)), rng.random((6, 12)))
-    schedule = plan_pipeline(parents, lengths, costs, 3, 2)
-    timeline = simulate(schedule, parents, costs)
-    events = timeline_events(schedule, timeline)
-    late = [replace(event, start=7 * i + event.start, end=7 * i + event.end) for i, event in enumerate(events)]
-    late += [TimelineEvent(1, "wait", 3, 0, 0.0, 5.0)]
-    for replayed in (replay(schedule, parents, events), replay(schedule, parents, late)):
-        assert replayed.makespan == pytest.approx(timeline.makespan, rel=1e-9)
-        np.testing.assert_allclose(replayed.start[2], timeline.start[2], rtol=1e-9, atol=1e-9)
-    busy, waited = stage_seconds(late, 3)
-    np.testing.assert_allclose(busy, timeline.busy, rtol=1e-9)
-    assert waited == [0.0, 5.0, 0.0]
-    slow = [replace(event, end=event.end + 100.0 * (event.stage == 1)) for event in events]
-    assert replay(schedule, parents, slow).makespan >= 100 * 2 * 2 * 12
-    with pytest.raises(ValueError, match=r"was not measured"):
-        replay(schedule, parents, events[1:])
 
 
 def test_events_of_a_simulation_come_back(tmp_path: Path) -> None:

@@ -10,10 +10,8 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.engine import prepare_batch
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
-from megatron_dta.training.data.step import split_groups
 from megatron_dta.training.data.stored import StoredRollouts
 from trainer_cases import VOCABULARY, make_rollouts, make_trainer, rows_of, run
 
@@ -54,42 +52,16 @@ def test_a_group_larger_than_the_step_is_refused(tmp_path: Path) -> None:
         make_trainer(f"--rollouts {tmp_path}/r.jsonl --global-batch-size 4")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_steps_get_whole_groups(seed: int) -> None:
-    rng = seed_all(seed)
-    names = [str(name) for name in rng.integers(0, 9, 40)]
-    rollouts = [Rollout([0, 1], [False, True], group_id=name) for name in names]
-    num_steps = int(rng.integers(1, len(set(names)) + 1))
-    steps, told = split_groups(rollouts, num_steps)
-    # All rollouts are the same: each step computes its two tokens again.
-    assert told == ({"separated_tokens": 2.0 * (num_steps - 1)} if num_steps > 1 else {})
-    assert len(steps) == num_steps
-    assert sorted(index for step in steps for index in step) == list(range(40))
-    for left in range(num_steps):
-        for right in range(left):
-            assert not {names[i] for i in steps[left]} & {names[i] for i in steps[right]}
-    counts = [len({names[i] for i in step}) for step in steps]
-    assert max(counts) - min(counts) <= 1
-    with pytest.raises(InputError, match="--num-steps-per-rollout 10"):
-        split_groups(rollouts, 10)
-
-
-def test_old_logprobs_are_those_before_the_first_step(tmp_path: Path) -> None:
+def test_rollouts_without_logprobs_need_them_computed(tmp_path: Path) -> None:
     rollouts = make_rollouts(seed_all(3), 4, 2, logprobs=False)
     write_rollouts(tmp_path / "r.parquet", rollouts)
     arguments = f"--rollouts {tmp_path}/r.parquet --global-batch-size 4"
     with pytest.raises(InputError, match=r"row 1: field .logprobs.: missing.*--old-logprobs recompute"):
         make_trainer(arguments)
+    # A single step at the weights themselves needs none: every ratio is 1.
     trainer, _ = make_trainer(f"{arguments} --old-logprobs recompute")
     (step,) = trainer.preparation.prepare(rollouts)
     assert all(sample.old_logprobs is None for sample in step.samples)
-    trainer.preparation.num_steps = 2
-    samples = [sample for step in trainer.preparation.prepare(rollouts) for sample in step.samples]
-    expected = trainer.engine.compute_logprobs(prepare_batch(samples, trainer.config.tree))
-    for sample, logprobs in zip(samples, expected, strict=True):
-        np.testing.assert_allclose(sample.old_logprobs, logprobs, rtol=1e-5, atol=1e-6)
-        assert (logprobs[sample.loss_mask] < 0).all()
-        assert (sample.old_logprobs[~sample.loss_mask] == 0).all()
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_reported(tmp_path: Path) -> None:
@@ -97,10 +69,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_reported(tmp_path: Path) -> No
     advantages = {"poison": np.float32(3e38), "fine": np.float32(1)}
     rollouts = [
         Rollout(
-            rng.integers(0, VOCABULARY, 6),
-            np.arange(6) > 0,
-            advantages=np.full(6, advantages[name]),
-            group_id=name,
+            rng.integers(0, VOCABULARY, 6), np.arange(6) > 0, advantages=np.full(6, advantages[name]), group_id=name
         )
         for name in ("poison", "fine")
         for _ in range(2)

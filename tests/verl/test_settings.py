@@ -87,11 +87,7 @@ def _refused(model_folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, An
         "model.override_config.num_hidden_layers=1": ({"override_config": {"num_hidden_layers": 1}}, {}, None),
         "model.use_liger=True": ({"use_liger": True}, {}, None),
         "model.lora.merge=False": ({"lora_rank": 4}, {}, None),
-        "model.target_modules": (
-            {"lora_rank": 4, "lora": {"merge": True}, "target_modules": ["q_proj"]},
-            {},
-            None,
-        ),
+        "model.target_modules": ({"lora_rank": 4, "lora": {"merge": True}, "target_modules": ["q_proj"]}, {}, None),
         "optim.optimizer=muon": ({}, {}, McoreOptimizerConfig(optimizer="muon")),
         "optim.num_cycles=2": ({}, {}, FSDPOptimizerConfig(num_cycles=2)),
         "optim=TorchtitanOptimizerConfig": ({}, {}, TorchtitanOptimizerConfig()),

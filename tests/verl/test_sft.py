@@ -58,12 +58,3 @@ def test_sft_trainer_on_two_replicas_resumes_exactly(model_folder: Path, data: P
         f"trainer.resume_from_path={tmp_path}/global_step_2",
     )
     assert resumed == {step: uninterrupted[step] for step in (3, 4)}
-
-
-def test_sft_trainer_with_tensor_parallelism(model_folder: Path, data: Path, tmp_path: Path):
-    flags = (f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=2", "trainer.resume_mode=disable")
-    single = _train(model_folder, data, 1, *flags)
-    two = _train(model_folder, data, 2, *flags, "engine.tensor_model_parallel_size=2")
-    assert sorted(single) == sorted(two) == [1, 2]
-    for step, losses in single.items():
-        assert two[step] == pytest.approx(losses, rel=1e-5)

@@ -48,10 +48,7 @@ class Gather:
 
 
 def plans(
-    mib: float,
-    budget: StepBudget,
-    stages: PipelineShape = ONE_STAGE,
-    states: StateBytes | None = None,
+    mib: float, budget: StepBudget, stages: PipelineShape = ONE_STAGE, states: StateBytes | None = None
 ) -> list[StepPlan | InputError]:
     """The plans of all ranks; the second one has a third of the sequences."""
     num_sequences = 12

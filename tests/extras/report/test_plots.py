@@ -15,7 +15,7 @@ from megatron_dta.core.tree import build_prefix_tree
 from megatron_dta.extras.report.plots.curves import MOST_POINTS, Curve
 from megatron_dta.extras.report.plots.figures import svg_text, write_figure
 from megatron_dta.extras.report.plots.timeline import timeline_figure
-from megatron_dta.extras.report.plots.tree import leaf_spans, node_pieces, tree_figure
+from megatron_dta.extras.report.plots.tree import leaf_spans, node_pieces
 
 
 def test_long_and_noisy_curves_are_means() -> None:
@@ -73,21 +73,3 @@ def test_boxes_of_a_tree() -> None:
     for m, (left, right) in enumerate(leaf_spans(tree).tolist()):
         below = [index for index, leaf in enumerate(leaves) if m <= leaf < tree.node_subtree_end[m]]
         assert (left, right) == (below[0], below[-1] + 1)
-
-
-@pytest.mark.parametrize(
-    ("sequences", "segment_tokens"),
-    [
-        ([np.array([3], np.int32)], 8),
-        (list(np.stack([np.zeros(5_000), np.arange(5_000)], axis=1).astype(np.int32)), 256),
-    ],
-    ids=["tiny", "wide"],
-)
-def test_a_tree_and_its_colour_bar(sequences: list[np.ndarray], segment_tokens: int) -> None:
-    plan = plan_segments(build_prefix_tree(sequences), segment_tokens)
-    figure = tree_figure(plan)
-    boxes = {tuple(color) for color in figure.axes[0].collections[0].get_facecolor().round(4).tolist()}
-    scale = figure.axes[2]._colorbar.mappable
-    assert boxes == {tuple(c) for c in scale.to_rgba(np.arange(1, plan.num_segments + 1)).round(4).tolist()}
-    assert scale.norm.vmin < 1 <= plan.num_segments < scale.norm.vmax
-    assert len(svg_text(figure)) > 10_000

@@ -6,17 +6,13 @@ import json
 import os
 import shlex
 import stat
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from conftest import seed_all
 from forked import run_python
 from megatron_dta.commands.rollout_server_command import main
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.training.arguments import parse_arguments
-from rollout_runs import Runs
 
 
 def test_the_tool_prints_commands_that_a_shell_takes(capsys: pytest.CaptureFixture) -> None:
@@ -89,11 +85,3 @@ def test_the_tool_refuses(flags: str, match: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "")  # put back afterwards
     with pytest.raises(InputError, match=match):
         main(flags.split())
-
-
-def test_drafting_in_a_run_on_servers_is_refused(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        runs = Runs(stack, tmp_path, seed_all(6))
-        runs.add_servers("sglang", 1)
-        with pytest.raises(InputError, match="leave it out here and give it to rollout-server-command"):
-            parse_arguments(runs.command(f"--train-iters 1 --save {tmp_path} --rollout-speculation das").split())

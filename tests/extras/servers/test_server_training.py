@@ -148,54 +148,6 @@ def test_sigterm_does_not_wait_for_what_is_sampled_ahead(runs: Runs) -> None:
     assert continued.progress.iteration == 3
 
 
-def test_evaluation_runs_on_the_servers_with_the_weights_of_its_step(runs: Runs) -> None:
-    (server,) = runs.add_servers("sglang", 1)
-    save = runs.folder / "run"
-    trainer, _ = runs.run(
-        f"--train-iters 3 --save {save} --rollout-max-staleness 1 --eval-interval 1 "
-        f"--eval-prompt-data {runs.folder / 'prompts.jsonl'} --eval-temperature 0"
-    )
-    assert [row["iteration"] for row in metrics_of(save)] == [0, 1, 2, 3]
-    assert all("eval_reward" in row for row in metrics_of(save))
-    assert_same(server.loaded[-1], weights_of(trainer))
-    assert not server.violations
-    greedy = [body for body in server.bodies if body["sampling_params"]["temperature"] == 0]
-    assert len(greedy) == 4 * 7
-
-
-REFUSED = [
-    ("--rollout-engine vllm --rollout-server-url http://a:1", "needs --rollout-weights-dir"),
-    ("--rollout-max-staleness 1", "needs --rollout-engine vllm or sglang"),
-    (
-        "--rollout-engine vllm --rollout-server-url http://a:1 --save s --rollout-temperature 0.5 --rollout-top-p 0.5",
-        "add --old-logprobs recompute",
-    ),
-    (
-        "--rollout-engine vllm --rollout-server-url http://a:1 --rollout-weight-transfer ipc",
-        "ipc needs a GPU; on CPUs give folder",
-    ),
-    (
-        "--rollout-engine sglang --rollout-server-url http://a:1 --rollout-weight-transfer ipc",
-        "SGLang does not say when it has copied",
-    ),
-    (
-        "--rollout-engine vllm --rollout-server-url http://a:1 --save s --rollout-max-staleness 1 "
-        "--num-steps-per-rollout 3",
-        "raise it to 3",
-    ),
-]
-
-
-@pytest.mark.parametrize(("flags", "match"), REFUSED)
-def test_engines_without_what_they_need_are_refused(runs: Runs, flags: str, match: str) -> None:
-    engine = flags.split()[1] if "--rollout-engine" in flags else "in-process"
-    rest = flags.replace(f"--rollout-engine {engine}", "")
-    with pytest.raises(InputError, match=match) as caught:
-        runs.trainer(f"--train-iters 1 {rest}", engine)
-    # Several problems have a line each.
-    assert any(match in line for line in str(caught.value).splitlines())
-
-
 TREES = "--rollout-method treepo --treepo-segment-length 2 --treepo-initial-branches 2"
 
 
@@ -248,10 +200,7 @@ def test_all_ranks_of_a_mesh_train_on_what_the_first_one_gets(runs: Runs) -> Non
     )
     single, _ = runs.run(f"--train-iters 2 --lr 1e-3 --rollout-weights-dir {runs.folder / 'w'}")
     group = "--rollout-weight-transfer gloo"
-    meshes = {
-        "dp": "",
-        "pp": f"--pipeline-model-parallel-size 2 {group}",
-    }
+    meshes = {"dp": "", "pp": f"--pipeline-model-parallel-size 2 {group}"}
     calls = len(server.bodies)
     commands = [f"{base} {flags} --save {runs.folder / name}" for name, flags in meshes.items()]
     ranks = run_on_ranks(train_on_rank, commands, 2, runs.folder / "ranks")

@@ -43,15 +43,6 @@ def exported(folder: Path, config: TrainConfig, iteration: int) -> None:
     unfinished.rename(folder / "hf")
 
 
-def test_a_run_at_its_last_step_is_finished(tmp_path: Path) -> None:
-    assert finished(settings(tmp_path, 5)) is None
-    saved(tmp_path, 5)
-    assert finished(settings(tmp_path, 6)) is None
-    assert finished(settings(tmp_path, 5)) == [f"{tmp_path}/run: already at --train-iters 5; nothing is left to train"]
-    (line,) = finished(settings(tmp_path, 3)) or []
-    assert line == f"{tmp_path}/run: already at --train-iters 3, after step 5; nothing is left to train"
-
-
 def test_an_export_is_recognised(tmp_path: Path) -> None:
     saved(tmp_path, 5)
     config = settings(tmp_path, 5, export=True)

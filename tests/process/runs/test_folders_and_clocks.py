@@ -1,15 +1,17 @@
-"""Output folders that cannot be written, and clocks that may be set."""
+"""Output folders that cannot be written, disks that fill up, and clocks that may be set."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from conftest import REPOSITORY
 from forked import run_python
+from megatron_dta.training.checkpoint.files import find_checkpoint
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --task arithmetic "
@@ -78,6 +80,35 @@ def test_folders_that_cannot_be_written_are_told(tmp_path: Path) -> None:
         assert "cannot be written" in told[name]
         assert (folder / "iter_0000001" / "metadata.json").is_file()
     assert all(message.isprintable() for message in told.values())
+
+
+def train(folder: Path, *flags: str, largest_file: int | None = None) -> CompletedProcess:
+    """Run a command that may write no file beyond some bytes: the system refuses, as it does on a full disk."""
+    command = ["-m", "megatron_dta.train", *FLAGS.split(), "--save", folder, *flags]
+    return run_python(command, largest_file=largest_file)
+
+
+def ends_well(result: CompletedProcess, message: str) -> None:
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_no_room_for_a_checkpoint(tmp_path: Path) -> None:
+    assert train(tmp_path, "--save-interval", "1", "--train-iters", "1").returncode == 0
+    sizes = {path.name: path.stat().st_size for path in find_checkpoint(tmp_path).iterdir()}
+    # The list of the tensors' places, the shards, and the state that is the same on all ranks.
+    for name in (".metadata", "__0_0.distcp", "common.pt"):
+        flags = ("--save-interval", "1", "--train-iters", "4", "--async-save")
+        ends_well(train(tmp_path, *flags, largest_file=sizes[name] - 100), "iter_0000002: the checkpoint cannot be")
+        assert not list(tmp_path.glob("*.tmp"))
+        assert find_checkpoint(tmp_path).name == "iter_0000001"
+
+
+def test_no_room_for_metrics(tmp_path: Path) -> None:
+    result = train(tmp_path, "--train-iters", "60", largest_file=12_000)
+    ends_well(result, "cannot be written (File too large)")
 
 
 @pytest.mark.parametrize("folder", ["megatron_dta", "kernels", "tools"])

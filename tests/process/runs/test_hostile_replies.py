@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 import resource
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
 
-from http_engine_cases import KINDS, PARAMS, QUICK, Setup, write_checkpoint
+from http_engine_cases import KINDS, PARAMS, QUICK, Setup
 from megatron_dta.extras.servers.http_client import ServerError
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from rollout_server_base import RolloutServer
@@ -158,50 +156,3 @@ def test_replies_to_questions_are_checked_too(setup: Setup) -> None:
     engine.start(params, 0)
     assert "choices.0.token_ids must be a list, got 7" in setup.lines[0]
     assert setup.servers[0].url in setup.lines[0]
-
-
-@KINDS
-@pytest.mark.parametrize("servers", [1, 2])
-def test_servers_that_lie_about_their_weights_give_no_tokens(setup: Setup, servers: int, tmp_path: Path) -> None:
-    """They say that they have the weights that they were sent, and sample with others."""
-    setup.add_servers(servers)
-    path = ("choices", 0, "weight_versions", 0, "version") if setup.kind == "vllm" else ("meta_info", "weight_version")
-    for server in setup.servers:
-        answer_with(server, lambda reply: put(reply, path, '"of yesterday\\u0007"'))
-    engine = setup.engine()
-    setup.table = write_checkpoint(tmp_path / "v1", 1)
-    engine.update_weights(1, tmp_path / "v1")
-    engine.start(PARAMS, 0)
-    with pytest.raises(ServerError, match="samples with the weights of yesterday") as caught:
-        generate(engine, setup.requests(4))
-    assert str(caught.value).isprintable()
-    assert engine.statistics()["servers_lost"] >= servers
-
-
-@KINDS
-def test_a_server_that_stops_at_strings_of_its_own_is_asked_to_go_on(setup: Setup) -> None:
-    """Stop strings of its generation config end a reply behind any token: only the trainer's ends end a response."""
-    setup.add_servers(1)
-    cuts = random.Random(3)
-
-    def stop_early(reply: bytes) -> bytes:
-        answer = json.loads(reply)
-        length = cuts.randrange(1, 4)
-        if setup.kind == "vllm":
-            choice = answer["choices"][0]
-            if len(choice["token_ids"]) > length:
-                choice |= {"finish_reason": "stop", "stop_reason": "\n\n", "token_ids": choice["token_ids"][:length]}
-                choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:length]
-        elif len(answer["output_ids"]) > length:
-            answer["output_ids"] = answer["output_ids"][:length]
-            meta = answer["meta_info"]
-            meta["output_token_logprobs"] = meta["output_token_logprobs"][:length]
-            meta["finish_reason"] = {"type": "stop", "matched": "\n\n"}
-        return json.dumps(answer).encode()
-
-    answer_with(setup.servers[0], stop_early)
-    engine = setup.started()
-    requests = setup.requests(30)
-    for request, result in zip(requests, generate(engine, requests), strict=True):
-        assert len(result.token_ids) == request.max_tokens or result.token_ids[-1] == PARAMS.eos_id
-    assert len(setup.servers[0].bodies) > 60

@@ -9,17 +9,8 @@ import os
 import subprocess
 from pathlib import Path
 
-import numpy as np
-
 from conftest import REPOSITORY
 from forked import run_python
-from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
-from megatron_dta.sampling.rewards.registry import load_reward_function
-from one_reward import compute_reward
-from tool_runs import load_script
-
-scratchpad = load_script("examples/scratchpad.py")
 
 
 def commands_of(folder: Path, script: str, **environment: str) -> list[list[str]]:
@@ -30,37 +21,6 @@ def commands_of(folder: Path, script: str, **environment: str) -> list[list[str]
     variables = {**os.environ, "PYTHON": str(recorder), **environment}
     subprocess.run(["bash", f"examples/{script}.sh"], cwd=REPOSITORY, env=variables, check=True, capture_output=True)
     return [command.split("\n") for command in record.read_text().removesuffix("\n\n").split("\n\n")]
-
-
-def test_files_of_the_task(tmp_path: Path) -> None:
-    flags = "--base 3 --digits 6 --examples 2 --carelessness 0.5 --count 40 --prompts 50 --held-out 20 --seed 4"
-    done = run_python(["examples/scratchpad.py", "--output", tmp_path, *flags.split()])
-    assert done.returncode == 0, done.stderr
-    rows = {
-        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("prompts", "held_out")
-    }
-    assert [len(split) for split in rows.values()] == [50, 20]
-    held_out = {row["prompt"][-24:] for row in rows["held_out"]}
-    assert not any(problem in row["prompt"] for problem in held_out for row in rows["prompts"])
-    reward = load_reward_function("examples/scratchpad.py:reward")
-    row = rows["prompts"][0]
-    assert compute_reward(reward, "p", row, row["answer"], []) == 1
-    assert compute_reward(reward, "p", row, row["answer"][:-1], []) == 0
-    tokenizer, mistakes = CharacterTokenizer(), 0
-    for rollout in load_rollouts(tmp_path / "warmup.jsonl", vocab_size=16):
-        text = tokenizer.decode(rollout.token_ids)
-        assert not any(problem in text for problem in held_out)
-        assert len(text) == 3 * 48 - 1
-        trained = "".join(np.where(rollout.loss_mask[:-1], list(text), "-"))
-        assert trained == "-".join(["-" * 24 + text[48 * i + 24 : 48 * i + 47] for i in range(3)])
-        assert rollout.loss_mask[-1]
-        assert rollout.token_ids[-1] == tokenizer.eos_id
-        for i in range(3):
-            problem, split = text[48 * i : 48 * i + 23], text[48 * i + 24 : 48 * i + 47]
-            pairs = np.array([pair.split("+") for pair in problem.split(" ")], dtype=int)
-            mistakes += split != scratchpad.solution_text(*pairs.T, 3)
-    assert 20 < mistakes < 115
 
 
 def test_the_script_in_miniature(tmp_path: Path) -> None:

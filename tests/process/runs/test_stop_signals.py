@@ -65,26 +65,17 @@ def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_scripts_learn_of_ctrl_c(tmp_path: Path, times: int) -> None:
-    """Status 130, and no traceback; after one Ctrl-C with a checkpoint, after two without."""
-    flags = f"{FLAGS} --train-iters 100000 --rollout-batch-size {2 if times == 1 else 4000} --save {tmp_path}"
+def test_scripts_learn_of_ctrl_c(tmp_path: Path) -> None:
+    """Status 130, no traceback, and a checkpoint."""
+    flags = f"{FLAGS} --train-iters 100000 --save {tmp_path}"
     program = Program(["-m", "megatron_dta.train", *MODEL.split(), *flags.split()])
-    settings = tmp_path / ("metrics.jsonl" if times == 1 else "settings.json")
-    program.wait_until(lambda: settings.exists() and settings.stat().st_size > 0)
-    time.sleep(0.5)
+    metrics = tmp_path / "metrics.jsonl"
+    program.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
     os.kill(program.pid, signal.SIGINT)
-    if times == 2:
-        # Python may hear of the first one late; it is the second once that has been said, and a second has gone by.
-        program.wait_until(lambda: "press it again" in program.stderr())
-        time.sleep(1.5)
-        os.kill(program.pid, signal.SIGINT)
     done = program.wait()
-    errors = done.stderr
-    assert done.returncode == 130, errors
-    assert "Traceback" not in errors
-    assert ("interrupted" in errors) == (times == 2)
-    assert bool(list(tmp_path.glob("iter_*"))) == (times == 1)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.glob("iter_*"))
 
 
 def test_a_second_signal_ends_a_run_that_waits_for_a_reward(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ SMALL_PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-lay
 RUNS = {
     "rollout": "decode --batch 3 --requests 7 --samples-per-prompt 2 --prompt-tokens 37 --response-tokens 10 "
     "--max-tokens 16 --runs 1 --memory-bandwidth-gbs 10",
-    "rollout das": "das --rollouts ROLLOUTS --past 2 --batch 4 --runs 1 --waves 2 --memory-bandwidth-gbs 1000",
     "rollout das-noise": "das-noise --batch 4 --response-tokens 12 --prompt-tokens 9 --memory-bandwidth-gbs 10",
     "rollout tree-tokens": "tree-tokens --queries 9 --max-length 300 --mean-length 50 --segment-length 64",
     "train": "ROLLOUTS --model tiny --steps 1 --tree-mode packed dta dense --timeline-dir FOLDER",
@@ -85,16 +84,3 @@ def test_what_cannot_be_measured_is_refused(command: str, message: str) -> None:
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_simulated_pipeline_is_within_its_bound(tmp_path: Path) -> None:
-    command = [str(write_repetitive(tmp_path / "r.jsonl")), "--tree-segment-tokens", "16", "--json"]
-    done = run_python(["benchmarks/simulate_pipeline.py", "--pipeline-model-parallel-size", "3", *command])
-    values = json.loads(done.stdout.splitlines()[-1])
-    assert values["layers_per_stage"] == [
-        22,
-        22,
-        20,
-    ]  # the last stage has the logits
-    assert 0.5 < values["static_utilisation"] - 1e-9 <= values["utilisation"] <= values["bound_utilisation"]
-    assert values["peak_in_flight_tokens"] <= values["in_flight_limit"]

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import REPOSITORY, rollout_file, seed_all
+from conftest import rollout_file, seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.parity import Outcome
 from megatron_dta.extras.parity.precision import report_precision
-
-TOOL = REPOSITORY / "tools" / "check_precision.py"
 
 
 @pytest.fixture(scope="module")

@@ -69,13 +69,7 @@ def test_the_model_and_the_framing_are_used(tmp_path: Path) -> None:
         values = TOOL.json(path, "--data-parallel-size", 2, "--sample-granularity", sample_granularity)
         assert (values["sequences"], values["unique_tokens"]) == (sequences, 41)
     together = TOOL.json(
-        path,
-        "--data-parallel-size",
-        4,
-        "--sample-granularity",
-        "turn",
-        "--keep-together",
-        "trajectory",
+        path, "--data-parallel-size", 4, "--sample-granularity", "turn", "--keep-together", "trajectory"
     )
     assert sorted(together["sequences_per_rank"]) == [0, 0, 1, 3]
     assert TOOL.json(path, "--data-parallel-size", 2, "--max-sequences", 1, "--max-length", 15)["tokens"] == 10

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shlex
 import subprocess
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from conftest import REPOSITORY, rollout_file
-from megatron_dta.common.named_shapes import HUB_NAMES, SHAPES
+from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.shapes.decoder import DecoderShape
@@ -36,22 +34,6 @@ def planned(*arguments: object, status: int = 0) -> dict:
     done = TOOL(*arguments, "--json")
     assert done.returncode == status, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_the_command_for_a_named_model_loads_the_published_one() -> None:
-    output, name = importlib.import_module("megatron_dta.extras.capacity.report"), "qwen3.5-9b"
-    planner = SimpleNamespace(shape=SHAPES[name], step=SimpleNamespace(longest=6000))
-    arguments = SimpleNamespace(model=name, hf_config=None, args_file=None, file="r.jsonl", gpu="h100")
-    assert output._model_flags(planner, arguments) == ["--bf16"]
-    folder = HUB_NAMES[name].split("/")[1]
-    assert output.own_flags(planner, arguments) == ["--load-hf", folder, "--save", "runs/planned"]
-    planner.cluster = SimpleNamespace(gemm_tflops=700.0)
-    source = output.cost_source(planner, arguments)
-    assert all(word in source for word in (name, "h100", "700 TFLOP/s"))
-    # A model of the user's own has no checkpoint to start from, and that is said.
-    custom = SimpleNamespace(shape=replace(SHAPES["qwen3-8b"], num_layers=2, moe_layers=()), step=planner.step)
-    assert output.own_flags(custom, arguments) == ["--save", "runs/planned"]
-    assert any("random weights" in note for note in output.placeholders(custom, arguments))
 
 
 def test_the_best_mesh_is_a_command_that_training_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -175,5 +157,3 @@ def test_argument_files_are_read_as_a_shell_would(tmp_path: Path) -> None:
     inner.write_text("--save 'open\n")
     with pytest.raises(InputError, match="a line that cannot be read"):
         parse_settings([f"@{outer}"])
-    with pytest.raises(InputError, match=r"missing\.args"):
-        parse_settings([f"@{tmp_path}/missing.args"])

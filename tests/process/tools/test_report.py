@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import html
 import json
+import os
 import re
+import shutil
+import subprocess
+import tempfile
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from conftest import REPOSITORY, seed_all
 from forked import run_python
-from headless_browser import browse, evaluate
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
 from megatron_dta.core.rollouts.load import write_rollouts
@@ -30,6 +35,34 @@ from trainer_cases import run as train
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>")
 HOSTILE = "</span><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\x07"
 STEPS = 37
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+def browse(page: Path) -> tuple[str, list[str]]:
+    """The document after its scripts have run, and what the console complains about."""
+    wanted = os.environ.get("DTA_BROWSER")
+    browser = next((path for name in ([wanted] if wanted else BROWSERS) if (path := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip("no browser: install chromium, or let DTA_BROWSER name one")
+    with tempfile.TemporaryDirectory(prefix="dta-browser-") as profile:
+        flags = (
+            f"--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --user-data-dir={profile}"
+        )
+        flags += " --window-size=1250,1000 --enable-logging=stderr --virtual-time-budget=5000 --dump-dom"
+        command = [browser, *flags.split(), page.resolve().as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, re.findall(r":CONSOLE:\d+\] (.*)", done.stderr)
+
+
+def evaluate(page: Path, script: str) -> Any:
+    """What the body of an asynchronous JavaScript function returns, as JSON has it, in a copy without policy."""
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text(encoding="utf-8"))
+    probe = "<script>(async () => {%s})().then(r => document.body.replaceChildren(JSON.stringify(r)));</script></body>"
+    copy = page.with_name(f"probe_{page.name}")
+    copy.write_text(text.replace("</body>", probe % script), encoding="utf-8")
+    document, complaints = browse(copy)
+    assert complaints == []
+    return json.loads(html.unescape(re.search("<body>(.*)</body>", document, re.DOTALL)[1]))
 
 
 def byte_tokenizer(folder: Path) -> HuggingFaceTokenizer:
@@ -311,13 +344,6 @@ def test_a_real_run_has_every_section(tmp_path: Path) -> None:
         assert missing not in text
     assert "one data-parallel rank" in text
     assert "--arithmetic-max-operand" in text
-
-
-def test_a_failure_is_one_line(page: Path) -> None:
-    done = run_python(["tools/report_run.py", str(page.parent), "--output", f"{page}/report.html"])
-    assert done.returncode == 2
-    assert "cannot be written: Not a directory" in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from arguments_cases import MODEL, SAMPLED, STORED, parse
 from megatron_dta.core.common.errors import InputError, InputErrors
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.config.options import flag_of
+from megatron_dta.core.shapes.moe_layers import parse_moe_layer_freq
 from megatron_dta.training.arguments import build_parser
 from megatron_dta.training.config.train import settings_of
 
@@ -58,6 +59,21 @@ def test_derived_model_settings() -> None:
     assert ModelConfig(1, 8, 2, params_dtype=torch.float64).params_dtype is torch.float64
 
 
+def test_settings_of_experts_are_derived() -> None:
+    model = parse(f"{MOE} --moe-layer-freq [0]*1+[1]*1 --ffn-hidden-size 96").model
+    assert model.moe_ffn_hidden_size == 96
+    assert model.moe_layers == [False, True]
+    assert parse(SAMPLED).model.moe_layers == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("1", "1111"), ("2", "1010"), ("3", "1001"), ("[0,1]*2", "0101"), ("([0]*3+[1]*1)", "0001"), ("2*[1,0]", "1010")],
+)
+def test_layer_patterns(text: str, layers: str) -> None:
+    assert parse_moe_layer_freq(text, 4) == [entry == "1" for entry in layers]
+
+
 def test_flags_are_unique_and_documented() -> None:
     settings = list(settings_of(parse(SAMPLED)))
     flags = [flag_of(setting) for _, setting, _ in settings]
@@ -86,9 +102,13 @@ def test_every_setting_is_used() -> None:
     assert settings - read - PARSED == set()
 
 
+SERVER = f"{SAMPLED} --rollout-server-url http://a:1 --rollout-engine"
+TREE = f"{SAMPLED} --rollout-method treepo --treepo-segment-length 2"
+AWARE = f"{STORED} --bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
+MOE = f"{SAMPLED} --swiglu --disable-bias-linear --num-experts 8"
+SEGMENT_TOO_LONG = "--treepo-segment-length 512 is not below --rollout-max-response-len 64"
 BAD = [
     ("--hidden-size 64", "--num-layers"),
-    (f"{SAMPLED} --learning-rate 1", "--learning-rate"),
     (f"{SAMPLED} --lr fast", "--lr"),
     (f"{SAMPLED} --lr nan", "--lr nan: must be a finite number"),
     (f"{SAMPLED} --lr -1", "--lr -1.0: must be at least 0"),
@@ -98,10 +118,7 @@ BAD = [
     (f"{SAMPLED} --tree-mode forest", "--tree-mode"),
     (f"{SAMPLED} --hidden-size 66", "--hidden-size 66 is not divisible by --num-attention-heads 4"),
     (f"{SAMPLED} --num-query-groups 3", "--num-query-groups 3"),
-    (f"{SAMPLED} --transformer-impl transformer_engine", "--transformer-impl transformer_engine"),
     (f"{SAMPLED} --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 does not divide the 1 processes"),
-    (f"{SAMPLED} --tensor-model-parallel-size 3", "does not divide --num-query-groups 4"),
-    (f"{SAMPLED} --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 does not divide the 1 processes"),
     (f"{SAMPLED} --pipeline-model-parallel-size 3", "--num-layers 2 is not divisible by the 3 pipeline stages"),
     (MODEL, "no rollouts to train on"),
     (f"{STORED} --task arithmetic", "--rollouts conflicts with sampling"),
@@ -118,6 +135,47 @@ BAD = [
     (f"{SAMPLED} --global-batch-size 7", "--global-batch-size 7"),
     (f"{SAMPLED} --min-lr 1", "--min-lr 1.0 is above --lr"),
     (f"{SAMPLED} --lr-warmup-iters 100", "--lr-warmup-iters 100 must be below"),
+    (f"{STORED} --use-tis", "--old-logprobs recompute"),
+    (f"{STORED} --old-logprobs recompute --use-tis --tis-clip 1 --tis-clip-low 1", "--tis-clip-low 1 is not below"),
+    (f"{STORED} --objective ppo --advantage-estimator rloo", "--advantage-estimator has no effect"),
+    (f"{STORED} --objective ppo --num-critic-only-steps 9 --train-iters 9", "the policy would never train"),
+    (f"{STORED} --objective cispo --dual-clip 3", "--dual-clip has no effect with --objective cispo"),
+    (f"{STORED} --objective sft --rejection-sampling threshold", "needs --rejection-reward-threshold"),
+    (f"{STORED} --tree-memory-gib 8 --tree-memory-tokens 9", "--tree-memory-gib conflicts with --tree-memory-tokens"),
+    (f"{STORED} --tree-memory-gib 8 --recompute-granularity selective", "conflicts with --recompute-granularity"),
+    (f"{STORED} --optimizer-cpu-offload", "--optimizer-cpu-offload needs --use-precision-aware-optimizer"),
+    (f"{STORED} --use-precision-aware-optimizer --bf16", "needs --use-distributed-optimizer"),
+    (f"{STORED} --use-precision-aware-optimizer --use-distributed-optimizer", "needs --bf16"),
+    (f"{AWARE} --optimizer-cpu-offload --exp-avg-dtype bf16", "with --optimizer-cpu-offload the states"),
+    (f"{STORED} --fp8-format hybrid --bf16", "--fp8-format needs --transformer-impl transformer_engine"),
+    (f"{SAMPLED} --lora-rank 4 --lora-target-modules q_proj", "--lora-target-modules q_proj: choose from linear_qkv"),
+    (
+        f"{STORED} --kl-loss-coef 0.1 --lora-rank 2 --offload-reference",
+        "--offload-reference has no effect if the reference model is the base",
+    ),
+    (f"{SAMPLED} --swiglu --num-experts 8", "--num-experts needs --disable-bias-linear"),
+    (f"{MOE} --moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-score-function sigmoid"),
+    (f"{MOE} --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias needs --moe-router-score-function"),
+    (f"{MOE} --moe-layer-freq [0]*2", "no layer has experts"),
+    (f"{MOE} --moe-layer-freq __import__('os')", "--moe-layer-freq __import__"),
+    (f"{MOE} --moe-layer-freq [1]*999999999999", "--moe-layer-freq [1]*999999999999: give a number"),
+    (f"{MOE} --num-query-groups 4 --tensor-model-parallel-size 2", "needs --sequence-parallel"),
+    (f"{MOE} --transformer-impl transformer_engine", "transformer_engine does not support experts"),
+    (f"{SAMPLED} --rollout-method treepo", SEGMENT_TOO_LONG),
+    (f"{TREE} --treepo-initial-branches 9", "--treepo-initial-branches 9 is above the width"),
+    (f"{TREE} --treepo-initial-branches-max 1", "--treepo-initial-branches-max 1 is below"),
+    (f"{TREE} --treepo-answer-pattern ((", "--treepo-answer-pattern ((: not boxed and not a regular expression"),
+    (f"{TREE} --environment a.B --treepo-answer-pattern boxed", "leave out --treepo-answer-pattern"),
+    (f"{TREE} --rollout-stop-degenerate", "--rollout-stop-degenerate ends whole responses"),
+    (f"{TREE} --over-sampling-batch-size 4", "--over-sampling-batch-size 4 is below --rollout-batch-size 16"),
+    (f"{SERVER} vllm", "needs --rollout-weights-dir"),
+    (f"{SAMPLED} --rollout-max-staleness 1", "needs --rollout-engine vllm or sglang"),
+    (f"{SERVER} vllm --save s --rollout-temperature 0.5 --rollout-top-p 0.5", "add --old-logprobs recompute"),
+    (f"{SERVER} vllm --rollout-weight-transfer ipc", "ipc needs a GPU; on CPUs give folder"),
+    (f"{SERVER} sglang --rollout-weight-transfer ipc", "SGLang does not say when it has copied"),
+    (f"{SERVER} vllm --save s --rollout-max-staleness 1 --num-steps-per-rollout 3", "raise it to 3"),
+    (f"{SERVER} vllm --save s --rollout-max-staleness 1 --dynamic-sampling", "conflicts with --dynamic-sampling"),
+    (f"{SERVER} vllm --save s --rollout-speculation das", "give it to rollout-server-command"),
 ]
 
 

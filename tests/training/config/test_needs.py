@@ -27,10 +27,6 @@ def test_conditions_name_settings_and_their_choices() -> None:
         (f"{STORED} --rollout-top-p 0.9", "--rollout-top-p has no effect without --prompt-data or --task"),
         (f"{SAMPLED} --dpo-beta 1", "--dpo-beta has no effect without --objective dpo"),
         (
-            f"{SAMPLED} --save-hf x --rollout-server-url http://a:1",
-            "--rollout-server-url has no effect without --rollout-engine vllm or sglang",
-        ),
-        (
             f"{STORED} --objective sft --entropy-coef 1",
             "--entropy-coef has no effect without another --objective than dpo or sft",
         ),

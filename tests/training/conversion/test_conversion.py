@@ -23,7 +23,6 @@ from conversion_cases import (
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_weights
-from megatron_dta.training.checkpoint.writer import CheckpointWrite
 from megatron_dta.training.huggingface import convert
 from megatron_dta.training.huggingface import files as safetensors_files
 from megatron_dta.training.huggingface.mappings import parameters_of
@@ -112,25 +111,6 @@ def test_the_live_model_has_the_files_tensors(converted: tuple[str, Path]) -> No
         assert torch.equal(shards[name].values, values), name
         assert set(shards[name].offsets) == {0}
         assert (tuple(values.shape), values.dtype) == weights.shapes()[name]
-
-
-def test_a_checkpoint_has_what_megatron_would_save(converted: tuple[str, Path], tmp_path: Path) -> None:
-    """The same tensors, of the same shapes, and the same extra states."""
-    from megatron.core import dist_checkpointing
-
-    _, folder = converted
-    model = stock_model(folder / "hf")
-    CheckpointWrite(tmp_path / "stock", {"model": model.sharded_state_dict()}).finish()
-    described = [
-        {
-            key: tuple(entry.global_shape)
-            for key, entry in dist_checkpointing.serialization.load_sharded_metadata(str(path)).items()
-            # Newer versions keep there what older ones, and we, have in a file of its own.
-            if not key.startswith("common_state")
-        }
-        for path in (folder / "megatron" / convert.RELEASE, tmp_path / "stock")
-    ]
-    assert described[0] == described[1]
 
 
 def test_another_dtype_and_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
