@@ -134,7 +134,7 @@ def test_no_flipped_bit_changes_a_record(tmp_path: Path) -> None:
     rollouts = [random_rollout(seed_all(7), length) for length in (2, 3, 9, 4)]
     write_rollouts(path, rollouts)
     content, refused = path.read_bytes(), 0
-    positions = range(0, len(content), 9)
+    positions = range(0, len(content), 19)
     for at in positions:
         flipped = content[at] ^ (1 << rng.randrange(8))
         loaded = load_or_refuse(path, content[:at] + bytes([flipped]) + content[at + 1 :])
@@ -142,4 +142,4 @@ def test_no_flipped_bit_changes_a_record(tmp_path: Path) -> None:
         for actual, before in zip(loaded or rollouts, rollouts, strict=True):
             assert_same(actual, before)
     assert refused > len(positions) / 4
-    assert sum(load_or_refuse(path, damage(content, rng) or b"x") is None for _ in range(100)) > 50
+    assert sum(load_or_refuse(path, damage(content, rng) or b"x") is None for _ in range(50)) > 25

@@ -172,6 +172,9 @@ def test_trees_grow_on_servers(runs: Runs) -> None:
             assert abs(row[rollout.token_ids[position]] - rollout.logprobs[position]) < 1e-5
         assert any(prompt in prompts for prompts in contexts)
     assert not any(server.violations for server in servers)
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="ipc needs a GPU; on CPUs give folder"):
+            runs.trainer("--train-iters 1 --rollout-weight-transfer ipc")
 
 
 def train_on_rank(rank: int, commands: list[str]) -> list[dict[str, Any]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from conftest import REPOSITORY
@@ -43,7 +46,10 @@ def test_a_killed_process_is_named_and_the_restart_resumes(tmp_path: Path) -> No
 
 
 def test_the_refusal_is_the_last_line() -> None:
-    done = run_python([LAUNCHER, "2", "0", "--lr", "-1", "--num-layers", "1"])
+    """Written when the launcher's interpreter ends, so it is one of its own."""
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}"}
+    command = [sys.executable, LAUNCHER, "2", "0", "--lr", "-1", "--num-layers", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     lines = done.stderr.splitlines()
     assert done.returncode == 1
     assert lines[-1].startswith("error")

@@ -171,7 +171,6 @@ BAD = [
     (f"{SERVER} vllm", "needs --rollout-weights-dir"),
     (f"{SAMPLED} --rollout-max-staleness 1", "needs --rollout-engine vllm or sglang"),
     (f"{SERVER} vllm --save s --rollout-temperature 0.5 --rollout-top-p 0.5", "add --old-logprobs recompute"),
-    (f"{SERVER} vllm --rollout-weight-transfer ipc", "ipc needs a GPU; on CPUs give folder"),
     (f"{SERVER} sglang --rollout-weight-transfer ipc", "SGLang does not say when it has copied"),
     (f"{SERVER} vllm --save s --rollout-max-staleness 1 --num-steps-per-rollout 3", "raise it to 3"),
     (f"{SERVER} vllm --save s --rollout-max-staleness 1 --dynamic-sampling", "conflicts with --dynamic-sampling"),
