@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_dta.sampling.in_process.drafting import Drafting, NoDrafting, Round
 from megatron_dta.sampling.in_process.engine import InProcessEngine
-from megatron_dta.sampling.in_process.scheduler import Request
+from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, generate
 
 

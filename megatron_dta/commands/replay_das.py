@@ -114,7 +114,7 @@ def merged(reports: Sequence[SpeculationReport]) -> SpeculationReport:
     total = SpeculationReport()
     for entry in fields(total):
         parts = [getattr(report, entry.name) for report in reports]
-        if entry.name in ("drafter_bytes", "drafter_tokens", "plain_rounds"):
+        if entry.name in ("drafter_bytes", "drafter_tokens", "saved_seconds"):
             value = parts[-1]
         else:
             value = [x for part in parts for x in part] if isinstance(parts[0], list) else sum(parts)

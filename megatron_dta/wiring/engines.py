@@ -89,7 +89,7 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
         timeout_s=sampling.rollout_timeout,
         connect_timeout_s=min(10.0, sampling.rollout_timeout),
         attempts=sampling.rollout_attempts,
-        max_requests=sampling.inference_max_requests,
+        max_requests=sampling.inference_max_requests or HttpSettings.max_requests,
         continues=sampling.rollout_max_staleness > 0,
     )
     return HttpEngine(

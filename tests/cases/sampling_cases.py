@@ -144,5 +144,6 @@ def generate(
         for i, (prompt, key) in enumerate(zip(sequence_prompt, sequence_ids, strict=True))
     ]
     results = generate_with(engine, requests)
+    engine.join()
     assert engine.pages_in_use == 0
     return results

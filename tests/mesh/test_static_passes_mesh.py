@@ -46,7 +46,7 @@ def samples_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tens
     with small_parts():
         for name, job in JOBS.items():
             model = build_on(replace(config, **job.changes), weights, job.parallel)
-            drafting = suffix_drafting(follows_clock=True) if job.drafts else None
+            drafting = suffix_drafting() if job.drafts else None
             settings = dict(attention_impl="triton", static_passes=True, max_tokens=11) | job.settings
             engine = started(model, drafting=drafting, **settings)
             forest = run_forest(engine, replace(DRIVE, order=1))

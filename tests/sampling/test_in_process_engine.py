@@ -265,3 +265,19 @@ def test_what_cannot_be_sampled_is_refused():
             engine.submit([GenerationRequest(5, prompt, 1, 1), request])
         assert engine.poll() == []
     assert len(generate(engine, [GenerationRequest(2, prompt, 30, 1)])[0].token_ids) == 30
+
+
+def test_the_mode_of_the_model_lasts_for_a_phase():
+    """Changing it visits every module, so it happens once; also after an error the model is as before."""
+    engine = started(model := make_model(5).train(), NEVER)
+    requests = [GenerationRequest(i, np.arange(1, 4, dtype=np.int32), 3 + i, i) for i in range(3)]
+    engine.submit(requests)
+    engine.poll()
+    assert not model.training
+    engine.poll()
+    engine.poll()
+    engine.join()
+    assert model.training
+    engine.submit([replace(requests[0], request_id=7)])
+    engine.close()
+    assert model.training

@@ -14,7 +14,8 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.sampling.in_process.pages import PagePool
-from megatron_dta.sampling.in_process.scheduler import Pass, Request, Scheduler
+from megatron_dta.sampling.in_process.request import Request
+from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
 from megatron_dta.sampling.interface import GenerationRequest
 
 
@@ -27,10 +28,12 @@ class Store:
 
     def run(self, plan: Pass, pool: PagePool) -> None:
         copied = {
-            (target, i): self._slots.get((source, i)) for source, target in plan.copies for i in range(self._size)
+            (target, i): self._slots.get((source, i))
+            for target, source in plan.copies.items()
+            for i in range(self._size)
         }
         self._slots.update(copied)
-        assert len({target for _, target in plan.copies}) == len(plan.copies)
+        assert all(source != target for target, source in plan.copies.items())
         for row, count in zip(plan.rows, plan.counts, strict=True):
             assert count >= 1
             for position in range(row.num_computed_tokens, row.num_computed_tokens + count):
@@ -250,3 +253,23 @@ def run_all(scheduler: Scheduler) -> int:
             scheduler.commit_draft(sequence, drafted)
             scheduler.finish(sequence)
     return passes
+
+
+@pytest.mark.parametrize(("max_pages", "most"), [(None, 12), (48, 12), (30, 7), (8, 4)])
+def test_more_requests_run_where_all_surely_fit(max_pages: int | None, most: int):
+    """Each may grow to 4 pages. Beyond 4 of them only as many run as pages allow, and none is ever preempted for it."""
+    scheduler = Scheduler(PagePool(4, max_pages), 12, 200, sure_requests=4)
+    for index in range(20):
+        context = np.arange(6, dtype=np.int32) + 50 * index
+        scheduler.submit(Request(GenerationRequest(index, context, 10, 0), index, 4, None))
+    live = 0
+    while not scheduler.is_idle:
+        plan = scheduler.next_pass()
+        live = max(live, len(scheduler.running))
+        assert scheduler.is_full == (len(scheduler.running) >= most and bool(scheduler.waiting)) or max_pages == 8
+        for row in scheduler.complete(plan):
+            row.extend(np.ones(1, np.int32), np.zeros(1))
+            if row.num_tokens == len(row.tokens):
+                scheduler.finish(row)
+    assert live == most if max_pages != 8 else live <= most
+    assert (scheduler.counts["preemptions"] > 0) == (max_pages == 8)

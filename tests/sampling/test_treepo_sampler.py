@@ -246,3 +246,17 @@ def test_budgets():
 def test_text_rules():
     assert boxed_answer(r"so \boxed{\frac{1}{2}} and \boxed {3") == r"\frac{1}{2}"
     assert boxed_answer("boxed{3}") is None
+
+
+@pytest.mark.parametrize("fallback", FALLBACKS)
+def test_nodes_to_which_fallback_may_return_are_held(fallback: str):
+    """Each request that continues a node has it as its parent, so that its prefix need not be computed again."""
+    settings = TreeSettings(8, 8, segment_tokens=2, fallback=fallback)
+    engine = RecordingEngine(4, 0.2, seed=3)
+    trees = TreeSampler(engine, settings).sample(
+        random_queries(np.random.default_rng(4), 20, 4), SamplingParams(64, EOS), 0
+    )
+    assert sum(node.fallback for tree in trees for node in tree.nodes) > 20
+    assert sum(request.parent is None for request in engine.requests) == sum(
+        node.parent == 0 for tree in trees for node in tree.nodes
+    )

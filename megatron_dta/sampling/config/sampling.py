@@ -159,10 +159,11 @@ class SamplingConfig:
         "unfinished rollouts continue on these, and tokens keep their version. With 0 sampling and training alternate.",
         minimum=0,
     )
-    inference_max_requests: int = option(
-        256,
-        "Maximum number of sequences decoded at once, or sent to one server; bounds memory and does not change the "
-        "samples.",
+    inference_max_requests: int | None = option(
+        None,
+        "Maximum number of sequences decoded at once, or sent to one server; does not change the samples (default: 256 "
+        "on a server; in-process what surely fits into the K/V cache, at least 256, at most 1024 a pipeline stage; 256 "
+        "with recurrent layers).",
         minimum=1,
         needs="prompt_data or task",
     )

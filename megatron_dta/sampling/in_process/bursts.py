@@ -24,8 +24,9 @@ import numpy as np
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.sampling.in_process.cuda_graphs import Burst, DecodeSteps, RunningBurst, noise_of
 from megatron_dta.sampling.in_process.drafting import NO_DRAFT
+from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.row_states import RowStates
-from megatron_dta.sampling.in_process.scheduler import Request, Scheduler
+from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
 from megatron_dta.sampling.params import SamplingParams
 
 Sampled = tuple[np.ndarray, np.ndarray]
@@ -38,12 +39,13 @@ class Flight:
 
     Attributes:
         rows: its requests; those that have ended since then get none of its tokens.
-        steps: int64 [rows], see ``Burst``.
+        counts, steps: int64 [rows], see ``Burst``.
         num_passes: number of its passes.
         running: what the device draws.
     """
 
     rows: list[Request]
+    counts: np.ndarray
     steps: np.ndarray
     num_passes: int
     running: RunningBurst
@@ -82,18 +84,22 @@ class Launcher:
     params: SamplingParams
     iteration: int
 
-    def first(self, rows: list[Request], drafts: list[np.ndarray], most: int) -> Flight:
-        """A burst of up to ``most`` passes of rows whose tokens the host knows; one pass if there are drafts."""
-        steps = self.scheduler.max_burst_steps(rows, most)
+    def first(self, plan: Pass, drafts: list[np.ndarray], most: int) -> Flight:
+        """A burst of up to ``most`` passes of rows whose tokens the host knows; one pass if there are drafts or parts
+        of prompts. What is drawn within the parts is not used, so their noise is 0."""
+        rows, steps = plan.rows, self.scheduler.max_burst_steps(plan.rows, most)
         pieces = []
         for row, draft in zip(rows, drafts, strict=True):
-            pieces += [row.tokens[row.num_tokens - 1 : row.num_tokens], draft]
-        counts = np.array([len(draft) + 1 for draft in drafts])
+            pieces += [row.tokens[row.num_computed_tokens : row.num_tokens], draft]
+        widths = np.array([len(draft) + 1 for draft in drafts])
+        counts = widths + plan.counts - 1
         starts = np.array([row.num_computed_tokens for row in rows])
-        noise = noise_of(rows, drafts, self.params, self.iteration, int(steps.max()))
+        drawn = noise_of(rows, drafts, self.params, self.iteration, int(steps.max()))
+        noise = np.zeros((len(drawn), int(counts.sum())))
+        noise[:, np.repeat(np.cumsum(counts) - np.cumsum(widths), widths) + np.arange(drawn.shape[1])] = drawn
         states = self.states.for_burst(rows, starts, steps)
         burst = Burst(np.concatenate(pieces), starts, counts, [row.table for row in rows], steps, noise, states)
-        return Flight(rows, steps, len(noise), self.steps.launch(self.cache(), burst, self.params))
+        return Flight(rows, counts, steps, len(noise), self.steps.launch(self.cache(), burst, self.params))
 
     def ahead(self, last: Flight, most: int) -> Flight | None:
         """The burst after ``last``, whose tokens the host does not know; None if it must know them."""
@@ -103,7 +109,7 @@ class Launcher:
         tokens_left = np.array([len(row.tokens) - row.num_tokens for row in last.rows])
         live = np.array([row.is_running for row in last.rows])
         goes_on = live & (tokens_left > passes)
-        is_full = len(scheduler.running) >= scheduler.max_requests and (goes_on | ~live).all()
+        is_full = scheduler.is_full and (goes_on | ~live).all()
         takes_all = live.sum() == len(scheduler.running) and (is_full or not scheduler.waiting)
         if not goes_on.any() or not takes_all or (last.steps[goes_on] < passes).any():
             return None
@@ -116,4 +122,4 @@ class Launcher:
         noise = noise_of(rows, [NO_DRAFT] * len(rows), self.params, self.iteration, passes + int(steps.max()))
         tables, counts = [row.table for row in rows], np.ones(len(rows), np.int64)
         burst = Burst(columns, starts, counts, tables, steps, noise[passes:], follows=last.running)
-        return Flight(rows, steps, len(noise) - passes, self.steps.launch(self.cache(), burst, self.params))
+        return Flight(rows, counts, steps, len(noise) - passes, self.steps.launch(self.cache(), burst, self.params))

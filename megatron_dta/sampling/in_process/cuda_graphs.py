@@ -39,19 +39,22 @@ from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.staged_model import Model, StagedModel
 from megatron_dta.core.model.tree_model import TreeGPTModel
 from megatron_dta.sampling.in_process.next_token import next_tokens
-from megatron_dta.sampling.in_process.scheduler import Pass, Request
+from megatron_dta.sampling.in_process.request import Request
+from megatron_dta.sampling.in_process.scheduler import Pass
 from megatron_dta.sampling.params import SamplingParams
 
 MOST_TOKENS = 1024
 """Larger passes keep a GPU busy without a graph."""
 
 _MOST_GRAPHS = 96
+# The logits of all of them are computed.
+_MOST_PROMPT_TOKENS = 256
 
 
 def bucket(count: int) -> int:
-    """The captured size for ``count`` rows: powers of two and the values halfway between, then multiples of 64."""
+    """The captured size for ``count`` rows: powers of two and the values halfway between, then multiples of 128."""
     if count > 256:
-        return -(-count // 64) * 64
+        return -(-count // 128) * 128
     power = 1 << (count - 1).bit_length()
     return power // 4 * 3 if power >= 32 and count <= power // 4 * 3 else power
 
@@ -215,8 +218,9 @@ class DecodeSteps:
             self._weights, self._pool = weights, None
 
     def takes(self, plan: Pass) -> bool:
-        """Whether ``plan`` is run here: all rows decode."""
-        return set(plan.counts) == {1} and len(plan.ready) == len(plan.rows) <= self.most_tokens
+        """Whether ``plan`` is run here: all rows get tokens, after short parts of prompts at most."""
+        tokens, rows = sum(plan.counts), len(plan.rows)
+        return len(plan.ready) == rows > 0 and tokens <= min(self.most_tokens, rows + _MOST_PROMPT_TOKENS)
 
     def launch(self, cache: PagedCache, burst: Burst, params: SamplingParams) -> RunningBurst:
         """Launch the passes of a burst; does not wait for the device."""

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.sampling.in_process.scheduler import Pass, Request, Scheduler
+from megatron_dta.sampling.in_process.request import Request
+from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
 from megatron_dta.sampling.params import SamplingParams
 
 NO_DRAFT = np.zeros(0, np.int32)
@@ -36,6 +37,7 @@ class Round:
         appended: the new tokens of each row, int32.
         seconds: seconds of the round.
         num_tokens: tokens in each pass.
+        captured: whether a graph was captured for it, which happens once.
     """
 
     rows: Sequence[Request]
@@ -43,6 +45,7 @@ class Round:
     appended: Sequence[np.ndarray]
     seconds: float
     num_tokens: int
+    captured: bool = False
 
     @property
     def decoding_passes(self) -> list[tuple[int, bool]]:
@@ -84,9 +87,6 @@ class Drafting:
         """A draft (int32, may be empty) of at most ``most[i]`` tokens for each row of a pass."""
         raise NotImplementedError
 
-    def catch_up(self) -> None:
-        """Do deferred work. The engine calls this while the device runs passes without drafts."""
-
     def verified(self, done: Round) -> None:
         """A round has run. Whether ``propose`` was called before it depends on ``wants``."""
 
@@ -115,6 +115,9 @@ class Drafting:
     def timing(self) -> dict[str, float]:
         """Metrics of the drafts."""
         return {}
+
+    def rest(self) -> None:
+        """See ``RolloutEngine``."""
 
 
 class NoDrafting(Drafting):

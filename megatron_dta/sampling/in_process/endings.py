@@ -7,7 +7,7 @@ from collections.abc import Set
 import numpy as np
 
 from megatron_dta.sampling.degenerate import DegenerateDetector
-from megatron_dta.sampling.in_process.scheduler import Request
+from megatron_dta.sampling.in_process.request import Request
 
 
 class Endings:

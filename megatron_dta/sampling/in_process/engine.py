@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from megatron_dta.core.model.decode.decode_context import append_context
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.decode.paged_context import paged_context
 from megatron_dta.core.model.kernel_types import upload
+from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.sampling.in_process.bursts import Flight, Launcher, Sampled
 from megatron_dta.sampling.in_process.cache_size import head_shape, max_pages
@@ -37,11 +37,13 @@ from megatron_dta.sampling.in_process.cuda_graphs import MOST_TOKENS, DecodeStep
 from megatron_dta.sampling.in_process.drafting import Drafting, NoDrafting, Round, drafts_of
 from megatron_dta.sampling.in_process.endings import Endings
 from megatron_dta.sampling.in_process.expert_passes import DecodingPasses
-from megatron_dta.sampling.in_process.next_token import by_row, next_tokens, sampling_mode
+from megatron_dta.sampling.in_process.next_token import EvaluationMode, by_row, next_tokens
 from megatron_dta.sampling.in_process.pages import PagePool
 from megatron_dta.sampling.in_process.pipelined_steps import decode_steps
+from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.row_states import RowStates
-from megatron_dta.sampling.in_process.scheduler import Pass, Request, Scheduler
+from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
+from megatron_dta.sampling.in_process.settings import FEW_REQUESTS, EngineSettings
 from megatron_dta.sampling.interface import (
     FinishReason,
     GenerationRequest,
@@ -55,33 +57,9 @@ from megatron_dta.sampling.params import SamplingParams
 _PASSES_BETWEEN_DRAFTS, _MAX_SHORT_BURSTS = 4, 4
 
 _COUNTS = ("decoded_tokens", "requests", "forwards", "seconds", "peak_pages", "drafted_tokens", "accepted_drafts")
-_COUNTS += ("static_forwards", "captures")
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Settings of the engine. None of them changes the samples but ``stop_degenerate``.
-
-    Attributes:
-        max_requests: maximum number of running requests.
-        block_size: positions in a page.
-        buffer_size_gb: size of the cache in GiB on each rank. None: see ``cache_size`` on a GPU, else no limit.
-        max_tokens: maximum number of tokens in a forward pass; longer prompts are split over passes.
-        stop_degenerate: end requests that have degenerated into a loop or noise as if their length were reached.
-        attention_impl: see ``TreeConfig``.
-        static_passes: decode with tensors at fixed addresses, in CUDA graphs on a GPU, where
-            ``cuda_graphs.why_not_captured`` allows it.
-        burst: with ``static_passes``, maximum number of passes between two reads of tokens; 1: one pass at a time.
-    """
-
-    max_requests: int = 256
-    block_size: int = 16
-    buffer_size_gb: float | None = None
-    max_tokens: int = 4096
-    stop_degenerate: bool = False
-    attention_impl: str = "auto"
-    static_passes: bool = False
-    burst: int = 8
+_COUNTS += ("static_forwards", "captures", "waiting_seconds", "tail_seconds")
+# Rows of a tail, over the most of the phase.
+_TAIL = 0.25
 
 
 class InProcessEngine(RolloutEngine):
@@ -101,10 +79,14 @@ class InProcessEngine(RolloutEngine):
         self._is_paged = choose_attention(settings.attention_impl, head_size, dtype, self._device)
         self._steps: DecodeSteps | None = None
         self._flight: Flight | None = None  # launched ahead of the tokens that were read
+        # The states of many requests would take the memory of their K and V.
+        most = FEW_REQUESTS if self._states.is_used else MOST_TOKENS * current_mesh().pipeline_size
+        self._most_rows = settings.max_requests or most
         if settings.static_passes and self._is_paged:
-            self._steps = decode_steps(model, self._shape, settings.block_size, settings.max_requests)
+            self._steps = decode_steps(model, self._shape, settings.block_size, self._most_rows)
         self._params: SamplingParams | None = None
-        self._iteration = self._policy_version = self._arrivals = self._undrafted = 0
+        self._mode = EvaluationMode(model)
+        self._iteration = self._policy_version = self._arrivals = self._undrafted = self._captures = self._most_live = 0
         self._running: dict[int, Request] = {}
         self._held: dict[int, Request] = {}
         self._endings = Endings(settings.stop_degenerate)
@@ -113,8 +95,8 @@ class InProcessEngine(RolloutEngine):
         self._scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
-        pool = PagePool(self._settings.block_size)
-        return self._states.scheduler(pool, self._settings.max_requests, self._settings.max_tokens)
+        pool, sure = PagePool(self._settings.block_size), self._settings.max_requests or FEW_REQUESTS
+        return self._states.scheduler(pool, self._most_rows, self._settings.max_tokens, sure)
 
     @property
     def pages_in_use(self) -> int:
@@ -124,10 +106,10 @@ class InProcessEngine(RolloutEngine):
     def start(self, params: SamplingParams, iteration: int) -> None:
         self._refuse_while_running("start")
         self.release(list(self._held))
-        self._params, self._iteration, self._undrafted = params, iteration, 0
+        self._params, self._iteration, self._undrafted, self._most_live = params, iteration, 0, 0
         self.drafting.started(params)
         settings, static = self._settings, 0 if self._steps is None else MOST_TOKENS
-        sizes = settings.block_size, settings.buffer_size_gb, settings.max_tokens, static, settings.max_requests
+        sizes = settings.block_size, settings.buffer_size_gb, settings.max_tokens, static, self._most_rows
         self._scheduler.pool.max_pages = max_pages(self._model, *sizes)
         if self._steps is not None:
             self._steps.start()
@@ -153,11 +135,11 @@ class InProcessEngine(RolloutEngine):
         began = time.perf_counter()
         finished: list[Request] = []
         try:
-            with sampling_mode(self._model):
+            with self._mode:
                 while not finished and not self._scheduler.is_idle:
                     round_began = time.perf_counter()
                     finished = self._run()
-                    self.drafting.ran(time.perf_counter() - round_began)
+                    self._count_seconds(time.perf_counter() - round_began)
         except BaseException:
             self.close()
             raise
@@ -165,6 +147,14 @@ class InProcessEngine(RolloutEngine):
         self._free_when_unused()
         self._counts["seconds"] += time.perf_counter() - began
         return results
+
+    def _count_seconds(self, seconds: float) -> None:
+        """Count the wall seconds of a round."""
+        live = len(self._scheduler.running)
+        self._most_live = max(self._most_live, live)
+        self._counts["waiting_seconds"] += seconds * self._scheduler.is_full
+        self._counts["tail_seconds"] += seconds * (live < _TAIL * self._most_live)
+        self.drafting.ran(seconds)
 
     def release(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
@@ -176,8 +166,10 @@ class InProcessEngine(RolloutEngine):
         self._free_when_unused()
 
     def statistics(self) -> dict[str, float]:
-        """The statistics of all engines, the scheduler's counts, ``forwards`` (passes), ``static_forwards`` and
-        ``captures`` (of graphs), ``peak_pages``, tokens of drafts, and ``stopped_degenerate`` if they are stopped."""
+        """The statistics of all engines, the scheduler's counts, ``waiting_seconds`` (while requests waited because as
+        many ran as may), ``tail_seconds`` (while less than ``_TAIL`` of the most ran), ``forwards`` (passes),
+        ``static_forwards`` and ``captures`` (of graphs), ``peak_pages``, tokens of drafts, and ``stopped_degenerate``
+        if they are stopped."""
         counts = self._counts | {name: float(count) for name, count in self._scheduler.counts.items()}
         if self._settings.stop_degenerate:
             counts["stopped_degenerate"] = float(self._endings.stopped)
@@ -193,8 +185,9 @@ class InProcessEngine(RolloutEngine):
         self.drafting.weights_changed(policy_version)
 
     def join(self) -> None:
-        with sampling_mode(self._model):
+        with self._mode:
             self._passes.join()
+        self._mode.leave()
         self.drafting.ended()
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,6 +199,9 @@ class InProcessEngine(RolloutEngine):
     def timing(self) -> dict[str, float]:
         return self.drafting.timing()
 
+    def rest(self) -> None:
+        self.drafting.rest()
+
     def close(self) -> None:
         counts = self.statistics()
         for requests in (self._running, self._held, self._endings):
@@ -216,6 +212,7 @@ class InProcessEngine(RolloutEngine):
         self._scheduler.counts.update((name, int(counts[name])) for name in self._scheduler.counts)
         self._counts["peak_pages"] = counts["peak_pages"]
         self._params = None
+        self._mode.leave()
         self.drafting.abandoned()
 
     def _run(self) -> list[Request]:
@@ -231,11 +228,12 @@ class InProcessEngine(RolloutEngine):
         drafts = drafts_of(plan, self.drafting, self._scheduler, most)
         num_drafted = sum(map(len, drafts))
         ready_drafts = [drafts[i] for i in plan.ready] if num_drafted else None
-        is_static = is_static and not (num_drafted and self._states.is_used)
+        num_tokens = sum(plan.counts) + num_drafted
+        is_static = is_static and not (num_tokens > len(plan.rows) and self._states.is_used)
         rows, sampled = (self._run_static if is_static else self._run_eager)(plan, drafts)
         if not rows:
             return []
-        return self._take(rows, sampled, ready_drafts, began, sum(plan.counts) + num_drafted)
+        return self._take(rows, sampled, ready_drafts, began, num_tokens)
 
     def _run_eager(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
         """Run one pass. Returns the rows that get tokens, and what was drawn after the last and each drafted token."""
@@ -266,30 +264,29 @@ class InProcessEngine(RolloutEngine):
         (noise,) = upload([noise], self._device, torch.float64)
         drawn = next_tokens(self._model, hidden[last], noise, self._params, self._is_paged)
         drawn = torch.stack([part.double() for part in drawn])
-        self.drafting.catch_up()
         tokens, logprobs = drawn.cpu().numpy()  # the only place that waits; a float64 represents every token id exactly
         return rows, by_row(tokens.astype(np.int32), logprobs, widths[ready] + 1)
 
     def _run_static(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
-        """Like ``_run_eager`` if all rows decode: one pass with drafts, or a burst with all tokens of its rows."""
-        is_drafted = any(map(len, drafts))
+        """Like ``_run_eager`` if all rows get tokens: one pass with drafts or parts of prompts, or a burst with all
+        tokens of its rows."""
+        is_drafted = any(map(len, drafts)) or max(plan.counts) > 1
         is_short = self._undrafted < _MAX_SHORT_BURSTS and self.drafting.is_hopeful
         most = min(self._settings.burst, _PASSES_BETWEEN_DRAFTS if is_short else self._settings.burst)
-        flight = self._launcher(plan).first(plan.rows, drafts, 1 if is_drafted else most)
+        flight = self._launcher(plan).first(plan, drafts, 1 if is_drafted else most)
         if not is_drafted:
             return self._land(flight)
         self._count_static(1)
-        self.drafting.catch_up()
         tokens, logprobs = flight.running.read()
         self._scheduler.complete(plan)
-        return plan.rows, by_row(tokens[0], logprobs[0], [len(draft) + 1 for draft in drafts])
+        drawn = zip(by_row(tokens[0], logprobs[0], flight.counts), drafts, strict=True)
+        return plan.rows, [(row[-len(draft) - 1 :], values[-len(draft) - 1 :]) for (row, values), draft in drawn]
 
     def _land(self, flight: Flight) -> tuple[list[Request], list[Sampled]]:
         """Launch the next burst if possible, and wait for ``flight``. Returns its live rows and their tokens."""
         self._flight = None
         if self._settings.burst > 1 and not self.drafting.asks_next:
             self._flight = self._launcher(Pass()).ahead(flight, self._settings.burst)
-        self.drafting.catch_up()
         self._count_static(flight.num_passes)
         live = flight.live()
         rows, sampled = [flight.rows[i] for i in live], flight.sampled(live)
@@ -339,7 +336,9 @@ class InProcessEngine(RolloutEngine):
             drafted = np.array([len(draft) for draft in drafts])
             self._counts["drafted_tokens"] += int(drafted.sum())
             self._counts["accepted_drafts"] += sum(map(len, appended)) - len(rows)
-        self.drafting.verified(Round(rows, drafted, appended, time.perf_counter() - began, num_tokens))
+        captures, self._captures = self._captures, 0 if self._steps is None else self._steps.captures
+        seconds, captured = time.perf_counter() - began, self._captures > captures
+        self.drafting.verified(Round(rows, drafted, appended, seconds, num_tokens, captured))
         for sequence in finished:
             self.drafting.finished(sequence)
         if self._flight is not None and not self._flight.live():
@@ -396,5 +395,5 @@ class InProcessEngine(RolloutEngine):
             shape, size, layers = self._shape, self._settings.block_size, self._model.attention_layers
             self._cache = PagedCache(layers, size, shape.num_groups, shape.head_size, shape.dtype, self._device)
         self._cache.grow(self._scheduler.pool.num_pages)
-        self._cache.copy([source for source, _ in plan.copies], [target for _, target in plan.copies])
+        self._cache.copy(list(plan.copies.values()), list(plan.copies))
         return self._cache

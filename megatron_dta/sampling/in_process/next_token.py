@@ -21,8 +21,7 @@ Legend: B rows, V vocabulary, C hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -133,22 +132,31 @@ def draw(weights_BV: Tensor, noise_B: Tensor) -> Tensor:
     return drawn_B1.squeeze(-1).clamp_max(size - 1)
 
 
-@contextmanager
-def sampling_mode(model: Model) -> Iterator[None]:
-    """Disable autograd and put the model into evaluation mode, which turns activation recompute off, within the block.
+class EvaluationMode:
+    """A block without autograd and with the model in evaluation mode, which turns activation recompute off.
 
+    The mode stays until ``leave``, since changing it visits every module, which takes milliseconds.
     ``torch.inference_mode`` cannot be used: Megatron caches its rotary table, and a table created there cannot be used
     in training.
     """
-    was_training = model.training
-    if was_training:  # changing the mode visits every module, which takes milliseconds
-        model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        if was_training:
-            model.train()
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._was_training, self._no_grad = model, False, torch.no_grad()
+
+    def __enter__(self) -> None:
+        if self._model.training:
+            self._was_training = True
+            self._model.eval()
+        self._no_grad.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._no_grad.__exit__(*error)
+
+    def leave(self) -> None:
+        """Restore the mode that the model had before."""
+        if self._was_training:
+            self._was_training = False
+            self._model.train()
 
 
 def by_row(tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:

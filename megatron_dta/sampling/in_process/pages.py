@@ -18,7 +18,8 @@ _FIRST_PAGES = 64
 
 
 class PagePool:
-    """Pages ``0 .. num_pages - 1``. The pool begins empty and grows up to ``max_pages`` (None: no limit)."""
+    """Pages ``0 .. num_pages - 1``. The pool begins empty and grows up to ``max_pages`` (None: no limit), at first to
+    the most pages that were ever used, as tensors are copied whenever it grows."""
 
     def __init__(self, page_size: int, max_pages: int | None = None) -> None:
         self.page_size, self.max_pages = page_size, max_pages
@@ -40,7 +41,7 @@ class PagePool:
         """Whether ``count`` pages can be taken; grows the pool if it may, and else frees kept pages."""
         missing = count - len(self._free)
         if missing > 0:
-            wanted = max(self.num_pages + missing, 2 * self.num_pages, _FIRST_PAGES)
+            wanted = max(self.num_pages + missing, 2 * self.num_pages, _FIRST_PAGES, self.peak_pages)
             total = wanted if self.max_pages is None else min(wanted, self.max_pages)
             # Low numbers come first, since the tensors contain them already.
             self._free[:0] = range(total - 1, self.num_pages - 1, -1)

@@ -20,7 +20,8 @@ from megatron_dta.core.model.attention.context import AttentionContext
 from megatron_dta.core.model.hybrid.decode_states import DecodeStates, PassStates, SteppedStates
 from megatron_dta.core.model.kernel_types import upload
 from megatron_dta.core.model.parallel.staged_model import Model
-from megatron_dta.sampling.in_process.scheduler import Pass, Prefix, Request, Scheduler
+from megatron_dta.sampling.in_process.request import Request
+from megatron_dta.sampling.in_process.scheduler import Pass, Prefix, Scheduler
 
 _FIRST_SLOTS = 8
 
@@ -55,6 +56,12 @@ class StateScheduler(Scheduler):
                 )
         prefix.is_pending = first is not None and max(first.num_computed_tokens, prefix.length) < end
         return prefix
+
+    def finish(self, request: Request) -> None:
+        super().finish(request)
+        # There is room for as many states of held requests as of running ones (``cache_size``).
+        while self.num_held > self.max_requests and self._evict(with_children=False):
+            pass
 
     def _run_chunk(self, plan: Pass, request: Request, budget: int) -> int:
         missing = request.context_length - 1 - request.num_computed_tokens

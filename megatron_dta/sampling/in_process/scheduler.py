@@ -13,7 +13,8 @@ stay when the last request that holds them ends.
 *Memory.* A request is admitted if there are pages for all its tokens and one more page for each running request. If a
 running request needs a page and none is free, held requests are evicted first: least recently used first, and those
 without waiting children before the others. After that the request admitted last is preempted; it goes back to the
-queue and is recomputed later. A single request always fits, so all requests finish.
+queue and is recomputed later. A single request always fits, so all requests finish. Beyond ``sure_requests`` running
+ones, a request is admitted only while every running one could reach its full length without any of this.
 
 Example: pages have 4 tokens. A request with a context of 6 tokens computes them on 2 pages and samples one token, so
 ``num_tokens`` is 7 and ``num_computed_tokens`` 6. A second request with the same context can reuse 5 tokens, since its
@@ -25,90 +26,23 @@ The decisions depend only on the calls, so all ranks of a replica make the same 
 from __future__ import annotations
 
 import bisect
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from megatron_dta.sampling.in_process.pages import PagePool, extend_digest
-from megatron_dta.sampling.interface import GenerationRequest
-
-
-class Request:
-    """The state of one generation request.
-
-    Attributes:
-        generation: the request as it was submitted.
-        tokens: int32 [context + max_tokens]; the first ``num_tokens`` are valid.
-        num_computed_tokens: positions whose K and V are stored in the first pages of ``table``.
-        table: int64 page numbers; the first ``num_pages`` are held.
-        logprobs: float64 [max_tokens], logprobs of the sampled tokens.
-        common_with_parent: length of the prefix that the context shares with the parent's tokens.
-        waiting_children: requests not yet admitted that have this one as their parent.
-        state_source, has_lost_state: request whose state this one copies first; its own is gone (``row_states``).
-    """
-
-    def __init__(self, generation: GenerationRequest, arrival: int, page_size: int, parent: Request | None) -> None:
-        context = np.asarray(generation.token_ids, dtype=np.int32)
-        self.generation, self.arrival, self.page_size, self.parent = generation, arrival, page_size, parent
-        self.tokens = np.concatenate([context, np.zeros(generation.max_tokens, dtype=np.int32)])
-        self.logprobs = np.zeros(generation.max_tokens)
-        self.context_length = self.num_tokens = len(context)
-        self.num_computed_tokens = self.num_pages = self.waiting_children = 0
-        self.state_source: Request | None = None
-        self.table = np.zeros(-(-len(self.tokens) // page_size), dtype=np.int64)
-        self.common_with_parent = 0 if parent is None else common_prefix(parent.tokens[: parent.num_tokens], context)
-        # A long context is mostly its parent's, so only the new part is hashed.
-        self._digests = [] if parent is None else parent.digests()[: self.common_with_parent // page_size]
-        full = self.digests()
-        self.context_digest = extend_digest((full[-1] if full else b"") + b"context", context[len(full) * page_size :])
-        self.is_running = self.was_admitted = self.released = self.has_lost_state = False
-
-    @property
-    def pages(self) -> list[int]:
-        """Numbers of the held pages."""
-        return self.table[: self.num_pages].tolist()
-
-    @property
-    def missing(self) -> list[bytes]:
-        """Digests of the prefixes that are not computed yet: those of full pages, and that of the context."""
-        full = self.digests()[self.num_computed_tokens // self.page_size :]
-        return full + [self.context_digest] * (self.num_computed_tokens < self.context_length)
-
-    @property
-    def response(self) -> np.ndarray:
-        """Tokens sampled so far."""
-        return self.tokens[self.context_length : self.num_tokens]
-
-    def digests(self) -> list[bytes]:
-        """Digests of the prefixes that end with each full page."""
-        size = self.page_size
-        while (len(self._digests) + 1) * size <= self.num_tokens:
-            first = len(self._digests) * size
-            previous = self._digests[-1] if self._digests else b""
-            self._digests.append(extend_digest(previous, self.tokens[first : first + size]))
-        return self._digests
-
-    def extend(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append sampled tokens."""
-        done, end = self.num_tokens - self.context_length, self.num_tokens + len(tokens)
-        self.logprobs[done : done + len(tokens)] = logprobs
-        self.tokens[self.num_tokens : end] = tokens
-        self.num_tokens = end
-
-    def add_pages(self, pages: list[int]) -> None:
-        """Append pages to the table."""
-        self.table[self.num_pages : self.num_pages + len(pages)] = pages
-        self.num_pages += len(pages)
+from megatron_dta.sampling.in_process.pages import PagePool
+from megatron_dta.sampling.in_process.request import Request
 
 
 @dataclass
 class Pass:
-    """One forward pass: copy the pages in ``copies`` (source, target), then run ``counts[i]`` tokens of ``rows[i]``."""
+    """One forward pass: copy pages (``copies``: target -> source), then run ``counts[i]`` tokens of ``rows[i]``."""
 
     rows: list[Request] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)
 
     @cached_property
     def ready(self) -> list[int]:
@@ -134,6 +68,7 @@ class Scheduler:
         pool: the page pool.
         max_requests: maximum number of running requests.
         max_tokens: maximum number of tokens in a pass.
+        sure_requests: running requests up to which preemptions may be needed; None: up to ``max_requests``.
 
     Attributes:
         running: requests in the order of admission.
@@ -141,9 +76,10 @@ class Scheduler:
         counts: prefilled_tokens, reused_tokens, recomputed_tokens, preemptions, evictions.
     """
 
-    def __init__(self, pool: PagePool, max_requests: int, max_tokens: int) -> None:
+    def __init__(self, pool: PagePool, max_requests: int, max_tokens: int, sure_requests: int | None = None) -> None:
         self.pool, self.max_requests, self.max_tokens = pool, max_requests, max_tokens
-        self.running: list[Request] = []
+        self._sure_requests = max_requests if sure_requests is None else sure_requests
+        self.running: dict[Request, None] = {}
         self.waiting: list[Request] = []
         names = ("prefilled_tokens", "reused_tokens", "recomputed_tokens", "preemptions", "evictions")
         self.counts = dict.fromkeys(names, 0)
@@ -180,23 +116,40 @@ class Scheduler:
         for request in self.running:
             if budget and request.num_tokens - request.num_computed_tokens > 1:
                 budget -= self._run_chunk(plan, request, budget)
-        index = 0
+        index, spare = 0, self._spare_pages()
         # Admit nothing after a preemption: the freed pages are for running requests.
         while self.counts["preemptions"] == preemptions and budget and index < len(self.waiting):
-            if len(self.running) >= self.max_requests:
-                break
             request = self.waiting[index]
+            if not self._takes_another(request, spare):
+                break
             prefix = self._find_prefix(request)
             if prefix.is_pending:
                 index += 1
             elif self._admit(request, prefix, plan):
                 del self.waiting[index]
+                spare -= len(request.table)
                 budget -= self._run_chunk(plan, request, budget)
             else:
                 break
         if not plan.rows and not self.is_idle and self.counts["preemptions"] == preemptions:
             raise AssertionError("no request can run: the page pool is smaller than one request needs")
         return plan if plan.rows or self.is_idle else self.next_pass()
+
+    def _spare_pages(self) -> float:
+        """Pages that no running request can need."""
+        if self.pool.max_pages is None or len(self.running) + len(self.waiting) <= self._sure_requests:
+            return math.inf
+        missing = sum(len(row.table) - row.num_pages for row in self.running)
+        return self.pool.max_pages - self.pool.pages_in_use - missing
+
+    def _takes_another(self, request: Request, spare: float) -> bool:
+        count = len(self.running)
+        return count < self._sure_requests or (count < self.max_requests and len(request.table) <= spare)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next waiting request cannot run for the number of those that do."""
+        return bool(self.waiting) and not self._takes_another(self.waiting[0], self._spare_pages())
 
     def complete(self, plan: Pass) -> list[Request]:
         """Record that the pass has run. Returns the rows that get a token from it."""
@@ -273,7 +226,7 @@ class Scheduler:
         while not self.pool.has_room(1):
             if not self._evict(with_children=True):
                 # The victim was admitted last and comes last in the pass, so no planned row loses its pages.
-                victim = self.running[-1]
+                victim = next(reversed(self.running))
                 self._preempt(victim)
                 if victim is request:
                     return False
@@ -300,8 +253,7 @@ class Scheduler:
         fresh = self.pool.take(needed)
         if partial is not None:
             # The source may be the target of a copy in this pass. All copies run at once, so read its origin.
-            origin = next((source for source, target in plan.copies if target == partial), partial)
-            plan.copies.append((origin, fresh[0]))
+            plan.copies[fresh[0]] = plan.copies.get(partial, partial)
         request.add_pages(pages + fresh)
         self.pool.expect_no_more(request.missing)
         request.num_computed_tokens = computed
@@ -316,7 +268,7 @@ class Scheduler:
             self.counts["reused_tokens"] += request.num_computed_tokens
             self.counts["prefilled_tokens"] += behind
         request.was_admitted = request.is_running = True
-        self.running.append(request)
+        self.running[request] = None
         for digest in request.missing:
             self._pending.setdefault(digest, request)
         parent = request.parent
@@ -377,7 +329,7 @@ class Scheduler:
         self.submit(request)
 
     def _stop(self, request: Request) -> None:
-        self.running.remove(request)
+        del self.running[request]
         request.is_running = False
 
     def _drop_pages(self, request: Request) -> None:
@@ -390,10 +342,3 @@ class Scheduler:
     def _clear_pending(self, digest: bytes, request: Request) -> None:
         if self._pending.get(digest) is request:
             del self._pending[digest]
-
-
-def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    """Length of the longest common prefix."""
-    length = min(len(first), len(second))
-    differing = np.flatnonzero(first[:length] != second[:length])
-    return int(differing[0]) if differing.size else length

@@ -37,15 +37,15 @@ class PromptSource(SampledSource):
         self._engine, self._task, self._sampling, self._seed = engine, task, config, seed
         self._params = sampling_params(task.tokenizer, config, seed)
         self._statistics: dict[str, float] = {}
-        self._tally, self._batch, self._stopped = task.scorer.tally, -1, 0.0
+        self._tally, self._batch, self._before = task.scorer.tally, -1, {}
 
     def _begin(self, rollout_batch: int, prompt_batch: int) -> tuple[int, list[Prompt]]:
         """The position of a batch's first prompt in the stream of prompts, and the prompts; updates the engine."""
         self._tally = self._task.scorer.tally
-        if rollout_batch != self._batch:
-            self._batch, self._stopped = rollout_batch, self._engine.statistics().get("stopped_degenerate", 0.0)
         count = self._sampling.rollout_batch_size
         first = prompt_batch * count
+        if rollout_batch != self._batch:
+            self._batch, self._before = rollout_batch, self._engine.statistics()
         if not self._engine.needs_checkpoint:
             self._engine.update_weights(rollout_batch)
         return first, prompts_at(self._task.prompts, first, count, self._seed)
@@ -53,10 +53,13 @@ class PromptSource(SampledSource):
     def _counts(self) -> dict[str, float]:
         """The scorer's counts since ``_begin``, and ``degenerate_responses``: those that the engine has ended in this
         rollout batch because their text was degenerate, including those that are not trained."""
+        self._engine.rest()
         gather = current_mesh().gather_from_replicas
         counts = counted(self._tally, self._task.scorer.tally, gather)
         stopped = self._engine.statistics().get("stopped_degenerate")
-        return counts if stopped is None else counts | {"degenerate_responses": sum(gather(stopped - self._stopped))}
+        if stopped is None:
+            return counts
+        return counts | {"degenerate_responses": sum(gather(stopped - self._before["stopped_degenerate"]))}
 
     def statistics(self) -> dict[str, float]:
         """Metrics of the last batch over all ranks, among them the counts of the scorer (``rewards.scoring``)."""
@@ -69,7 +72,10 @@ class PromptSource(SampledSource):
         self._engine.load_state_dict(state)
 
     def timing(self) -> dict[str, float]:
-        return self._engine.timing()
+        counts = self._engine.statistics()
+        names = ("seconds", "waiting_seconds", "tail_seconds") if "tail_seconds" in counts else ()
+        seconds = {f"sampling_{name}": counts[name] - self._before[name] for name in names}
+        return seconds | self._engine.timing()
 
 
 class HeldOutEvaluation(Evaluation):

@@ -96,6 +96,7 @@ class SpeculationGate:
             drafts run early in a wave. It is better if drafting takes the host no time and worse if a round has a cost.
 
     Attributes:
+        decides: False if a clock decides which passes have drafts (``clock``), and this gate only about tokens.
         is_measured: scale both costs by the measured time of rounds.
         last_tokens: moving average of the tokens that the likely last sample advances by in a pass with drafts.
         is_hopeful: whether a draft is likely to pay in one of the next rounds.
@@ -105,7 +106,7 @@ class SpeculationGate:
 
     def __init__(self, plain: ForwardCost, drafted: ForwardCost, burst: int = 8, prices_whole: bool = False) -> None:
         self.burst, self.is_measured, self.last_tokens = burst, True, 1.0
-        self.prices_whole = prices_whole
+        self.prices_whole, self.decides = prices_whole, True
         self.calibrate(plain, drafted)
         self.end_step()
 
@@ -118,7 +119,7 @@ class SpeculationGate:
     def unlearned(self) -> SpeculationGate:
         """A gate with the same costs, no measurements and its own overhead budget."""
         fresh = SpeculationGate(self.plain_cost, self.drafted_cost, self.burst, self.prices_whole)
-        fresh.is_measured = self.is_measured
+        fresh.is_measured, fresh.decides = self.is_measured, self.decides
         return fresh
 
     def end_step(self) -> None:
@@ -167,6 +168,8 @@ class SpeculationGate:
     def wants(self, live: int) -> bool:
         """Whether this round should ask for drafts. Call it once a round. The first round never does: it measures a
         pass without drafts."""
+        if not self.decides:
+            return True
         if self.is_measured and not self._ratios[False]:
             return False
         if self._rounds_to_skip:
@@ -178,6 +181,8 @@ class SpeculationGate:
 
     def pays(self, gain: float, live: int, tokens: int) -> bool:
         """Whether a pass of ``tokens`` tokens with this expected gain pays and fits the overhead budget."""
+        if not self.decides:
+            return tokens > live
         extra = self.drafted(tokens) - self.plain(live)
         return gain > extra and (extra <= 0 or self.loss <= self._allowed(extra))
 
@@ -194,6 +199,8 @@ class SpeculationGate:
 
     def record_rejected(self, live: int) -> None:
         """Record a round that asked for drafts and rejected all of them."""
+        if not self.decides:
+            return
         self._rejections += 1
         if self._rejections < _MAX_REJECTIONS and self.is_hopeful:
             return

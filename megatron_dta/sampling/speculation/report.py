@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
-# Number of recent rounds without drafts that rounds with drafts are compared with.
-RECENT_ROUNDS = 1024
 
 
 class PlainForwards:
@@ -53,12 +49,9 @@ class SpeculationReport:
         lengths, steps, drafted, accepted: for each finished sample its generated tokens, steps, drafted and accepted
             tokens.
         queries: requested drafts.
-        draft_seconds: CPU time to make the drafts and record their outcomes.
-        hidden_seconds: CPU time to record forwards without drafts while the device runs the next ones.
-        outside_seconds: the part of ``draft_seconds`` in rounds without drafts.
-        drafted_rounds: (live sequences, wall seconds) of each round with drafts.
-        plain_rounds: (live sequences, wall seconds of a forward) of recent rounds without drafts, less the drafter's
-            part; later reports continue it.
+        draft_seconds: CPU time to make the drafts.
+        hidden_seconds: CPU time to record their outcomes and other tokens, while the device or another thread works.
+        saved_seconds: by the clock (``clock``); None without one.
         plain_forwards: forwards that the same samples would have taken without drafts.
         drafter_bytes, drafter_tokens: memory of the trees and tokens in them, at the end.
         stopped: samples of a replay that were cut because their text degenerated.
@@ -74,9 +67,7 @@ class SpeculationReport:
     queries: int = 0
     draft_seconds: float = 0.0
     hidden_seconds: float = 0.0
-    outside_seconds: float = 0.0
-    drafted_rounds: list[tuple[int, float]] = field(default_factory=list)
-    plain_rounds: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
+    saved_seconds: float | None = None
     plain_forwards: int = 0
     drafter_bytes: int = 0
     drafter_tokens: int = 0
@@ -101,26 +92,6 @@ class SpeculationReport:
     def tokens_per_forward(self) -> float:
         """Generated tokens for each step of a sequence; 1 without speculation."""
         return _ratio(np.sum(self.lengths), np.sum(self.steps))
-
-    def savings(self) -> tuple[int, float | None]:
-        """Forwards that drafts saved, and the estimated seconds by which they shortened decoding; negative if longer.
-
-        A round with drafts is compared with the median forward without drafts of as many live sequences, interpolated
-        between their numbers. The median of these ratios counts for all rounds, since other programs may have slowed
-        some down. The seconds are None if there were rounds with drafts only.
-        """
-        saved = self.plain_forwards - len(self.live)
-        if not self.drafted_rounds:
-            return saved, -self.outside_seconds
-        if not self.plain_rounds:
-            return saved, None
-        plain_live, plain_seconds = np.array(self.plain_rounds).T
-        counts = np.unique(plain_live)
-        medians = [float(np.median(plain_seconds[plain_live == count])) for count in counts]
-        live, seconds = np.array(self.drafted_rounds).T
-        plain = np.interp(live, counts, medians)
-        longer = float(np.median(seconds / plain)) - 1
-        return saved, saved * float(np.mean(plain)) - longer * float(np.sum(plain)) - self.outside_seconds
 
     def figures(self) -> dict[str, object]:
         """All figures for JSON, without the per-forward lists."""
@@ -153,7 +124,7 @@ class SpeculationReport:
         left_out = ("samples", "generated_tokens", "drafter_bytes_per_token", "stopped_degenerate")
         values = {name: value for name, value in self.figures().items() if name not in left_out}
         values["acceptance"] = _ratio(values["accepted_tokens"], values["drafted_tokens"])
-        values |= dict(zip(("saved_forwards", "saved_seconds"), self.savings(), strict=True))
+        values |= {"saved_forwards": self.plain_forwards - len(self.live), "saved_seconds": self.saved_seconds}
         return {f"speculation_{name}": float(value) for name, value in values.items() if value is not None}
 
 
@@ -167,7 +138,7 @@ def drafting_benefit(records: Iterable[Mapping[str, Any]]) -> str | None:
 
     saved, plain, generated = total("saved_forwards"), total("plain_forwards"), total("generated_tokens")
     if plain:
-        shorter = "; how many seconds is unknown, as no forward ran without drafts"
+        shorter = "; how many seconds is unknown, as no clock is read with --deterministic-mode"
         if any("speculation_saved_seconds" in timing for timing in timings):
             seconds = total("saved_seconds")
             shorter = f"; decoding took about {abs(seconds):.1f} s {'less' if seconds >= 0 else 'longer'} with them"

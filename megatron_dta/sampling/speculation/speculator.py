@@ -89,7 +89,6 @@ class Speculator:
         self.report = SpeculationReport()
         self._step = self._forwards = 0
         self._next_plan, self._last_round = 0, (0, 0, 0, 0.0)
-        self._proposing = self._outside = 0.0  # of the drafter: before a forward; in the last round without drafts
         self._free: list[int] = []
         self._problems: list[str] = []
         self._samples = np.zeros(0, _SAMPLE)  # by slot
@@ -155,8 +154,7 @@ class Speculator:
         if not lengths.any():
             self.gate.record_rejected(live)
         self.report.queries += len(asked)
-        self._proposing = time.perf_counter() - begin
-        self.report.draft_seconds += self._proposing
+        self.report.draft_seconds += time.perf_counter() - begin
         return Proposal(slots, tokens, lengths, asked, drafts)
 
     def record(
@@ -187,27 +185,21 @@ class Speculator:
         self._last_round = live, count, 1, gain
         self._plain.forwards += 1
         self.report.add_forward(live, count, seconds)
-        recording = time.perf_counter() - begin
-        self.report.draft_seconds += recording
-        self._outside = 0.0 if count > live else recording + self._proposing
-        self.report.outside_seconds += self._outside
+        self.report.hidden_seconds += time.perf_counter() - begin
 
     def took(self, seconds: float) -> None:
         """Record the wall seconds of the last recorded forward or burst, including the host's part."""
         (live, tokens, passes, gain), self._last_round = self._last_round, (0, 0, 0, 0.0)
         if tokens > live:
             self.gate.record_drafted(live, tokens, gain, seconds)
-            self.report.drafted_rounds.append((live, seconds))
         elif live:
             self.gate.record_plain(live, passes, seconds)
-            self.report.plain_rounds.append((live, (seconds - self._outside) / passes))
 
     def record_burst(
         self, slots: np.ndarray, appended: Sequence[np.ndarray], seconds: float, was_asked: bool = True
     ) -> None:
         """Record a burst of forwards without drafts, which took ``seconds``: row i got the tokens ``appended[i]``
-        (int32), one in each of the first forwards. ``was_asked``: ``propose`` was called before the first forward.
-        Call this while the device runs the next burst."""
+        (int32), one in each of the first forwards. ``was_asked``: ``propose`` was called before the first forward."""
         begin = time.perf_counter()
         counts = np.array([len(tokens) for tokens in appended], np.int64)
         passes = int(counts.max())
@@ -221,8 +213,6 @@ class Speculator:
         self.drafter.extend(self._samples["text"][slots], np.concatenate(appended).astype(np.int32), offsets)
         for live in (len(slots) - np.searchsorted(np.sort(counts), np.arange(passes), side="right")).tolist():
             self.report.add_forward(live, live, seconds / passes)
-        self._outside = self._proposing if was_asked else 0.0
-        self.report.outside_seconds += self._outside
         self.report.hidden_seconds += time.perf_counter() - begin
 
     def append(self, slot: int, tokens: np.ndarray) -> None:
@@ -271,7 +261,7 @@ class Speculator:
     def end_step(self, step: int) -> SpeculationReport:
         """End policy step ``step``: evict old samples, decay the estimates, and return the report of the step."""
         report = self.current_report()
-        self.report = SpeculationReport(plain_rounds=report.plain_rounds.copy())
+        self.report = SpeculationReport()
         self.history.end_step()
         self.table.end_step()
         self.drafter.end_step(step)

@@ -96,8 +96,10 @@ class QueryPolicy:
         return started
 
     def needs_no_more_children(self, node: int) -> bool:
-        """Whether only fallback can still add children to a decoded node."""
-        return self.complete or self.tree.nodes[node].end is not None or self.tree.nodes[node].round < self._current
+        """Whether a decoded node gets no more children. Fallback may add some until the tree is complete."""
+        if self.complete or self.tree.nodes[node].end is not None:
+            return True
+        return self._settings.fallback == "none" and self.tree.nodes[node].round < self._current
 
     @staticmethod
     def _is_complete(round_: _Round) -> bool:

@@ -4,9 +4,9 @@ Each node is one request whose context is read from the tree (``SampledTree.toke
 of a sequence can differ from it. The requests of all queries run together, and the children of a node are submitted in
 the same poll that returns the node.
 
-The K/V of a node is held for its children until the node is known to be a leaf, or until it has all children of its
-round and they have finished. Fallback may return to a node later; then the nearest node that is still held is given as
-parent, or the engine computes the prefix again.
+The K/V of a node is held for its children until the node is known to be a leaf, or until its tree is complete: fallback
+may return to it. (Without fallback, until it has all children of its round and they have finished.) If memory is short
+the engine evicts what is held and computes the prefix again.
 """
 
 from __future__ import annotations

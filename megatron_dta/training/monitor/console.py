@@ -17,6 +17,7 @@ from megatron_dta.common.console import Console
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.monitor.benefits import benefit_sentences
 from megatron_dta.training.monitor.metrics import TIMING, read_metrics
+from megatron_dta.training.monitor.seconds import seconds_sentence
 
 WIDTH = 120
 LEGEND = "length: mean trained tokens; ended: not cut; tied: groups of equal rewards; reuse: tokens / unique tokens"
@@ -79,6 +80,9 @@ class RunConsole:
         records = self._kept if self._metrics is None or self._console.quiet else read_metrics(self._metrics)
         for sentence in benefit_sentences(records):
             self.print(sentence)
+        seconds = seconds_sentence(records)
+        if seconds is not None:
+            self.print(seconds)
         if stopped_by is not None:
             self.print(f"stopped by {stopped_by} after step {iteration}")
 

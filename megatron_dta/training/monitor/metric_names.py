@@ -143,6 +143,9 @@ METRICS: dict[str, dict[str, str]] = {
     "Time (under timing)": {
         "step_seconds": "the whole step without evaluation and saving",
         "collect_seconds": "time to sample rollouts or to wait for them",
+        "sampling_seconds": "time of the in-process engine; the rest of collect_seconds is for prompts and rewards",
+        "sampling_waiting_seconds": "part of it in which requests waited because as many ran as may",
+        "sampling_tail_seconds": "part of it in which less than a quarter of the most requests ran",
         "prepare_seconds": "time for old and reference logprobs, values and advantages",
         "logprobs_seconds": "time of the passes for old and reference logprobs and values; part of prepare_seconds",
         "plan_seconds": "time for trees, segments and op lists; part of prepare_seconds if that needs the plan",

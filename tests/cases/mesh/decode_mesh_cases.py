@@ -66,7 +66,7 @@ def _samples_on_rank(rank: int, argument: tuple[ModelConfig, Weights, Mapping[st
     for name, job in jobs.items():
         model = build_on(replace(config, **job.changes), weights, job.parallel)
         assert why_not_captured(model) is None
-        drafting = suffix_drafting(follows_clock=True) if job.drafts else None
+        drafting = suffix_drafting() if job.drafts else None
         engine = started(model, params, drafting=drafting, **dict(static_passes=True) | job.settings)
         results[name] = run_forest(engine, replace(DRIVE, order=1)), engine.statistics()
         assert engine.pages_in_use == 0

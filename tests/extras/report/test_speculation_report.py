@@ -60,31 +60,25 @@ def test_forwards_without_drafts_by_a_schedule(seed: int, has_drafts: bool) -> N
     assert plain.total == pytest.approx(total, rel=0.3 if has_drafts else 0)
 
 
-def test_savings_by_hand() -> None:
-    """Forwards of 8 and 4 live sequences without drafts take 1.0 and 0.5 s; those with drafts take longer."""
-    report = SpeculationReport(plain_forwards=20, outside_seconds=0.25)
+def test_what_drafts_saved_in_a_sentence() -> None:
+    """By the clock, over the rollout batches of a run."""
+    report = SpeculationReport(plain_forwards=20, saved_seconds=9.1)
     for live, tokens in ((8, 8), (8, 12), (6, 9), (4, 4), (4, 4), (2, 9)):
         report.add_forward(live, tokens, 9.0)
-    report.plain_rounds += [(8, 1.0), (4, 0.5), (4, 0.5), (4, 9.0)]
-    report.drafted_rounds += [(8, 1.5), (6, 1.0), (2, 0.75)]
-    saved, seconds = report.savings()
-    assert saved == 14
-    assert seconds == pytest.approx(14 * (1.0 + 0.75 + 0.5) / 3 - 0.5 * (1.0 + 0.75 + 0.5) - 0.25)
     records = [{"iteration": 0, "timing": {}}]
     records += [{"rollout_batch_step": age, "timing": report.metrics()} for age in (0, 1, 0)]
     assert drafting_benefit(records) == (
         "DAS: drafts saved 28 of 40 forwards; decoding took about 18.2 s less with them."
     )
-    report.drafted_rounds[:] = [(8, 7.0), (6, 5.25), (2, 99.0)]
+    report.saved_seconds = -3.2
     assert drafting_benefit([{"timing": report.metrics()}]) == (
         "DAS: drafts saved 14 of 20 forwards; decoding took about 3.2 s longer with them."
     )
-    report.plain_rounds.clear()
+    report.saved_seconds = None
     assert drafting_benefit([{"timing": report.metrics()}]) == (
-        "DAS: drafts saved 14 of 20 forwards; how many seconds is unknown, as no forward ran without drafts."
+        "DAS: drafts saved 14 of 20 forwards; how many seconds is unknown, as no clock is read with "
+        "--deterministic-mode."
     )
-    report.drafted_rounds.clear()
-    assert report.savings() == (14, -0.25)
     servers = {"timing": {"speculation_accepted_tokens": 30.0, "speculation_generated_tokens": 90.0}}
     assert drafting_benefit([servers]) == "DAS: the servers' drafts gave 30 of 90 sampled tokens."
     assert drafting_benefit([{"timing": {}}]) is None

@@ -11,17 +11,16 @@ from conftest import seed_all
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Round
-from megatron_dta.sampling.in_process.scheduler import Request
+from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
 from megatron_dta.sampling.interface import GenerationRequest
+from megatron_dta.sampling.speculation import clock
 from megatron_dta.sampling.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.gate import SpeculationGate
 from megatron_dta.sampling.speculation.speculator import Speculator
 from mesh_worker import run_on_ranks
-from speculation_exact_cases import NoProbes, clockless
-
-DEAR = ForwardCost(base=1e-3, per_token=1.0)
+from speculation_exact_cases import clockless
 
 
 def told(drafter: Drafter, problem: str, prompt: np.ndarray, tokens: np.ndarray) -> int:
@@ -100,74 +99,12 @@ def test_speculator_restored_and_repeated_proposes_alike() -> None:
     assert drafted > 100
 
 
-class OneByOne(SuffixDrafting):
-    """The slow twin: every pass of a burst is proposed for and verified."""
-
-    def verified(self, done: Round) -> None:
-        passes = max(map(len, done.appended))
-        for i in range(passes):
-            live = [row for row, tokens in zip(done.rows, done.appended, strict=True) if len(tokens) > i]
-            none = np.zeros(len(live), np.int64)
-            if i:
-                self.propose(live, none)
-            new = [tokens[i : i + 1] for tokens in done.appended if len(tokens) > i]
-            super().verified(Round(live, none, new, done.seconds / passes, done.num_tokens))
-
-
-def running(rng: np.random.Generator, count: int, length: int) -> list[Request]:
-    prompts = rng.integers(0, 5, (count // 2 + 1, 6)).astype(np.int32)
-    return [Request(GenerationRequest(i, prompts[i // 2], length, key=i), i, 16, None) for i in range(count)]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_burst_is_its_passes(seed: int):
-    rng = seed_all(seed)
-    initialize_parallel(seed)
-    fast, slow = both = [
-        kind(Speculator(DrafterParams(depth=12), clockless(DEAR, NoProbes))) for kind in (SuffixDrafting, OneByOne)
-    ]
-    rows = running(rng, 9, 80)
-    for drafting in both:
-        for row in rows:
-            drafting.submitted(row)
-    ended: list[Request] = []
-    while rows:
-        most = np.array([len(row.tokens) - row.num_tokens - 1 for row in rows])
-        drafts = [drafting.propose(rows, most) for drafting in both]
-        assert not any(map(len, [*drafts[0], *drafts[1]]))
-        lengths = np.minimum(rng.integers(1, 9, len(rows)), [len(row.tokens) - row.num_tokens for row in rows])
-        appended = [rng.integers(0, 5, length).astype(np.int32) for length in lengths]
-        for row, tokens in zip(rows, appended, strict=True):
-            row.extend(tokens, np.zeros(len(tokens)))
-        for drafting in both:
-            drafting.verified(Round(rows, None, appended, 0.5, len(rows)))
-        ended += [row for row in rows if row.num_tokens == len(row.tokens)]
-        for drafting in both:
-            for row in rows:
-                if row.num_tokens == len(row.tokens):
-                    drafting.finished(row)
-        rows = [row for row in rows if row.num_tokens < len(row.tokens)]
-        first, second = (drafting.speculator._samples for drafting in both)
-        # Tokens, steps, drafts and pauses of the samples.
-        for name in ("generated", "steps", "drafted", "accepted", "pause"):
-            assert np.array_equal(first[name], second[name])
-    assert len(ended) == 9
-    states = [drafting.speculator.drafter.state_dict() for drafting in both]
-    assert states[0].keys() == states[1].keys()
-    assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
-    reports = [drafting.speculator.report for drafting in both]
-    for name in ("live", "tokens", "lengths", "steps", "drafted", "accepted"):
-        assert getattr(reports[0], name) == getattr(reports[1], name), name
-    assert reports[0].seconds == pytest.approx(reports[1].seconds)
-    assert np.allclose(fast._measured, slow._measured, rtol=1e-12, atol=0)
-
-
 class AtOnce(SuffixDrafting):
     """Puts nothing off."""
 
     def verified(self, done: Round) -> None:
         super().verified(done)
-        self._run_deferred()
+        self._wait()
 
 
 def test_deferred_work_is_done_before_it_is_needed():
@@ -177,7 +114,7 @@ def test_deferred_work_is_done_before_it_is_needed():
     cost = ForwardCost(base=1e-3, per_token=1e-6)
     params = DrafterParams(depth=10, window=2, max_tokens=3000)
     speculators = [Speculator(params, SpeculationGate(cost, cost)) for _ in range(2)]
-    draftings = [SuffixDrafting(speculators[0]), AtOnce(speculators[1])]
+    draftings = [SuffixDrafting(speculators[0], False), AtOnce(speculators[1], False)]
     rows: list[Request] = []
     count = most_deferred = 0
     for step in range(80):
@@ -212,9 +149,6 @@ def test_deferred_work_is_done_before_it_is_needed():
                 if row.generation.hold:
                     drafting.released(row)
         most_deferred = max(most_deferred, len(draftings[0]._deferred))
-        if step % 3 == 2:
-            for drafting in draftings:
-                drafting.catch_up()
         if step % 25 == 24:
             rows.clear()
             for drafting in draftings:
@@ -228,9 +162,11 @@ def test_deferred_work_is_done_before_it_is_needed():
 
 
 @pytest.mark.parametrize("follows_clock", [False, True])
-def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool):
+def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool, monkeypatch: pytest.MonkeyPatch):
     """Two speculators with equal inputs except the seconds, by which drafts never pay for one of them."""
     rng = seed_all(5)
+    monkeypatch.setattr(clock, "LOSS_SHARE", 1.0)
+    monkeypatch.setattr(clock, "_FIRST_WAIT", 4)
     initialize_parallel(5)
     cost = ForwardCost(base=1e-3, per_token=1e-6)
     speculators = [Speculator(DrafterParams(depth=10), SpeculationGate(cost, cost)) for _ in range(2)]

@@ -8,10 +8,8 @@ import pytest
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.speculation.calibration import AcceptanceTable
-from megatron_dta.sampling.speculation.drafter import DrafterParams
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
-from megatron_dta.sampling.speculation.gate import CREDIT, LOSS_SHARE, SpeculationGate, token_gate
-from megatron_dta.sampling.speculation.speculator import Speculator
+from megatron_dta.sampling.speculation.gate import SpeculationGate, token_gate
 
 PLAIN = ForwardCost(base=2e-3, per_token=1e-5)
 DRAFTED = ForwardCost(base=4e-3, per_token=1e-5)
@@ -102,75 +100,3 @@ def test_what_the_last_sample_saves_goes_down_once_it_drafts():
     for _ in range(50):
         gate.record_progress(1.0)
     assert gate.gain(tokens, alone, 40) == pytest.approx(before, rel=1e-3)
-
-
-def test_fewer_samples_are_looked_at_again():
-    """After rejected drafts the gate skips many rounds, unless half of the samples have ended meanwhile."""
-    gate = warm(SpeculationGate(PLAIN, DRAFTED), 400)
-    for _ in range(12):
-        gate.record_rejected(400)
-    waited = 0
-    while not gate.wants(400):
-        waited += 1
-    assert waited > 8
-    for _ in range(2):
-        gate.record_rejected(400)
-    assert not gate.asks_next
-    assert [gate.wants(live) for live in (300, 201, 200)] == [False, False, False]
-    assert gate.asks_next
-    assert gate.wants(199)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_losses_are_bounded_whatever_is_expected(seed: int):
-    """Drafts that are always expected to be worth it and never are; half of the passes with them take longer too."""
-    rng = seed_all(seed)
-    gate, live = warm(SpeculationGate(PLAIN, DRAFTED)), 40
-    spent, drafted, most = 8 * gate.plain(live), 0, 0.0
-    passes = 8
-    for _ in range(3000):
-        tokens = live + int(rng.integers(1, 200))
-        if gate.wants(live) and gate.pays(1.0, live, tokens):
-            seconds = float(DRAFTED.seconds(tokens)) * float(rng.choice([1.0, 1.5]))
-            gate.record_drafted(live, tokens, 0.0, seconds)
-            drafted, passes, spent = drafted + 1, passes + 1, spent + seconds
-        else:
-            gate.record_plain(live, 8, 8 * float(PLAIN.seconds(live)))
-            passes, spent = passes + 8, spent + 8 * float(PLAIN.seconds(live))
-        plain = passes * float(PLAIN.seconds(live))
-        # One pass may overdraw the overhead budget.
-        largest = 1.5 * float(DRAFTED.seconds(live + 200))
-        most = max(most, spent - plain - LOSS_SHARE * plain - (1 + CREDIT) * largest)
-    assert 3 < drafted < 600
-    assert most <= 0
-    assert spent < 1.01 * plain
-
-
-@pytest.mark.parametrize("live", [3, 40])
-def test_text_that_cannot_be_drafted_is_left_alone(live: int):
-    """Samples without any repetition in what matters: few passes have drafts, and few rounds ask for them."""
-    rng = seed_all(live)
-    gate = SpeculationGate(PLAIN, DRAFTED)
-    speculator = Speculator(DrafterParams(), gate)
-    phrase = rng.integers(0, 50, 30).astype(np.int32)
-    slots = np.array([speculator.open("one", phrase) for _ in range(live)])
-    most, asked, drafted, count = np.full(live, 20), 0, 0, 400
-    plain = spent = 0.0
-    for step in range(count):
-        proposal = speculator.propose(slots, most) if speculator.wants(live) else None
-        tokens = phrase[(step + np.arange(live)) % 30] if step % 3 else rng.integers(50, 10**6, live).astype(np.int32)
-        asked += proposal is not None
-        if proposal is not None and proposal.lengths.any():
-            seconds, passes = float(DRAFTED.seconds(live + proposal.lengths.sum())), 1
-            speculator.record(proposal, np.zeros(live, np.int64), tokens, np.arange(live + 1), seconds)
-            drafted += 1
-        else:
-            seconds, passes = 8 * float(PLAIN.seconds(live)), 8
-            appended = np.repeat(tokens[:, None], 8, axis=1) + rng.integers(0, 10**6, (live, 8)).astype(np.int32)
-            speculator.record_burst(slots, list(appended), seconds, proposal is not None)
-        speculator.took(seconds)
-        spent, plain = spent + seconds, plain + passes * float(PLAIN.seconds(live))
-    assert drafted > 0 or live == 3
-    assert drafted < 0.1 * count
-    assert asked < 0.35 * count
-    assert spent < 1.01 * plain

@@ -1,0 +1,83 @@
+"""The state of a generation request while the engine runs it: its tokens, pages and digests of prefixes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_dta.sampling.in_process.pages import extend_digest
+from megatron_dta.sampling.interface import GenerationRequest
+
+
+class Request:
+    """The state of one generation request.
+
+    Attributes:
+        generation: the request as it was submitted.
+        tokens: int32 [context + max_tokens]; the first ``num_tokens`` are valid.
+        num_computed_tokens: positions whose K and V are stored in the first pages of ``table``.
+        table: int64 page numbers; the first ``num_pages`` are held.
+        logprobs: float64 [max_tokens], logprobs of the sampled tokens.
+        common_with_parent: length of the prefix that the context shares with the parent's tokens.
+        waiting_children: requests not yet admitted that have this one as their parent.
+        state_source, has_lost_state: request whose state this one copies first; its own is gone (``row_states``).
+    """
+
+    def __init__(self, generation: GenerationRequest, arrival: int, page_size: int, parent: Request | None) -> None:
+        context = np.asarray(generation.token_ids, dtype=np.int32)
+        self.generation, self.arrival, self.page_size, self.parent = generation, arrival, page_size, parent
+        self.tokens = np.concatenate([context, np.zeros(generation.max_tokens, dtype=np.int32)])
+        self.logprobs = np.zeros(generation.max_tokens)
+        self.context_length = self.num_tokens = len(context)
+        self.num_computed_tokens = self.num_pages = self.waiting_children = 0
+        self.state_source: Request | None = None
+        self.table = np.zeros(-(-len(self.tokens) // page_size), dtype=np.int64)
+        self.common_with_parent = 0 if parent is None else common_prefix(parent.tokens[: parent.num_tokens], context)
+        # A long context is mostly its parent's, so only the new part is hashed.
+        self._digests = [] if parent is None else parent.digests()[: self.common_with_parent // page_size]
+        full = self.digests()
+        self.context_digest = extend_digest((full[-1] if full else b"") + b"context", context[len(full) * page_size :])
+        self.is_running = self.was_admitted = self.released = self.has_lost_state = False
+
+    @property
+    def pages(self) -> list[int]:
+        """Numbers of the held pages."""
+        return self.table[: self.num_pages].tolist()
+
+    @property
+    def missing(self) -> list[bytes]:
+        """Digests of the prefixes that are not computed yet: those of full pages, and that of the context."""
+        full = self.digests()[self.num_computed_tokens // self.page_size :]
+        return full + [self.context_digest] * (self.num_computed_tokens < self.context_length)
+
+    @property
+    def response(self) -> np.ndarray:
+        """Tokens sampled so far."""
+        return self.tokens[self.context_length : self.num_tokens]
+
+    def digests(self) -> list[bytes]:
+        """Digests of the prefixes that end with each full page."""
+        size = self.page_size
+        while (len(self._digests) + 1) * size <= self.num_tokens:
+            first = len(self._digests) * size
+            previous = self._digests[-1] if self._digests else b""
+            self._digests.append(extend_digest(previous, self.tokens[first : first + size]))
+        return self._digests
+
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append sampled tokens."""
+        done, end = self.num_tokens - self.context_length, self.num_tokens + len(tokens)
+        self.logprobs[done : done + len(tokens)] = logprobs
+        self.tokens[self.num_tokens : end] = tokens
+        self.num_tokens = end
+
+    def add_pages(self, pages: list[int]) -> None:
+        """Append pages to the table."""
+        self.table[self.num_pages : self.num_pages + len(pages)] = pages
+        self.num_pages += len(pages)
+
+
+def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(first), len(second))
+    differing = np.flatnonzero(first[:length] != second[:length])
+    return int(differing[0]) if differing.size else length
