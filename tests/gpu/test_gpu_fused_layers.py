@@ -16,7 +16,6 @@ from dta_kernels.layers import qkv_rope as qkv_module
 from dta_kernels.layers import rms_norm as norm_module
 from dta_kernels.layers import swiglu as swiglu_module
 from dta_kernels.layers.qkv_rope import QKVLayout
-from dta_kernels.tree_attention.plan import AttentionShape, plan_tree_attention
 from fused_layer_cases import (
     check_16_bits,
     check_float32,
@@ -26,7 +25,6 @@ from fused_layer_cases import (
     qkv_case,
     swiglu_case,
 )
-from fused_layers_cases import layer_bytes, segment_context
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.model.build import build_model
@@ -143,44 +141,6 @@ def test_a_step_equals_that_of_megatrons_modules(settings):
     means = [math.exp(sum(column) / len(column)) for column in zip(*ratios, strict=True)]
     print("rounding beside that of Megatron's modules, logprobs and gradients:", means)
     assert max(means) < 1.15, (means, ratios)
-
-
-@pytest.mark.parametrize("directly", [False, True], ids=["modules", "directly"])
-def test_a_layer_keeps_what_the_formula_says(directly):
-    """By the allocator; tests/core/model/test_fused_layers.py counts every saved tensor.
-
-    The first model is not counted: libraries allocate workspaces as they are first used. What was asked for is counted:
-    of a block that it has cached, the allocator leaves up to a MiB undivided.
-    """
-
-    def requested() -> int:
-        return torch.cuda.memory_stats()["requested_bytes.all.current"]
-
-    tokens, kept = 4096, []
-    device = initialize_parallel(3)
-    for layers in (1, 2, 5):
-        config = model_config(torch.bfloat16, **QWEN3, **WIDE, num_layers=layers, max_position_embeddings=tokens)
-        model = build_model(config, device, ParallelConfig())
-        # Held: without their hooks, gradients that have no memory would stay and be added to the next.
-        chunks = data_parallel_chunks(model, ParallelConfig()) if directly else [model]
-        assert len(chunks) == 1
-        context, ids = segment_context(model, tokens, device), torch.randint(0, 7, (1, tokens), device=device)
-        shape = AttentionShape(config.num_attention_heads, config.num_query_groups, config.kv_channels, torch.bfloat16)
-        ends = np.full(tokens, tokens, dtype=np.int32)
-        context.attention_plan = plan_tree_attention(ends, tokens, shape, device)
-        context.runs_hooks = not directly
-        for _ in range(2):
-            model(ids, context).sum().backward()
-        assert all((layer.direct is not None) == directly for layer in model.decoder.layers)
-        gc.collect()
-        before = requested()
-        hidden = model(ids, context)
-        kept.append(requested() - before)
-        hidden.sum().backward()
-        del hidden
-    found, each = kept[2] - kept[1], 3 * tokens * layer_bytes(config)
-    print(f"bytes of a layer and token: {found / 3 / tokens}, by the formula {each / 3 / tokens}")
-    assert 0.99 < found / each < 1.01
 
 
 def test_a_step_holds_no_more_than_is_counted():

@@ -8,8 +8,6 @@ import pytest
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from checkpoint_mesh_cases import EXPERTS, assert_same_tensors, in_bf16
-from checkpoint_worker import Stretch, run_stretches
 from conftest import seed_all
 from direct_layer_cases import check_both_ways, plain_weights
 from dta_kernels.experts.reference import PlainRows
@@ -20,7 +18,6 @@ from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, distance
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
-from mesh_worker import run_on_ranks
 from moe_cases import QWEN3_BALANCED, QWEN3_MOE, make_reference
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import (
@@ -89,25 +86,6 @@ def test_adapters_of_experts_on_the_kernels_in_float32():
         actual, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
     assert any("linear_fc1_adapter.lora_B" in name for name in actual.gradients)
     assert compare_outcomes(actual, expected).largest() < 1e-5
-
-
-def test_checkpoints_go_on_either_way(tmp_path):
-    model = replace(in_bf16(EXPERTS), moe_grouped_gemm=False)
-    parallel = ParallelConfig(use_distributed_optimizer=True)
-    legs = []
-    for name, first, then in (
-        ("alone", model, model),
-        ("in", model, grouped(model)),
-        ("out", grouped(model), model),
-    ):
-        legs += [
-            Stretch(parallel, 2, tmp_path / f"{name}-2", seed=17, model=first),
-            Stretch(parallel, 2, tmp_path / f"{name}-4", tmp_path / f"{name}-2", seed=18, model=then),
-        ]
-    run_on_ranks(run_stretches, legs, 1, tmp_path / "ranks")
-    for name in ("in", "out"):
-        for step in (2, 4):
-            assert_same_tensors(tmp_path / f"{name}-{step}", tmp_path / f"alone-{step}")
 
 
 @interpreter

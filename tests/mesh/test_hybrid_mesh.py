@@ -8,7 +8,7 @@ import torch
 from conftest import seed_all
 from hybrid_cases import EXPERTS, HYBRID, spread
 from lora_cases import LORA, lora_weights
-from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.config import ModelConfig
 from megatron_dta.extras.parity import random_training_samples
 from mesh_cases import FULL_RECOMPUTE, MeshSuite, sizes
 from mesh_worker import RankResult
@@ -30,7 +30,6 @@ SHORT = {"short": ("dta", 3, None)}
 MESHES = {
     "tp2": (2, sizes(tp=2), [0]),
     "tp2-sp": (2, sizes(**SP), [0]),
-    "dp2": (2, ParallelConfig(), [4, 0]),
     "dp2-idle-overlap": (2, sizes(overlap_grad_reduce=True, ddp_bucket_size=900), [0, 0]),
     "pp2": (2, sizes(pp=2, layout="Et*3|tL"), [0]),
     "pp2-vp2": (2, sizes(pp=2, vpp=2), [0]),
@@ -40,7 +39,6 @@ MESHES = {
     "cp2-tp2": (4, sizes(cp=2, **SP), [0]),
     "cp2-pp2": (4, sizes(cp=2, pp=2), [0]),
     "cp2-ep2": (2, sizes(cp=2, ep=2), [0]),
-    "cp2-dp2-idle": (4, sizes(cp=2, overlap_grad_reduce=True, ddp_bucket_size=900), [99, 0]),
     "cp4": (4, sizes(cp=4), [0]),
     "tp2-ep2": (2, sizes(ep=2, etp=1, **SP), [0]),
 }
@@ -51,12 +49,11 @@ MEMORY = {
     "pp2-vp2 limited": ("pp2-vp2", "uneven", 0.42),
     "ep2 limited": ("ep2", "experts", 0.35),
     "ep2 ample": ("ep2", "experts", 64.0),
-    "ep2-idle limited": ("ep2-idle", "experts", 0.5),
 }
 COMBINATIONS = [
-    *(("tp2", "hybrid", "dta-mixed"), ("tp2-sp", "hybrid", "packed")),
+    ("tp2-sp", "hybrid", "packed"),
     *(("tp2-sp", "recompute", "dta-mixed"), ("tp2-sp", "adapters", "dta-mixed"), ("tp2-ep2", "experts", "dta-mixed")),
-    *(("dp2", "hybrid", "dta-mixed"), ("dp2-idle-overlap", "hybrid", "dta")),
+    ("dp2-idle-overlap", "hybrid", "dta"),
     *(("pp2", "uneven", "dense"), ("pp2-vp2", "uneven", "dta-mixed")),
     *(("ep2", "experts", "dta-mixed"), ("ep2-idle", "experts", "dta")),
     *(
@@ -65,8 +62,8 @@ COMBINATIONS = [
         ("cp2", "adapters", "dta"),
         ("cp2-ep2", "experts", "dta-mixed"),
     ),
-    *(("cp2-tp2", "four-heads", "dta-mixed"), ("cp2-pp2", "four-heads", "dta"), ("cp4", "four-heads", "dta-mixed")),
-    *(("cp4", "four-heads", "short"), ("cp2-dp2-idle", "hybrid", "dense")),
+    *(("cp2-tp2", "four-heads", "dta-mixed"), ("cp2-pp2", "four-heads", "dta")),
+    ("cp4", "four-heads", "short"),
 ]
 
 

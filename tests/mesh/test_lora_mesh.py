@@ -31,7 +31,6 @@ MESHES = {
     "cp2": (2, sizes(cp=2), [0]),
     "pp2": (2, sizes(pp=2), [0]),
     "pp2-alone": (2, sizes(pp=2, vpp=2, layout="E|tt|tt|L"), [0]),
-    "dp2-overlap": (2, sizes(**OVERLAP), [7, 0]),
     "dp2-idle-overlap": (2, sizes(**OVERLAP), [99, 0]),
     "ep2": (2, sizes(ep=2), [4, 0]),
     "ep2-overlap": (2, sizes(ep=2, **OVERLAP), [9, 0]),
@@ -43,9 +42,9 @@ MESHES = {
 }
 COMBINATIONS = [
     *(("tp2-sp", "qwen3", cut) for cut in ("dense", "dta-mixed")),
-    *(("tp2", "gpt", "dta"), ("tp2-sp", "recompute", "packed-recomputed"), ("tp2-sp", "qwen2", "dta")),
+    *(("tp2", "gpt", "dta"), ("tp2-sp", "qwen2", "dta")),
     *(("pp2", "qwen3", "dense"), ("pp2", "qwen2", "dta-mixed"), ("pp2-alone", "qwen2", "packed-recomputed")),
-    *(("dp2-overlap", "qwen3", "packed-recomputed"), ("dp2-idle-overlap", "qwen3", "dta")),
+    ("dp2-idle-overlap", "qwen3", "dta"),
     *(("ep2", "experts", "dense"), ("cp2", "experts", "dta"), ("ep2-overlap", "experts", "dta")),
     *(("ep2-over-tp2", "experts", "dta"), ("etp2", "attention", "dta"), ("etp1-tp2", "experts", "dta")),
     *(("tp2-sp-pp2", "qwen2", "dta-mixed"), ("tp2-dp2-overlap", "recompute", "dta-recomputed")),

@@ -188,16 +188,8 @@ def test_stages_change_the_states_of_their_layers_in_place(tmp_path):
         spread(dict(model.named_parameters()), 5)
     weights = {name: parameter.detach().clone() for name, parameter in named_parameters(model).items()}
     apart = ParallelConfig(**STAGES, pipeline_model_parallel_layout="Ettt|tL")
-    jobs = {
-        # The first stage has no attention, the last one no states.
-        "few requests": Job(
-            apart,
-            settings=dict(block_size=3, max_requests=3, burst=3),
-        ),
-        "virtual stages of modules": Job(
-            ParallelConfig(**STAGES, num_virtual_stages_per_pipeline_rank=2), dict(fused_layer_impl="reference")
-        ),
-    }
+    # The first stage has no attention, the last one no states.
+    jobs = {"few requests": Job(apart, settings=dict(block_size=3, max_requests=3, burst=3))}
     expected = run_forest(started(model, DRAWN_BY_KERNELS), drive)
     case = sampling_config(torch.float32, **STATES), weights
     ranks = run_on_ranks(forests_on_rank, (case, drive, jobs), 2, tmp_path / "mesh")

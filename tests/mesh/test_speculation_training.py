@@ -57,7 +57,7 @@ def test_the_same_run(method: str, tmp_path: Path) -> None:
 STOPPING = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64 --task arithmetic "
     "--arithmetic-max-operand 9 --rollout-batch-size 3 --n-samples-per-prompt 3 --rollout-max-response-len 40 "
-    "--lr 1e-3 --rollout-temperature 0.05 --old-logprobs recompute --seed 3 --train-iters 2 --rollout-stop-degenerate "
+    "--lr 1e-3 --rollout-temperature 0.08 --old-logprobs recompute --seed 3 --train-iters 2 --rollout-stop-degenerate "
     "--save-rollouts-interval 1"
 )
 

@@ -64,7 +64,6 @@ def samples_of(generator: np.random.Generator) -> list[TrainingSample]:
     [
         (QWEN3, 0),
         (LLAMA, None),
-        (QWEN3 | EXPERTS | SHARED, None),
         (QWEN3 | EXPERTS | {"moe_layer_freq": [0, 1]}, 0),
     ],
 )

@@ -170,7 +170,6 @@ def test_dpo_equals_both_sequences_in_one_graph(case):
 MESHES = {
     "data": ({}, [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9, 10, 11]]),
     "pipeline": ({"pipeline_model_parallel_size": 2}, [list(range(12))]),
-    "tensor": ({"tensor_model_parallel_size": 2}, [list(range(12))]),
 }
 
 

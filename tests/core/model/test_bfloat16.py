@@ -8,18 +8,9 @@ from hybrid_cases import HYBRID
 from precision import tree_over_dense
 
 
-def test_bfloat16_tree_is_as_near_to_float32_as_bfloat16_dense():
-    """The mean over batches is not above 1 but by chance (two standard errors)."""
-    ratios = tree_over_dense(range(70, 75))
-    error = np.std(ratios, ddof=1) / len(ratios) ** 0.5
-    print(f"distance of the tree over dense: mean {np.mean(ratios):.4f}, standard error {error:.4f}, {ratios}")
-    assert error < 0.02, "too noisy to say anything"
-    assert np.mean(ratios) <= 1 + 2 * error
-
-
 def test_a_hybrid_tree_is_as_near_to_float32_as_a_dense_one():
     """In the median, because in some batches a few tokens make nearly all of both distances."""
     sizes = dict(hidden_size=64, ffn_hidden_size=96, kv_channels=16, linear_key_head_dim=16, linear_value_head_dim=16)
-    ratios = tree_over_dense(range(70, 75), count=24, **HYBRID | sizes)
+    ratios = tree_over_dense(range(70, 73), count=24, **HYBRID | sizes)
     print(f"distance of the tree over dense: {ratios}")
     assert 0.9 < np.median(ratios) <= 1.01

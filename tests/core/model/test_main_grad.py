@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,10 +10,6 @@ import pytest
 import torch
 
 from conftest import seed_all
-from dta_kernels.layers.weight_gradients import gradient_placeholder
-from dta_kernels.logprobs.linear import linear_logprobs
-from linear_logprobs_cases import chunks_of
-from live_bytes import LiveBytes
 from main_grad_cases import (
     BY_AUTOGRAD,
     DIRECT,
@@ -37,7 +32,6 @@ from tree_engine_cases import (
     tree_config,
     weights_of,
 )
-from triton_device import interpreter
 
 CASES = [
     *(("tied", *cut) for cut in [("dense", 9, None), ("packed", 30, 0), ("dta", 7, 12)]),
@@ -118,28 +112,3 @@ def test_a_weight_is_ready_once_and_whole(cases, name, recompute):
 def _note(ready: list, group: object, register: Callable, parameter: torch.nn.Parameter, *more: object) -> None:
     ready.append((parameter, parameter.main_grad.clone(), group.is_last_microbatch))
     register(parameter, *more)
-
-
-@interpreter
-@pytest.mark.parametrize("with_buffer", [True, False])
-def test_memory_of_the_logprob_op(with_buffer):
-    """One chunk of logits and the gradient of the rows, however large the weight is.
-
-    In bfloat16 that is, for 883 rows of 151,936 logits a chunk and 4096 rows of 2048: 256 MiB and 16 MiB.
-    """
-    seed_all(6)
-    rows, vocabulary, width, chunk_rows = 24, 3001, 48, 7
-    hidden = torch.randn(rows, width, requires_grad=True)
-    weight = torch.randn(vocabulary, width, requires_grad=True)
-    edge_row, target = torch.arange(rows), torch.randint(0, vocabulary, (rows,))
-    chunks, buffer = chunks_of(rows, edge_row, chunk_rows), torch.zeros(vocabulary, width)
-    gradient_placeholder(weight)  # made once
-    gc.freeze()
-    with LiveBytes() as memory:
-        outputs = linear_logprobs(
-            hidden, weight, edge_row, target, chunks, TEMPERATURE, True, buffer if with_buffer else None
-        )
-        torch.autograd.grad(outputs, (hidden, weight), [torch.ones_like(x) for x in outputs])
-    chunk, of_rows = 4 * (chunk_rows + 1) * vocabulary, 4 * rows * width
-    assert chunk + of_rows <= memory.most
-    assert (memory.most <= chunk + 2 * of_rows) == with_buffer
