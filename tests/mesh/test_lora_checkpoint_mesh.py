@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _meshes_of(case: str) -> tuple[str, ...]:
-    return ("dp2", "ep2") if "experts" in case else ("tp2", "pp2", "dp2")
+    return ("dp2", "ep2") if "experts" in case else ("tp2", "pp2")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,4 +1,4 @@
-"""Schedules of pipelines: the static rule's closed form, forward-only ones, the check, the digest."""
+"""Schedules of pipelines: the static rule's closed form, forward-only ones, the check."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def test_forward_only(stages: int, chunks: int) -> None:
             assert timeline.makespan == count * chunks + stages - 1
 
 
-def two_stages(first: str, second: str, num_model_chunks: int = 1) -> PipelineSchedule:
+def two_stages(first: str, second: str) -> PipelineSchedule:
     """A schedule from text: "F0 F1 B1" for each of two stages."""
     ops = [[PipelineOp(OpKind(name[0]), int(name[1:])) for name in text.split()] for text in (first, second)]
-    return PipelineSchedule(2, num_model_chunks, ops)
+    return PipelineSchedule(2, 1, ops)
 
 
 GOOD = "F0 F1 B1 B0"
@@ -84,11 +84,9 @@ GOOD = "F0 F1 B1 B0"
     ("first", "second", "message"),
     [
         ("F0 F1 B1", GOOD, "B of segment 0 on stage 0 is missing"),
-        (GOOD, "F0 B1 B0", "F of segment 1 on stage 1 is missing"),
         (GOOD, "F0 F1 F1 B1 B0", "F of segment 1 on stage 1 is there twice"),
         (GOOD, "F0 F1 B1 B0 F2", "F of segment 2 on stage 1: there is no such segment"),
         (GOOD, "F1 F0 B1 B0", "F of segment 1 on stage 1 is where segment 0 is due"),
-        (GOOD, "F0 F1 B0 B1", "B of segment 0 on stage 1 is where segment 1 is due"),
         ("F0 F1 B0 B1", "F0 F1 B0 B1", "B of segment 0 on stage [01] waits for B of segment 1 on stage [01]"),
         ("F0 B1 F1 B0", GOOD, "B of segment 1 on stage 0 waits for F of segment 1 on stage 0, which never runs"),
     ],
@@ -97,16 +95,3 @@ def test_schedules_that_cannot_run_are_refused(first: str, second: str, message:
     check_schedule(two_stages(GOOD, GOOD), [-1, 0])
     with pytest.raises(ValueError, match=message):
         check_schedule(two_stages(first, second), [-1, 0])
-
-
-def test_digests_differ_for_any_change() -> None:
-    schedules = [
-        two_stages(GOOD, GOOD),
-        two_stages(GOOD, GOOD, 2),
-        two_stages("F0 F1 B0 B1", GOOD),
-        two_stages(GOOD, "F0 F1 B0 B1"),
-        PipelineSchedule(2, 1, [[PipelineOp(F, 1, 1)], []]),
-        PipelineSchedule(2, 1, [[PipelineOp(F, 11, 0)], []]),
-    ]
-    assert len({schedule.digest() for schedule in schedules}) == len(schedules)
-    assert two_stages(GOOD, GOOD).digest() == schedules[0].digest()

@@ -22,14 +22,13 @@ from megatron_dta.core.planning.segments.plan import (
     SegmentPlan,
     depth_first_schedule,
     plan_segments,
-    segment_parents,
 )
 from megatron_dta.core.planning.segments.recompute import choose_kept_by_memory
 from megatron_dta.core.planning.step import search as step_search
 from megatron_dta.core.planning.step.evaluate import evaluate_plan
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget, stage_peak_bytes
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.planning.step.search import choose_step, merge_small_segments
+from megatron_dta.core.planning.step.search import choose_step
 from megatron_dta.core.tree import build_prefix_tree
 from pipeline_cases import random_segments
 from segment_planner_cases import random_sequences
@@ -112,26 +111,6 @@ def test_counts_of_segments_token_by_token(seed: int) -> None:
     for loss_masks in (masks, None):
         counts = zip(*(column.tolist() for column in segment_counts(plan, loss_masks)), strict=True)
         assert list(counts) == slow_counts(plan, loss_masks)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_small_segments_merge_into_neighbours(seed: int) -> None:
-    rng = seed_all(seed)
-    tree = build_prefix_tree(random_sequences(rng, 12, 3, 60))
-    longest = int(tree.sequence_lengths.max())
-    plan = plan_segments(tree, 32, longest + int(rng.integers(0, 40)))
-    budget = plan.peak_in_flight_tokens + int(rng.integers(0, 30))
-    merged = merge_small_segments(plan, budget)
-    assert set(merged.segment_start.tolist()) <= set(plan.segment_start.tolist())
-    assert merged.segment_start[[0, -1]].tolist() == [0, tree.num_tokens]
-    np.testing.assert_array_equal(merged.segment_parent, segment_parents(merged.tree, merged.segment_start))
-    assert merged.peak_in_flight_tokens <= budget
-    assert merged.lengths.max() <= merged.segment_tokens <= 34
-    # No pair of neighbours is left that would fit.
-    for first in range(merged.num_segments - 1):
-        starts = np.delete(merged.segment_start, first + 1)
-        other = SegmentPlan(merged.tree, starts, segment_parents(merged.tree, starts), 34)
-        assert other.lengths.max() > 34 or other.peak_in_flight_tokens > budget
 
 
 @pytest.mark.parametrize("seed", range(8))
