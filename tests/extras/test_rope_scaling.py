@@ -110,7 +110,7 @@ def test_frequencies_have_the_bits_of_transformers(name, head_size, theta):
     assert attention_factor(model_of(config)) == pytest.approx(rotary.attention_scaling, rel=1e-14)
 
 
-@pytest.mark.parametrize("name", ["linear", "llama3", "yarn, attention factor", "yarn, everything"])
+@pytest.mark.parametrize("name", ["linear", "llama3", "yarn, everything"])
 def test_trees_agree_with_the_stock_model_and_transformers(name):
     generator = seed_all(17)
     config = config_json(SCALINGS[name])

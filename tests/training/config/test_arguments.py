@@ -1,4 +1,4 @@
-"""The command line: every flag sets its field, every field is used, and contradicting flags are refused."""
+"""The command line: every flag sets its field and is used; what contradicts, and what nothing reads, is refused."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.config.options import flag_of
 from megatron_dta.core.shapes.moe_layers import parse_moe_layer_freq
 from megatron_dta.training.arguments import build_parser
+from megatron_dta.training.config.checks.needs import parse_condition
 from megatron_dta.training.config.train import settings_of
 
 PACKAGE = Path(megatron_dta.__file__).parent
@@ -277,3 +278,35 @@ def test_processes_must_make_whole_tensor_groups(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(InputError, match="--tensor-model-parallel-size 2 does not divide the 3 processes"):
         parse(f"{SAMPLED} --tensor-model-parallel-size 2")
+
+
+def test_conditions_name_settings_and_their_choices() -> None:
+    settings = {setting.name: setting for _, setting, _ in settings_of(parse(SAMPLED))}
+    for setting in settings.values():
+        for condition in " or ".join(setting.metadata["needs"]).split(" or ") if setting.metadata["needs"] else ():
+            name, relation, operand = parse_condition(condition)
+            choices = settings[name].metadata["choices"]
+            if choices and relation:
+                assert set(operand.split(",")) <= set(choices), (setting.name, condition)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"{SAMPLED} --finetune", "--finetune has no effect without --load"),
+        (f"{STORED} --rollout-top-p 0.9", "--rollout-top-p has no effect without --prompt-data or --task"),
+        (f"{SAMPLED} --dpo-beta 1", "--dpo-beta has no effect without --objective dpo"),
+        (
+            f"{STORED} --objective sft --entropy-coef 1",
+            "--entropy-coef has no effect without another --objective than dpo or sft",
+        ),
+        (
+            f"{SAMPLED} --sequence-parallel",
+            "--sequence-parallel has no effect without --tensor-model-parallel-size above 1",
+        ),
+    ],
+)
+def test_what_nothing_reads_is_refused(line: str, message: str) -> None:
+    with pytest.raises(InputErrors) as caught:
+        parse(line)
+    assert list(caught.value.messages) == [f"{message}; leave it out or add that"]

@@ -1,18 +1,24 @@
-"""Files that other users may write are refused where their content is believed or run."""
+"""Files that may be hostile: others may write them, or checkpoint metadata names code to run."""
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from conftest import REPOSITORY
 from megatron_dta.common import trust
 from megatron_dta.common.trust import refuse_foreign
 from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.model.parallel import megatron_patches
+from megatron_dta.training.checkpoint.restricted_pickle import read_metadata
+from strict_pickle_cases import ATTACKS, metadata
 
 
 def fault_of(path: Path) -> str | None:
@@ -69,3 +75,24 @@ def test_a_library_that_others_may_write_is_not_loaded(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     assert f"{tmp_path}: every user may write to it" in run()
     assert library.read_bytes() == b"hostile"
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_metadata_is_read_as_python_reads_it(protocol: int) -> None:
+    content = pickle.dumps(metadata(), protocol)
+    loaded, expected = read_metadata(io.BytesIO(content)), pickle.loads(content)
+    assert loaded.state_dict_metadata == expected.state_dict_metadata
+    assert loaded.storage_data == expected.storage_data
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_nothing_else_is_read_or_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where PyTorch's reader of checkpoints reads, as when a run resumes."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(pickle.UnpicklingError):
+        read_metadata(io.BytesIO(ATTACKS[name]))
+    megatron_patches.read_checkpoints_without_running_them(read_metadata)
+    (tmp_path / ".metadata").write_bytes(ATTACKS[name])
+    with pytest.raises(pickle.UnpicklingError):
+        FileSystemReader(tmp_path).read_metadata()
+    assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
