@@ -11,19 +11,16 @@ import torch
 
 from conftest import seed_all
 from decode_layer_cases import fused_model, passes
-from dta_kernels.layers.few_rows import few_rows_tiles, tiles_for
-from dta_kernels.layers.qkv_rope import QKVLayout
+from dta_kernels.layers.few_rows import tiles_for
 from dta_kernels.logprobs.draw_tokens import draw_tokens, draw_tokens_reference
 from dta_kernels.paged_attention import launch
 from dta_kernels.paged_attention.launch import paged_config
-from few_rows_cases import product_errors
 from in_process_engine_cases import trainers_logprobs
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.model.decode.paged_context import PagedContext
 from megatron_dta.core.model.layers.fused_layer import FusedLayer
 from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
 from megatron_dta.sampling.interface import GenerationRequest, generate
-from mixed_rows_cases import mixed_error
 from paged_attention_cases import PagedCase, relative_error
 from rollout_forest import NEVER, Drive, assert_same, run_forest, run_long, started
 from sampling_cases import SHAPES, make_model, random_prompts
@@ -68,28 +65,6 @@ def test_the_compiled_kernels_equal_their_twin(
             for programs in (1, 10**6):
                 patched.setattr(launch, "_PROGRAMS", programs)
                 assert torch.equal(out[:n], case.run(config))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_products_of_few_rows_equal_float64(dtype: torch.dtype):
-    seed_all(31)
-    rounded = 1e-2 if dtype == torch.bfloat16 else 2e-3
-    for N, K, gated in [(4096, 2048, False), (2048, 2048, False), (2048, 6144, False), (6144, 2048, True)]:
-        tiles = few_rows_tiles(64, N, K, gated)
-        assert tiles is not None
-        for n in (1, 7, 33, 64):
-            assert product_errors(n, (N, K), tiles, dtype, CUDA) < (rounded if gated else 1e-4)
-
-
-@pytest.mark.parametrize("terms", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mixed_rows_equal_their_twin(dtype: torch.dtype, terms: int):
-    generator, starts = seed_all(34), [0, 15, 16, 255, 256, 640, 2700]
-    layouts = (QKVLayout(8, 2, 128), 128, True), (QKVLayout(2, 7, 64), 64, False), (QKVLayout(1, 16, 96), 48, True)
-    for layout, rotated, norm in layouts:
-        config = paged_config(layout.heads_per_group, layout.head_size, dtype, 1)
-        error = mixed_error(generator, starts, layout, rotated, norm, terms, dtype, CUDA, config, same_bits=False)
-        assert error < 2 * BOUNDS[dtype]
 
 
 def test_layers_with_products_of_few_rows(monkeypatch: pytest.MonkeyPatch):

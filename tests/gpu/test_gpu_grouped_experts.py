@@ -13,8 +13,7 @@ pytest.importorskip("triton")
 from conftest import seed_all
 from dta_kernels.experts.grouped_products import MatrixTable
 from dta_kernels.experts.reference import PlainRows
-from expert_row_cases import ROW_ORDERS, check_expected_rows, check_row_order
-from grouped_rows import grouped_rows
+from expert_row_cases import ROW_ORDERS, check_expected_rows, check_row_order, grouped_rows
 from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, no_waiting
 from megatron_dta.core.config import ObjectiveConfig
 from megatron_dta.core.engine import prepare_batch

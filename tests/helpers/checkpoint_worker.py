@@ -211,8 +211,6 @@ def save_every_way(rank: int, stretches: list[Stretch]) -> None:
 
     for stretch in stretches:
         part = Rank(stretch)
-        if stretch.load is not None:
-            part.load(stretch.load)
         for _ in range(stretch.steps):
             part.step()
         for name, parallel, background in (("first", False, False), ("all", True, False), ("later", True, True)):

@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from conftest import seed_all
 from dta_kernels.experts import reference
+from dta_kernels.experts.grouped_products import GroupedRows
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.experts import fused_experts
 from megatron_dta.core.model.experts.expert_rows import expert_rows
@@ -21,6 +22,11 @@ from tree_engine_cases import QWEN3, model_config
 ROW_ORDERS = [
     (300, 8, 128, 0, 128), (61, 3, 8, 2, 3), (1, 1, 4, 0, 4), (40, 5, 5, 4, 1), (0, 2, 8, 0, 8), (33, 1, 99, 20, 65),
 ]  # fmt: skip
+
+
+def grouped_rows(counts: list[int], like: torch.Tensor, index: torch.Tensor | None = None) -> GroupedRows:
+    """Rows of which the host knows how many each group has."""
+    return GroupedRows(torch.tensor(counts, device=like.device), like, sum(counts), index)
 
 
 def check_row_order(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

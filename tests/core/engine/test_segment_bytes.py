@@ -7,9 +7,6 @@ birth to its end (``live_bytes``).
 from __future__ import annotations
 
 import gc
-import os
-from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -22,17 +19,13 @@ from dta_kernels.layers import qkv_rope, rms_norm
 from fused_layers_cases import fused
 from live_bytes import LiveBytes, Scales
 from main_grad_cases import DIRECT, Wrapped
-from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.engine.cost_inputs import counted_bytes
 from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.costs import segment_bytes
-from megatron_dta.core.planning.costs.segment_bytes import RankTensors
 from megatron_dta.core.planning.segments.plan import OpKind
 from megatron_dta.core.planning.step.sample import TrainingSample
-from megatron_dta.core.shapes.decoder import DecoderShape
 from mesh_worker import run_on_ranks
 from tree_engine_cases import LLAMA, QWEN3, TEMPERATURE, VOCABULARY, weights_of
 from triton_device import interpreter
@@ -156,20 +149,3 @@ def check_ops(
             print(f"{forward.filled / activations:.3f} of what is counted as kept")
             assert forward.filled >= 0.94 * activations
     return used
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="counts, which do not depend on Triton")
-def test_kernels_for_other_layers_are_not_counted_on():
-    """Without RMSNorm and SwiGLU layers keep what plain modules do; what experts keep cannot be told."""
-    shape = DecoderShape(1, 64, 96, 4, 2, 16, 100)
-
-    def kept(fused: bool, normalization: str = "RMSNorm", gated_linear_unit: bool = True, **changed: object) -> float:
-        config = SimpleNamespace(normalization=normalization, gated_linear_unit=gated_linear_unit)
-        rank = RankTensors(4, logit_rows=16, fused=fused, fused_attention=False, in_buffers=False)
-        return counted_bytes(config, replace(shape, **changed), rank).kept_per_token_and_layer
-
-    assert kept(True) < kept(False)
-    for changed in ({"normalization": "LayerNorm"}, {"gated_linear_unit": False}):
-        assert kept(True, **changed) == kept(False, **changed)
-    with pytest.raises(InputError, match="how many tokens an expert gets"):
-        kept(True, num_experts=4, moe_layers=())
