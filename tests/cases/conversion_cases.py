@@ -55,11 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _HYBRID = dict(
-    head_dim=8,
-    linear_key_head_dim=6,
-    linear_value_head_dim=5,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
+    head_dim=8, linear_key_head_dim=6, linear_value_head_dim=5, linear_num_key_heads=2, linear_num_value_heads=4
 )
 _SHARED = dict(num_experts=4, moe_intermediate_size=20, shared_expert_intermediate_size=12, **EXPERTS)
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -149,8 +149,7 @@ def server_command(folder: Path) -> str:
     # Nothing but what the command is made of: the rest is the server's, in its process.
     folder_and_server = SimpleNamespace(folder=folder, servers=[SimpleNamespace(url=url, kind="vllm")])
     return Runs.command(
-        folder_and_server,
-        f"{SAVES} --eval-interval 10 --eval-iters 3 --eval-prompt-data {folder / 'prompts.jsonl'}",
+        folder_and_server, f"{SAVES} --eval-interval 10 --eval-iters 3 --eval-prompt-data {folder / 'prompts.jsonl'}"
     )
 
 

@@ -279,10 +279,7 @@ def _run_case(case: MeshCase) -> RankResult:
     optimizer = TrainingOptimizer(model, OptimizationConfig(train_iters=1, lr=1e-3), case.parallel)
     attention = case.tree.tree_attention_impl
     engine = TreeEngine(
-        optimizer.chunks,
-        case.temperature,
-        case.tree.logprob_chunk_tokens,
-        tree_attention_impl=attention,
+        optimizer.chunks, case.temperature, case.tree.logprob_chunk_tokens, tree_attention_impl=attention
     )
     engine.offload_kv(case.tree.kv_offload_fraction)
     if case.tree.tree_memory_gib is not None:

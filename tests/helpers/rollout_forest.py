@@ -120,11 +120,7 @@ def pool_gb(model: Any, block_size: int, pages: int) -> float:
 
 
 def started(
-    model: Any,
-    params: SamplingParams = PARAMS,
-    iteration: int = 4,
-    drafting: Drafting | None = None,
-    **settings: Any,
+    model: Any, params: SamplingParams = PARAMS, iteration: int = 4, drafting: Drafting | None = None, **settings: Any
 ) -> InProcessEngine:
     pages = settings.pop("pages", None)
     if pages is not None:

@@ -8,23 +8,13 @@ from pathlib import Path
 import pytest
 
 from checkpoint_mesh_cases import EXPERTS, ONE, TP2, assert_same_tensors, in_bf16, stretches, tensors_of
-from checkpoint_worker import (
-    MODEL,
-    Stretch,
-    fail_on_a_rank,
-    poison_one_rank,
-    run_stretches,
-    save_in_background,
-)
+from checkpoint_worker import MODEL, Stretch, fail_on_a_rank, poison_one_rank, run_stretches, save_in_background
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.training.checkpoint.files import find_checkpoint, prune_checkpoints
 from mesh_worker import run_on_ranks
 
 EP2 = ParallelConfig(expert_model_parallel_size=2)
-CASES = {
-    "fp32": (MODEL, False),
-    "bf16 sharded": (in_bf16(MODEL), True),
-}
+CASES = {"fp32": (MODEL, False), "bf16 sharded": (in_bf16(MODEL), True)}
 WITH_EXPERTS = {"fp32 sharded": (EXPERTS, True), "bf16": (in_bf16(EXPERTS), False)}
 # The meshes that the cases begin on and move from.
 MESHES = {"fp32": ("tp2",), "bf16 sharded": ("tp2", "dp2")}
@@ -151,8 +141,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("keep", "tracker", "left"),
-    [(2, 40, [30, 40]), (9, 40, [10, 20, 30, 40]), (1, 20, [20, 30, 40])],
+    ("keep", "tracker", "left"), [(2, 40, [30, 40]), (9, 40, [10, 20, 30, 40]), (1, 20, [20, 30, 40])]
 )
 def test_pruning(tmp_path: Path, keep: int, tracker: int, left: list[int]) -> None:
     for number in (10, 20, 30, 40):

@@ -17,15 +17,7 @@ from megatron_dta.extras.parity import random_training_samples
 from mesh_cases import FULL_RECOMPUTE, MeshSuite, sizes
 from mesh_worker import RankResult
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, moe_weights
-from tree_engine_cases import (
-    QWEN2,
-    QWEN3,
-    branching_sequences,
-    check_siblings,
-    model_config,
-    siblings,
-    tree_config,
-)
+from tree_engine_cases import QWEN2, QWEN3, branching_sequences, check_siblings, model_config, siblings, tree_config
 
 SEED = 23
 needs_kernels = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")

@@ -20,13 +20,7 @@ from megatron_dta.extras.parity import compare_outcomes, random_training_samples
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from moe_cases import QWEN3_BALANCED, QWEN3_MOE, make_reference
 from tree_attention_cases import poisoned_memory
-from tree_engine_cases import (
-    GRPO,
-    QWEN3,
-    TEMPERATURE,
-    branching_sequences,
-    tree_config,
-)
+from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, tree_config
 from triton_device import interpreter
 
 

@@ -28,10 +28,7 @@ EXPERTS = ModelConfig(
     moe_layer_freq="[0,1]",
     lora_rank=2,
 )
-CASES = {
-    "bf16 sharded": (in_bf16(LORA), True),
-    "experts sharded": (EXPERTS, True),
-}
+CASES = {"bf16 sharded": (in_bf16(LORA), True), "experts sharded": (EXPERTS, True)}
 
 
 @pytest.fixture(scope="module")

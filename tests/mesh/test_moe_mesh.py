@@ -174,10 +174,7 @@ def sampled_alone(suite, tmp_path_factory) -> dict[tuple[int, int], list]:
 
 @pytest.mark.parametrize(
     ("world_size", "parallel", "shares"),
-    [
-        (2, EP, [[], list(range(8))]),
-        (4, replace(EP, **SP), [[0, 1, 2, 3, 4, 5], [6, 7]]),
-    ],
+    [(2, EP, [[], list(range(8))]), (4, replace(EP, **SP), [[0, 1, 2, 3, 4, 5], [6, 7]])],
     ids=["idle", "ep2-tp2"],
 )
 def test_ranks_that_share_experts_sample_synchronously(suite, sampled_alone, tmp_path, world_size, parallel, shares):

@@ -78,10 +78,7 @@ def test_routing_of_the_rollouts_is_replayed(folder: Path, tmp_path: Path) -> No
     assert all(0 < row["routing_replaced"] < 1 for row in alone)
     assert [row["routing_replaced"] for row in alone] == [row["routing_replaced"] for row in two]
     run_on_ranks(
-        train_on_rank,
-        [(f"{command} --moe-routing-replay fork --save {tmp_path}/fork", None)],
-        1,
-        tmp_path / "ranks-f",
+        train_on_rank, [(f"{command} --moe-routing-replay fork --save {tmp_path}/fork", None)], 1, tmp_path / "ranks-f"
     )
     fork = rows_without_timing(tmp_path / "fork")
     assert all(row["routing_replaced"] == 0 for row in fork)

@@ -15,13 +15,7 @@ from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.core.objectives.fields import Objective
 from megatron_dta.training.config import OptimizationConfig
 from megatron_dta.training.optimizer.build import TrainingOptimizer
-from tree_engine_cases import (
-    GRPO,
-    QWEN2,
-    QWEN3,
-    TEMPERATURE,
-    model_config,
-)
+from tree_engine_cases import GRPO, QWEN2, QWEN3, TEMPERATURE, model_config
 
 DIRECT, BY_AUTOGRAD = ParallelConfig(), ParallelConfig(no_gradient_accumulation_fusion=True)
 PADDED = {"make_vocab_size_divisible_by": 16}

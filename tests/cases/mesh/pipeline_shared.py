@@ -11,13 +11,7 @@ from megatron_dta.extras.parity import random_training_samples
 from mesh_cases import FULL_RECOMPUTE, MeshSuite, sizes
 from mesh_worker import MeshCase
 from moe_cases import QWEN3_MOE, moe_weights
-from tree_engine_cases import (
-    QWEN2,
-    QWEN3,
-    VOCABULARY,
-    branching_sequences,
-    model_config,
-)
+from tree_engine_cases import QWEN2, QWEN3, VOCABULARY, branching_sequences, model_config
 
 UNTIED = QWEN3 | {"untie_embeddings_and_output_weights": True}
 ARCHITECTURES = {
@@ -47,11 +41,7 @@ MESHES = {
     "pp2-ep2-over-tp2": (4, sizes(pp=2, tp=2, sp=True, ep=2, etp=1), [0]),
     "pp2-dp2-idle-overlap": (4, sizes(pp=2, overlap_grad_reduce=True, ddp_bucket_size=900), [99, 0]),
 }
-MESHES["pp2-ep2-overlap"] = (
-    4,
-    replace(MESHES["pp2-ep2"][1], overlap_grad_reduce=True, ddp_bucket_size=900),
-    [2, 0],
-)
+MESHES["pp2-ep2-overlap"] = (4, replace(MESHES["pp2-ep2"][1], overlap_grad_reduce=True, ddp_bucket_size=900), [2, 0])
 
 
 # (mode, tokens of a segment, in-flight tokens kept); "one" is fewer segments than stages.

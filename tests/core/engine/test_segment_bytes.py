@@ -53,12 +53,7 @@ def samples_of(generator: np.random.Generator) -> list[TrainingSample]:
 
 @interpreter
 @pytest.mark.parametrize(
-    ("settings", "activation_tokens"),
-    [
-        (QWEN3, 0),
-        (LLAMA, None),
-        (QWEN3 | EXPERTS | {"moe_layer_freq": [0, 1]}, 0),
-    ],
+    ("settings", "activation_tokens"), [(QWEN3, 0), (LLAMA, None), (QWEN3 | EXPERTS | {"moe_layer_freq": [0, 1]}, 0)]
 )
 def test_no_op_holds_more_than_is_counted(settings, activation_tokens, monkeypatch):
     # Sums of weights' gradients, of which there are few beside the tokens of training, are in what is fixed.

@@ -76,12 +76,7 @@ def test_leaves_never_run_forward_twice(references):
 
 
 @pytest.mark.parametrize(
-    "recompute",
-    [
-        {"recompute_granularity": "full"},
-        {"recompute_granularity": "selective"},
-    ],
-    ids=["full", "selective"],
+    "recompute", [{"recompute_granularity": "full"}, {"recompute_granularity": "selective"}], ids=["full", "selective"]
 )
 def test_megatron_recompute_changes_nothing(references, recompute):
     model, weights, samples, expected = references["qwen3"]

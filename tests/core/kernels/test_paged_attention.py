@@ -104,11 +104,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_run(programs: int, monkeypat
 @pytest.mark.parametrize("terms", [1, 3])
 @pytest.mark.parametrize(
     ("layout", "rotated", "norm"),
-    [
-        (QKVLayout(1, 16, 96), 96, True),
-        (QKVLayout(3, 1, 24), 16, True),
-        (QKVLayout(2, 7, 64), 32, False),
-    ],
+    [(QKVLayout(1, 16, 96), 96, True), (QKVLayout(3, 1, 24), 16, True), (QKVLayout(2, 7, 64), 32, False)],
 )
 def test_mixed_rows_give_the_bits_of_two_kernels(layout: QKVLayout, rotated: int, norm: bool, terms: int):
     """With one part of the keys, several, and a new key that is the only one of its part; and partly rotated heads."""

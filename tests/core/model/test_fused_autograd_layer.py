@@ -21,15 +21,7 @@ from megatron_dta.core.model.layers.fused_autograd_layer import FusedAutogradLay
 from megatron_dta.extras.parity import random_training_samples
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_MOE
 from tree_attention_cases import poisoned_memory
-from tree_engine_cases import (
-    LLAMA,
-    QWEN2,
-    QWEN3,
-    TEMPERATURE,
-    branching_sequences,
-    tree_config,
-    weights_of,
-)
+from tree_engine_cases import LLAMA, QWEN2, QWEN3, TEMPERATURE, branching_sequences, tree_config, weights_of
 from triton_device import DEVICE
 
 kernels_run = pytest.mark.skipif(

@@ -97,9 +97,7 @@ def _forward(model_settings: dict, tokens: int, keep: bool = False) -> tuple[tor
 
 @interpreter
 @pytest.mark.parametrize(
-    "settings",
-    [QWEN3 | {"dtype": torch.bfloat16}, LLAMA | {"dtype": torch.float32}],
-    ids=["bfloat16", "llama"],
+    "settings", [QWEN3 | {"dtype": torch.bfloat16}, LLAMA | {"dtype": torch.float32}], ids=["bfloat16", "llama"]
 )
 def test_a_layer_keeps_what_the_formula_says(settings):
     pytest.importorskip("triton")

@@ -23,15 +23,7 @@ from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.extras.parity import random_training_samples, run_tree
 from tree_attention_cases import poisoned_memory
-from tree_engine_cases import (
-    GRPO,
-    QWEN3,
-    TEMPERATURE,
-    branching_sequences,
-    model_config,
-    tree_config,
-    weights_of,
-)
+from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config, weights_of
 
 CASES = [
     *(("tied", *cut) for cut in [("dense", 9, None), ("packed", 30, 0), ("dta", 7, 12)]),

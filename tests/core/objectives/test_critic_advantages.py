@@ -70,12 +70,7 @@ def test_rewards_come_with_trained_tokens():
     plain = Rollout(np.arange(8), mask, reward=2.5)
     np.testing.assert_array_equal(token_rewards(plain), [0, 0, 0, 0, 0, 0, 2.5, 0])
     turns = Rollout(
-        np.arange(8),
-        mask,
-        reward=3.5,
-        segment_ends=[2, 4, 8],
-        branches=[0, 0, 0],
-        segment_rewards=[0.5, 1.0, 2.0],
+        np.arange(8), mask, reward=3.5, segment_ends=[2, 4, 8], branches=[0, 0, 0], segment_rewards=[0.5, 1.0, 2.0]
     )
     # What came before the first trained token is received with it.
     np.testing.assert_array_equal(token_rewards(turns), [0, 0, 0.5, 1.0, 0, 0, 2.0, 0])

@@ -77,11 +77,9 @@ def grpo_token(
         surrogate, branch = options["dual_clip"] * advantage, "dual"
     loss, slope = -surrogate, -ratio * advantage if branch == "free" else 0.0
     coefficient, d = options.get("kl_loss_coef", 0.0), ref - logprob
-    kl, kl_slope = {
-        "k1": (-d, 1.0),
-        "k2": (d * d / 2, -d),
-        "k3": (math.exp(d) - 1 - d, 1 - math.exp(d)),
-    }[options.get("kl_loss_type", "k3")]
+    kl, kl_slope = {"k1": (-d, 1.0), "k2": (d * d / 2, -d), "k3": (math.exp(d) - 1 - d, 1 - math.exp(d))}[
+        options.get("kl_loss_type", "k3")
+    ]
     bonus = options.get("entropy_coef", 0.0)
     return loss + coefficient * kl - bonus * entropy, slope + coefficient * kl_slope, -bonus, branch
 

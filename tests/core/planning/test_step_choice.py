@@ -17,12 +17,7 @@ from megatron_dta.core.planning.costs.model import CostModel, segment_counts
 from megatron_dta.core.planning.costs.segment_bytes import SegmentBytes
 from megatron_dta.core.planning.pipeline import choice as pipeline_choice
 from megatron_dta.core.planning.plan_step import plan_step
-from megatron_dta.core.planning.segments.plan import (
-    OpKind,
-    SegmentPlan,
-    depth_first_schedule,
-    plan_segments,
-)
+from megatron_dta.core.planning.segments.plan import OpKind, SegmentPlan, depth_first_schedule, plan_segments
 from megatron_dta.core.planning.segments.recompute import choose_kept_by_memory
 from megatron_dta.core.planning.step import search as step_search
 from megatron_dta.core.planning.step.evaluate import evaluate_plan
