@@ -74,7 +74,7 @@ class PromptSource(SampledSource):
     def timing(self) -> dict[str, float]:
         counts = self._engine.statistics()
         names = ("seconds", "waiting_seconds", "tail_seconds") if "tail_seconds" in counts else ()
-        seconds = {f"sampling_{name}": counts[name] - self._before[name] for name in names}
+        seconds = {f"sampling_{name}": counts[name] - self._before.get(name, 0.0) for name in names}
         return seconds | self._engine.timing()
 
 
