@@ -22,7 +22,6 @@ COMMANDS = {
     "check-precision": "compare a step in bfloat16 or FP8 with a reference",
     "sample-rollouts": "sample rollouts from a checkpoint",
     "evaluate-sampling": "measure pass@k and maj@k of a checkpoint",
-    "replay-das": "replay speculative drafts on stored rollouts",
     "gateway": "serve a model to agents and record their sessions as rollouts",
     "teacher": "serve a teacher for distillation from processes of its own",
     "rollout-server-command": "print the command line of a vLLM or SGLang server",

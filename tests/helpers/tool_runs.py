@@ -45,10 +45,10 @@ def run_tool(monkeypatch: pytest.MonkeyPatch, name: str, arguments: str) -> Any:
 
 
 class Tool:
-    """The command ``tools/NAME.py``."""
+    """The command ``tools/NAME.py``, or a script in another folder."""
 
-    def __init__(self, name: str) -> None:
-        self.path = str(REPOSITORY / "tools" / f"{name}.py")
+    def __init__(self, name: str, folder: str = "tools") -> None:
+        self.path = str(REPOSITORY / folder / f"{name}.py")
 
     def __call__(self, *arguments: object, **environment: str) -> CompletedProcess[str]:
         return run_python([self.path, *arguments], env=os.environ | environment)

@@ -12,22 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.commands.replay_das import merged
-from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.core.rollouts.record import Rollout
-from megatron_dta.sampling.speculation.drafter import SCOPES, DrafterParams
-from megatron_dta.sampling.speculation.forward_cost import ForwardCost
-from megatron_dta.sampling.speculation.gate import SpeculationGate
-from megatron_dta.sampling.speculation.native import load_library
-from megatron_dta.sampling.speculation.replay import (
+from common.das_replay import (
     RecordedSample,
     plain_lives,
     plain_makespan,
     recorded_samples,
     replay_wave,
 )
+from megatron_dta.core.rollouts.load import load_rollouts
+from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.sampling.speculation.drafter import SCOPES, DrafterParams
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
+from megatron_dta.sampling.speculation.gate import SpeculationGate
+from megatron_dta.sampling.speculation.native import load_library
 from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.speculator import Speculator
+from replay_das import merged
 
 UNLIMITED = 10**6
 """A window that evicts nothing."""

@@ -1,4 +1,4 @@
-"""``tools/replay_das.py`` as a user runs it, and the replay against plain loops."""
+"""``benchmarks/replay_das.py`` as a user runs it, and the replay against plain loops."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import rollout_file, seed_all
-from megatron_dta.core.rollouts.load import write_rollouts
-from megatron_dta.core.rollouts.record import Rollout
-from megatron_dta.sampling.speculation.drafter import DrafterParams
-from megatron_dta.sampling.speculation.forward_cost import ForwardCost
-from megatron_dta.sampling.speculation.replay import (
+from common.das_replay import (
     plain_makespan,
     recorded_samples,
     remember,
     replay_wave,
     split_history,
 )
+from conftest import rollout_file, seed_all
+from megatron_dta.core.rollouts.load import write_rollouts
+from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.sampling.speculation.drafter import DrafterParams
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.speculator import Speculator
 from megatron_dta.sampling.speculation.suffix_forest import DraftParams
 from speculation_exact_cases import clockless
 from tool_runs import Tool
 
-TOOL = Tool("replay_das")
+TOOL = Tool("replay_das", "benchmarks")
 
 
 def small_rollouts(seed: int, turns: bool = True) -> list[Rollout]:

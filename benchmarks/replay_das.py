@@ -1,6 +1,6 @@
 """Replays stored samples with speculative decoding from suffix trees (DAS) and reports the time that it saves.
 
-    megatron-dta replay-das FILE --past 4 --live-batch 390 --stop-degenerate [--json]
+    python benchmarks/replay_das.py FILE --past 4 --live-batch 390 --stop-degenerate [--json]
 
 FILE is a rollout file (.jsonl, .parquet or .npz); tokens of its loss mask count as generated. The first samples of each
 problem (group) are history. The others are decoded again, in waves of about --live-batch samples that start together.
@@ -27,16 +27,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
-from megatron_dta.common.console import Console
-from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.sampling.speculation.drafter import DrafterParams
-from megatron_dta.sampling.speculation.forward_cost import ForwardCost
-from megatron_dta.sampling.speculation.gate import SpeculationGate
-from megatron_dta.sampling.speculation.lengths import BUDGETS
-from megatron_dta.sampling.speculation.native import load_library
-from megatron_dta.sampling.speculation.replay import (
+from common.das_replay import (
     RecordedSample,
     plain_makespan,
     recorded_samples,
@@ -45,6 +36,16 @@ from megatron_dta.sampling.speculation.replay import (
     split_history,
     waves,
 )
+from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
+from megatron_dta.common.console import Console
+from megatron_dta.common.entry_point import run_entry_point
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts.load import load_rollouts
+from megatron_dta.sampling.speculation.drafter import DrafterParams
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
+from megatron_dta.sampling.speculation.gate import SpeculationGate
+from megatron_dta.sampling.speculation.lengths import BUDGETS
+from megatron_dta.sampling.speculation.native import load_library
 from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.speculator import Speculator
 from megatron_dta.sampling.speculation.suffix_forest import DraftParams
@@ -220,3 +221,7 @@ def main() -> None:
     print_table(values, f"{title}, {arguments.past} past samples of each problem")
     if arguments.json:
         print_json(values)
+
+
+if __name__ == "__main__":
+    run_entry_point(main)
