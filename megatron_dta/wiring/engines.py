@@ -85,11 +85,12 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
     way, kind = sampling.rollout_weight_transfer, _PROTOCOLS[sampling.rollout_engine]
     open_group = None if way == "folder" else group_opener(way, kind.meets_by_unique_id)
     protocol = kind(_routing_shape(config), open_group)
+    most = sampling.inference_max_requests
     settings = HttpSettings(
         timeout_s=sampling.rollout_timeout,
         connect_timeout_s=min(10.0, sampling.rollout_timeout),
         attempts=sampling.rollout_attempts,
-        max_requests=sampling.inference_max_requests or HttpSettings.max_requests,
+        **({} if most is None else {"max_requests": most}),
         continues=sampling.rollout_max_staleness > 0,
     )
     return HttpEngine(
