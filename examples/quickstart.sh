@@ -14,10 +14,10 @@
 # PYTHON the interpreter to make it with (default: python3)
 # OUT    where results go (default: runs/quickstart); earlier results of this script in it are replaced
 # SEED   of the problems, their order and sampling (default: 1)
-# STEPS  of GRPO with the real model (default: 30)
+# STEPS  of GRPO with the real model (default: 24)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-size=${SIZE:-real} venv=${VENV:-.venv-quickstart} out=${OUT:-runs/quickstart} seed=${SEED:-1} steps=${STEPS:-30}
+size=${SIZE:-real} venv=${VENV:-.venv-quickstart} out=${OUT:-runs/quickstart} seed=${SEED:-1} steps=${STEPS:-24}
 case $size in real | tiny) ;; *)
   echo "error: SIZE=$size is unknown; give real or tiny" >&2
   exit 2
