@@ -78,8 +78,8 @@ class Worker:
         flags += ["--reward-function", f"{EXAMPLES}/{task}.py:reward", "--lr", "1e-5", "--train-iters", "1"]
         flags += ["--inference-max-requests", str(requests)] if requests else []
         config = parse_arguments(flags)
-        found = read_data(config, make_objective(config.objective))[2]
-        return with_known_sizes(config, found), found
+        sampling_task = read_data(config, make_objective(config.objective))[2]
+        return with_known_sizes(config, sampling_task), sampling_task
 
     def sample(self, case: tuple[str, str, int], batch: int) -> dict[str, float]:
         """Seconds and counts of a batch."""

@@ -27,15 +27,6 @@ from pathlib import Path
 
 from rich.table import Table
 
-from common.das_replay import (
-    RecordedSample,
-    plain_makespan,
-    recorded_samples,
-    remember,
-    replay_wave,
-    split_history,
-    waves,
-)
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.common.console import Console
 from megatron_dta.common.entry_point import run_entry_point
@@ -49,6 +40,15 @@ from megatron_dta.sampling.speculation.native import load_library
 from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.speculator import Speculator
 from megatron_dta.sampling.speculation.suffix_forest import DraftParams
+from rollout_parts.das_replay import (
+    RecordedSample,
+    plain_makespan,
+    recorded_samples,
+    remember,
+    replay_wave,
+    split_history,
+    waves,
+)
 
 RUNS = ("warm", "cold")
 SMALL_TOKENS = 20_000

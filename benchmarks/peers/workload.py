@@ -152,7 +152,7 @@ def reference_gradients(folder: Path, sequences: list[Sequence], device: torch.d
 
 def distance(gradients: Iterable[tuple[str, Tensor]], reference: dict[str, Tensor]) -> float:
     """Norm of the difference from the reference over the norm of the reference, over the reference's tensors."""
-    found = dict(gradients)
-    pairs = [(found[name].detach().cpu().double(), values.cpu().double()) for name, values in reference.items()]
+    by_name = dict(gradients)
+    pairs = [(by_name[name].detach().cpu().double(), values.cpu().double()) for name, values in reference.items()]
     square = sum(float((left - right).square().sum()) for left, right in pairs)
     return (square / sum(float(right.square().sum()) for _, right in pairs)) ** 0.5

@@ -21,15 +21,6 @@ from typing import Any
 import numpy as np
 
 from common.bandwidth import synchronize
-from common.das_replay import (
-    RecordedSample,
-    plain_lives,
-    recorded_samples,
-    remember,
-    replay_wave,
-    split_history,
-    waves,
-)
 from common.engine import Setup, build_engine, check_arguments, counts_since, warm_up
 from common.forced_engine import FixedDrafting, ForcedEngine, WaveTime
 from megatron_dta.core.common.errors import InputError
@@ -45,6 +36,15 @@ from megatron_dta.sampling.speculation.lengths import BUDGETS
 from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.speculator import Speculator
 from megatron_dta.sampling.speculation.suffix_forest import DraftParams
+from rollout_parts.das_replay import (
+    RecordedSample,
+    plain_lives,
+    recorded_samples,
+    remember,
+    replay_wave,
+    split_history,
+    waves,
+)
 
 _PASSES, _WARM_PASSES = 40, 8
 """Timed passes and warm-up passes."""

@@ -12,13 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from common.das_replay import (
-    RecordedSample,
-    plain_lives,
-    plain_makespan,
-    recorded_samples,
-    replay_wave,
-)
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.speculation.drafter import SCOPES, DrafterParams
@@ -28,6 +21,13 @@ from megatron_dta.sampling.speculation.native import load_library
 from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.speculator import Speculator
 from replay_das import merged
+from rollout_parts.das_replay import (
+    RecordedSample,
+    plain_lives,
+    plain_makespan,
+    recorded_samples,
+    replay_wave,
+)
 
 UNLIMITED = 10**6
 """A window that evicts nothing."""

@@ -230,8 +230,8 @@ def test_bytes_of_parts_of_a_character(served) -> None:
     whole = post(gateway.url + "/v1/chat/completions", key, body)["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in whole) == text.encode() + b"<|im_end|>"
     assert [entry["bytes"] for entry in whole if entry["token"] == "\ufffd"][-5:-2] == [[0x9F], [0x99], [0x82]]
-    found = events(gateway.url + "/v1/chat/completions", key, body | {"stream": True})
-    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in found[:-1]]
+    lines = events(gateway.url + "/v1/chat/completions", key, body | {"stream": True})
+    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
     assert [choice["logprobs"]["content"] for choice in choices if choice.get("logprobs")] == [whole]
 
 

@@ -7,13 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.das_replay import (
-    plain_makespan,
-    recorded_samples,
-    remember,
-    replay_wave,
-    split_history,
-)
 from conftest import rollout_file, seed_all
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
@@ -21,6 +14,13 @@ from megatron_dta.sampling.speculation.drafter import DrafterParams
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.speculator import Speculator
 from megatron_dta.sampling.speculation.suffix_forest import DraftParams
+from rollout_parts.das_replay import (
+    plain_makespan,
+    recorded_samples,
+    remember,
+    replay_wave,
+    split_history,
+)
 from speculation_exact_cases import clockless
 from tool_runs import Tool
 
