@@ -1,7 +1,8 @@
 """Compares training steps of other projects with ours: same rollouts, same weights, same loss, one GPU.
 
     python benchmarks/peers/compare.py [--sets tau1 tau1-turn math tot] [--peers ours trl-tree ours-dense trl-flat verl]
-        [--model qwen3-1.7b | FOLDER] [--tokens 60000] [--seconds 270] [--output peers.json]
+        [--model qwen3-1.7b | FOLDER] [--tokens 60000] [--measure steps gradient largest] [--seconds 270]
+        [--output peers.json]
 
     ours, ours-dense  this project without flags, on trees and on dense rows
     trl-tree          TRL 1.16's tree rows by its own file, packed as in its asynchronous GRPO, on transformers' layers
@@ -45,6 +46,7 @@ from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.core.common.errors import InputError
 from peers import attention, workload
 
+MEASURES = ("steps", "gradient", "largest")
 PEERS = ("ours", "trl-tree", "ours-dense", "trl-flat", "verl")
 # Weights of the division of the time that is left.
 SHARES = {"ours": 3.0, "trl-tree": 4.0, "ours-dense": 2.0, "trl-flat": 2.5, "verl": 4.0}
@@ -60,7 +62,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=60000, help="of a set, shared ones counted each time")
     parser.add_argument("--steps", type=int, default=2, help="timed steps; the median counts")
     parser.add_argument("--attention", choices=attention.KERNELS, default="auto", help="of TRL's rows")
-    parser.add_argument("--no-largest", action="store_true", help="leave out the search for the largest tree")
+    parser.add_argument("--measure", nargs="+", choices=MEASURES, default=list(MEASURES))
+    parser.add_argument("--trees", type=int, nargs=2, default=[65536, 1 << 20], help="sizes of the search, in tokens")
     parser.add_argument("--seconds", type=float, default=270, help="of all measurements together")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
@@ -112,7 +115,8 @@ class Comparison:
             error = run_within([sys.executable, "-c", script], self.left())
             if error is not None:
                 raise InputError(f"the random weights could not be written: {error}")
-        self.worker("reference", self.left() / 6)
+        if "gradient" in self.arguments.measure:
+            self.worker("reference", self.left() / 6)
         for number, peer in enumerate(self.arguments.peers):
             weights = [SHARES[name] for name in self.arguments.peers[number:]]
             seconds = self.left() * weights[0] / sum(weights)
@@ -127,7 +131,8 @@ class Comparison:
         command = [sys.executable, str(HERE / "worker.py"), peer, "--model", str(self.model)]
         command += ["--rollouts", str(given.rollouts), "--sets", *given.sets, "--tokens", str(given.tokens)]
         command += ["--steps", str(given.steps), "--attention", given.attention, "--reference", str(self.reference)]
-        command += ["--seconds", str(seconds - 10), "--rows", str(rows), *([] if given.no_largest else ["--largest"])]
+        command += ["--seconds", str(seconds - 10), "--rows", str(rows)]
+        command += ["--measure", *given.measure, "--trees", *map(str, given.trees)]
         print(f"== {peer}: at most {seconds:.0f} s", flush=True)
         start = time.monotonic()
         error = run_within(command, seconds)

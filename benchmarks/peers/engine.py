@@ -65,7 +65,11 @@ class EngineStep:
         return float(self.timer.engine.forward_backward(batch, self.timer.objective).loss)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the last step under Hugging Face's names. The weights are lost."""
-        for parameter in self.timer.model.parameters():
+        """Gradients of the last step under Hugging Face's names."""
+        weights = [(parameter, parameter.data) for parameter in self.timer.model.parameters()]
+        for parameter, _ in weights:
             parameter.data = parameter.main_grad
-        return dict(self._weights().iterate())
+        gradients = {name: values.clone() for name, values in self._weights().iterate()}
+        for parameter, values in weights:
+            parameter.data = values
+        return gradients

@@ -37,8 +37,8 @@ from peers.trl_rows import TrlStep
 PEERS = {"ours": "dta", "ours-dense": "dense", "trl-tree": "tree", "trl-flat": "flat"}
 # Token budget of a row, and whether layers are recomputed. Measured one after the other; the fastest counts.
 ROWS = ((8192, False), (32768, True))
-# Bisection of the largest tree, in tokens: the first size, the last and the width at which it ends.
-LARGEST = (65536, 524288, 16384)
+# Tokens between the largest tree that fits and the smallest that does not, at which the search ends.
+WIDTH = 16384
 
 
 class Steps:
@@ -103,10 +103,10 @@ class Worker:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.config = workload.model_config(arguments.model, self.dtype)
-        self.sets: dict[str, list[workload.Sequence]] = {}
-        for name in arguments.sets:
-            sequences = workload.load_set(name, arguments.rollouts, arguments.tokens, self.config.vocab_size)
-            self.sets[name] = sequences
+
+    def load(self, name: str) -> list[workload.Sequence]:
+        """The sequences of a set."""
+        return workload.load_set(name, self.arguments.rollouts, self.arguments.tokens, self.config.vocab_size)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row and print it."""
@@ -130,8 +130,8 @@ class Worker:
         return None
 
     def reference(self) -> dict[str, Any]:
-        """Write the float32 gradients over the piece of the first set."""
-        sequences = workload.piece(next(iter(self.sets.values())))
+        """Write the float32 gradients over the piece."""
+        sequences = workload.piece(self.load(workload.PIECE_SET))
         gradients = workload.reference_gradients(self.arguments.model, sequences, self.device)
         save_file({name: values.contiguous().cpu() for name, values in gradients.items()}, self.arguments.reference)
         return {"what": "reference", "tokens": sum(len(row.token_ids) for row in sequences)}
@@ -143,16 +143,17 @@ class Worker:
             self.attempt({}, self.reference)
             return
         steps, peak = self._start()
-        for name, sequences in self.sets.items():
+        for name in arguments.sets if "steps" in arguments.measure else []:
+            sequences = self.load(name)
             for setting in steps.settings(sequences):
                 names = {"what": "step", "set": name, "row_budget": setting[0], "recomputes": setting[1]}
                 steps.free()
                 self.attempt(names, lambda: self._timed(steps, sequences, setting, peak))  # noqa: B023
-        if arguments.largest and steps.mode in ("dta", "tree"):
-            self._largest(steps)
-        if arguments.reference.exists():
+        if "gradient" in arguments.measure:
             steps.free()
             self.attempt({"what": "gradient"}, lambda: self._distance(steps))
+        if "largest" in arguments.measure and steps.mode in ("dta", "tree"):
+            self._largest(steps)
 
     def _start(self) -> tuple[Steps, float]:
         """The peer with its weights, and the rate of large products."""
@@ -182,7 +183,7 @@ class Worker:
         return {**measured, "share_of_bound": least * 1e12 / peak / taken, **steps.notes, **counted}
 
     def _distance(self, steps: Steps) -> dict[str, Any]:
-        sequences = workload.piece(next(iter(self.sets.values())))
+        sequences = workload.piece(self.load(workload.PIECE_SET))
         setting = steps.settings(sequences)[-1]
         if steps.ours is not None:
             loss = steps.ours.step(steps.ours.plan(sequences, steps.mode))
@@ -192,18 +193,19 @@ class Worker:
         return {"distance": workload.distance(steps.gradients().items(), reference), "loss": loss}
 
     def _largest(self, steps: Steps) -> None:
-        """Bisect the number of unique tokens of a tree that the peer trains, each token once."""
-        size, most, width = LARGEST
-        fits, fails = 0, None
-        while (fails is None and fits < most) or (fails is not None and fails - fits > width):
+        """Bisect the number of unique tokens of a tree that the peer trains, each token once, while there is time."""
+        size, most = self.arguments.trees
+        fits, fails, expected = 0, None, 0.0
+        while (fails is None and fits < most) or (fails is not None and fails - fits > WIDTH):
+            if time.monotonic() + expected > self.end:
+                break
             if fails is not None:
                 size = (fits + fails) // 2
             tree = workload.branching_tree(size, self.config.vocab_size)
             steps.free()
             names = {"what": "tree", "tree_tokens": size}
             row = self.attempt(names, lambda: self._train_once(steps, tree, size))  # noqa: B023
-            if row is None and time.monotonic() > self.end:
-                break
+            expected = expected if row is None else 2.2 * row["seconds"]
             fits, fails = (fits, size) if row is None else (size, fails)
             size = min(2 * size, most)
         self.write({"what": "largest tree", "tree_tokens": fits, "fails_at": fails, "tried_up_to": most})
@@ -228,7 +230,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--attention", choices=attention.KERNELS, default="auto")
-    parser.add_argument("--largest", action="store_true")
+    parser.add_argument("--measure", nargs="+", required=True)
+    parser.add_argument("--trees", type=int, nargs=2, required=True)
     parser.add_argument("--reference", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--rows", type=Path, required=True)

@@ -28,8 +28,8 @@ SETS = {
     "math": ("math_qwen25_8x100.npz", "trajectory"),
     "tot": ("tot_game24_bfs.npz", "trajectory"),
 }
-# The gradient's distance is that of the first set's first sequences, cut to this many tokens each.
-PIECE_SEQUENCES, PIECE_TOKENS = 4, 4096
+# The gradient's distance is that of the first sequences of a set, cut to this many tokens each.
+PIECE_SET, PIECE_SEQUENCES, PIECE_TOKENS = "tau1", 4, 4096
 LONGEST = 1 << 18
 
 
