@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from megatron_dta.common.console import Console
+from megatron_dta.common.start_clock import mark
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config.model import without_lora
 from megatron_dta.core.engine import TreeEngine
@@ -93,12 +94,13 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
     for line in task.notes if task is not None else ():
         console.print(line, soft_wrap=True)
     config = with_known_sizes(config, task)
-
+    mark("data")
     device = device or initialize_parallel(config.optimization.seed, config.parallel)
     seed_random_states(config.optimization.seed)
     if config.optimization.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+    mark("process groups")
     model = build_model(config.model, device, config.parallel)
     lock = lock_run(config, console)
     if config.checkpoint.save is not None:
@@ -119,7 +121,7 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         progress = Progress.from_state_dict(iteration, state | {"inputs": progress.inputs})
         source_state, planning = state.get("source", {}), state.get("planning", {})
         _report_continuation(start, iteration, changed, config, console)
-
+    mark("model and weights")
     resumes = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
     if not resumes:
         save_base(config, model)
@@ -143,6 +145,7 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
     lines = _description(config, optimizer, constant, tuner.describe(), task, stored)
     for line in _copies(config, engine, resumes) + lines:
         console.print(line, soft_wrap=True)
+    mark("engines")
     return Trainer(
         config=config,
         model=model,

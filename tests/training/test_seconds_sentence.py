@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dta.training.monitor.seconds import seconds_sentence
+from megatron_dta.training.monitor.seconds import seconds_sentence, start_sentence
 
 
 def steps(**seconds: float) -> list[dict]:
@@ -36,3 +36,10 @@ def test_shares_of_a_step() -> None:
 )
 def test_the_first_thing_to_change_is_where_most_seconds_are(seconds: dict[str, float], change: str) -> None:
     assert change in seconds_sentence(steps(**seconds)).partition("First to change")[2]
+
+
+def test_the_start_is_told_by_parts():
+    sentence = start_sentence(
+        {"imports": 6.04, "data": 0.01, "first step": 3.0}, {"collect_seconds": 2.5, "train_seconds": 0.4}
+    )
+    assert sentence == ("Start: first step done after 9.1 s: imports 6.0, first step 3.0 (sampling 2.5, training 0.4)")

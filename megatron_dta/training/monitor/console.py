@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dta.common.console import Console
+from megatron_dta.common.start_clock import mark, start_seconds
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.monitor.benefits import benefit_sentences
 from megatron_dta.training.monitor.metrics import TIMING, read_metrics
-from megatron_dta.training.monitor.seconds import seconds_sentence
+from megatron_dta.training.monitor.seconds import seconds_sentence, start_sentence
 
 WIDTH = 120
 LEGEND = "length: mean trained tokens; ended: not cut; tied: groups of equal rewards; reuse: tokens / unique tokens"
@@ -40,7 +41,7 @@ class RunConsole:
         self._clock = StepClock()
         # Without a metrics file, the records are kept in memory for the final summary.
         self._kept: list[Record] = []
-        self._without_signal, self._advised = 0, False
+        self._without_signal, self._advised, self._started = 0, False, False
 
     def print(self, line: str) -> None:
         """Print a line without wrapping it, since it may contain long paths."""
@@ -53,6 +54,11 @@ class RunConsole:
         """Print a step's line if --log-interval includes the step, its evaluation, and any warnings."""
         iteration, last = record["iteration"], record["iteration"] == self._train_iters
         self._clock.tick(is_step=iteration > 0)
+        if not self._started:
+            mark("first step" if iteration else "evaluation")
+            self._started = iteration > 0
+            if self._started and record.get(TIMING):
+                self.print(start_sentence(start_seconds(), record[TIMING]))
         if self._metrics is None and not self._console.quiet:
             self._kept.append(record)
         if record.get("skipped"):

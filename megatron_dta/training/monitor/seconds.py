@@ -1,8 +1,9 @@
-"""Says in one sentence where the seconds of a run's steps went and what to change first, for the end of training.
+"""Says in a sentence where the seconds of a run's start went, and at its end where those of its steps went.
 
-The change is the one for which the records count most seconds of a step: sampling while requests wait, or while few are
-left; rewards; ranks that wait for the slowest one; trees and plans; and if none of these is a tenth of the step, the
-longest phase. The first two steps, with one-time preparation, do not count if there are others.
+The latter also names what to change first. The change is the one for which the records count most seconds of a step:
+sampling while requests wait, or while few are left; rewards; ranks that wait for the slowest one; trees and plans; and
+if none of these is a tenth of the step, the longest phase. The first two steps, with one-time preparation, do not count
+if there are others.
 """
 
 from __future__ import annotations
@@ -37,6 +38,15 @@ def seconds_sentence(records: Sequence[Mapping[str, Any]]) -> str | None:
     parts = [f"{phase} {seconds / step:.0%}" for phase, seconds in sorted(phases.items(), key=lambda item: -item[1])]
     seconds, change = max(_changes(mean, phases), key=lambda pair: pair[0])
     return f"Time: a step took {step:.3g} s: {', '.join(parts)}. First to change ({seconds:.2g} s a step): {change}."
+
+
+def start_sentence(seconds: Mapping[str, float], first_step: Mapping[str, Any]) -> str:
+    """Where the seconds until the end of the first step went, from those of ``start_clock`` and the step's timing."""
+    step = _divided(first_step)
+    phases = {phase: step[name] for phase, name in PHASES.items() if step.get(name, 0.0) >= 0.05}
+    parts = [f"{part} {value:.1f}" for part, value in seconds.items() if value >= 0.05]
+    inside = ", ".join(f"{phase} {value:.1f}" for phase, value in phases.items())
+    return f"Start: first step done after {sum(seconds.values()):.1f} s: {', '.join(parts)} ({inside})"
 
 
 def _divided(timing: Mapping[str, Any]) -> dict[str, float]:
