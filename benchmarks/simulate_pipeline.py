@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from common.predicted_costs import SHAPE, add_cost_flags, read_costs
 from common.schedule_check import check_schedule
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.common.console import Console
@@ -33,7 +34,6 @@ from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.planning.step.plan import StepPlan
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import load_chosen_rollouts
-from megatron_dta.extras.capacity.predicted_costs import SHAPE, add_cost_flags, read_costs
 
 
 def parse_arguments() -> argparse.Namespace:

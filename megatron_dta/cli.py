@@ -14,7 +14,6 @@ COMMANDS = {
     "train": "train a model on sampled or stored rollouts",
     "inspect-tree": "show how much rollouts share and how the planner cuts them",
     "plan-run": "predict the memory and time of a run and choose its mesh",
-    "plan-partition": "divide sequences over data-parallel ranks",
     "convert-hf-to-megatron": "convert a Hugging Face checkpoint",
     "convert-megatron-to-hf": "convert a Megatron checkpoint back",
     "verify-checkpoint": "compare both forms of a checkpoint",

@@ -93,7 +93,6 @@ class Recording(argparse.Namespace):
         "rollout tree-tokens --queries 2 --max-length 300 --mean-length 50 --segment-length 64",
         "rollout decode --batch 2 --prompt-tokens 3 --response-tokens 3 --runs 1 --burst 2",
         "inspect_tree ROLLOUTS --max-sequences 3",
-        "plan_partition ROLLOUTS --data-parallel-size 2",
         "report_run RUN",
     ],
 )

@@ -1,4 +1,4 @@
-"""Flags of the commands that predict seconds, the cost model that they select, and a description of its source."""
+"""Flags of the scripts that predict seconds, the cost model that they select, and a description of its source."""
 
 from __future__ import annotations
 
