@@ -2,8 +2,8 @@
 
 Megatron-Core 0.16.1 to 0.19 names the CUDA device in code that models, optimizers and checkpoints run. ``install``
 patches exactly this code, and only if CUDA is absent; no result changes. The functions
-``write_checkpoints_in_process``, ``read_checkpoints_without_running_them``, ``place_parameters_of_all_buckets`` and
-``collect_states_by`` are for every machine.
+``import_megatron_uncompiled``, ``write_checkpoints_in_process``, ``read_checkpoints_without_running_them``,
+``place_parameters_of_all_buckets`` and ``collect_states_by`` are for every machine.
 """
 
 from __future__ import annotations
@@ -32,6 +32,26 @@ _MODULES_WITH_CUDA_LITERALS = (
     "megatron.core.optimizer.clip_grads",
     "megatron.core.utils",
 )
+
+
+def import_megatron_uncompiled() -> None:
+    """Import Megatron without ``torch.compile`` on its small functions.
+
+    The models here use none of them that matters for speed, while TorchInductor, which ``torch.compile`` imports for
+    the first of them, takes a third of the time of all imports, and in a run each would be compiled for new lengths.
+    """
+    compiled = torch.compile
+
+    def compile_others(function: Any = None, **options: Any) -> Any:
+        if getattr(function, "__module__", "").startswith("megatron."):
+            return function
+        return compiled(function, **options)
+
+    torch.compile = compile_others
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compiled
 
 
 def install() -> None:
