@@ -22,6 +22,8 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "float32": (1, 1, {"dtype": "float32", "loss": ENTROPY_AND_KL}),
     "data-parallel": (2, 2, {"loss": {**ENTROPY_AND_KL, "loss_agg_mode": "seq-mean-token-mean"}}),
     "tensor-parallel": (2, 1, {"engine": {"tensor_model_parallel_size": 2}, "loss": {"loss_mode": "gspo"}}),
+    "context-parallel": (2, 1, {"engine": {"context_parallel_size": 2}, "loss": ENTROPY_AND_KL}),
+    "context-comparing": (2, 1, {"engine": {"context_parallel_size": 2}, "loss": {"loss_mode": "kl_cov"}}),
     "pipeline": (2, 1, {"engine": {"pipeline_model_parallel_size": 2}, "loss": {"entropy_coeff": 0.1}}),
     "comparing-rows": (2, 2, {"loss": {"loss_mode": "kl_cov", **ENTROPY_AND_KL}}),
     "width": (1, 1, {"loss": {"loss_agg_mode": "seq-mean-token-sum-norm"}}),

@@ -82,7 +82,6 @@ def test_settings_are_translated(model_folder: Path, monkeypatch: pytest.MonkeyP
 def _refused(model_folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any], Any]]:
     return {
         "engine.dtype=float16": ({}, {"dtype": "float16"}, None),
-        "engine.context_parallel_size=2": ({}, {"context_parallel_size": 2}, None),
         "engine.override_settings.*no_such_setting": ({}, {"override_settings": {"no_such_setting": 1}}, None),
         "model.override_config.num_hidden_layers=1": ({"override_config": {"num_hidden_layers": 1}}, {}, None),
         "model.use_liger=True": ({"use_liger": True}, {}, None),

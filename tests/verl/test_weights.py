@@ -17,6 +17,7 @@ MESHES = {
     "tensor": {"tensor_model_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2},
     "replicas": {},
+    "context": {"context_parallel_size": 2},
 }
 
 

@@ -184,6 +184,7 @@ class MegatronDtaEngine(BaseEngine):
         """Whether verl collects this rank's outputs; every rank of a replica has them."""
         return (
             parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
             and parallel_state.get_pipeline_model_parallel_rank()
             == parallel_state.get_pipeline_model_parallel_world_size() - 1
         )

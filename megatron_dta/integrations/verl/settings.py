@@ -29,6 +29,7 @@ from megatron_dta.training.config.train import settings_of
 _SAME = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "use_distributed_optimizer",
@@ -58,8 +59,6 @@ def train_config(
     """
     if engine.dtype not in _DTYPES:
         raise _refused("engine.dtype", engine.dtype, f"choose from {', '.join(_DTYPES)}")
-    if engine.context_parallel_size > 1:
-        raise _refused("engine.context_parallel_size", engine.context_parallel_size, "use tensor parallelism")
     if engine.router_replay.mode != "disabled":
         raise _refused("engine.router_replay.mode", engine.router_replay.mode, "set it to disabled")
     named: dict[str, Any] = {name: getattr(engine, name) for name in _SAME if getattr(engine, name) is not None}
