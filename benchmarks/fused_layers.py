@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.benchmark_model import MODELS
 from common.report import Report
 from dta_kernels.layers import qkv_rope as qkv
 from dta_kernels.layers import reference
@@ -25,7 +26,6 @@ from dta_kernels.layers.swiglu import swiglu, swiglu_into
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.training.config.derived.benchmark_model import MODELS
 
 DTYPE, EPS = torch.bfloat16, 1e-6
 # More than any GPU's cache, so that inputs come from memory as they do in a step.

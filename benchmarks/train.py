@@ -31,6 +31,7 @@ from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which tells what is not installed
 
+from common.benchmark_model import MODELS, TINY, benchmark_model
 from common.plan_accuracy import replay, stage_seconds
 from common.profile import profile_step
 from common.report import Report
@@ -44,7 +45,6 @@ from megatron_dta.core.planning.pipeline.timeline import timeline_span, timeline
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.training.autotune import Autotuner, measure_gpu
-from megatron_dta.training.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from megatron_dta.training.config.derived.device_queues import set_device_queues
 from megatron_dta.training.monitor.timeline_files import beside_plan, write_timelines
 

@@ -40,13 +40,13 @@ from verl.workers.config import (
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
+from common.benchmark_model import MODELS, TINY, benchmark_model
 from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser, check_at_least
 from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.integrations.verl.config import MegatronDtaEngineConfig
-from megatron_dta.training.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from megatron_dta.training.huggingface.config.config_output import huggingface_config
 
 ENGINES = ("megatron_dta", "fsdp2", "megatron")

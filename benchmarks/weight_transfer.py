@@ -32,6 +32,7 @@ from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
+from common.benchmark_model import settings_of
 from common.engine import MODELS
 from common.report import Report
 from common.vllm_server import vllm_server
@@ -50,7 +51,6 @@ from megatron_dta.extras.servers.weights.groups import group_opener
 from megatron_dta.extras.servers.weights.send import rollout_weights
 from megatron_dta.sampling.config import SamplingConfig
 from megatron_dta.training.config import TrainConfig
-from megatron_dta.training.config.derived.benchmark_model import settings_of
 from megatron_dta.training.huggingface.save import hf_weights
 
 # Parameters of vLLM that join several of the model's.

@@ -18,7 +18,6 @@ COMMANDS = {
     "convert-megatron-to-hf": "convert a Megatron checkpoint back",
     "verify-checkpoint": "compare both forms of a checkpoint",
     "check-parity": "compare tree training with one sequence at a time",
-    "check-precision": "compare a step in bfloat16 or FP8 with a reference",
     "sample-rollouts": "sample rollouts from a checkpoint",
     "evaluate-sampling": "measure pass@k and maj@k of a checkpoint",
     "gateway": "serve a model to agents and record their sessions as rollouts",

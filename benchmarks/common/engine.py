@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from common.bandwidth import measured_bandwidth
+from common.benchmark_model import settings_of
 from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig
@@ -24,7 +25,6 @@ from megatron_dta.sampling.in_process.drafting import Drafting
 from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEngine
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.training.config.derived.benchmark_model import settings_of
 
 # "tiny" and "tiny-moe" are for trying things on a laptop.
 MODELS = {

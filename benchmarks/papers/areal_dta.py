@@ -32,6 +32,7 @@ from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
+from common.benchmark_model import MODELS, TINY, benchmark_model
 from common.training_step import StepTimer
 from megatron_dta.common.command_line import check_at_least
 from megatron_dta.common.entry_point import run_entry_point
@@ -39,7 +40,6 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.training.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from papers.areal_parts import balance, notes, orders, rivals, steps
 from papers.areal_parts.workload import RolloutSet, generated_set, load_set
 from papers.tables import COLORS, PaperReport, paper_parser

@@ -28,10 +28,10 @@ from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
+from common.benchmark_model import TINY, benchmark_model
 from megatron_dta.common.command_line import check_at_least
 from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.training.config.derived.benchmark_model import TINY, benchmark_model
 from papers.tables import PaperReport, paper_parser
 from papers.tree_training_parts.curves import WAYS, CurveRun, Curves, CurveSettings
 from papers.tree_training_parts.data import TreeSet, load_set, random_trees

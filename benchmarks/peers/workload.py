@@ -11,12 +11,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from common.benchmark_model import MODELS, benchmark_model
 from megatron_dta.core import TrainingSample, TreeConfig, prepare_batch
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.planning.step.flops import StepCounts
 from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.training.config.derived.benchmark_model import MODELS, benchmark_model
 from megatron_dta.training.huggingface.config.config import settings_from_hf
 from megatron_dta.training.huggingface.config.config_output import huggingface_config
 from megatron_dta.training.huggingface.mappings import ModelShape

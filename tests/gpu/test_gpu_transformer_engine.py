@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import optimizer_states_cases
+from common.precision_report import report_precision
 from conftest import seed_all
 from lora_cases import is_adapter, lora_weights
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig
@@ -24,7 +25,6 @@ from megatron_dta.core.objectives.fields import Objective
 from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.parity import Outcome, random_training_samples
-from megatron_dta.extras.parity.precision import report_precision
 from megatron_dta.extras.transformer_engine.layers import TreeTELinear
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, load_weights, save_checkpoint, save_weights

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from common.benchmark_model import settings_of
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig
@@ -31,7 +32,6 @@ from megatron_dta.extras.capacity.sequences import made_up_sequences
 from megatron_dta.extras.capacity.step_time import mesh_costs, send_seconds, stage_time
 from megatron_dta.extras.capacity.work import StepWork
 from megatron_dta.training.config import OptimizationConfig
-from megatron_dta.training.config.derived.benchmark_model import settings_of
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 SMALL = DecoderShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)

@@ -1,13 +1,13 @@
 """Compares a training step in FP8, or with Transformer Engine's layers, with the same step in bfloat16 or float32.
 
-    megatron-dta check-precision rollouts.jsonl --hf-checkpoint DIR --fp8-format hybrid
-    megatron-dta check-precision rollouts.jsonl --model qwen3-1.7b --fp8-format e4m3 --fp8-recipe tensorwise
+    python benchmarks/compare_precision.py rollouts.jsonl --hf-checkpoint DIR --fp8-format hybrid
+    python benchmarks/compare_precision.py rollouts.jsonl --model qwen3-1.7b --fp8-format e4m3 --fp8-recipe tensorwise
 
 All steps use the same weights (those of --hf-checkpoint, or random ones of the shape --model, rounded to bfloat16), the
-same sequences and the same plan. For each candidate, the command reports the differences of the trained tokens'
+same sequences and the same plan. For each candidate, the script reports the differences of the trained tokens'
 logprobs from the reference, the estimated Kullback-Leibler divergence, and the cosine and distance between the
 gradients, for all parameters together and for each one. The reference is Megatron's layers in bfloat16. With
---reference fp32 it is float32, and bfloat16 becomes a candidate that shows the usual distance. The command also runs on
+--reference fp32 it is float32, and bfloat16 becomes a candidate that shows the usual distance. It also runs on
 CPUs if no candidate needs a GPU.
 """
 
@@ -27,6 +27,12 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from megatron_dta.common.quiet import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which tells what is not installed
+
+from common.benchmark_model import MODELS, benchmark_model
+from common.precision_report import PrecisionReport, report_precision
 from megatron_dta.common.command_line import (
     CommandLineParser,
     add_sample_granularity,
@@ -36,6 +42,7 @@ from megatron_dta.common.command_line import (
     print_json,
 )
 from megatron_dta.common.console import Console
+from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.common.measurement import measured_on
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.common.files import replacing
@@ -48,8 +55,6 @@ from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.extras.parity.outcome import Outcome
-from megatron_dta.extras.parity.precision import PrecisionReport, report_precision
-from megatron_dta.training.config.derived.benchmark_model import MODELS, benchmark_model
 from megatron_dta.training.huggingface.config.config import architecture, read_hf_config, settings_from_hf
 from megatron_dta.training.huggingface.mappings import ModelShape
 from megatron_dta.training.huggingface.weights import HfWeights
@@ -277,3 +282,7 @@ def main() -> int:
     if arguments.json:
         print_json(summary | {"candidates": [as_json(*row, with_parameters=False) for row in rows]})
     return 0
+
+
+if __name__ == "__main__":
+    run_entry_point(main)

@@ -1,4 +1,4 @@
-"""Distances between steps in different precisions, and the tool that reports them."""
+"""Distances between steps in different precisions, and the script that reports them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
+from common.precision_report import report_precision
 from conftest import rollout_file, seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.parity import Outcome
-from megatron_dta.extras.parity.precision import report_precision
 
 
 @pytest.fixture(scope="module")
 def tool():
-    from megatron_dta.commands import check_precision
+    import compare_precision
 
-    return check_precision
+    return compare_precision
 
 
 def outcome(generator: np.random.Generator, scale: float = 1.0) -> Outcome:
@@ -79,7 +79,7 @@ def test_a_nan_a_lost_gradient_and_a_missing_one_show() -> None:
 
 
 def run(tool, monkeypatch: pytest.MonkeyPatch, capsys, *arguments: object) -> dict:
-    monkeypatch.setattr(sys, "argv", ["check_precision.py", *map(str, arguments), "--json"])
+    monkeypatch.setattr(sys, "argv", ["compare_precision.py", *map(str, arguments), "--json"])
     assert tool.main() == 0
     told = capsys.readouterr()
     assert "next: bf16 local" in told.err
@@ -114,6 +114,6 @@ def test_bfloat16_beside_float32(tool, monkeypatch, capsys, tmp_path: Path) -> N
 def test_what_does_not_fit_is_refused(tool, monkeypatch, tmp_path: Path, flags: str, message: str) -> None:
     file, mask = tmp_path / "two.jsonl", np.array([False, True, True])
     write_rollouts(file, [Rollout(np.array([1, 2, token], np.int32), mask) for token in (3, 4)])
-    monkeypatch.setattr(sys, "argv", ["check_precision.py", str(file), "--max-sequences", "2", *flags.split()])
+    monkeypatch.setattr(sys, "argv", ["compare_precision.py", str(file), "--max-sequences", "2", *flags.split()])
     with pytest.raises(InputError, match=message):
         tool.main()

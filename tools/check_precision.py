@@ -1,7 +1,0 @@
-"""Runs ``megatron-dta check-precision`` from a checkout."""
-
-from megatron_dta.commands.check_precision import main
-from megatron_dta.common.entry_point import run_entry_point
-
-if __name__ == "__main__":
-    run_entry_point(main)
