@@ -1,15 +1,17 @@
 """What the runs of a real model showed: held-out rewards, seconds by phase, curves, and answers before and after.
 
-    python examples/real_model/report.py OUT RUN... --start FOLDER --questions HELD_OUT.jsonl
+    python examples/real_model/report.py OUT RUN... --start FOLDER --questions HELD_OUT.jsonl [--sessions]
 
 Reads the metrics of ``OUT/RUN`` and answers three held-out questions greedily with the model of ``FOLDER`` and with
-that of ``OUT/RUN-hf`` for the first run (or ``--trained``), both loaded by transformers. Writes ``OUT/curves.png`` and
+that of ``OUT/RUN-hf`` for the first run (or ``--trained``), both loaded by transformers; with ``--sessions`` the agent
+of ``repairs.py`` plays three sampled sessions with each of them. Writes ``OUT/curves.png`` and
 ``OUT/summary.json``; the status is 1 if the first run did not improve the held-out reward.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ def main() -> int:
     parser.add_argument("--questions", type=Path, required=True, help="held-out prompts")
     parser.add_argument("--trained", type=Path, help="Hugging Face folder of the trained model (default: OUT/RUN-hf)")
     parser.add_argument("--max-new-tokens", type=int, default=160, help="tokens of an answer")
+    parser.add_argument("--sessions", action="store_true", help="sessions of the coding agent instead of answers")
     arguments = parser.parse_args()
     records = {run: read_metrics(arguments.out / run / "metrics.jsonl") for run in arguments.runs}
     curves = {
@@ -45,14 +48,19 @@ def main() -> int:
         raise InputError(f"{arguments.out}: no metrics of finished runs")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     summary = {
-        **measured_on("GRPO of SmolLM2-135M-Instruct, examples/real_model.sh", vars(arguments), device),
+        **measured_on("GRPO of SmolLM2-135M-Instruct, examples/real_model/report.py", vars(arguments), device),
         "runs": {run: {"held_out": curves[run], **seconds_of(steps)} for run, steps in records.items()},
     }
     with replacing(arguments.out / "summary.json") as unfinished:
         unfinished.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     plot(curves, records, arguments.out / "curves.png")
     trained = arguments.trained or arguments.out / f"{arguments.runs[0]}-hf"
-    print_answers(arguments.start, trained, arguments.questions, arguments.max_new_tokens)
+    rows = [json.loads(line) for line in arguments.questions.read_text(encoding="utf-8").splitlines()[:3]]
+    if arguments.sessions:
+        print_sessions({"before": arguments.start, "after": trained}, rows)
+        print_tokens(records[arguments.runs[0]])
+    else:
+        print_answers(arguments.start, trained, rows, arguments.max_new_tokens)
     print("\nheld-out reward, sampled at temperature 1, by number of GRPO steps:")
     for run, curve in curves.items():
         print(f"  {run:8}" + "".join(f"  {step}: {reward:.3f}" for step, reward in curve))
@@ -97,23 +105,49 @@ def plot(curves: dict[str, list], records: dict[str, list[dict[str, Any]]], pict
         figure.savefig(unfinished, format="png", dpi=150)
 
 
-def print_answers(start: Path, trained: Path, questions: Path, max_new_tokens: int) -> None:
-    """Three questions, each with the greedy answers of both models."""
+def completion(folder: Path, max_new_tokens: int, **sampling: Any) -> Callable[[list[dict[str, str]]], str]:
+    """What the folder's model answers to messages, by transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    rows = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()[:3]]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def complete(messages: list[dict[str, str]]) -> str:
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = model.generate(**prompt, max_new_tokens=max_new_tokens, **sampling)
+        return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+    return complete
+
+
+def print_sessions(models: dict[str, Path], rows: list[dict[str, Any]]) -> None:
+    """A session of each model in each repository, sampled at temperature 1."""
+    import repairs
+
+    torch.manual_seed(1)
+    for label, folder in models.items():
+        complete = completion(folder, 24, do_sample=True, temperature=1.0, top_k=0)
+        for row in rows:
+            reward, messages = repairs.play(row, complete)
+            print(f"\n{label}: a session with the reward {reward:g} (the repair: {row['repair']})")
+            for message in messages[1:]:
+                print(f"  {message['role']:9} " + message["content"].replace("\n", "\n" + " " * 12))
+
+
+def print_tokens(steps: list[dict[str, Any]]) -> None:
+    """Tokens of a step: computed, as one row a session, and as one row a call."""
+    sums = [sum(step.get(name, 0) for step in steps) for name in ("unique_tokens", "tokens", "session_row_tokens")]
+    print("\ntokens of all steps: computed {:,.0f}; a row a session {:,.0f}; a row a call {:,.0f}".format(*sums))
+
+
+def print_answers(start: Path, trained: Path, rows: list[dict[str, Any]], max_new_tokens: int) -> None:
+    """Three questions, each with the greedy answers of both models."""
     answers = []
     for folder in (start, trained):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        for row in rows:
-            messages = [{"role": "user", "content": row["prompt"]}]
-            prompt = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-            output = model.generate(**prompt, do_sample=False, max_new_tokens=max_new_tokens)
-            response = output[0, prompt["input_ids"].shape[1] :]
-            answers.append(tokenizer.decode(response, skip_special_tokens=True).strip())
+        complete = completion(folder, max_new_tokens, do_sample=False)
+        answers += [complete([{"role": "user", "content": row["prompt"]}]) for row in rows]
     print("\nthree held-out questions, answered greedily (both folders loaded by transformers):")
     for row, before, after in zip(rows, answers[:3], answers[3:], strict=True):
         for label, text in (

@@ -66,6 +66,15 @@ def test_programs_are_judged_by_their_tests(code: str, reward: int) -> None:
     assert function.counts["code_timeouts"] == 0
 
 
+def test_the_first_failed_test_is_named() -> None:
+    function, record = confined(), {"tests": {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [1, 2, 3]}}
+    assert function.verdict(record, "f = lambda x: x")["passed"]
+    assert function.verdict(record, "f = lambda x: min(x, 1)") == {
+        "passed": False, "stopped": False, "failed": 1, "output": "1"
+    }  # fmt: skip
+    assert function.verdict(record, "def f(x): return 'a' * x * 300")["output"] == '"' + "a" * 199
+
+
 def test_standard_input_and_output() -> None:
     function = confined()
     tests = {"tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "5 -7", "output": "-2"}]}

@@ -85,15 +85,19 @@ class CodeTests:
 
     def __call__(self, prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
         """1 or 0; ``InputError`` if the program cannot be tested."""
-        tests, program = tests_of(prompt), str(prompt.get("code_prefix") or "") + program_in(response)
+        return float(self.verdict(prompt, str(prompt.get("code_prefix") or "") + program_in(response))["passed"])
+
+    def verdict(self, record: Mapping[str, Any], program: str) -> dict[str, Any]:
+        """``passed``, ``stopped``, and of the first failed test, if known, the index (``failed``) and ``output``."""
+        tests = tests_of(record)
         try:
             program.encode()
         except UnicodeEncodeError:
-            return 0.0
+            return {"passed": False, "stopped": False}
         verdict = self._sandbox.score(program, tests)
         with self._lock:
             self.counts["code_timeouts"] += verdict["stopped"]
-        return float(verdict["passed"])
+        return verdict
 
 
 def program_in(response: str) -> str:

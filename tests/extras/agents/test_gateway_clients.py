@@ -1,4 +1,4 @@
-"""Unmodified client libraries at the gateway: those of OpenAI and Anthropic, and OpenAI's Agents SDK, if installed."""
+"""Unmodified client libraries at the gateway: those of OpenAI and Anthropic, if installed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from megatron_dta.extras.agents.gateway.records import leaves
 from open_gateway import OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
-from tool_runs import load_script
 
 CALL = '<tool_call>{"name": "look_up", "arguments": {"drawer": "b"}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
@@ -65,14 +63,3 @@ def test_openais_client(served: OpenGateway) -> None:
         client.with_options(api_key="sk-wrong").models.list()
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="m", messages=ask, temperature=0.2)
-
-
-@pytest.mark.parametrize("name", ["openai_agent", "sdk_agent"])
-def test_the_examples_agents(name: str, served: OpenGateway) -> None:
-    """The agents of ``examples/tool_agent.py``: one path of two calls, and the reward of the right answer."""
-    pytest.importorskip("agents.exceptions" if name == "sdk_agent" else "openai")
-    session, agent = access(served)
-    record = {"prompt": "a+b?", "drawers": {"a": 1, "b": 2}, "answer": "3"}
-    assert getattr(load_script("examples/tool_agent.py"), name)(record, agent) == 1.0
-    assert len(session.calls) == 2
-    assert len(leaves(session.calls)) == 1

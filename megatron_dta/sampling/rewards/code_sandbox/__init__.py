@@ -7,6 +7,6 @@
     inside/       scripts that run within the sandbox; they import only the standard library, so that they start fast
 
 The program's process gets the inputs. It writes bytes into a pipe, which the judge reads, a second confined process,
-which gets the expected outputs. The trainer sees neither the bytes nor anything else of the program, only the judge's
-verdict.
+which gets the expected outputs. The trainer sees only the judge's verdict, with the first 200 bytes of the first
+wrong output as text, for agents that show it to the model.
 """

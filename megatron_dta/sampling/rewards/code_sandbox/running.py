@@ -54,8 +54,8 @@ class Sandbox:
     def __init__(self, settings: RewardConfig, is_confined: bool) -> None:
         self._settings, self._is_confined = settings, is_confined
 
-    def score(self, program: str, tests: ProgramTests) -> dict[str, bool]:
-        """Run ``program``: whether it ``passed``, and whether it was ``stopped``."""
+    def score(self, program: str, tests: ProgramTests) -> dict[str, Any]:
+        """Run ``program``: the judge's verdict (``CodeTests.verdict``)."""
         job = {"program": program, "function": tests.function, "inputs": tests.inputs}
         with ExitStack() as stack:
             stream, sink, errors = *_channel(stack), stack.enter_context(_file())
@@ -68,7 +68,7 @@ class Sandbox:
                 return {"passed": False, "stopped": True}
             return _verdict(written, errors)
 
-    def judge(self, tests: ProgramTests, outcomes: Iterable[bytes]) -> dict[str, bool]:
+    def judge(self, tests: ProgramTests, outcomes: Iterable[bytes]) -> dict[str, Any]:
         """The same verdict on a program that ran elsewhere; ``outcomes`` are read until one is wrong."""
         with ExitStack() as stack:
             stream, sink, errors = *_channel(stack), stack.enter_context(_file())
@@ -194,7 +194,7 @@ def _threads_of_user() -> int:
     return count
 
 
-def _verdict(written: BinaryIO, errors: BinaryIO) -> dict[str, bool]:
+def _verdict(written: BinaryIO, errors: BinaryIO) -> dict[str, Any]:
     """The judge's verdict; a failed test if the judge died after the program's start."""
     written.seek(0)
     lines = written.read().decode().splitlines()

@@ -38,8 +38,8 @@ class SandboxService:
         timeout_s = 2 * settings.code_timeout + WAITING_SECONDS
         self._servers = JsonServers("--code-sandbox-url", urls, timeout_s, most_bytes=8 * MOST_OUTPUT_BYTES)
 
-    def score(self, program: str, tests: ProgramTests) -> dict[str, bool]:
-        """Run ``program``: whether it ``passed``, and whether it was ``stopped``."""
+    def score(self, program: str, tests: ProgramTests) -> dict[str, Any]:
+        """Run ``program``: the judge's verdict (``CodeTests.verdict``)."""
         return self._sandbox.judge(
             tests, (self._outcome(program, tests.function, test_input) for test_input in tests.inputs)
         )

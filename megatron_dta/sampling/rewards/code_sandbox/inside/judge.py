@@ -17,6 +17,7 @@ from limits import prepare
 CLOSE = 1e-6
 LONGEST_NUMBER = 100
 MOST_SECONDS = 60
+SHOWN_BYTES = 200
 STOPPED = (-signal.SIGXCPU, -signal.SIGKILL)
 
 
@@ -32,13 +33,13 @@ def main():
         return
     print("started", flush=True)
     verdict = {"passed": False, "stopped": False}
-    for accepted in job["accepted"]:
+    for index, accepted in enumerate(job["accepted"]):
         head = json.loads(stream.readline(1000) or b'{"code": 1, "cpu": 0, "bytes": 0}')
         verdict["stopped"] = head["code"] in STOPPED or head["cpu"] > job["cpu_s"]
         output = stream.read(head["bytes"])
-        if verdict["stopped"] or head["code"] != 0 or len(output) != head["bytes"]:
-            break
-        if not is_accepted(output, accepted, job["is_json"]):
+        has_failed = verdict["stopped"] or head["code"] != 0 or len(output) != head["bytes"]
+        if has_failed or not is_accepted(output, accepted, job["is_json"]):
+            verdict |= {"failed": index, "output": output[:SHOWN_BYTES].decode(errors="replace")}
             break
     else:
         verdict["passed"] = True
