@@ -11,6 +11,8 @@ import os
 
 gc.disable()
 
+import torch._dynamo  # noqa: F401 (every optimizer imports it, which takes 0.5 s)
+
 import mesh_worker  # noqa: F401
 from megatron_dta.wiring.attach import attach_extras
 
