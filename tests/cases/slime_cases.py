@@ -1,8 +1,10 @@
-"""Rollouts in slime's form, and its policy loss written out over samples that run alone in float64."""
+"""Rollouts in the form of slime and Miles, and their policy loss over samples that run alone in float64."""
 
 from __future__ import annotations
 
+import sys
 import types
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +13,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from conftest import REPOSITORY
 from conversion_cases import COMMON
-from slime_standin import TrainRayActor, provide_slime
+from slime_standins import TrainRayActor, provide
 from tool_runs import load_script
 
 TEMPERATURE = 0.7
@@ -23,22 +25,23 @@ RANKS = {1: [[[[0, 3], [1, 2]], [[4, 5, 6, 7]]]], 2: [[[[0], [1]], [[2, 3]]], [[
 
 
 def arguments(folder: Path, **changes: Any) -> SimpleNamespace:
-    """slime's arguments that the actor and the loss read."""
-    off = "offload_train use_critic use_opd keep_old_actor use_routing_replay calculate_per_token_loss use_tis use_opsm"
-    off += " get_mismatch_metrics use_rollout_logprobs use_unbiased_kl normalize_advantages bf16 use_kl_loss"
-    off += " use_distributed_optimizer recompute_loss_function use_wandb use_tensorboard"
-    off += " use_fault_tolerance fp16 debug_rollout_only debug_train_only"
-    none = "custom_advantage_function_path eps_clip_c save save_hf num_experts"
-    none += " rollout_data_postprocess_path ref_update_interval pipeline_model_parallel_layout"
+    """Arguments of slime and Miles that the actors and the losses read."""
+    required = [load_example(package).REQUIRED for package in ("slime", "miles")]
+    off = "calculate_per_token_loss use_tis use_opsm get_mismatch_metrics use_rollout_logprobs use_unbiased_kl bf16"
+    off += " normalize_advantages use_kl_loss use_distributed_optimizer recompute_loss_function"
+    off += " skip_actor_forward_only observe_training_entropy use_dynamic_global_batch_size"
+    none = "custom_advantage_function_path eps_clip_c save save_hf num_experts custom_tis_function_path"
+    none += " custom_pg_loss_reducer_function_path"
     settings = dict.fromkeys(off.split(" "), False) | dict.fromkeys(none.split(" "))
-    settings |= {"lr": 0.0, "weight_decay": 0.0, "clip_grad": 0.0, "seed": 1, "rollout_top_p": 1.0}
+    settings |= {**required[0], **required[1], **sys.modules["tree_actor"].REQUIRED}
+    settings |= {"lr": 0.0, "weight_decay": 0.0, "clip_grad": 0.0, "seed": 1, "pause_generation_mode": "retract"}
     settings |= {"rollout_temperature": TEMPERATURE, "loss_type": "policy_loss", "advantage_estimator": "grpo"}
     settings |= {"eps_clip": 0.2, "eps_clip_high": 0.28, "entropy_coef": 0.05, "kl_coef": 0.0, "kl_loss_coef": 0.1}
     settings |= {"kl_loss_type": "low_var_kl", "num_rollout": 1, "rollout_batch_size": 4, "n_samples_per_prompt": 2}
     settings |= {"global_batch_size": 4, "tree_segment_tokens": 7, "compute_advantages_and_returns": True}
     settings |= {"main_grads_dtype": torch.float32, "exp_avg_dtype": torch.float32, "expert_tensor_parallel_size": 1}
-    settings |= {"update_weight_mode": "full", "update_weight_transport": "disk", "context_parallel_size": 1}
-    return SimpleNamespace(**settings | {"hf_checkpoint": str(folder), "ref_load": str(folder)} | changes)
+    settings |= {"update_weight_disk_dir": "weights", "hf_checkpoint": str(folder), "ref_load": str(folder)}
+    return SimpleNamespace(**settings | changes)
 
 
 def random_samples(seed: int) -> list[dict[str, Any]]:
@@ -69,7 +72,7 @@ def random_samples(seed: int) -> list[dict[str, Any]]:
 
 
 def data_of_rank(samples: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """What slime's ``process_rollout_data`` returns on a rank."""
+    """What slime's ``process_rollout_data`` and Miles' ``get_rollout_data`` return on a rank."""
     rank_samples = samples[rank * len(samples) // size : (rank + 1) * len(samples) // size]
     data: dict[str, Any] = {name: [sample[name] for sample in rank_samples] for name in samples[0]}
     data["rollout_mask_sums"] = torch.stack(data["rollout_mask_sums"])
@@ -77,35 +80,43 @@ def data_of_rank(samples: list[dict[str, Any]], rank: int, size: int) -> dict[st
     return data | {
         "micro_batch_indices": [part for step in steps for part in step],
         "num_microbatches": [len(step) for step in steps],
-        "global_batch_sizes": [4, 3],
+        "global_batch_sizes": [4, 3],  # slime's name
+        "num_rollouts": [4, 3],  # Miles'
     }
 
 
-def load_example() -> types.ModuleType:
-    """``examples/slime_actor.py``."""
-    provide_slime()
-    return load_script("examples/slime_actor.py")
+def load_example(package: str) -> types.ModuleType:
+    """``examples/slime_actor.py`` or ``examples/miles_actor.py``."""
+    provide(package, "ray")
+    with mock.patch.object(sys, "path", [str(REPOSITORY / "examples"), *sys.path]):
+        return load_script(f"examples/{package}_actor.py")
 
 
 def train(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     """The optimizer steps of a rollout: loss and gradients of each. Ray and the devices are left out."""
-    module, size = load_example(), case["size"]
-    settings, logged = module.train_config, []
+    module, size, args = load_example(case["package"]), case["size"], case["args"]
+    is_miles, data = case["package"] == "miles", data_of_rank(case["samples"], rank, size)
+    shared, tracking = sys.modules["tree_actor"], module.tracking if is_miles else module.logging_utils
+    settings, logged, gradients = shared.train_config, [], []
 
     def in_float64(args: Any) -> Any:
         config = settings(args)
         return replace(config, model=replace(config.model, params_dtype=torch.float64))
 
-    with (
-        mock.patch.object(module, "train_config", in_float64),
-        mock.patch.object(module.TrainRayActor, "init", TrainRayActor.init),
-        mock.patch.object(module, "process_rollout_data", return_value=data_of_rank(case["samples"], rank, size)),
-        mock.patch.object(module.logging_utils, "init_tracking", return_value=None),
-        mock.patch.object(module.logging_utils, "log", lambda args, metrics, step_key: logged.append(metrics)),
-    ):
+    reader, found = ("get_rollout_data", (data, nullcontext())) if is_miles else ("process_rollout_data", data)
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (shared, "train_config", in_float64),
+            (module.TrainRayActor, "init", TrainRayActor.init),
+            (module, reader, lambda *arguments, **named: found),
+            (tracking, "init_tracking", lambda args, primary, role=None: None),
+            (tracking, "log", lambda args, metrics, step_key: logged.append(metrics)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
         actor = object.__new__(module.TreeActor)
-        assert actor.init(case["args"], "actor", with_ref=case["args"].use_kl_loss) == 0
-        gradients: list[dict[str, Tensor]] = []
+        # As RayTrainCell and RayTrainGroup call it.
+        cell = {"indep_dp_info": None, "recv_ckpt_src_rank": None} if is_miles else {}
+        assert actor.init(args=args, role="actor", with_ref=args.use_kl_loss, with_opd_teacher=False, **cell) == 0
         reduce = actor.optimizer.reduce_gradients
 
         def recording() -> None:
@@ -113,7 +124,9 @@ def train(rank: int, case: dict[str, Any]) -> dict[str, Any]:
             gradients.append({name: p.main_grad.clone() for name, p in actor.model.named_parameters()})
 
         actor.optimizer.reduce_gradients = recording
-        actor.train(0, None)
+        attempt = {"witness_info": None, "attempt": 0} if is_miles else {}
+        outcome = actor.train(rollout_id=0, rollout_data_ref=None, **attempt)
+        assert outcome == (module.TrainStepOutcome.NORMAL if is_miles else None)
     return {"gradients": gradients, "logged": logged, "actor": actor if size == 1 else None}
 
 
