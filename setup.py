@@ -5,8 +5,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-# The gateway's server and its schemas; chat templates need transformers.
-GATEWAY = ["uvicorn>=0.30,<1", "starlette>=0.40,<2", "pydantic>=2.7,<3", "transformers>=4.57,<6"]
+# The gateway's server and its schemas; transformers renders chat templates and, from 5.15, parses calls of tools.
+GATEWAY = ["uvicorn>=0.30,<1", "starlette>=0.40,<2", "pydantic>=2.7,<3", "transformers>=5.15,<6"]
 
 setup(
     name="megatron_dta",
@@ -74,7 +74,6 @@ setup(
             "nvtx",
         ],
         "test": [
-            "transformers>=4.57,<6",
             "aiohttp",
             *GATEWAY,
             # Clients that the gateway is tested with.

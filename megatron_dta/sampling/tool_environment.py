@@ -1,15 +1,15 @@
 """Base class of environments in which the model calls tools: the model writes a call and next sees the result.
 
-A call is a JSON object between tags, or has the tags of qwen3_coder (``prompts.tool_calls``), anywhere in the model's
-turn; several calls in one turn are answered in order:
+A call has a form of ``prompts.tool_calls`` (but not harmony or llama3_json), anywhere in the model's turn; several
+calls in one turn are answered in order:
 
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>   ->   <tool_response>3</tool_response>
 
 With ``--apply-chat-template`` the template writes the answers, as messages of the role "tool", and the beginning of the
 model's next turn.
 
-The values of qwen3_coder have the types that the ``tools`` of the prompt's record give; without them a value is JSON if
-it can be read as that.
+Values that a form writes as text have the types that the ``tools`` of the prompt's record give; without them a value is
+JSON if it can be read as that.
 
 Subclasses define ``tools`` (functions by name) and ``finish``, which scores a turn without a call: this turn is the
 answer and ends the episode. A call that cannot be parsed, or a tool that raises, is answered with the error, to which
@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.prompts.messages import checked_tools
-from megatron_dta.sampling.prompts.tool_calls import JSON_TYPES, parse_call, schemas_of, split_calls
+from megatron_dta.sampling.prompts.tool_calls import MARKED, ToolCall
 
 
 class ToolEnvironment(ABC):
@@ -60,7 +60,7 @@ class ToolEnvironment(ABC):
 
     def step(self, action: str) -> tuple[str, float, bool]:
         """Answer the calls of a turn, or score the turn if it has none."""
-        _, calls = split_calls(action, "hermes")
+        calls = MARKED.read(action, self._shown_tools()).calls
         self.last_calls = len(calls), 0
         if not calls:
             return "", self.finish(action), True
@@ -74,12 +74,13 @@ class ToolEnvironment(ABC):
     def finish(self, answer: str) -> float:
         """Reward of the last turn."""
 
-    def _answer(self, call: str) -> tuple[str, str]:
+    def _answer(self, call: ToolCall | None) -> tuple[str, str]:
         """Name and answer of a call."""
-        name = "unknown"
+        name = "unknown" if call is None else call.name
         try:
-            name, arguments = parse_call(call, self._schemas())
-            return name, str(self.tools[name](**arguments))
+            if call is None:
+                raise ValueError("the call is not whole, or not of the form that it begins with")
+            return name, str(self.tools[name](**call.arguments))
         except Exception as error:
             calls, errors = self.last_calls
             self.last_calls = calls, errors + 1
@@ -91,14 +92,17 @@ class ToolEnvironment(ABC):
         except InputError:  # a field of the user's own
             return None
 
-    def _schemas(self) -> dict[str, dict[str, Any]]:
-        """The schemas of the tools' parameters that the model has seen, or any type for each parameter."""
-        seen = schemas_of(self._record_tools())
-        return {name: seen.get(name) or _of_any_type(function) for name, function in self.tools.items()}
+    def _shown_tools(self) -> list[Any]:
+        """The tools that the model has seen; before them each with any type for its parameters."""
+        tools = [{"name": name, "parameters": {"properties": _of_any_type(tool)}} for name, tool in self.tools.items()]
+        return tools + (self._record_tools() or [])
+
+
+_TYPES = ["integer", "number", "boolean", "null", "object", "array", "string"]
 
 
 def _of_any_type(function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        return {name: {"type": [*JSON_TYPES, "string"]} for name in inspect.signature(function).parameters}
+        return {name: {"type": _TYPES} for name in inspect.signature(function).parameters}
     except (TypeError, ValueError):  # some builtin functions have no signature
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -25,7 +26,11 @@ THINKING = (
 
 
 def make_chat_folder(
-    path: Path, template: str = CHATML, config_name: str = "tokenizer_config.json", texts: list[str] | None = None
+    path: Path,
+    template: str = CHATML,
+    config_name: str = "tokenizer_config.json",
+    texts: list[str] | None = None,
+    special: Sequence[str] = (),
 ) -> Path:
     """A byte-level tokenizer (with merges learned from ``texts``) that ends turns with <|im_end|>, and its template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -36,7 +41,7 @@ def make_chat_folder(
         tokenizer.train_from_iterator(
             texts, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
         )
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, *special)])
     path.mkdir()
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}

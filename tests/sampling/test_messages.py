@@ -28,15 +28,10 @@ from megatron_dta.training.arguments import parse_arguments
 pytest.importorskip("transformers")
 
 ASK = {"role": "user", "content": "a"}
-# Writes calls as Qwen's, or with tags as Qwen3-Coder's; some text templates read parts, some read nothing else.
+# Writes calls as Qwen's.
 HERMES = (
     '<tool_call>\n{% raw %}{{% endraw %}"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
 )
-CODER = (
-    "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments | items %}<parameter={{ k }}>\n{{ v }}\n"
-    "</parameter>\n{% endfor %}</function>\n</tool_call>"
-)
-LLAMA = '{% raw %}{{% endraw %}"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
 
 
 def template(folder: Path, text: str, **settings: Any) -> ChatTemplate:
@@ -156,12 +151,6 @@ def test_the_date_of_a_template_is_fixed(tmp_path: Path) -> None:
     plain = template(tmp_path / "b", clock.replace("%H", "%Y"))
     assert plain.prompt("hi") == library.from_pretrained(tmp_path / "b").apply_chat_template([ASK], tokenize=False)
     assert not template(tmp_path / "c", CHATML).writes_date
-
-
-def test_the_form_of_tool_calls_is_the_templates(tmp_path: Path) -> None:
-    forms = {"hermes": HERMES, "qwen3_coder": CODER, "llama3_json": LLAMA, "none": "[{{ f.name }}]"}
-    for name, form in forms.items():
-        assert template(tmp_path / name, calls(form)).tool_call_form == name
 
 
 # --- what is trained -----------------------------------------------------------------------------------------------

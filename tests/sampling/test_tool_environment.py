@@ -42,28 +42,20 @@ def test_tool_calls():
 
 
 def test_calls_in_tags_have_the_types_of_the_tools():
-    def power(base, exponent, sign="+"):
-        return f"{sign}{base!r}^{exponent!r}"
-
     class Powers(Calculator):
-        tools: ClassVar = {"power": power}
-
-    def call(**values):
-        written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
-        return f"so <tool_call>\n<function=power>\n{written}</function>\n</tool_call>"
+        tools: ClassVar = {"power": lambda base, exponent: f"{base!r}^{exponent!r}"}
 
     environment = Powers()
-    environment.reset({})
-    assert environment.step(call(base=2, exponent=3))[0] == "<tool_response>+2^3</tool_response>"
-    assert environment.step(call(base=2, exponent=0.5, sign="1"))[0] == "<tool_response>12^0.5</tool_response>"
+    call = "<function=power><parameter=base>2</parameter><parameter=exponent>0.5</parameter></function>"
+    call = f"<tool_call>{call}</tool_call>"
+    for tools in (None, "a field of the user's own"):
+        environment.reset({"tools": tools})
+        assert environment.step(call)[0] == "<tool_response>2^0.5</tool_response>"
     # What the model was shown decides.
-    properties = {"base": {"type": "string"}, "exponent": {"type": "integer"}}
+    properties = {"base": {"type": "string"}, "exponent": {"type": "number"}}
     environment.reset({"tools": [{"function": {"name": "power", "parameters": {"properties": properties}}}]})
-    assert environment.step(call(base=2, exponent=3))[0] == "<tool_response>+'2'^3</tool_response>"
-    environment.reset({"tools": "a field of the user's own"})
-    assert environment.step(call(base=2, exponent=3))[0] == "<tool_response>+2^3</tool_response>"
-    answer, _, _ = environment.step(call(base=2, exponent=3).replace("</parameter>", "", 1))
-    assert answer.startswith("<tool_response>error: ")
+    assert environment.step(call)[0] == "<tool_response>'2'^0.5</tool_response>"
+    assert environment.step(call.replace("</parameter>", "", 1))[0].startswith("<tool_response>error: ")
 
 
 def test_calls_and_their_errors_are_counted():
@@ -114,7 +106,7 @@ def answered(folder: Path, environment: type[ToolEnvironment], turn: str) -> str
 def test_the_chat_template_writes_answers(template: str, written: str, tmp_path: Path) -> None:
     folder = make_chat_folder(tmp_path / "model", template)
     assert answered(folder, Calculator, f"I add{CALL}{CALL}<|im_end|>") == written
-    assert "error: JSONDecodeError" in answered(folder, Calculator, "<tool_call>no</tool_call><|im_end|>")
+    assert "error: KeyError: 'no'" in answered(folder, Calculator, "<tool_call>no</tool_call><|im_end|>")
 
     class Marked(Calculator):
         before, after = "[", "]"

@@ -22,19 +22,12 @@ from typing import Any
 from megatron_dta.common.time_limit import TimeLimitError, within_limit
 from megatron_dta.core.common.errors import InputError, one_line
 from megatron_dta.sampling.prompts.messages import ContentForm, checked_tools, normalized, words_to_continue
+from megatron_dta.sampling.prompts.tool_calls import FORMS, PROBE, AnswerForm
 
 _CLOCK = "strftime_now"
-# A tool call in text that ``tool_calls`` can parse, by the form's name.
-_PROBE = "probe_name"
 _PROBE_TOOL = "another"
 # What no tool answers.
 _MARK = "7d2f80c1e94b"
-_CALLS = {
-    "qwen3_coder": f"<function={_PROBE}>",
-    "hermes": f'<tool_call>{{"name":"{_PROBE}","arguments":{{',
-    "llama3_json": f'{{"name":"{_PROBE}","parameters":{{',
-}
-
 _SCHEMA = {"type": "object", "properties": {"key": {"type": "string", "description": "key"}}, "required": []}
 _TOOL = {"type": "function", "function": {"name": _PROBE_TOOL, "description": "do it", "parameters": _SCHEMA}}
 
@@ -132,9 +125,8 @@ class ChatTemplate:
 
     @cached_property
     def _writes_answers(self) -> bool:
-        call = {"id": "call00001", "type": "function", "function": {"name": _PROBE_TOOL, "arguments": {}}}
-        talk = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        return _PROBE in self.text([*talk, {"role": "tool", "tool_call_id": "call00001", "content": _PROBE}])
+        talk = [{"role": "user", "content": "ask"}, _calling({})]
+        return _MARK in self.text([*talk, {"role": "tool", "tool_call_id": "call00001", "content": _MARK}])
 
     def _written_tools(self, tools: Any) -> list[Any] | None:
         """``checked_tools``, if the template writes them."""
@@ -159,15 +151,17 @@ class ChatTemplate:
     @cached_property
     def tool_call_form(self) -> str:
         """The form in which the template writes tool calls, a name of ``tool_calls``; none if it is another."""
-        call = {"id": "call00001", "type": "function", "function": {"name": _PROBE, "arguments": {"key": "value"}}}
-        talk = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        try:
-            written = "".join(self._render(self.messages(talk), [_TOOL], add_generation_prompt=False).split())
-        except TimeLimitError:
-            raise
-        except InputError:
-            return "none"
-        return next((name for name, mark in _CALLS.items() if mark in written), "none")
+        if self.response_form is not None:
+            return "response_template"
+        talk = self.messages([{"role": "user", "content": "ask"}, _calling({"key": "value"})])
+        written = "".join(self._tried(talk, [_TOOL], False).split())
+        return next((name for name, form in FORMS.items() if any(probe in written for probe in form.probes)), "none")
+
+    @cached_property
+    def response_form(self) -> AnswerForm | None:
+        """The form of answers that the tokenizer brings along, if it does."""
+        template = getattr(self._tokenizer, "response_template", None)
+        return AnswerForm(template.get("fields", {})) if isinstance(template, dict) else None
 
     @cached_property
     def _form(self) -> ContentForm:
@@ -175,16 +169,24 @@ class ChatTemplate:
         words = ("probe of text", "probe of parts")
 
         def shows(content: Any) -> bool:
-            try:
-                rendered = self._render([{"role": "user", "content": content}], None, add_generation_prompt=True)
-            except TimeLimitError:
-                raise
-            except InputError:
-                return False
+            rendered = self._tried([{"role": "user", "content": content}], None, True)
             return all(word in rendered for word in words) and "'text'" not in rendered and '"text"' not in rendered
 
+        def takes(arguments: Any) -> bool:
+            return PROBE in self._tried([{"role": "user", "content": "ask"}, _calling(arguments)], [_TOOL], False)
+
         reads_parts = shows([{"type": "text", "text": word} for word in words])
-        return ContentForm(reads_text=shows(" ".join(words)) or not reads_parts, reads_parts=reads_parts)
+        json_text = not takes({"key": "value"}) and takes('{"key": "value"}')
+        return ContentForm(shows(" ".join(words)) or not reads_parts, reads_parts, json_text)
+
+    def _tried(self, messages: list[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool) -> str:
+        """The text of messages, empty if the template refuses them."""
+        try:
+            return self._render(messages, tools, add_generation_prompt=generation_prompt)
+        except TimeLimitError:
+            raise
+        except InputError:
+            return ""
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, **ends: bool) -> str:
         try:
@@ -203,6 +205,12 @@ class ChatTemplate:
             raise
         except Exception as error:  # templates may raise anything
             raise InputError(f"the chat template refuses it: {_reason(error)}") from error
+
+
+def _calling(arguments: Any) -> dict[str, Any]:
+    """A turn that calls a tool of a name that templates do not write otherwise."""
+    call = {"id": "call00001", "type": "function", "function": {"name": PROBE, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _fixed_clock(date: datetime) -> str:

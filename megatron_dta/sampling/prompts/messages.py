@@ -4,7 +4,9 @@ from, value        of ShareGPT's messages become ``role`` and ``content``
 null fields        of messages, tool calls, functions and parts of a content are left out
 content            is "" in a turn that only calls tools; lists of text parts are joined unless the template reads
                    parts, and text becomes a part where it reads nothing else
-arguments          of tool calls that are JSON text become objects, and are empty objects where there are none
+arguments          of tool calls that are JSON text become objects, and are empty objects where there are none; where
+                   the template takes no objects (DeepSeek V3.1) they become JSON text
+reasoning_content  is ``thinking``, too, which is its name in other templates (gpt-oss)
 tool_calls         an empty list is left out
 weight, loss, ...  say whether a turn is trained (``is_trained``); templates do not see them
 """
@@ -27,10 +29,11 @@ _TEXT_PARTS = ("text", "refusal", "input_text", "output_text")
 
 @dataclass(frozen=True)
 class ContentForm:
-    """Which contents a chat template reads: text, lists of parts, or both."""
+    """Which contents a chat template reads: text, lists of parts, or both; and arguments of calls as JSON text."""
 
     reads_text: bool = True
     reads_parts: bool = False
+    json_arguments: bool = False
 
     def of(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         """The content as the template reads it."""
@@ -90,7 +93,9 @@ def _normalized(message: Any, form: ContentForm) -> dict[str, Any]:
     if calls:
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
             raise InputError("tool_calls: must be a list of objects")
-        fields["tool_calls"] = [_call(_without_nulls(call)) for call in calls]
+        fields["tool_calls"] = [_call(_without_nulls(call), form.json_arguments) for call in calls]
+    if "reasoning_content" in fields:
+        fields.setdefault("thinking", fields["reasoning_content"])
     return {name: value for name, value in fields.items() if name not in MARKS}
 
 
@@ -111,10 +116,13 @@ def _content(content: Any) -> str | list[dict[str, Any]]:
     return parts
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
+def _call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _call(_without_nulls(call["function"]))}
-    return {**call, "arguments": _arguments(call.get("arguments", ""))}
+        return {**call, "function": _call(_without_nulls(call["function"]), as_text)}
+    arguments = _arguments(call.get("arguments", ""))
+    if as_text and isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "arguments": arguments}
 
 
 def _arguments(arguments: Any) -> Any:

@@ -7,6 +7,7 @@ from functools import partial
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config.options import NO_FLAG, option
+from megatron_dta.sampling.prompts.tool_calls import FORMS
 
 agent_option = partial(option, needs="agent_command or agent_callable")
 
@@ -59,9 +60,9 @@ class AgentConfig:
     )
     tool_call_parser: str = agent_option(
         "auto",
-        "How the model writes tool calls: as the chat template does (auto; if its form is none of these, calls stay "
-        "text), or in one of these forms.",
-        choices=("auto", "hermes", "qwen3_coder", "llama3_json", "none"),
+        "How the model writes tool calls: as the tokenizer's response_template says or the chat template does (auto; "
+        "if its form is none of these, calls stay text), or in one of these forms.",
+        choices=("auto", *FORMS, "none"),
     )
     reasoning_parser: str = agent_option(
         "none",

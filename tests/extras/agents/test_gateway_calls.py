@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from chat_folder import THINKING
 from megatron_dta.extras.agents.gateway.records import SessionSizes, context_of, leaves, session_rollouts
 from open_gateway import AGENT_TEMPLATE, OpenGateway, chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
@@ -235,20 +234,6 @@ def test_bytes_of_parts_of_a_character(served) -> None:
     assert [choice["logprobs"]["content"] for choice in choices if choice.get("logprobs")] == [whole]
 
 
-def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer(tmp_path / "model", THINKING)
-    engine = ScriptedEngine(Script(tokenizer), tokenizer.vocab_size)
-    with open_gateway(engine, tokenizer, tmp_path / "model") as gateway:
-        _, key = gateway.open()
-        body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
-        with pytest.raises(urllib.error.HTTPError) as error:
-            post(gateway.url + "/v1/chat/completions", key, body)
-        assert error.value.code == 400
-        said = json.load(error.value)["error"]["message"]
-        assert said.startswith(f"messages: tools: the chat template of {tmp_path}/model does not write them")
-        post(gateway.url + "/v1/chat/completions", key, body | {"tools": []})
-
-
 def test_completions_continue_texts_and_ids(served) -> None:
     gateway, _, _ = served
     session, key = gateway.open()
@@ -300,23 +285,6 @@ def test_anthropics_interface(served) -> None:
     assert kinds[-2:] == ["message_delta", "message_stop"]
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 2
     assert refused(url, key, body | {"messages": [{"role": "user", "content": [{"type": "image"}]}]})[0] == 400
-
-
-def test_reasoning_apart_and_put_back(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer(tmp_path / "model")
-    script = Script(tokenizer)
-    engine = ScriptedEngine(script, tokenizer.vocab_size)
-    script.answers["user\nthink\nassistant"] = "<think>\nhm\n</think>\n\nyes"
-    with open_gateway(engine, tokenizer, tmp_path / "model", reasoning_parser="think") as gateway:
-        session, key = gateway.open()
-        ask = [{"role": "user", "content": "think"}]
-        message = post(gateway.url + "/v1/chat/completions", key, {"messages": ask})["choices"][0]["message"]
-        assert (message["content"], message.pop("reasoning_content")) == ("yes", "hm")
-        # The client sends no reasoning back; the template keeps it for tools and drops it for a new question.
-        post(gateway.url + "/v1/chat/completions", key, {"messages": [*ask, message, {"role": "tool", "content": "t"}]})
-        assert session.calls[1].parent is session.calls[0]
-        post(gateway.url + "/v1/chat/completions", key, {"messages": [*ask, message, {"role": "user", "content": "u"}]})
-        assert session.calls[2].parent is None
 
 
 ASK = [{"role": "user", "content": "a"}]

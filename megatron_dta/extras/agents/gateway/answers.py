@@ -8,7 +8,7 @@ stop string it ends with the token that completes it: what is sampled is a stopp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,8 @@ import numpy as np
 from megatron_dta.extras.agents.gateway.engine_loop import EngineLoop
 from megatron_dta.extras.agents.gateway.messages import safe_length
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult
-from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+
+Decode = Callable[[np.ndarray], str]
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Sampled:
     """An answer, or what there is of it.
 
     Attributes:
-        text: without special tokens; up to the stop string, if one has ended it.
+        text: without special tokens but those of the form of calls; up to the stop string, if one has ended it.
         safe: number of characters of the text that will not change any more.
         finish: stop, length or stop_sequence; empty while it is being sampled.
         request_id: the engine's request whose K/V is that of prompt and answer.
@@ -42,7 +43,7 @@ class Sampled:
 
 
 async def sample_answer(
-    loop: EngineLoop, tokenizer: Tokenizer, request: GenerationRequest, stops: Sequence[str], piece_tokens: int
+    loop: EngineLoop, decode: Decode, request: GenerationRequest, stops: Sequence[str], piece_tokens: int
 ) -> AsyncIterator[Sampled]:
     """Yield the answer after each piece; the last one has ``finish``. The caller releases its ``request_id``.
 
@@ -71,7 +72,7 @@ async def sample_answer(
             begin = len(output)
             output = np.concatenate([output, result.token_ids])
             logprobs = np.concatenate([logprobs.astype(result.logprobs.dtype), result.logprobs])
-            match = _stopped(tokenizer, output, begin, stops)
+            match = _stopped(decode, output, begin, stops)
             if match is not None:
                 count, text, stop = match
                 yield Sampled(
@@ -86,7 +87,7 @@ async def sample_answer(
                 )
                 held = None
                 return
-            text = tokenizer.decode(output)
+            text = decode(output)
             finish = "stop" if result.ended else "length" if len(output) >= request.max_tokens else ""
             safe = len(text) if finish else safe_length(text, stops)
             answer = Sampled(output, logprobs, text, safe, result.policy_version, finish, None, held)
@@ -114,15 +115,15 @@ async def _result(loop: EngineLoop, piece: GenerationRequest) -> GenerationResul
         raise
 
 
-def _stopped(tokenizer: Tokenizer, output: np.ndarray, begin: int, stops: Sequence[str]) -> tuple[int, str, str] | None:
+def _stopped(decode: Decode, output: np.ndarray, begin: int, stops: Sequence[str]) -> tuple[int, str, str] | None:
     """(tokens, text, stop string) where one of ``stops`` has come with a token after ``begin``; else None."""
     if not stops:
         return None
-    decoded = tokenizer.decode(output)
+    decoded = decode(output)
     if not any(stop in decoded for stop in stops):
         return None
     for count in range(begin + 1, len(output) + 1):
-        text = tokenizer.decode(output[:count])
+        text = decode(output[:count])
         matches = [(text.find(stop), stop) for stop in stops if stop in text]
         if matches:
             at, stop = min(matches)

@@ -72,6 +72,7 @@ class Gateway:
         flags = settings.flags
         self.prompts = PromptBuilder(tokenizer, template, settings.max_positions - 1, flags.gateway_max_session_tokens)
         self.parser = AnswerParser.of(flags.tool_call_parser, flags.reasoning_parser, template)
+        self._decode = tokenizer.decode if self.parser.form is None else self.parser.form.decoder(tokenizer)
 
     def _room(self, prompt: GatewayPrompt, wanted: CallSettings) -> int:
         """The most tokens that an answer may have; ``RequestError`` if a sampling setting differs from the run's."""
@@ -147,7 +148,7 @@ class Gateway:
         parent = session.held_before(prompt.node)
         key = session.random_key(prompt.token_ids)
         request = GenerationRequest(0, prompt.token_ids, max_tokens, key, parent)
-        return sample_answer(self.loop, self.tokenizer, request, wanted.stops, self.settings.flags.gateway_piece_tokens)
+        return sample_answer(self.loop, self._decode, request, wanted.stops, self.settings.flags.gateway_piece_tokens)
 
     @staticmethod
     async def _last(pieces: AsyncIterator[Sampled]) -> Sampled:
@@ -184,7 +185,7 @@ class Gateway:
         repeated = self.parser.parse(text, call_id, prompt.tools) if sampled.stop else answer
         note_call(session, prompt, call, [answer.message(), repeated.message()])
         # A token may go on after the stop string; then no history has the sampled ids.
-        if not sampled.stop or self.tokenizer.decode(sampled.output) == text:
+        if not sampled.stop or self._decode(sampled.output) == text:
             self.prompts.remember(session, prompt, call, text, repeated if prompt.messages is not None else None)
         self._hold(session, call, sampled.request_id)
         return Choice(call, sampled, answer)

@@ -4,7 +4,7 @@ Tool calls (``--tool-call-parser``) are parsed in the forms of ``prompts.tool_ca
 the chat template writes, and with ``none`` the answer is text.
 
 Reasoning (``--reasoning-parser``): with ``think`` the text up to ``</think>`` is ``reasoning_content``, apart from the
-content; with ``none`` it stays in the content.
+content; with ``none`` it stays in the content. Forms with channels (harmony) say themselves what is reasoning.
 
 A call that cannot be parsed stays text, so the client sees what the model wrote.
 """
@@ -14,26 +14,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.extras.agents.gateway.errors import refuse
 from megatron_dta.extras.agents.gateway.session import Session
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
-from megatron_dta.sampling.prompts.messages import text_of
-from megatron_dta.sampling.prompts.tool_calls import parse_call, schemas_of, split_calls
+from megatron_dta.sampling.prompts.messages import normalized
+from megatron_dta.sampling.prompts.tool_calls import FORMS, AnswerForm, ToolCall
 
 _END_OF_THOUGHT = "</think>"
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool: its id, its name and its arguments."""
-
-    call_id: str
-    name: str
-    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,17 +50,26 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerParser:
-    """Parses answers, as ``--tool-call-parser`` and ``--reasoning-parser`` say."""
+    """Parses answers, as ``--tool-call-parser`` and ``--reasoning-parser`` say.
 
-    tool_calls: str = "hermes"
-    reasoning: str = "none"
+    Attributes:
+        tool_calls: the form's name.
+        form: None: no calls are looked for.
+    """
+
+    tool_calls: str
+    reasoning: str
+    form: AnswerForm | None
 
     @classmethod
     def of(cls, tool_calls: str, reasoning: str, template: ChatTemplate | None) -> AnswerParser:
         """The parser of these flags; the template decides what ``auto`` is."""
         if tool_calls == "auto":
             tool_calls = "none" if template is None else template.tool_call_form
-        return cls(tool_calls, reasoning)
+        form = template.response_form if tool_calls == "response_template" else FORMS.get(tool_calls)
+        if form is not None:
+            _ = form.template  # refuses what cannot be used
+        return cls(tool_calls, reasoning, form)
 
     def parse(self, text: str, call_id: str, tools: Sequence[Any] | None) -> Answer:
         """The message of an answer.
@@ -79,27 +79,29 @@ class AnswerParser:
             tools: those that the request offered; without them no call is looked for.
         """
         reasoning, text = self._split(text)
-        if not tools or self.tool_calls == "none":
+        if self.form is None or not (tools or self.form.has_channels):
             return Answer(text, reasoning)
-        rest, pieces = split_calls(text, self.tool_calls)
-        try:
-            parsed = [parse_call(piece, schemas_of(tools)) for piece in pieces]
-        except (ValueError, RecursionError):
-            parsed = []
-        if not parsed:
+        parts = self.form.read(text, tools)
+        are_calls = bool(tools and parts.calls) and not parts.is_broken
+        if self.form.has_channels:
+            reasoning, rest = parts.thought or reasoning, parts.content + ("" if are_calls else parts.call_text)
+            text = rest if reasoning or rest or are_calls else text
+        elif are_calls:
+            text = parts.content
+        if not are_calls:
             return Answer(text, reasoning)
-        calls = tuple(ToolCall(f"call_{call_id[-24:]}_{i}", *call) for i, call in enumerate(parsed))
-        return Answer(rest.rstrip() or None, reasoning, calls)
+        ids = (call.call_id or f"call_{call_id[-24:]}_{i}" for i, call in enumerate(parts.calls))
+        calls = tuple(replace(call, call_id=name) for call, name in zip(parts.calls, ids, strict=True))
+        return Answer(text.rstrip() or None, reasoning, calls)
 
     def begun(self, text: str, has_tools: bool) -> tuple[str, str]:
         """Reasoning and content with which the message of an unfinished answer is sure to begin."""
         if self.reasoning == "think" and _END_OF_THOUGHT not in text:
             return "", ""
         reasoning, text = self._split(text)
-        if has_tools and self.tool_calls != "none":
-            # Blanks before a call are no content.
-            is_call = self.tool_calls == "llama3_json" and text.lstrip().startswith("{")
-            text = "" if is_call else text[: _safe_length(text, ("<tool_call>",))].rstrip()
+        if self.form is not None and (has_tools or self.form.has_channels):
+            parts = self.form.read(text, None, is_whole=False)
+            reasoning, text = reasoning or parts.thought, parts.first.rstrip()  # blanks before a call are no content
         return reasoning or "", text
 
     def _split(self, text: str) -> tuple[str | None, str]:
@@ -107,7 +109,7 @@ class AnswerParser:
         if self.reasoning == "none" or _END_OF_THOUGHT not in text:
             return None, text
         before, _, text = text.partition(_END_OF_THOUGHT)
-        return before.removeprefix("<think>").strip("\n"), text.lstrip("\n")
+        return before.lstrip("\n").removeprefix("<think>").strip("\n"), text.lstrip("\n")
 
 
 def _safe_length(text: str, marks: Sequence[str]) -> int:
@@ -153,6 +155,6 @@ def template_messages(
 
 def visible_digest(message: Mapping[str, Any]) -> bytes:
     """Identifies what a client sees of an answer besides its reasoning."""
-    calls = [call.get("function") for call in message.get("tool_calls", ())]
-    seen = [text_of(message["content"]), calls]
+    (message,) = normalized([message])  # arguments may be JSON text
+    seen = [message["content"], [call.get("function") for call in message.get("tool_calls", ())]]
     return hashlib.blake2b(json.dumps(seen, sort_keys=True).encode(), digest_size=16).digest()

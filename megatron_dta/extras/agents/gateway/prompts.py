@@ -99,19 +99,18 @@ class PromptBuilder:
             token_ids = call.token_ids().tobytes()
             session.ids.add(token_ids, [(len(token_ids), Base(call, call.length))])
             return
-        repeated = self._repeated(prompt, call, text, answer)
-        if repeated is not None:
-            content, length = repeated[0].encode(), repeated[1]
+        for repeated, length in self._repeated(prompt, call, text, answer):
+            content = repeated.encode()
             session.texts.add(content, [(len(content), Base(call, length))])
         if answer is not None and answer.reasoning is not None:
             session.reasoning[visible_digest(answer.message())] = answer.reasoning
 
-    def _repeated(self, prompt: GatewayPrompt, call: Call, text: str, answer: Answer | None) -> tuple[str, int] | None:
-        """The text of prompt and answer as a later prompt begins with it, and the number of its tokens; None if the
-        template alters it."""
+    def _repeated(self, prompt: GatewayPrompt, call: Call, text: str, answer: Answer | None) -> list[tuple[str, int]]:
+        """The text of prompt and answer as a later prompt may begin with it, and the number of its tokens; nothing if
+        the template alters it."""
         before = prompt.content.decode()
         if answer is None or prompt.messages is None:
-            return before + text, call.length
+            return [(before + text, call.length)]
         assert self._template is not None
         begun, message = prompt.messages, answer.message()
         if words_to_continue(begun):  # clients send them back with the answer, as one message
@@ -119,19 +118,20 @@ class PromptBuilder:
             begun = begun[:-1]
         rendered = self._rendered(self._template.text, [*begun, message], prompt.tools, generation_prompt=False)
         if not rendered.startswith(before):
-            return None
+            return []
         repeated = rendered[len(before) :]
         end, written = max(((repeated.rfind(text), token) for token, text in self._ends.items()), default=(-1, -1))
-        if end < 0:
-            return None
         thought = _thought(text, answer)
         if thought and "".join(thought.split()) not in "".join(repeated.split()):
-            return None
+            return []
         sampled = int(call.output[-1])
-        if sampled == written:
-            return before + repeated[: end + len(self._ends[written])], call.length
+        if end >= 0 and sampled == written:
+            return [(before + repeated[: end + len(self._ends[written])], call.length)]
         # An end that the template does not write ends the call's branch; the client never saw it as text.
-        return before + repeated[:end], call.length - (sampled in self._ends)
+        whole = before + (repeated if end < 0 else repeated[:end])
+        known = [(whole, call.length - (sampled in self._ends))]
+        # Where templates write no end, the next turn's role ends an answer (GLM).
+        return [*known, (whole + self._ends[sampled], call.length)] if end < 0 and sampled in self._ends else known
 
     def _of_text(
         self, session: Session, text: str, messages: list[dict[str, Any]] | None, tools: list[Any] | None
