@@ -31,68 +31,48 @@ CALLS = [
     ("unknown.tool-2", {"s": HARD}),
     ("add", {}),
 ]
-# What the models' own templates write: for a call, and before and after all of them; ``JINJA`` has what stands there.
-DEEPSEEK = ("<~tool▁calls▁begin~>", "<~tool▁calls▁end~>")
+# What the models' own templates write for the calls of an answer; ``JINJA`` has what that stands for.
 WRITTEN = {
-    "hermes": ('\n<tool_call>\n{"name": "NAME", "arguments": JSON}\n</tool_call>', "", ""),
-    "qwen3_coder": (
-        "\n<tool_call>\n<function=NAME>\nEACH<parameter=KEY>\nVALUE\n</parameter>\nDONE</function>\n</tool_call>",
-        *("", ""),
-    ),
-    "glm": ("\n<tool_call>NAME\nEACH<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\nDONE</tool_call>", "", ""),
-    "glm 4.7": ("<tool_call>NAMEEACH<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>DONE</tool_call>", "", ""),
-    "deepseek_v3": (
-        "<~tool▁call▁begin~>function<~tool▁sep~>NAME\n```json\nJSON\n```<~tool▁call▁end~>\n",
-        *DEEPSEEK,
-    ),
-    "deepseek_v3 1": ("<~tool▁call▁begin~>NAME<~tool▁sep~>{{ '' + f.arguments }}<~tool▁call▁end~>", *DEEPSEEK),
-    "deepseek_v32": (
-        '<~DSML~invoke name="NAME">\nEACH<~DSML~parameter name="KEY" string="{{ v is string }}">VALUE'
-        "</~DSML~parameter>\nDONE</~DSML~invoke>\n",
-        "\n\n<~DSML~function_calls>\n",
-        "</~DSML~function_calls>",
-    ),
-    "kimi_k2": (
-        "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>JSON<|tool_call_end|>",
-        "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_end|>",
-    ),
-    "harmony": ("<|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>JSON<|call|>", "", ""),
-    "llama3_json": ('{"name": "NAME", "parameters": JSON}', "", ""),
+    "hermes": 'FOR\n<tool_call>\n{"name": "NAME", "arguments": JSON}\n</tool_call>DONE',
+    "qwen3_coder": "FOR\n<tool_call>\n<function=NAME>\nEACH<parameter=KEY>\nVALUE\n</parameter>\nDONE</function>\n"
+    "</tool_call>DONE",
+    "glm": "FOR\n<tool_call>NAME\nEACH<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\nDONE</tool_call>DONE",
+    "glm 4.7": "FOR<tool_call>NAMEEACH<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>DONE</tool_call>DONE",
+    "deepseek_v3": "<~tool▁calls▁begin~>FOR<~tool▁call▁begin~>function<~tool▁sep~>NAME\n```json\nJSON\n```"
+    "<~tool▁call▁end~>\nDONE<~tool▁calls▁end~>",
+    "deepseek_v3 1": "<~tool▁calls▁begin~>FOR<~tool▁call▁begin~>NAME<~tool▁sep~>{{ '' + f.arguments }}"
+    "<~tool▁call▁end~>DONE<~tool▁calls▁end~>",
+    "deepseek_v32": '\n\n<~DSML~function_calls>\nFOR<~DSML~invoke name="NAME">\nEACH<~DSML~parameter name="KEY" '
+    'string="TEXT">VALUE</~DSML~parameter>\nDONE</~DSML~invoke>\nDONE</~DSML~function_calls>',
+    "kimi_k2": "<|tool_calls_section_begin|>FOR<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>JSON"
+    "<|tool_call_end|>DONE<|tool_calls_section_end|>",
+    "harmony": "FOR<|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>JSON<|call|>DONE",
+    "llama3_json": 'FOR{"name": "NAME", "parameters": JSON}DONE',
 }
 JINJA = {
-    "{{ v is string }}": "{{ 'true' if v is string else 'false' }}",
+    "FOR": "{% for c in m.tool_calls %}{% set f = c.function %}",
+    "EACH": "{% for k, v in f.arguments | items %}",
+    "DONE": "{% endfor %}",
     "NAME": "{{ f.name }}",
     "JSON": "{{ f.arguments | tojson(ensure_ascii=false) }}",
-    "EACH": "{% for k, v in f.arguments | items %}",
     "KEY": "{{ k }}",
     "VALUE": "{{ v if v is string else v | tojson(ensure_ascii=false) }}",
-    "DONE": "{% endfor %}",
+    "TEXT": "{{ 'true' if v is string else 'false' }}",
     "~": "\uff5c",
 }
 
 
-# The next turn's role ends an answer, as with GLM; other forms have an end of their own.
-ROLES = ["<|user|>", "<|tool|>", "<|assistant|>"]
-
-
 def written(form: str, calls: list[tuple[str, dict]], folder: Path) -> tuple[ChatTemplate, str]:
-    """A template of this form, and how it writes an answer with these calls."""
-    call, before, after = WRITTEN[form]
-    thought = (
-        "<|channel|>analysis<|message|>{{ m.thinking }}<|end|>" if form == "harmony" else "{{ m.thinking }}</think>"
-    )
-    text = (
-        "{{ tools | tojson if tools }}{% for m in messages %}<|{{ m.role }}|>{% if m.thinking %}"
-        + thought
-        + "{% endif %}"
-        "{{ m.content }}{% if m.tool_calls %}" + before + "{% for c in m.tool_calls %}{% set f = c.function %}" + call
-    )
-    text += "{% endfor %}" + after + "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    """A template of this form, whose answers end with the next turn's role, and how it writes one with these calls."""
+    channel = "<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+    thought = channel if form == "harmony" else "{{ m.thinking }}</think>"
+    text = "{{ tools | tojson if tools }}{% for m in messages %}<|{{ m.role }}|>{% if m.thinking %}" + thought
+    text += "{% endif %}{{ m.content }}{% if m.tool_calls %}" + WRITTEN[form] + "{% endif %}{% endfor %}"
+    text += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     for short, long in JINJA.items():
         text = text.replace(short, long)
-    marks = re.findall(r"<[|\uff5c][\w\u2581]+[|\uff5c]>", text + "<|start|>")
-    template = ChatTemplate(make_chat_folder(folder, text, special=ROLES + marks))
+    marks = re.findall(r"<[|\uff5c][\w\u2581]+[|\uff5c]>", text + "<|start|><|user|><|tool|>")
+    template = ChatTemplate(make_chat_folder(folder, text, special=marks))
     functions = [
         {"id": f"functions.{name}:{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for i, (name, arguments) in enumerate(calls)
@@ -116,7 +96,7 @@ def test_what_a_template_writes_is_read_back(form: str, tmp_path: Path) -> None:
     for end in range(len(text)):
         reasoning, content = parser.begun(text[:end], has_tools=True)
         assert whole.reasoning.startswith(reasoning)
-        assert content == "" or "</think>" not in text[:end]
+        assert content == ""
         cut = parser.parse(text[:end], "id", TOOLS)
         assert cut.tool_calls == whole.tool_calls[: len(cut.tool_calls)]
         if not cut.tool_calls and name != "harmony":
@@ -129,27 +109,22 @@ def test_what_a_template_writes_is_read_back(form: str, tmp_path: Path) -> None:
 def test_calls_sent_back_keep_the_ids_that_were_sampled(form: str, tmp_path: Path) -> None:
     folder, end = tmp_path / "model", "" if form == "harmony" else "<|tool|>"
     _, text = written(form, CALLS[:1], folder)
-    ids = HuggingFaceTokenizer(folder)
-    tokenizer = HuggingFaceTokenizer(folder, [int(ids.encode(text + end)[-1])])
+    tokenizer = HuggingFaceTokenizer(folder, [int(HuggingFaceTokenizer(folder).encode(text + end)[-1])])
     # With other blanks than the template writes in JSON.
     script = tokenizer.encode(text.replace('": ', '":  ') + end).tolist()
     engine = ScriptedEngine(lambda prompt, key: script, tokenizer.vocab_size)
     with open_gateway(engine, tokenizer, folder, max_tokens=(900, 9000), reasoning_parser="think") as gateway:
         session, key = gateway.open()
-        url, body = (
-            gateway.url + "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "go"}], "tools": TOOLS},
-        )
+        url, talk = gateway.url + "/v1/chat/completions", [{"role": "user", "content": "go"}]
         for _ in range(2):
-            message = post(url, key, body)["choices"][0]["message"]
+            message = post(url, key, {"messages": talk, "tools": TOOLS})["choices"][0]["message"]
             (call,) = message["tool_calls"]
             assert (message.pop("reasoning_content"), message["content"]) == ("Hm.", None)
             assert json.loads(call["function"]["arguments"]) == CALLS[0][1]
-            body["messages"] += [message, {"role": "tool", "content": "3", "tool_call_id": call["id"]}]
-        assert session.calls[1].parent is session.calls[0]
-        assert session.branches == {}
+            talk += [message, {"role": "tool", "content": "3", "tool_call_id": call["id"]}]
+        assert (session.calls[1].parent, session.branches) == (session.calls[0], {})
         assert session.calls[1].token_ids().tolist()[session.calls[0].prompt_length :][: len(script)] == script
-        streamed = "".join(events(url, key, {**body, "stream": True}))
+        streamed = "".join(events(url, key, {"messages": talk, "tools": TOOLS, "stream": True}))
         assert '"content": "' not in streamed.replace('"content": ""', "")
 
 
