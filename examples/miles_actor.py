@@ -33,7 +33,9 @@ REQUIRED = {"train_backend": "megatron", "qkv_format": "thd", "true_on_policy_mo
 REQUIRED |= {"lora_rank": 0, "indep_dp": False, "enable_witness": False, "enable_mtp_training": False}
 REQUIRED |= {"use_rollout_routing_replay": False, "use_indexer_replay": False, "use_rollout_indexer_replay": False}
 REQUIRED |= {"colocate": False, "update_weight_transfer_mode": "broadcast", "debug_skip_weight_update": False}
-REQUIRED |= {"custom_megatron_post_save_hook_path": None}
+REQUIRED |= dict.fromkeys(("custom_megatron_before_log_prob_hook_path", "custom_megatron_before_train_step_hook_path"))
+REQUIRED |= dict.fromkeys(("custom_megatron_init_path", "custom_megatron_post_save_hook_path"))
+REQUIRED |= {"custom_model_provider_path": None, "use_rollout_entropy": False}
 
 
 class TreeActor(TreeTrainer, TrainRayActor):
