@@ -59,14 +59,14 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def run_compare(name: str, gpu: int | None, arguments: argparse.Namespace, folder: Path) -> list[dict]:
+def run_compare(name: str, gpu: str | None, arguments: argparse.Namespace, folder: Path) -> list[dict]:
     """A run's rows; without a result, one row with the error."""
     model, output = arguments.real_model if name == "real" else arguments.model, folder / f"{name}.json"
     command = [sys.executable, str(HERE / "compare.py"), *RUNS[name].split(), "--model", str(model)]
     command += ["--tokens", str(arguments.tokens), "--seconds", str(arguments.seconds), "--output", str(output)]
     if arguments.trees is not None and "largest" in name:
         command += ["--trees", *arguments.trees]
-    environment = os.environ if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    environment = os.environ if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
     code = subprocess.run(command, env=environment, check=False).returncode
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"] if output.exists() else []
     if code:
@@ -77,12 +77,12 @@ def run_compare(name: str, gpu: int | None, arguments: argparse.Namespace, folde
 def main() -> int:
     """Run everything."""
     arguments = parse_arguments()
-    count = torch.cuda.device_count()
+    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     device = torch.device("cuda" if count else "cpu")
     settings = {name: str(value) for name, value in vars(arguments).items()}
     report = Report("blanks of the comparison with other projects", settings, device, arguments.output)
-    free: SimpleQueue[int | None] = SimpleQueue()
-    for gpu in range(count) if count else [None]:
+    free: SimpleQueue[str | None] = SimpleQueue()
+    for gpu in (visible.split(",") if visible else map(str, range(count))) if count else [None]:
         free.put(gpu)
 
     def run(name: str) -> list[dict]:

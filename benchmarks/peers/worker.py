@@ -149,6 +149,8 @@ class Worker:
                 names = {"what": "step", "set": name, "row_budget": setting[0], "recomputes": setting[1]}
                 steps.free()
                 self.attempt(names, lambda: self._timed(steps, sequences, setting, peak))  # noqa: B023
+        if steps.ours is not None and "steps" not in arguments.measure:
+            steps.ours.first_steps(workload.piece(self.load(workload.PIECE_SET)), steps.mode)
         if "gradient" in arguments.measure:
             steps.free()
             self.attempt({"what": "gradient"}, lambda: self._distance(steps))
