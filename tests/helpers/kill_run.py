@@ -42,7 +42,6 @@ RUNS = {
     "async-save": "--entropy-coef 0.05 --async-save",
     "treepo-das": "--rollout-method treepo --treepo-segment-length 2 --advantage-estimator treepo "
     "--rollout-speculation das",
-    "critic": "--objective ppo --critic-lr 5e-3 --kl-coef 0.1 --ppo-epochs 2",
     "async-rollouts": None,
 }
 MOMENTS = ("starting", "stepping", "saving")

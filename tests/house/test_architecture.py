@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from conftest import LONGEST_FIRST, REPOSITORY
@@ -17,6 +18,11 @@ PYTHON_FILES = sorted(
 )
 
 MOST_PARAMETERS = 7
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def run(*command: str) -> subprocess.CompletedProcess:
@@ -44,10 +50,9 @@ def test_files_are_short_and_explained():
 
 
 def _faults(path: Path) -> Iterator[str]:
-    source = path.read_text()
-    if source.count("\n") > 400:
+    if path.read_text(encoding="utf-8").count("\n") > 400:
         yield "a file of over 400 lines holds more than one idea"
-    tree = ast.parse(source)
+    tree = parsed(path)
     if tree.body and not ast.get_docstring(tree):
         yield "a module says on top what it is and why"
     for node in ast.walk(tree):
@@ -61,7 +66,7 @@ def test_text_is_read_and_written_as_utf8():
         f"{path.relative_to(REPOSITORY)}, line {call.lineno}: {ast.unparse(call)[:80]}"
         for path in PYTHON_FILES
         if not path.is_relative_to(REPOSITORY / "tests")
-        for call in calls_without_encoding(path.read_text(encoding="utf-8"))
+        for call in calls_without_encoding(parsed(path))
     ]
     assert not faults, "\n".join(faults)
     bad = ["open(p)", "p.read_text()", "p.open('a')", "open(p, mode='w')", "subprocess.run(c, text=True)"]
@@ -72,12 +77,14 @@ def test_text_is_read_and_written_as_utf8():
         "run(c, encoding='utf-8')",
         "pool.open(i)",
     ]
-    assert [len(list(calls_without_encoding(code))) for code in (*bad, *good)] == [1] * len(bad) + [0] * len(good)
+    assert [len(list(calls_without_encoding(ast.parse(code)))) for code in (*bad, *good)] == [1] * len(bad) + [0] * len(
+        good
+    )
 
 
-def calls_without_encoding(source: str) -> Iterator[ast.Call]:
+def calls_without_encoding(module: ast.Module) -> Iterator[ast.Call]:
     """The calls that open a file or a pipe as text and leave the encoding to the locale."""
-    for call in ast.walk(ast.parse(source)):
+    for call in ast.walk(module):
         if not isinstance(call, ast.Call):
             continue
         is_method = isinstance(call.func, ast.Attribute)
@@ -105,7 +112,7 @@ def test_functions_have_few_parameters():
         name = str(path.relative_to(REPOSITORY))
         if name.startswith(("kernels/", "tests/", "benchmarks/common/flash_attention/")):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 if sum(argument.arg not in ("self", "cls") for argument in arguments) > MOST_PARAMETERS:
@@ -118,7 +125,7 @@ def test_only_the_compatibility_module_patches_megatron_and_torch():
     for path in PYTHON_FILES:
         if path.name == "megatron_patches.py" or "tests" in path.parts:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             targets = node.targets if isinstance(node, ast.Assign) else []
             for target in targets:
                 root = target

@@ -110,7 +110,7 @@ def test_a_shared_context_is_computed_once():
 
 def decoded(model, settings: dict, **more: object) -> tuple[dict, dict[str, float]]:
     """The forest of requests and the statistics; slots of states begin with NaN."""
-    drive, engine = Drive(seed=9, prompts=2, longest=16), started(model, **settings, **more)
+    drive, engine = Drive(seed=9, prompts=2, longest=10), started(model, **settings, **more)
     samples = run_forest(engine, drive)
     assert engine.pages_in_use == 0
     return samples, engine.statistics()

@@ -27,12 +27,12 @@ def smallest() -> Scale:
         examples=1,
         carelessness=0.1,
         held_out=4,
-        solved=256,
+        solved=64,
         model=f"{_MODEL} --num-layers 1 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 192 "
         "--tree-segment-tokens 256",
-        warmup=f"{_ADAM} --global-batch-size 8 --train-iters 32 --lr 4e-3",
-        training=f"{_ADAM} --train-iters 8 --lr 1e-3 --lr-decay-iters 8 --num-steps-per-rollout 2 "
-        "--rollout-max-response-len 48 --eval-interval 8",
+        warmup=f"{_ADAM} --global-batch-size 8 --train-iters 4 --lr 4e-3",
+        training=f"{_ADAM} --train-iters 4 --lr 1e-3 --lr-decay-iters 4 --num-steps-per-rollout 2 "
+        "--rollout-max-response-len 24 --eval-interval 4",
         batch=2,
         samples=4,
         modes=(PLAIN, EXACT, CLOCK),

@@ -1,4 +1,4 @@
-"""A few random kills of one process and of two, and of every kind of run."""
+"""A few random kills of one of two processes, in every kind of run."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ def kill(folder: Path, *options: str) -> str:
 
 
 def test_killed_runs_end_like_unbroken_ones(tmp_path: Path) -> None:
-    output = kill(
-        tmp_path, "--runs", "async-save", "--kills", "2", "--processes", "1", "2", "--train-iters", "6", *KEPT
-    )
-    assert output.count("metrics bit for bit the same") == 2
+    output = kill(tmp_path, "--runs", "async-save", "--kills", "2", "--processes", "2", "--train-iters", "5", *KEPT)
+    assert "2 kills of 1 runs, 1 of which ended as if unbroken" in output
 
 
 def test_every_kind_of_run_is_killed(tmp_path: Path) -> None:
     # Asynchronous saves are killed above, and are plain runs otherwise.
-    kinds = ["treepo-das", "critic", "async-rollouts"]
+    kinds = ["treepo-das", "async-rollouts"]
     output = kill(tmp_path, "--runs", *kinds, "--kills", "1", "--processes", "2", "--train-iters", "4")
     assert output.count("metrics bit for bit the same") == len(kinds)
-    assert "3 kills of 3 runs, 3 of which ended as if unbroken" in output
+    assert "2 kills of 2 runs, 2 of which ended as if unbroken" in output
