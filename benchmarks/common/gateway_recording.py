@@ -26,7 +26,7 @@ class ScriptedEngine(RolloutEngine):
 
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
         self._tokenizer, self._running = tokenizer, []
-        self._answer = lru_cache(4096)(self.answer)
+        self._answer = lru_cache(512)(self.answer)
 
     def answer(self, key: int) -> list[int]:
         random = np.random.default_rng(key)

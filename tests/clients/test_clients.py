@@ -5,21 +5,23 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from client_runs import CALLS, ENVIRONMENTS, LAST, SCRIPTS, TASK, CodeTool, Tool, run_client, served
+from client_runs import CALLS, ENVIRONMENTS, LAST, SCRIPTS, TASK, CodeTool, Story, Tool, call_text, run_client, served
 
-from megatron_dta.extras.agents.gateway.records import leaves
+from megatron_dta.extras.agents.gateway.records import leaves, session_rollouts
 from open_gateway import OpenGateway
-from session_checks import check_sessions, distinct_tokens, gradient_error
+from session_checks import check_sessions, distinct_tokens, step_error
 
 Command = Callable[[OpenGateway, Path, Path], list[str]]  # of the gateway, the environment and a working folder
 
@@ -32,6 +34,7 @@ class Client:
         environment: its folder in ``ENVIRONMENTS``.
         begins: calls besides those of the task, such as for titles.
         branches: why there are any; "answer": the client alters what it was answered, in every turn.
+        flags, settings: of the gateway, and environment variables of the client.
     """
 
     environment: str
@@ -40,6 +43,7 @@ class Client:
     begins: int = 0
     branches: tuple[str, ...] = ()
     flags: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 def script(environment: str, name: str, *arguments: str, **fields: Any) -> Client:
@@ -49,10 +53,6 @@ def script(environment: str, name: str, *arguments: str, **fields: Any) -> Clien
         return [str(folder / "bin" / "python"), str(SCRIPTS / name), TASK, *arguments]
 
     return Client(environment, command, **{"tool": Tool(), **fields})
-
-
-def call_text(name: str, **arguments: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def mini_swe_agent(gateway: OpenGateway, folder: Path, work: Path) -> list[str]:
@@ -71,26 +71,28 @@ def mini_swe_agent(gateway: OpenGateway, folder: Path, work: Path) -> list[str]:
     ]
 
 
-def claude_code(gateway: OpenGateway, folder: Path, work: Path) -> list[str]:
-    return [str(folder / "node_modules/.bin/claude"), "-p", TASK, "--model", "policy", "--allowedTools", "Bash"]
+def claude_code(gateway: OpenGateway, folder: Path, work: Path, *flags: str) -> list[str]:
+    claude = [str(folder / "node_modules/.bin/claude"), "-p", TASK, "--model", "policy", *flags]
+    return [*claude, "--allowedTools", "Bash", "Agent"]
 
 
-def codex(gateway: OpenGateway, folder: Path, work: Path) -> list[str]:
+def codex(gateway: OpenGateway, folder: Path, work: Path, *more: str) -> list[str]:
     provider = f'{{name="g", base_url="{gateway.url}/v1", env_key="OPENAI_API_KEY", wire_api="responses"}}'
-    settings = [f"model_providers.gateway={provider}", "model_provider=gateway", 'web_search="disabled"']
+    settings = [f"model_providers.gateway={provider}", "model_provider=gateway", 'web_search="disabled"', *more]
     flags = [flag for setting in settings for flag in ("-c", setting)]
     flags += ["--disable", "multi_agent", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     return [str(folder / "node_modules/.bin/codex"), "exec", "-m", "policy", *flags, TASK]
 
 
-def opencode(gateway: OpenGateway, folder: Path, work: Path) -> list[str]:
+def opencode(gateway: OpenGateway, folder: Path, work: Path, **model: Any) -> list[str]:
     options = {"baseURL": gateway.url + "/v1", "apiKey": "{env:OPENAI_API_KEY}"}
-    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"policy": {}}}
+    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"policy": model}}
     (work / "opencode.json").write_text(json.dumps({"provider": {"gateway": provider}}))
     return [str(folder / "node_modules/.bin/opencode"), "run", "-m", "gateway/policy", TASK]
 
 
 SHELL = {"argument": "command", "value": "echo 7 #"}
+OVERRIDE = {"gateway_override_sampling": True}
 CLIENTS = {
     "openai-chat": script("openai", "openai_chat.py"),
     "openai-responses": script("openai", "openai_responses.py"),
@@ -116,17 +118,45 @@ CLIENTS = {
         "mini-swe-agent",
         mini_swe_agent,
         Tool("bash", last=call_text("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"), **SHELL),
+        settings={"MSWEA_CONFIGURED": "true"},
     ),
-    "claude-code": Client("claude-code", claude_code, Tool("Bash", **SHELL), flags={"gateway_override_sampling": True}),
+    "claude-code": Client("claude-code", claude_code, Tool("Bash", **SHELL), flags=OVERRIDE),
+    "claude-code-short": Client(
+        "claude-code",
+        lambda *where: claude_code(*where, "--system-prompt", "Look.", "--tools", "Bash"),
+        Tool("Bash", **SHELL),
+        flags=OVERRIDE,
+    ),
+    "claude-code-compaction": Client(
+        "claude-code",
+        claude_code,
+        Story("Bash", "command", agent="Agent", kind="general-purpose"),
+        branches=("tools", "history", "history"),
+        flags=OVERRIDE,
+        settings={"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "140000"},
+    ),
     "codex": Client("codex", codex, Tool("exec_command", "cmd", "echo 7 #")),
+    "codex-compaction": Client(
+        "codex",
+        lambda *where: codex(*where, "model_auto_compact_token_limit=60000"),
+        Story("exec_command", "cmd"),
+        branches=("tools", "history"),
+    ),
     "opencode": Client("opencode", opencode, Tool("bash", **SHELL), begins=1, branches=("tools",)),
+    "opencode-compaction": Client(
+        "opencode",
+        lambda *where: opencode(*where, limit={"context": 60_000, "output": 2000}),
+        Story("bash", "command", agent="task", kind="general"),
+        branches=("tools", "tools", "system", "history"),
+    ),
 }
-# Of three interfaces; small enough for a step on every call alone.
-TRAINED = ("openai-responses", "langgraph-chat", "pydantic-ai-anthropic")
+# Small enough for a step on every call alone.
+TRAINED = ("openai-agents-responses", "langgraph-chat", "pydantic-ai-anthropic", "claude-code-short")
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_ten_turns_are_recorded_exactly(name: str, tmp_path: Path) -> None:
+def test_calls_are_recorded_exactly(name: str, tmp_path: Path) -> None:
+    """Ten turns, or a sub-agent, a context that fills and its summary."""
     client = CLIENTS[name]
     folder = ENVIRONMENTS / client.environment
     if client.environment == "openai" and not folder.exists() and importlib.util.find_spec("openai"):
@@ -134,15 +164,52 @@ def test_ten_turns_are_recorded_exactly(name: str, tmp_path: Path) -> None:
     if not folder.exists():
         pytest.skip(f"needs bash tests/run.sh clients {client.environment}")
     with served(tmp_path, client.tool, **client.flags) as (gateway, model):
-        session, printed = run_client(gateway, client.command(gateway, folder, tmp_path), tmp_path)
+        tokenized = note_texts(gateway)
+        command = client.command(gateway, folder, tmp_path)
+        session, printed = run_client(gateway, command, tmp_path, client.settings)
     assert client.tool.last != LAST or LAST in printed
-    assert len(session.calls) == client.begins + CALLS + 1
     assert tuple(session.branches.values()) == client.branches
     assert len(leaves(session.calls)) == 1 + len(client.branches)
     check_sessions([session], model.engine)
+    if not isinstance(client.tool, Story):
+        assert len(session.calls) == client.begins + CALLS + 1
     if "answer" not in client.branches:
-        # No token is stored, or made by the tokenizer, twice after the same prefix.
-        assert session.num_tokens == distinct_tokens(session.calls)
+        # No text is tokenized, and no token stored, twice after the same prefix.
+        assert max(Counter(tokenized).values()) == 1
         assert session.counts.tokenized_tokens == session.num_tokens - sum(len(call.output) for call in session.calls)
+        assert isinstance(client.tool, Story) or session.num_tokens == distinct_tokens(session.calls)
     if name in TRAINED:
-        assert gradient_error([session], model.tokenizer.vocab_size) <= 1e-12
+        assert step_error([session], model.tokenizer.vocab_size) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["openai", "anthropic"])
+def test_a_cancelled_stream_stops_sampling(name: str, tmp_path: Path) -> None:
+    """What was sampled of it is dropped; the same question again is no branch."""
+    if not (ENVIRONMENTS / name).exists():
+        pytest.skip(f"needs bash tests/run.sh clients {name}")
+    client = script(name, "cancelled_stream.py", name)
+    tool = CodeTool("drawers", value="drawer " * 80)
+    with served(tmp_path, tool, 0.05, reasoning_parser="none") as (gateway, model):
+        command = client.command(gateway, ENVIRONMENTS / name, tmp_path)
+        session, printed = run_client(gateway, command, tmp_path, {})
+    (call,) = session.calls
+    assert printed.strip().endswith("</code>")
+    assert (session.counts.abandoned_calls, session.branches) == (1, {})
+    pieces = -(-len(call.output) // 24)
+    assert pieces > 10
+    assert pieces < model.engine.submitted < pieces + 5
+    (rollout,) = session_rollouts(session, 1.0)
+    assert np.array_equal(rollout.token_ids[rollout.loss_mask], call.output)
+
+
+def note_texts(gateway: OpenGateway) -> list[tuple[bytes, str]]:
+    """What is tokenized from now on, with the ids before it."""
+    prompts, texts = gateway.gateway.prompts, []
+    encode = prompts._encode
+
+    def noted(known: np.ndarray, text: str) -> object:
+        texts.extend([(known.tobytes(), text)] if text else [])
+        return encode(known, text)
+
+    prompts._encode = noted
+    return texts

@@ -69,8 +69,8 @@ def samples_of(sessions: list[Session], alone: bool) -> list[TrainingSample]:
     return samples
 
 
-def gradient_error(sessions: list[Session], vocab_size: int) -> float:
-    """The step on trees against every call alone on the stock model."""
+def step_error(sessions: list[Session], vocab_size: int) -> float:
+    """Loss, logprobs and gradients of the step on trees against every call alone on the stock model."""
     initialize_parallel(1, ParallelConfig())
     model = ModelConfig(1, 16, 2, max_position_embeddings=4096, vocab_size=vocab_size, params_dtype=torch.float64)
     weights = {
@@ -80,4 +80,8 @@ def gradient_error(sessions: list[Session], vocab_size: int) -> float:
     ours, _ = run_tree(model, weights, samples_of(sessions, False), objective, TreeConfig(tree_segment_tokens=2048))
     stock = run_stock(model, weights, samples_of(sessions, True), objective)
     assert ours.gradients.keys() == stock.gradients.keys()
-    return max(float((ours.gradients[name] - stock.gradients[name]).abs().max()) for name in stock.gradients)
+    errors = [float((ours.gradients[name] - stock.gradients[name]).abs().max()) for name in stock.gradients]
+    # In order of size, since the rows differ; untrained tokens have 0.
+    logprobs = [np.concatenate(outcome.logprobs) for outcome in (ours, stock)]
+    values, references = (np.sort(values[values != 0]) for values in logprobs)
+    return max(*errors, abs(ours.loss - stock.loss), float(np.abs(values - references).max()))

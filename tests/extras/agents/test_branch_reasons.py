@@ -15,6 +15,7 @@ from megatron_dta.extras.agents.gateway.branches import REASONS
 from megatron_dta.training.monitor.console import branch_line
 from open_gateway import chat_tokenizer, open_gateway
 from scripted_engine import ScriptedEngine
+from session_checks import check_sessions, step_error
 
 SYSTEM = {"role": "system", "content": "be kind"}
 ASK = {"role": "user", "content": "go"}
@@ -62,6 +63,8 @@ def test_branches_are_counted_with_their_reasons(tmp_path: Path) -> None:
         assert set(session.branches.values()) == set(REASONS)
         closed = post(gateway.url + "/v1/session/close", key, {})
         assert closed["branches"] == {"history": 2} | {name: 1 for name in REASONS if name != "history"}
+    check_sessions([session], engine)
+    assert step_error([session], tokenizer.vocab_size) <= 1e-12
 
 
 def test_the_line_of_the_log() -> None:
