@@ -189,17 +189,6 @@ def test_idle_ranks_and_no_ranks_with_segments() -> None:
     assert build_merged_segment_tree([none, none]).num_segments == 0
 
 
-def test_memory_makes_trees_of_other_shapes_fit() -> None:
-    """A chain and a star: one path in flight lets them share a node only; with more, the star runs inside the chain."""
-    chain, star = SegmentForest(list(range(-1, 5)), [10] * 6), SegmentForest([-1] * 20, [10] * 20)
-    assert build_merged_segment_tree([chain, star]).num_segments == 20
-    fork = SegmentForest([-1] + [0] * 7, [10] * 8)
-    sizes = [
-        build_merged_segment_tree([fork, SegmentForest([-1, 0] * 4 + [], [10] * 8)], m).num_segments for m in (0, 80)
-    ]
-    assert sizes[1] <= sizes[0] <= 12
-
-
 SHAPE = DecoderShape(4, 64, 96, 4, 2, 16, 100, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=48)
 BYTES = replace(SegmentBytes.of_shape(SHAPE, RankTensors(logit_rows=16, expert_ranks=2)), fixed=0.0)
 RANKS = 2

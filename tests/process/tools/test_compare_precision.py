@@ -12,9 +12,6 @@ import torch
 
 from common.precision_report import report_precision
 from conftest import rollout_file, seed_all
-from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.rollouts.load import write_rollouts
-from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.parity import Outcome
 
 
@@ -102,18 +99,3 @@ def test_bfloat16_beside_float32(tool, monkeypatch, capsys, tmp_path: Path) -> N
     assert candidate["gradient"] == row["gradient"]
     assert row["lowest_cosines"][0]["parameter"] in candidate["parameters"]
     assert [path.name for path in tmp_path.iterdir()] == ["all.json"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("", "nothing to compare; give --fp8-format"),
-        ("--reference fp32 --max-length 1", "no token is trained in its first sequences"),
-    ],
-)
-def test_what_does_not_fit_is_refused(tool, monkeypatch, tmp_path: Path, flags: str, message: str) -> None:
-    file, mask = tmp_path / "two.jsonl", np.array([False, True, True])
-    write_rollouts(file, [Rollout(np.array([1, 2, token], np.int32), mask) for token in (3, 4)])
-    monkeypatch.setattr(sys, "argv", ["compare_precision.py", str(file), "--max-sequences", "2", *flags.split()])
-    with pytest.raises(InputError, match=message):
-        tool.main()

@@ -1,4 +1,4 @@
-"""``tools/inspect_tree.py`` as a user runs it: its figures against brute force, its pictures, and bad input."""
+"""``tools/inspect_tree.py`` as a user runs it: its figures, its pictures, and bad input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from conftest import seed_all
 from megatron_dta.core.planning.segments.plan import plan_segments
 from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.core.tree import build_prefix_tree
+from megatron_dta.core.tree import build_prefix_tree, tree_statistics
 from tool_runs import Tool
 
 TOOL = Tool("inspect_tree")
@@ -35,62 +35,19 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def turns_of(rows: list[dict]) -> list[tuple[int, ...]]:
-    """Each row's tokens up to the end of each run of trained ones."""
-    turns = []
-    for row in rows:
-        mask = [*map(int, row["loss_mask"]), 0]
-        ends = [end for end in range(1, len(mask)) if mask[end - 1] and not mask[end]]
-        turns += [tuple(row["token_ids"][:end]) for end in ends]
-    return turns
-
-
-def expected(sequences: list[tuple[int, ...]]) -> dict[str, float]:
-    """The figures of the tree by sets of prefixes."""
-    prefixes = {sequence[:end] for sequence in sequences for end in range(1, len(sequence) + 1)}
-    children: dict[tuple[int, ...], int] = {}
-    for prefix in prefixes:
-        children[prefix[:-1]] = children.get(prefix[:-1], 0) + 1
-    node_ends = [prefix for prefix in prefixes if children.get(prefix, 0) != 1 or prefix in set(sequences)]
-    tokens = sum(map(len, sequences))
-    return {
-        "sequences": len(sequences),
-        "tokens": tokens,
-        "unique_tokens": len(prefixes),
-        "token_reuse": tokens / len(prefixes),
-        "attention_reuse": sum(len(s) * (len(s) + 1) // 2 for s in sequences) / sum(map(len, prefixes)),
-        "nodes": len(node_ends),
-        "leaves": sum(prefix not in children for prefix in prefixes),
-        "longest_sequence": max(map(len, sequences)),
-    }
-
-
-@pytest.mark.parametrize(("seed", "sample_granularity"), [(0, "trajectory"), (1, "turn")])
-def test_figures_against_sets_of_prefixes(tmp_path: Path, seed: int, sample_granularity: str) -> None:
-    rng = seed_all(seed)
-    rows = random_rows(rng)
-    path = write_rows(tmp_path / "rollouts.jsonl", rows)
-    sequences = [tuple(row["token_ids"]) for row in rows] if sample_granularity == "trajectory" else turns_of(rows)
-    segment_tokens = 23
-    figures = TOOL.json(path, "--sample-granularity", sample_granularity, "--tree-segment-tokens", segment_tokens)
-    for key, value in expected(sequences).items():
-        assert figures[key] == pytest.approx(value, rel=1e-12), key
+@pytest.mark.parametrize("granularity", ["trajectory", "turn"])
+def test_figures_are_those_of_the_tree_and_the_plan(tmp_path: Path, granularity: str) -> None:
+    path = write_rows(tmp_path / "rollouts.jsonl", random_rows(seed_all(1)))
+    sequences = [rollout.token_ids for rollout in load_rollouts(path, sample_granularity=granularity)]
+    figures = TOOL.json(path, "--sample-granularity", granularity, "--tree-segment-tokens", 23)
+    tree = build_prefix_tree(sequences)
+    statistics, plan = tree_statistics(tree), plan_segments(tree, 23)
+    for name in ("sequences", "tokens", "unique_tokens", "token_reuse", "attention_reuse", "nodes", "leaves"):
+        assert figures[name] == getattr(statistics, name), name
     assert figures["build_seconds"] > 0
-    assert figures["fill"] == pytest.approx(figures["unique_tokens"] / (figures["segments"] * segment_tokens))
-
-    # In-flight tokens and depth, by walking up from each segment of the same plan.
-    tree = build_prefix_tree([np.array(sequence, np.int32) for sequence in sequences])
-    plan = plan_segments(tree, segment_tokens)
-    starts = plan.segment_start.tolist()
-    paths = []
-    for segment in range(len(starts) - 1):
-        path_to_root = [segment]
-        while (token := plan.tree.parent[starts[path_to_root[-1]]]) >= 0:
-            path_to_root.append(max(s for s in range(len(starts) - 1) if starts[s] <= token))
-        paths.append(path_to_root)
-    assert figures["segments"] == len(paths)
-    assert figures["segment_depth"] == max(map(len, paths))
-    assert figures["peak_in_flight_tokens"] == max(sum(starts[s + 1] - starts[s] for s in way) for way in paths)
+    assert figures["segments"] == plan.num_segments
+    assert figures["fill"] == pytest.approx(tree.num_tokens / (plan.num_segments * 23))
+    assert figures["peak_in_flight_tokens"] == plan.peak_in_flight_tokens
 
 
 def test_limits_and_the_memory_budget_are_used(tmp_path: Path) -> None:
@@ -99,8 +56,7 @@ def test_limits_and_the_memory_budget_are_used(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rollouts.jsonl", rows)
     kept = [row for row in rows if any(row["loss_mask"][:15])][:4]
     figures = TOOL.json(path, "--max-sequences", 4, "--max-length", 15)
-    for key, value in expected([tuple(row["token_ids"][:15]) for row in kept]).items():
-        assert figures[key] == pytest.approx(value, rel=1e-12), key
+    assert (figures["sequences"], figures["tokens"]) == (4, sum(len(row["token_ids"][:15]) for row in kept))
     tight = TOOL.json(path, "--tree-segment-tokens", 16, "--tree-memory-tokens", figures_limit(path, 16))
     assert tight["peak_in_flight_tokens"] <= figures_limit(path, 16)
     TOOL.assert_refused(path, "--tree-segment-tokens", 16, "--tree-memory-tokens", 3, parts=("--tree-memory-tokens",))
