@@ -48,7 +48,7 @@ def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls():
     seed_all(3)
-    model, drive = hybrid_model(3), Drive(seed=3, prompts=2)
+    model, drive = hybrid_model(3), Drive(seed=3, prompts=2, longest=20)
     engine = started(model)
     samples = run_forest(engine, drive)
     trained = trainers_logprobs(model, samples, TreeConfig(tree_segment_tokens=16))

@@ -35,11 +35,9 @@ def test_a_forest_of_requests(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     seed_all(len(kind))
     model = make_model(3, **GROUPED)
     poison_pages(monkeypatch)
-    drive = Drive(seed=12, prompts=3)
+    drive = Drive(seed=12, prompts=2, longest=20)
     reference = run_forest(started(model), drive)
-    names = {"mixed": list(SETTINGS), "suffix": ["default", "small pool", "one row"]}.get(
-        kind, ["default", "small pool"]
-    )
+    names = {"mixed": list(SETTINGS), "suffix": ["default", "one row"]}.get(kind, ["default", "small pool"])
     for number, settings in enumerate(SETTINGS[name] for name in names):
         drafting = suffix_drafting() if kind == "suffix" else Adversary(kind, answers_of(reference), number)
         engine = started(model, **settings, drafting=drafting)
@@ -61,11 +59,11 @@ def test_a_forest_of_requests(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     ("temperature", "top_p", "seed"), [(0.0, 1.0, 0), (0.6, 1.0, 1), (1.0, 1.0, 2), (1.0, 0.9, 3), (0.6, 0.9, 4)]
 )
 def test_thousands_of_sequences_in_float32(temperature: float, top_p: float, seed: int) -> None:
-    """Over the five cases: 3,360 sequences of repeated prompts over several steps, in the order of training."""
+    """Over the five cases: 1,920 sequences of repeated prompts over several steps, in the order of training."""
     seed_all(seed)
     model = make_model(20 + seed, torch.float32, num_layers=2)
     params = SamplingParams(1, EOS, temperature, top_p, seed=5, other_eos_ids=(3,))
-    prompts = random_prompts(np.random.default_rng(seed), [1, 5, 9, 14] * 7)
+    prompts = random_prompts(np.random.default_rng(seed), [1, 5, 9, 14] * 4)
     drafting = suffix_drafting()
     plain, engine = started(model, params), started(model, params, drafting=drafting)
     steps, compared, texts = 3, 0, []
@@ -87,7 +85,7 @@ def test_thousands_of_sequences_in_float32(temperature: float, top_p: float, see
         compared += len(requests)
         rows = zip(requests, samples, strict=True)
         texts += [[*request.token_ids[1 - depth :], *result.token_ids] for request, result in rows]
-    assert compared == 672
+    assert compared == 384
     statistics = engine.statistics()
     assert statistics["accepted_drafts"] > 0.01 * statistics["decoded_tokens"]
     assert statistics["drafted_tokens"] > statistics["accepted_drafts"]
