@@ -51,10 +51,6 @@ def test_calls_in_tags_have_the_types_of_the_tools():
     for tools in (None, "a field of the user's own"):
         environment.reset({"tools": tools})
         assert environment.step(call)[0] == "<tool_response>2^0.5</tool_response>"
-    # What the model was shown decides.
-    properties = {"base": {"type": "string"}, "exponent": {"type": "number"}}
-    environment.reset({"tools": [{"function": {"name": "power", "parameters": {"properties": properties}}}]})
-    assert environment.step(call)[0] == "<tool_response>'2'^0.5</tool_response>"
     assert environment.step(call.replace("</parameter>", "", 1))[0].startswith("<tool_response>error: ")
 
 

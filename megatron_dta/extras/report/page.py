@@ -1,7 +1,7 @@
 """The page of a run, section by section. Sections without content are listed with the flag that enables them.
 
-The page loads nothing from elsewhere. It contains its styles, its pictures and one script, which searches the
-transcripts, and a Content-Security-Policy forbids everything else. All texts are escaped by the template.
+The page loads nothing from elsewhere. It contains its styles, its pictures and one script, which searches transcripts
+and sessions, and a Content-Security-Policy forbids everything else. All texts are escaped by the template.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.extras.report import charts
 from megatron_dta.extras.report.charts import Chart, metric_charts
 from megatron_dta.extras.report.run_files import RunFiles, SavedStep
+from megatron_dta.extras.report.sessions import SavedSession
 from megatron_dta.extras.report.text import number, visible
 from megatron_dta.extras.report.transcripts import MOST_CHARACTERS, Turn, transcripts
 from megatron_dta.extras.report.tree_picture import TreePicture, tree_picture
@@ -34,7 +35,7 @@ class Section:
     note: str = ""
     trees: list[TreePicture] = field(default_factory=list)
     rollouts: list[tuple[str, list[Turn]]] = field(default_factory=list)
-    sessions: list[tuple[str, list[tuple[int, str, str, str]]]] = field(default_factory=list)
+    sessions: list[SavedSession] = field(default_factory=list)
 
     def is_empty(self) -> bool:
         return not (self.charts or self.alarm or self.trees or self.rollouts or self.sessions)
@@ -58,7 +59,7 @@ def report_html(run: RunFiles, most_prompts: int = 3, prompt: str | None = None)
         Section("Loss and update", "no step has been trained", metric_charts(records, charts.LOSS_CHARTS)),
         Section("Trees", "no step has been trained", metric_charts(records, charts.TREE_CHARTS)),
         *_rollouts(run, most_prompts, prompt),
-        _sessions(run, most_prompts, prompt),
+        _sessions(run, prompt),
         Section("Time", "no times were recorded", speed),
         Section("Pipeline", "no timelines; train with --timeline-dir DIR", charts.timeline_charts(run)),
         Section("Balance of data-parallel ranks", "one data-parallel rank has nothing to balance", balance),
@@ -144,19 +145,19 @@ def chosen_groups(step: SavedStep, most: int, prompt: str | None) -> dict[str, l
     return {name: members for name, members in groups.items() if name in best}
 
 
-def _sessions(run: RunFiles, most_prompts: int, prompt: str | None) -> Section:
-    """The trees of the sessions of some groups of each saved batch."""
+def _sessions(run: RunFiles, prompt: str | None) -> Section:
+    """The trees of the sessions of the saved batches, up to a number of characters."""
     section = Section("Sessions of agents", "no agents, or no --save-rollouts-interval N")
     section.note = (
         "Each call is below the one that it continues. Shaded: what was sampled and is trained, each answer once."
     )
-    groups: dict[int, list[str]] = {}
-    for session in run.sessions:
-        if prompt is not None and prompt not in session.group_id:
-            continue
-        names = groups.setdefault(session.batch, [])
-        if session.group_id not in names and len(names) < most_prompts:
-            names.append(session.group_id)
-        if session.group_id in names:
-            section.sessions.append((session.title, session.calls))
+    wanted = [session for session in run.sessions if prompt is None or prompt in session.group_id]
+    used = 0
+    for session in wanted:
+        used += sum(len(context) + len(output) for _, _, context, output in session.calls)
+        if used > MOST_CHARACTERS:
+            section.note += f" The page contains the first {len(section.sessions)} of {len(wanted)} sessions;"
+            section.note += " --prompt TEXT selects others."
+            break
+        section.sessions.append(session)
     return section

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.extras.report.text import number
+from megatron_dta.extras.report.text import number, visible
 
 # Longer texts of a call are cut in the middle.
 _MOST_CHARACTERS = 4000
@@ -17,12 +17,12 @@ _MOST_CHARACTERS = 4000
 
 @dataclass(frozen=True)
 class SavedSession:
-    """One session of rollout batch ``batch``; its calls (depth, facts, context, output) in depth-first order."""
+    """A session: its calls (depth, facts, context, output) in depth-first order, and what is filtered and sorted by."""
 
-    batch: int
     group_id: str
     title: str
     calls: list[tuple[int, str, str, str]]
+    data: dict[str, Any]
 
 
 def session_from(batch: int, where: str, row: Any) -> SavedSession:
@@ -33,19 +33,34 @@ def session_from(batch: int, where: str, row: Any) -> SavedSession:
                 raise ValueError(f"call {index + 1} continues call {call['parent']}, which is not before it")
         name, group = str(row["session"]), str(row["group_id"])
         title = f"batch {batch}, group {group}, session {name}: {_session_facts(row)}"
-        return SavedSession(batch, group, title, _calls(row["calls"]))
+        return SavedSession(group, title, _calls(row["calls"]), _data(row))
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{where}: is not a session of agents ({type(error).__name__}: {error})") from None
 
 
 def _session_facts(row: dict[str, Any]) -> str:
-    calls = row["calls"]
-    sampled = sum(len(call["output"]) for call in calls)
+    calls, data = row["calls"], _data(row)
     branches = len(calls) - len({call["parent"] for call in calls} - {None})
     facts = [f"failed: {row['failure']}" if row["failure"] else f"reward {number(row['reward'])}"]
     facts.append(f"{len(calls)} calls in {branches} branches")
-    facts.append(f"{sampled:,} tokens sampled, {sampled + sum(call['prompt_length'] for call in calls):,} as rows")
-    return ", ".join(facts)
+    facts.append(f"{data['computed']:,} tokens computed, {data['flat']:,} as a row for each call")
+    return ", ".join(facts + data["tools"])
+
+
+def _data(row: dict[str, Any]) -> dict[str, Any]:
+    calls = row["calls"]
+    computed = sum(len(call["context"]) + len(call["output"]) for call in calls)
+    flat = sum(call["prompt_length"] + len(call["output"]) for call in calls)
+    return {
+        "failed": bool(row["failure"]),
+        "reward": row["reward"],
+        "calls": len(calls),
+        "computed": computed,
+        "flat": flat,
+        "reuse": flat / max(1, computed),
+        "tools": sorted({visible(str(tool)) for call in calls for tool in call["tools"]}),
+        "branches": sorted({str(call["branch"]) for call in calls} - {"None"}),
+    }
 
 
 def _calls(calls: list[dict[str, Any]]) -> list[tuple[int, str, str, str]]:

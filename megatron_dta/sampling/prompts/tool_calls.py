@@ -60,11 +60,6 @@ class Parts:
     call_text: str = ""
     has_ended: bool = True
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether a call cannot be parsed or has no end."""
-        return None in self.calls or not self.has_ended
-
 
 @dataclass(frozen=True, eq=False)
 class AnswerForm:

@@ -82,7 +82,7 @@ def written(form: str, calls: list[tuple[str, dict]], folder: Path) -> tuple[Cha
 
 
 @pytest.mark.parametrize("form", WRITTEN)
-def test_what_a_template_writes_is_read_back(form: str, tmp_path: Path) -> None:
+def test_what_a_template_writes_is_read_back_and_continued(form: str, tmp_path: Path) -> None:
     name = form.partition(" ")[0]
     calls = CALLS[:1] if name in ("harmony", "llama3_json") else CALLS
     template, text = written(form, calls, tmp_path / "model")
@@ -95,20 +95,16 @@ def test_what_a_template_writes_is_read_back(form: str, tmp_path: Path) -> None:
     # Cut anywhere: what a stream has sent begins the whole message, and a call without an end makes the answer text.
     for end in range(len(text)):
         reasoning, content = parser.begun(text[:end], has_tools=True)
-        assert whole.reasoning.startswith(reasoning)
-        assert content == ""
+        assert (whole.reasoning.startswith(reasoning), content) == (True, "")
         cut = parser.parse(text[:end], "id", TOOLS)
         assert cut.tool_calls == whole.tool_calls[: len(cut.tool_calls)]
         if not cut.tool_calls and name != "harmony":
             assert text[:end].endswith(cut.content)
     if name not in ("harmony", "llama3_json"):
         assert [(call.name, call.arguments) for call in MARKED.read(text, TOOLS).calls] == calls
-
-
-@pytest.mark.parametrize("form", WRITTEN)
-def test_calls_sent_back_keep_the_ids_that_were_sampled(form: str, tmp_path: Path) -> None:
-    folder, end = tmp_path / "model", "" if form == "harmony" else "<|tool|>"
-    _, text = written(form, CALLS[:1], folder)
+    # Sent back, the call continues the answer with the ids that were sampled.
+    end = "" if form == "harmony" else "<|tool|>"
+    _, text = written(form, CALLS[:1], folder := tmp_path / "other")
     tokenizer = HuggingFaceTokenizer(folder, [int(HuggingFaceTokenizer(folder).encode(text + end)[-1])])
     # With other blanks than the template writes in JSON.
     script = tokenizer.encode(text.replace('": ', '":  ') + end).tolist()
@@ -157,6 +153,6 @@ def test_a_tokenizer_brings_its_own_form(tmp_path: Path) -> None:
     config["response_template"] = {"start_anchor": "assistant", "fields": fields}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     parser = AnswerParser.of("auto", "none", ChatTemplate(folder))
-    answer = parser.parse('so <call:add>{"a": 1}</call><|im_end|>', "id", TOOLS)
-    assert (answer.content, [call.arguments for call in answer.tool_calls]) == ("so", [{"a": 1}])
+    (call,) = parser.parse('so <call:add>{"a": 1}</call><|im_end|>', "id", TOOLS).tool_calls
+    assert (call.name, call.arguments) == ("add", {"a": 1})
     assert parser.parse("so <call:add>{</call>", "id", TOOLS).content == "so <call:add>{</call>"

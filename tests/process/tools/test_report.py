@@ -153,9 +153,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "best_checkpoint.json").write_text(json.dumps(best))
     (folder / "sessions").mkdir()
     call = {"parent": None, "prompt_length": 3, "context": [1], "output": [2], "context_text": HOSTILE}
-    call |= {"output_text": HOSTILE, "finish": "stop", "branch": None, "reward": None, "seconds": 0.5}
+    call |= {"output_text": HOSTILE, "finish": "stop", "branch": None, "reward": None, "seconds": 0.5, "tools": []}
     session = {"session": HOSTILE, "group_id": "g", "reward": 1.0, "failure": None, "calls": [call]}
-    (folder / "sessions" / "batch_0000001.jsonl").write_text(json.dumps(session) + "\n")
+    retry = call | {"branch": "again", "tools": [HOSTILE], "context_text": "NEEDLE"}
+    others = [session | {"reward": i / 4, "calls": [call] * i + [retry] * (i > 1)} for i in range(1, 4)]
+    lines = [session, *others, session | {"reward": None, "failure": "time-out"}]
+    (folder / "sessions" / "batch_0000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "timeline").mkdir()
     events = [TimelineEvent(i % 3, "FB"[i % 2], i, 0, float(i), i + 0.5) for i in range(20)]
     write_timelines(folder / "timeline" / "step_2.json", {"planned": events[:7], "measured": events})
@@ -273,8 +276,8 @@ def test_a_browser_searches_the_transcripts(page: Path, tmp_path: Path) -> None:
     assert shown == {
         "roles": "system user" + " assistant tool" * 3 + " assistant",
         "was_open": False,
-        "typed": "in 1 of 126 rollouts",
-        "counts": [1, 2, 4, 2, 0, 126],
+        "typed": "in 1 of 125 rollouts",
+        "counts": [1, 2, 4, 1, 0, 125],
         "opened": True,
         "place": "place 1 of 1",
         "visible": True,
@@ -282,6 +285,21 @@ def test_a_browser_searches_the_transcripts(page: Path, tmp_path: Path) -> None:
         "all": True,
         "title": "Run run",
     }
+
+
+def test_a_browser_filters_and_sorts_sessions(page: Path) -> None:
+    shown = evaluate(
+        page,
+        """const set = (id, value) => { document.getElementById(id).value = value; filterSessions(); };
+        const shown = () => [...document.querySelectorAll('.session:not([hidden])')].map(s => sessions.indexOf(s));
+        const only = (id, value) => { set(id, value); const result = shown(); set(id, ''); return result; };
+        const tool = document.getElementById('tool').options[1].value;
+        return [only('text', 'needle'), only('text', 'nowhere'), only('tool', tool), only('branch', 'again'),
+            only('state', 'failed'), only('state', 'complete'), only('low', '0.5'), only('high', '0.5'),
+            only('order', 'reward'), only('order', 'calls'), shown(), found.textContent];""",
+    )
+    filters = [[2, 3], [], [2, 3], [2, 3], [4], [0, 1, 2, 3], [0, 2, 3], [1, 2]]
+    assert shown == [*filters, [0, 3, 2, 1, 4], [3, 2, 0, 1, 4], [0, 1, 2, 3, 4], "5 of 5 sessions"]
 
 
 def test_turns_have_their_roles_and_exact_texts(tmp_path: Path) -> None:
@@ -315,6 +333,8 @@ def test_a_page_has_a_limit_of_texts_and_chooses_groups(page: Path, monkeypatch:
     assert sections[0].trees[0].title.startswith("step 20, group geography: 4 rollouts of")
     assert "The page contains the first 3 of 4" in sections[1].note
     assert report_page._rollouts(run, 3, "nothing")[1].missing == "no group matches --prompt"
+    monkeypatch.setattr(report_page, "MOST_CHARACTERS", 3 * 2 * len(HOSTILE))
+    assert "The page contains the first 2 of 5 sessions" in report_page._sessions(run, None).note
 
 
 def test_what_is_missing_is_told_with_its_flag(tmp_path: Path) -> None:

@@ -174,6 +174,7 @@ class Gateway:
             policy_version=sampled.policy_version,
             finish="tool_calls" if answer.tool_calls else sampled.finish,
             seconds=time.monotonic() - began,
+            tools=tuple(tool.name for tool in answer.tool_calls),
         )
         if not session.is_open:
             session.counts.abandoned_calls += 1

@@ -82,7 +82,7 @@ class AnswerParser:
         if self.form is None or not (tools or self.form.has_channels):
             return Answer(text, reasoning)
         parts = self.form.read(text, tools)
-        are_calls = bool(tools and parts.calls) and not parts.is_broken
+        are_calls = bool(tools and parts.calls) and parts.has_ended and None not in parts.calls
         if self.form.has_channels:
             reasoning, rest = parts.thought or reasoning, parts.content + ("" if are_calls else parts.call_text)
             text = rest if reasoning or rest or are_calls else text

@@ -137,6 +137,7 @@ def session_record(session: Session, reward: float | None) -> dict[str, Any]:
                 "context": context_of(call).tolist(),
                 "output": call.output.tolist(),
                 "finish": call.finish,
+                "tools": list(call.tools),
                 "branch": session.branches.get(call.number),
                 "reward": session.rewards.get(call.number),
                 "seconds": round(call.seconds, 4),

@@ -70,6 +70,7 @@ class Call(Node):
         logprobs: float32 or float64 [R].
         finish: why the answer ended: stop, length, stop_sequence or tool_calls.
         seconds: time from the request to the end of the answer.
+        tools: the names of the tools that the answer calls.
     """
 
     number: int
@@ -78,6 +79,7 @@ class Call(Node):
     policy_version: int
     finish: str = "stop"
     seconds: float = 0.0
+    tools: tuple[str, ...] = ()
 
     @property
     def prompt_length(self) -> int:
