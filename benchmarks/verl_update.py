@@ -23,7 +23,6 @@ import numpy as np
 import torch
 import transformers
 from tensordict import TensorDict
-from transformers.masking_utils import flash_attention_mask
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils
 from verl.workers.config import (
@@ -40,6 +39,7 @@ from verl.workers.config import (
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
+import common.packed_attention  # noqa: F401 (registers them)
 from common.benchmark_model import MODELS, TINY, benchmark_model
 from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser, check_at_least
@@ -50,34 +50,7 @@ from megatron_dta.integrations.verl.config import MegatronDtaEngineConfig
 from megatron_dta.training.huggingface.config.config_output import huggingface_config
 
 ENGINES = ("megatron_dta", "fsdp2", "megatron")
-# FlashAttention 4 for packed rows. transformers passes it the longest length as a tensor, which it refuses.
-PACKED_FA4 = "packed_fa4"
 Rows = list[tuple[np.ndarray, np.ndarray]]  # token ids and mask of the trained ones
-
-
-def packed_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    scaling: float | None = None,
-    position_ids: torch.Tensor | None = None,
-    **unused: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention [1, tokens, heads, D] of rows one after the other, each with positions from 0."""
-    from flash_attn.cute import flash_attn_varlen_func
-
-    positions = position_ids.reshape(-1)
-    starts = torch.nonzero(positions == 0).flatten().int()
-    bounds = torch.cat([starts, starts.new_tensor([len(positions)])])
-    longest = int(positions.max()) + 1
-    rows = [tensor[0].transpose(0, 1).to(torch.bfloat16) for tensor in (query, key, value)]
-    out = flash_attn_varlen_func(
-        *rows, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest,
-        softmax_scale=scaling, causal=True,
-    )  # fmt: skip
-    return (out[0] if isinstance(out, tuple) else out)[None].to(query.dtype), None
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -96,7 +69,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--max-token-len-per-gpu", type=int, default=32768, help="of verl's own engines")
     parser.add_argument("--tree-memory-gib", type=float, help="of megatron_dta")
-    parser.add_argument("--attn-implementation", default="flash_attention_2", help=f"of fsdp2; also {PACKED_FA4}")
+    parser.add_argument(
+        "--attn-implementation", default="flash_attention_2", help="of fsdp2; or packed_fa2, packed_fa4"
+    )
     parser.add_argument(
         "--fused-kernels-backend",
         choices=("torch", "triton"),
@@ -222,8 +197,6 @@ def build_worker(arguments: argparse.Namespace, folder: Path) -> TrainingWorker:
 def main() -> int:
     """Measure and report."""
     arguments = parse_arguments()
-    transformers.AttentionInterface.register(PACKED_FA4, packed_attention)
-    transformers.AttentionMaskInterface.register(PACKED_FA4, flash_attention_mask)
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.model_folder or Path(temporary)
         vocab_size = write_model(arguments, folder, longest=1 << 17)
