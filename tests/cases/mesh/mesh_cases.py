@@ -22,14 +22,10 @@ GRPO = {"objective": "grpo", "kl_loss_coef": 0.05, "entropy_coef": 0.02, "dual_c
 FULL_RECOMPUTE = {"recompute_granularity": "full"}
 # (mode, tokens of a segment, in-flight tokens kept): odd segments that sequence parallelism must fill up.
 CUTS = {
-    "dense": ("dense", 9, None),
-    "dense-recomputed": ("dense", 9, 0),
-    "packed": ("packed", 45, None),
-    "packed-recomputed": ("packed", 45, 0),
-    "dta": ("dta", 6, None),
-    "dta-mixed": ("dta", 7, 12),
+    "dense": ("dense", 9, None), "dense-recomputed": ("dense", 9, 0), "packed": ("packed", 45, None),
+    "packed-recomputed": ("packed", 45, 0), "dta": ("dta", 6, None), "dta-mixed": ("dta", 7, 12),
     "dta-recomputed": ("dta", 9, 0),
-}
+}  # fmt: skip
 # (processes, sizes of the mesh, number of samples of each data-parallel rank or their indices; the last takes the rest)
 Meshes = Mapping[str, tuple[int, ParallelConfig, Sequence[int] | Sequence[Sequence[int]]]]
 
@@ -43,15 +39,10 @@ def partition_of(count: int, sizes: Sequence[int] | Sequence[Sequence[int]]) -> 
 
 
 SHORT = {
-    "tp": "tensor_model_parallel_size",
-    "sp": "sequence_parallel",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "num_virtual_stages_per_pipeline_rank",
-    "layout": "pipeline_model_parallel_layout",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}
+    "tp": "tensor_model_parallel_size", "sp": "sequence_parallel", "pp": "pipeline_model_parallel_size",
+    "vpp": "num_virtual_stages_per_pipeline_rank", "layout": "pipeline_model_parallel_layout",
+    "cp": "context_parallel_size", "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size",
+}  # fmt: skip
 
 
 def sizes(**fields: object) -> ParallelConfig:

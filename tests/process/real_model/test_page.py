@@ -18,16 +18,10 @@ FOLDER = os.environ.get("DTA_REAL_MODEL", "")
 pytestmark = pytest.mark.skipif(not FOLDER, reason="DTA_REAL_MODEL does not name the folder of a real model")
 
 SMALLER = {
-    "--train-iters": 2,
-    "--lr-warmup-iters": 0,
-    "--eval-interval": 2,
-    "--rollout-batch-size": 2,
-    "--n-samples-per-prompt": 4,
-    "--rollout-max-response-len": 12,
-    "--held-out": 4,
-    "--save-rollouts-interval": 2,
+    "--train-iters": 2, "--lr-warmup-iters": 0, "--eval-interval": 2, "--rollout-batch-size": 2,
+    "--n-samples-per-prompt": 4, "--rollout-max-response-len": 12, "--held-out": 4, "--save-rollouts-interval": 2,
     "--log-interval": 1,
-}
+}  # fmt: skip
 
 
 def test_every_command_of_the_page(tmp_path: Path) -> None:
