@@ -24,9 +24,16 @@ from megatron_dta.training.huggingface.files import SafetensorsFolder
 from megatron_dta.training.huggingface.mappings import ModelShape
 
 COMMON = dict(
-    vocab_size=37, hidden_size=24, intermediate_size=40, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, use_cache=False, attn_implementation="eager",
-)  # fmt: skip
+    vocab_size=37,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    use_cache=False,
+    attn_implementation="eager",
+)
 EXPERTS = dict(num_experts_per_tok=2, output_router_logits=False, router_aux_loss_coef=0.0)
 # Class prefix in transformers and what differs from COMMON.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -11,11 +11,20 @@ from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.training.huggingface.config.config_output import config_from_settings, write_template
 
 HYBRID = dict(
-    num_layers=3, experimental_attention_variant="gated_delta_net", linear_attention_freq="[1,0,1]",
-    linear_conv_kernel_dim=4, linear_key_head_dim=6, linear_value_head_dim=5, linear_num_key_heads=2,
-    linear_num_value_heads=4, attention_output_gate=True, apply_layernorm_1p=True, qk_layernorm=True,
-    rotary_percent=0.5, norm_epsilon=1e-6,
-)  # fmt: skip
+    num_layers=3,
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq="[1,0,1]",
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    attention_output_gate=True,
+    apply_layernorm_1p=True,
+    qk_layernorm=True,
+    rotary_percent=0.5,
+    norm_epsilon=1e-6,
+)
 EXPERTS = dict(
     num_experts=4,
     moe_router_topk=2,

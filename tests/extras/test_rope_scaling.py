@@ -56,11 +56,21 @@ SCALINGS = {
 
 def config_json(scaling: dict | None, theta: float = 10000.0, head_size: int = 16, length: int = 160) -> dict:
     return {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": VOCABULARY, "hidden_size": 24,
-        "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": head_size, "max_position_embeddings": length, "rms_norm_eps": 1e-6, "rope_theta": theta,
-        "rope_scaling": scaling, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": head_size,
+        "max_position_embeddings": length,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": True,
+    }
 
 
 def model_of(config: dict, dtype: torch.dtype = torch.float32) -> ModelConfig:

@@ -17,9 +17,17 @@ LORA = replace(MODEL, lora_rank=3, lora_alpha=5.0)
 PP2 = ParallelConfig(pipeline_model_parallel_size=2)
 EP2 = ParallelConfig(expert_model_parallel_size=2)
 EXPERTS = ModelConfig(
-    num_layers=2, hidden_size=24, num_attention_heads=4, vocab_size=37, swiglu=True, disable_bias_linear=True,
-    num_experts=4, moe_ffn_hidden_size=16, moe_layer_freq="[0,1]", lora_rank=2,
-)  # fmt: skip
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=4,
+    vocab_size=37,
+    swiglu=True,
+    disable_bias_linear=True,
+    num_experts=4,
+    moe_ffn_hidden_size=16,
+    moe_layer_freq="[0,1]",
+    lora_rank=2,
+)
 CASES = {"bf16 sharded": (in_bf16(LORA), True), "experts sharded": (EXPERTS, True)}
 
 

@@ -29,9 +29,13 @@ MODELS = {
     "all-experts": QWEN3_MOE | {"moe_router_topk": 6},
 }
 CUTS = {
-    "dense": ("dense", 9, None), "packed": ("packed", 45, 0), "dta": ("dta", 6, None), "dta-mixed": ("dta", 7, 12),
-    "dta-recomputed": ("dta", 9, 0), "dta-slots": ("dta", 2, 0),
-}  # fmt: skip
+    "dense": ("dense", 9, None),
+    "packed": ("packed", 45, 0),
+    "dta": ("dta", 6, None),
+    "dta-mixed": ("dta", 7, 12),
+    "dta-recomputed": ("dta", 9, 0),
+    "dta-slots": ("dta", 2, 0),
+}
 SEED = 17
 
 

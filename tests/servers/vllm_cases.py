@@ -31,10 +31,19 @@ def random_model(seed: int) -> torch.nn.Module:
     import transformers
 
     config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=EOS,
-        bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
     model = transformers.Qwen3ForCausalLM(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

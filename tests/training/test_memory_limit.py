@@ -32,9 +32,17 @@ from trainer_cases import MODEL, make_rollouts, make_trainer, rows_of
 
 def tiny_model(dtype: torch.dtype = torch.float64) -> ModelConfig:
     return ModelConfig(
-        num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=4,
-        vocab_size=40, swiglu=True, disable_bias_linear=True, params_dtype=dtype,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=16,
+        ffn_hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=4,
+        vocab_size=40,
+        swiglu=True,
+        disable_bias_linear=True,
+        params_dtype=dtype,
+    )
 
 
 def test_gradients_do_not_depend_on_the_memory() -> None:

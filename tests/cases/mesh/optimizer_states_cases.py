@@ -11,9 +11,15 @@ from megatron_dta.training.config import OptimizationConfig, TrainConfig
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 MODEL = ModelConfig(
-    num_layers=2, hidden_size=24, num_attention_heads=3, vocab_size=37, swiglu=True, disable_bias_linear=True,
-    bf16=True, params_dtype=torch.bfloat16,
-)  # fmt: skip
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=3,
+    vocab_size=37,
+    swiglu=True,
+    disable_bias_linear=True,
+    bf16=True,
+    params_dtype=torch.bfloat16,
+)
 RATES = OptimizationConfig(lr=3e-3, train_iters=9)
 SHARDED = ParallelConfig(use_distributed_optimizer=True)
 

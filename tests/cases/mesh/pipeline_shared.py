@@ -46,9 +46,13 @@ MESHES["pp2-ep2-overlap"] = (4, replace(MESHES["pp2-ep2"][1], overlap_grad_reduc
 
 # (mode, tokens of a segment, in-flight tokens kept); "one" is fewer segments than stages.
 CUTS = {
-    "dense": ("dense", 9, None), "packed": ("packed", 45, 0), "dta": ("dta", 6, None), "dta-mixed": ("dta", 7, 12),
-    "dta-recomputed": ("dta", 9, 0), "one": ("dta", 1000, None),
-}  # fmt: skip
+    "dense": ("dense", 9, None),
+    "packed": ("packed", 45, 0),
+    "dta": ("dta", 6, None),
+    "dta-mixed": ("dta", 7, 12),
+    "dta-recomputed": ("dta", 9, 0),
+    "one": ("dta", 1000, None),
+}
 SEED = 23
 
 

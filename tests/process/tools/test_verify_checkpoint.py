@@ -22,9 +22,16 @@ from verify_checkpoint_cases import FAULTS, verify
 transformers = pytest.importorskip("transformers", reason="the other side needs transformers (extra 'test')")
 
 BASE = {
-    "vocab_size": 53, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 200, "rope_theta": 700.5,
-}  # fmt: skip
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 200,
+    "rope_theta": 700.5,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

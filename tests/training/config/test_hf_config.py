@@ -21,10 +21,16 @@ FIXTURES = Path(__file__).parents[2] / "helpers" / "hf_configs"
 
 ROPE_KEYS = ("rope_theta", "rope_scaling")
 SMALL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
     "max_position_embeddings": 512,
-}  # fmt: skip
+}
 RUN = "--rollouts a.jsonl --global-batch-size 8"
 
 
