@@ -116,6 +116,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._finite = self._infinite = 0  # steps of this process
+        self._ahead: list[StepSamples] | None = None  # the next rollout batch, if it was prepared while this one trains
         self.output = RunConsole(self.console, self.config, self.metrics.path)
         self.checkpoints = CheckpointSaver(self.config, self.model, self.optimizer, self.output.print, self.critic)
         if self.saved_iteration is None:
@@ -203,12 +204,16 @@ class Trainer:
         for _ in range(_MAX_EMPTY_BATCHES):
             if self.progress.waiting:
                 break
-            with watch.measure("collect"):
-                rollouts = self._collect()
-            sampled += 0 if self.config.data.rollouts else decoded_tokens(rollouts)
+            rollouts, ahead = [], self._ahead
+            if ahead is None:
+                with watch.measure("collect"):
+                    rollouts = self._collect()
+                sampled += 0 if self.config.data.rollouts else decoded_tokens(rollouts)
             with watch.measure("prepare"):
-                self.tuner.update()
-                self.progress.waiting = self.preparation.prepare(rollouts)
+                if self.tuner.update() and ahead:
+                    self._forget_plans(ahead[0])
+                self.progress.waiting = self.preparation.prepare(rollouts) if ahead is None else ahead
+                self._ahead = None
                 watch.seconds["logprobs"] = watch.seconds.get("logprobs", 0.0) + self.preparation.pass_seconds
                 if self.rollout_files is not None:
                     self.rollout_files.write(self.progress.iteration + 1, self.progress.waiting)
@@ -238,8 +243,18 @@ class Trainer:
 
     def _forget_plans(self, step: StepSamples) -> None:
         """Let this step and the waiting ones be planned again, within the limits of now."""
-        for planned in (step, *self.progress.waiting):
+        for planned in (step, *self.progress.waiting, *(self._ahead or ())):
             planned.forget_plan()
+
+    def _prepare_ahead(self) -> None:
+        """Prepare and plan the next step if it does not depend on this one's weights. Called while the device computes,
+        by the thread that gives it work: another one would delay that.
+        """
+        is_last = self.progress.iteration + 1 >= self.config.optimization.train_iters
+        if not self.progress.waiting and self.config.data.rollouts and not (is_last or self.preparation.needs_weights):
+            self._ahead = self.preparation.prepare(self._collect())
+        for step in (self.progress.waiting or self._ahead or [])[:1]:
+            step.batch(self.config.tree, self.config.objective, self.engine)
 
     def _train_policy(self, step: StepSamples, watch: Stopwatch) -> dict[str, Any]:
         """Run the policy's forward, backward and update, and return their metrics."""
@@ -277,6 +292,7 @@ class Trainer:
                 with watch.measure("train"):
                     self.optimizer.zero_grad()
                     result = self.engine.forward_backward(batch, self.objective, record_timeline=is_timed)
+                    self._prepare_ahead()
                     float(result.loss)  # waits for the device
                     return result
             except torch.OutOfMemoryError as error:

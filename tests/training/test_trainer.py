@@ -46,6 +46,22 @@ def test_stored_rollouts_come_once_an_epoch_in_whole_units(seed: int) -> None:
         assert [int(rollout.token_ids[1]) for rollout in again.next_batch(int(number))] == expected
 
 
+@pytest.mark.parametrize("flags", ["--objective sft", "--num-steps-per-rollout 2 --old-logprobs rollout"])
+def test_stored_steps_are_prepared_while_the_one_before_trains(tmp_path: Path, flags: str) -> None:
+    write_rollouts(tmp_path / "r.jsonl", make_rollouts(seed_all(1), 6, 2))
+    flags = f"--rollouts {tmp_path}/r.jsonl --global-batch-size 4 --train-iters 5 --lr 1e-2 {flags} --save {tmp_path}"
+    run(f"{flags}/ahead")
+    trainer, _ = make_trainer(f"{flags}/plain")
+    ahead, trainer._prepare_ahead = trainer._prepare_ahead, lambda: None
+    trainer.run()
+    rows = [rows_of(tmp_path / name / "metrics.jsonl") for name in ("ahead", "plain")]
+    assert [row.pop("timing") for row in rows[0] + rows[1]]
+    assert rows[0] == rows[1]
+    trainer.progress.iteration = 0
+    ahead()
+    assert (trainer.progress.waiting or trainer._ahead)[0].planned is not None
+
+
 def test_a_group_larger_than_the_step_is_refused(tmp_path: Path) -> None:
     write_rollouts(tmp_path / "r.jsonl", make_rollouts(seed_all(1), 2, 5))
     with pytest.raises(InputError, match=r"group g0 has 5 rollouts .* --global-batch-size is 4; raise it"):

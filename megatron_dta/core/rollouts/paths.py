@@ -102,9 +102,10 @@ class NodeCheck:
 
 def decoded_tokens(rollouts: Sequence[Rollout]) -> int:
     """Tokens that were sampled for the rollouts: those of a shared node once."""
+    total = sum(int(np.count_nonzero(rollout.loss_mask)) for rollout in rollouts if rollout.branches is None)
+    rollouts = [rollout for rollout in rollouts if rollout.branches is not None]
     tree = tree_paths(rollouts)
     seen: set[int] = set()
-    total = 0
     for rollout, path, spans in zip(rollouts, tree.paths, tree.spans, strict=True):
         for node, begin, end in zip(path.tolist(), spans[:-1], spans[1:], strict=True):
             if node not in seen:

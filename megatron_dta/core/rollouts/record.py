@@ -265,7 +265,8 @@ def _checked_token_ids(value: Any) -> np.ndarray:
     if len(array) == 0:
         raise field_error("token_ids", "is empty; a rollout has at least one token")
     _refuse(array < 0, array, "token_ids", "negative")
-    _refuse(array > MAX_TOKEN_ID, array, "token_ids", "beyond 32 bits")
+    if array.dtype != np.int32:
+        _refuse(array > MAX_TOKEN_ID, array, "token_ids", "beyond 32 bits")
     return array.astype(np.int32, copy=False)
 
 
@@ -285,6 +286,8 @@ def _checked_loss_mask(value: Any, length: int) -> np.ndarray:
 def _checked_floats(value: Any, name: str, length: int, reference: str = "token_ids") -> np.ndarray:
     array = _to_array(value, name, _NUMBERS)
     _check_length(array, name, length, reference)
+    if array.dtype == np.float32 and np.isfinite(array).all():
+        return array
     with np.errstate(over="ignore"):
         result = array.astype(np.float32, copy=False)
     overflows = np.isfinite(array) & ~np.isfinite(result)

@@ -77,6 +77,18 @@ class SamplePreparation:
         # Optimizer steps per rollout batch and epoch (``--ppo-epochs``).
         self.num_steps = config.sampling.num_steps_per_rollout
 
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the loss fields of a batch come from passes, with the weights before its first step."""
+        return bool(self._recomputes or self.reference or self.critic or self.teachers)
+
+    @property
+    def _recomputes(self) -> bool:
+        # With a single step, the current weights are the old ones. The loss then uses its own logprobs.
+        settings, is_recorded = self.settings, self.settings.old_logprobs == "rollout"
+        is_repeated = self.num_steps * settings.ppo_epochs > 1 or settings.kl_coef
+        return bool(self.objective.is_policy_gradient and not is_recorded and is_repeated)
+
     def prepare(self, rollouts: Sequence[Rollout]) -> list[StepSamples]:
         """Return the steps of one rollout batch, in order; an empty list if no rollout is selected for training."""
         self.pass_seconds = 0.0
@@ -136,19 +148,21 @@ class SamplePreparation:
         weights = np.ones(len(rollouts))
         if self.objective.is_policy_gradient:
             weights = sequence_weights(rollouts, self.settings.leaf_weights)
+        recorded = self.objective.is_policy_gradient and self.trusts_logprobs
+        recorded = recorded and all(rollout.logprobs is not None for rollout in rollouts)
         samples = [
-            TrainingSample(rollout.token_ids, rollout.loss_mask, weight=float(weight), path=path)
+            TrainingSample(
+                rollout.token_ids,
+                rollout.loss_mask,
+                weight=float(weight),
+                path=path,
+                rollout_logprobs=rollout.logprobs if recorded else None,
+            )
             for rollout, weight, path in zip(rollouts, weights, known_paths(rollouts), strict=True)
         ]
         if self.teachers is not None:
             numbers = self.teachers.numbers(rollouts)
             samples = [replace(sample, teacher=number) for sample, number in zip(samples, numbers, strict=True)]
-        recorded = self.trusts_logprobs and all(rollout.logprobs is not None for rollout in rollouts)
-        if self.objective.is_policy_gradient and recorded:
-            samples = [
-                replace(sample, rollout_logprobs=rollout.logprobs)
-                for sample, rollout in zip(samples, rollouts, strict=True)
-            ]
         if self.settings.loss_aggregation == "trajectory-mean":
             shares = trajectory_shares([sample.num_trained for sample in samples], trajectory_names(rollouts))
             samples = [replace(s, weight=s.weight * float(share)) for s, share in zip(samples, shares, strict=True)]
@@ -182,17 +196,16 @@ class SamplePreparation:
 
     def _passes(self, step: StepSamples, rollouts: list[Rollout]) -> dict[str, _Arrays]:
         """Compute old and reference logprobs and values of all samples of a step, on the step's plan."""
+        fields: dict[str, _Arrays] = {}
+        if self.objective.is_policy_gradient and self.settings.old_logprobs == "rollout":
+            # The source guarantees logprobs: files are checked when they are read.
+            fields["old_logprobs"] = [rollout.logprobs for rollout in rollouts]
+        if not self.needs_weights and self.settings.ppo_epochs == 1:  # all epochs use one plan
+            return fields  # planned when it is trained, or while the step before it is
         batch, mesh, numbers = step.batch(self.tree, self.settings, self.policy), self.policy.mesh, step.sample_numbers
         start = time.perf_counter()
-        fields: dict[str, _Arrays] = {}
-        settings = self.settings
-        if self.objective.is_policy_gradient:
-            if settings.old_logprobs == "rollout":
-                # The source guarantees logprobs: files are checked when they are read.
-                fields["old_logprobs"] = [rollout.logprobs for rollout in rollouts]
-            elif self.num_steps * settings.ppo_epochs > 1 or settings.kl_coef:
-                # With a single step, the current weights are the old ones. The loss then uses its own logprobs.
-                fields["old_logprobs"] = _of_all_ranks(mesh, numbers, self.policy.compute_logprobs(batch))
+        if self._recomputes:
+            fields["old_logprobs"] = _of_all_ranks(mesh, numbers, self.policy.compute_logprobs(batch))
         if self.reference is not None:
             with self.reference.on_device() as reference:
                 fields["ref_logprobs"] = _of_all_ranks(mesh, numbers, reference.compute_logprobs(batch))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -64,6 +65,7 @@ class TrainingOptimizer:
     def __init__(self, model: Model, settings: OptimizationConfig, parallel: ParallelConfig | None = None) -> None:
         parallel = parallel or ParallelConfig()
         self.settings = settings
+        megatron_patches.handle_tensors_together()
         self._is_distributed = parallel.use_distributed_optimizer
         if self._is_distributed:
             megatron_patches.place_parameters_of_all_buckets()
@@ -102,9 +104,13 @@ class TrainingOptimizer:
         learning_rate = self.learning_rate
         applied = math.isfinite(loss) and math.isfinite(grad_norm)
         if applied:
-            # Megatron's step prepares the gradients and computes the norm again, with the same result. Both are done
-            # above because Megatron's step cannot be skipped on a NaN.
-            self.optimizer.step()
+            # Megatron's step cannot be skipped on a NaN, so its parts are called one by one.
+            for optimizer in self._optimizers():
+                parameters, most = optimizer.get_parameters(), optimizer.config.clip_grad
+                if parameters and most > 0:
+                    is_aware = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                    megatron_optimizer.clip_grad_by_total_norm_fp32(parameters, most, grad_norm, is_aware)
+            self.optimizer.step_with_ready_grads()
             if advance_schedule:
                 self.schedule.step(1)
         else:

@@ -36,6 +36,19 @@ def test_nothing_is_patched_where_cuda_is_present(monkeypatch: pytest.MonkeyPatc
     assert not megatron_patches._installed
 
 
+def test_tensors_handled_together_have_the_same_values() -> None:
+    megatron_patches.handle_tensors_together()
+    tensors = [torch.randn(size, generator=torch.Generator().manual_seed(1)) for size in ((3,), (5, 7), (1, 2, 3))]
+    copies = [torch.zeros_like(tensor, dtype=torch.bfloat16) for tensor in tensors]
+    optimizer._multi_tensor_copy_this_to_that(tensors, copies)
+    assert all(torch.equal(copy, tensor.bfloat16()) for copy, tensor in zip(copies, tensors, strict=True))
+    norm = torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in tensors]))
+    torch.testing.assert_close(megatron_patches._norm_together(0, None, [tensors], False)[0], norm.reshape(1))
+    scaled = [tensor * 0.3 for tensor in tensors]
+    megatron_patches._scale_together(0, None, [tensors, tensors], 0.3)
+    assert all(torch.equal(*pair) for pair in zip(tensors, scaled, strict=True))
+
+
 def test_checkpoint_writers_are_threads() -> None:
     megatron_patches.write_checkpoints_in_process()
     patched = filesystem_async.mp

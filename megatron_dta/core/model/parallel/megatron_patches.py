@@ -3,7 +3,7 @@
 Megatron-Core 0.16.1 to 0.19 names the CUDA device in code that models, optimizers and checkpoints run. ``install``
 patches exactly this code, and only if CUDA is absent; no result changes. The functions
 ``import_megatron_uncompiled``, ``write_checkpoints_in_process``, ``read_checkpoints_without_running_them``,
-``place_parameters_of_all_buckets`` and ``collect_states_by`` are for every machine.
+``handle_tensors_together``, ``place_parameters_of_all_buckets`` and ``collect_states_by`` are for every machine.
 """
 
 from __future__ import annotations
@@ -230,6 +230,33 @@ class _MetadataPickle(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pickle, name)
+
+
+def handle_tensors_together() -> None:
+    """Compute the norm of all gradients, scale them, and copy all master weights in a few kernels each.
+
+    Without Transformer Engine and Apex, Megatron handles one tensor after the other and reads each norm on the host.
+    """
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm_together, _scale_together
+        optimizer._multi_tensor_copy_this_to_that = _copy_together
+
+
+def _norm_together(chunk_size: int, flag: Any, lists: list[list[torch.Tensor]], per_tensor: bool) -> tuple:
+    norms = [norm.float() for norm in torch._foreach_norm(lists[0])]
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+
+def _scale_together(chunk_size: int, flag: Any, lists: list[list[torch.Tensor]], scale: float) -> None:
+    torch._foreach_mul_(lists[0], scale)  # both lists are the gradients
+
+
+def _copy_together(this: list[torch.Tensor], that: list[torch.Tensor], overflow_buf: Any = None) -> None:
+    if that:
+        torch._foreach_copy_(that, this)
 
 
 def place_parameters_of_all_buckets() -> None:
