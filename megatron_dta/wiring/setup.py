@@ -54,7 +54,6 @@ from megatron_dta.training.data.stored import (
     check_text_flags,
     load_files,
     load_stored_rollouts,
-    stored_end,
     stored_tokenizer,
     text_reader,
 )
@@ -163,7 +162,7 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
         teachers=teachers,
         rollout_files=open_rollout_files(config, task),
         resumed=start is not None and resumes,
-        end_id=task.tokenizer.eos_id if task is not None else stored_end(config),
+        end_id=task.tokenizer.eos_id if task is not None else stored.end_id,
         saved_iteration=progress.iteration if resumes else None,
         lock=lock or nullcontext(),
     )
@@ -277,8 +276,9 @@ def read_data(
             raise InputError("--eval-interval needs held-out prompts: give --eval-prompt-data")
         return None, [], task
     check_text_flags(config)
-    held_out = load_files(config.data.eval_rollouts or [], config, (), text_reader(config))[: config.logging.eval_iters]
-    return load_stored_rollouts(config, objective), held_out, None
+    text = text_reader(config)
+    held_out = load_files(config.data.eval_rollouts or [], config, (), text)[: config.logging.eval_iters]
+    return load_stored_rollouts(config, objective, text), held_out, None
 
 
 def _build_reference(

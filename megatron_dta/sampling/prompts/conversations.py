@@ -56,10 +56,12 @@ class ConversationEncoder:
         if continues and first == numbers[0] and words_to_continue(talk[:first]):
             begun, talk = talk[:first], _joined(talk, first)
             numbers = [number - 1 for number in numbers]
-        text = self._template.text(talk[: numbers[-1] + 1], tools, generation_prompt=False)
+        rendered = {
+            number: self._rendered(talk, number, tools, begun if number == numbers[0] else None) for number in numbers
+        }
+        _, text = rendered[numbers[-1]]
         ids, spans = PieceEncoder(self._tokenizer), []
-        for number in numbers:
-            before, after = self._rendered(talk, number, tools, begun if number == numbers[0] else None)
+        for number, (before, after) in rendered.items():
             if not text.startswith(after) or not before.startswith(ids.text):
                 raise InputError(
                     f"message {number + 1}: the chat template writes this turn differently when others follow it, so "

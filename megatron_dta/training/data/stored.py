@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -35,12 +36,16 @@ class StoredRollouts(RolloutSource):
 
     Args:
         units: name of each rollout's unit; rollouts of one unit stay in one step.
+        end_id: the token that ends text, if files hold some.
 
     Raises:
         InputError: a unit has more than ``batch_size`` rollouts.
     """
 
-    def __init__(self, rollouts: Sequence[Rollout], units: Sequence[str], batch_size: int, seed: int) -> None:
+    def __init__(
+        self, rollouts: Sequence[Rollout], units: Sequence[str], batch_size: int, seed: int, end_id: int | None = None
+    ) -> None:
+        self.end_id = end_id
         members: dict[str, list[int]] = {}
         for index, unit in enumerate(units):
             members.setdefault(unit, []).append(index)
@@ -165,13 +170,12 @@ def stored_tokenizer(config: TrainConfig) -> Tokenizer | None:
         return None
     checkpoint = config.checkpoint.hf_checkpoint or config.checkpoint.load
     kind, file = sampling.tokenizer_type, sampling.tokenizer_model
-    return build_tokenizer(kind, file, sampling.eos_id, config.model.vocab_size, checkpoint)
+    ends = None if sampling.eos_id is None else tuple(sampling.eos_id)
+    return _tokenizer(kind, file, ends, config.model.vocab_size, checkpoint)
 
 
-def stored_end(config: TrainConfig) -> int | None:
-    """The token that ends text in stored rollouts; None if no file holds text."""
-    reader = text_reader(config)
-    return None if reader is None else reader.tokenizer.eos_id
+# Reading a large vocabulary takes a second.
+_tokenizer = lru_cache(maxsize=2)(build_tokenizer)
 
 
 def text_reader(config: TrainConfig) -> TextReader | None:
@@ -212,8 +216,8 @@ def check_text_flags(config: TrainConfig) -> None:
             )
 
 
-def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRollouts:
-    """Build the source for ``--rollouts``. All files are read and checked immediately."""
+def load_stored_rollouts(config: TrainConfig, objective: Objective, text: TextReader | None) -> StoredRollouts:
+    """Build the source for ``--rollouts``. All files are read and checked immediately, those of text with ``text``."""
     require = objective.requires
     if objective.is_policy_gradient and config.objective.needs_rollout_logprobs:
         require = (*require, "logprobs")
@@ -221,10 +225,11 @@ def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRol
         require = (*require, "reward")
     if config.model.moe_routing_replay:
         require = (*require, "routed_experts")
-    rollouts = load_files(config.data.rollouts or [], config, require, text_reader(config))
+    rollouts = load_files(config.data.rollouts or [], config, require, text)
     by_group = config.filtering.rejection_sampling == "best"
     units = [_unit(rollout, index, objective, by_group) for index, rollout in enumerate(rollouts)]
-    return StoredRollouts(rollouts, units, config.data.global_batch_size or 1, config.optimization.seed)
+    end_id = None if text is None else text.tokenizer.eos_id
+    return StoredRollouts(rollouts, units, config.data.global_batch_size or 1, config.optimization.seed, end_id)
 
 
 def _unit(rollout: Rollout, index: int, objective: Objective, by_group: bool) -> str:
