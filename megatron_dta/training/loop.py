@@ -235,7 +235,8 @@ class Trainer:
         )
 
     def _planned(self, step: StepSamples, watch: Stopwatch) -> TreeBatch:
-        """The step's plan. It is usually made while the step is prepared, but its time counts as training time."""
+        """The step's plan, if it was not made while the step was prepared or the one before trained. Its time counts as
+        training time in any case."""
         with watch.measure("plan"):
             batch = step.batch(self.config.tree, self.config.objective, self.engine)
         watch.seconds["plan"] = step.plan_seconds
