@@ -173,7 +173,8 @@ class Trainer:
         """Run one optimizer step and return its record of metrics."""
         watch = self._stopwatch(self.progress.iteration + 1)
         step, sampled = self._next_step(watch)
-        if self.tuner.update():
+        # It was done just now if a rollout batch was prepared; it takes milliseconds.
+        if "prepare" not in watch.seconds and self.tuner.update():
             self._forget_plans(step)
         trained: dict[str, Any] = {}
         watch.seconds |= {"train": 0.0, "update": 0.0}
