@@ -263,6 +263,7 @@ class Trainer:
         number = self.progress.iteration + 1
         result = self._forward_backward(step, watch)
         loss = float(result.loss)
+        self._check_that_logprobs_agree(step, result)
         with watch.measure("update"):
             outcome = self.optimizer.step(loss)
         is_finite = math.isfinite(loss) and math.isfinite(outcome.grad_norm)
@@ -281,6 +282,16 @@ class Trainer:
             "peak_in_flight_tokens": result.peak_in_flight_tokens,
             "recomputed_tokens": result.recomputed_tokens,
         }
+
+    def _check_that_logprobs_agree(self, step: StepSamples, result: StepResult) -> None:
+        """With ``--batch-invariant-mode``, refuse to continue if the sampler's logprobs are not the trainer's."""
+        gap = float(result.metrics.get("sampler_logprob_gap_max", 0.0))
+        config = self.config
+        if gap != 0 and step.age == 0 and config.model.batch_invariant_mode and not config.data.rollouts:
+            raise InputError(
+                f"step {self.progress.iteration + 1}: logprobs of sampler and trainer differ by up to {gap:g}, which "
+                "--batch-invariant-mode rules out; leave it out to train with this difference"
+            )
 
     def _forward_backward(self, step: StepSamples, watch: Stopwatch) -> StepResult:
         """Run the step's passes. If they run out of memory, the step is planned again with less, once."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dta_kernels.invariant.products import product
 from dta_kernels.layers.weight_gradients import add_weight_gradient
 
 
@@ -27,7 +28,7 @@ class PlainRows:
     def product(self, x_RK: Tensor, matrices_NK: Sequence[Tensor], indexed: bool = False) -> Tensor:
         """``x @ matrix.T`` [R, N]."""
         groups = self._groups(x_RK, indexed)
-        return torch.cat([x @ matrix.t() for x, matrix in zip(groups, matrices_NK, strict=True)])
+        return torch.cat([product(x, matrix) for x, matrix in zip(groups, matrices_NK, strict=True)])
 
     def input_gradient(self, grad_RN: Tensor, matrices_NK: Sequence[Tensor], indexed: bool = False) -> Tensor:
         """``grad @ matrix`` [R, K]."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dta_kernels.invariant.products import product, row_sums
 from dta_kernels.tree_attention.reference import accumulation_dtype
 
 
@@ -50,11 +51,7 @@ class Head(NamedTuple):
 
     def logits(self, hidden_BC: Tensor) -> Tensor:
         """``hidden @ weight.T`` [B, V]."""
-        if not self.widens(hidden_BC):
-            return hidden_BC @ self.weight.t()
-        if hidden_BC.is_cuda:
-            return torch.mm(hidden_BC, self.weight.t(), out_dtype=torch.float32)
-        return hidden_BC.float() @ self.weight.t().float()
+        return product(hidden_BC, self.weight, torch.float32 if self.widens(hidden_BC) else None)
 
 
 class RowStatistics(NamedTuple):
@@ -83,8 +80,8 @@ def plain_moments(
     # In place, because allocation is the main cost.
     logits_BV -= largest_B[:, None]
     exp_BV = torch.exp(logits_BV)
-    mass_B = exp_BV.sum(-1)
-    return largest_B, mass_B, exp_BV.mul_(logits_BV).sum(-1), chosen_e
+    mass_B = row_sums(exp_BV)
+    return largest_B, mass_B, row_sums(exp_BV.mul_(logits_BV)), chosen_e
 
 
 def fused_moments(

@@ -40,7 +40,7 @@ def load_tile(tiles, tile):
 
 
 @triton.jit
-def _attend_part(
+def attend_part(
     q, position, scale_2, keys_of, values_of, table, begin, stop, STRIDE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -125,7 +125,7 @@ def attend_parts(
     for part in tl.range(tl.program_id(1), parts, programs):
         begin = part * length
         stop = tl.minimum(begin + length, end)
-        acc, lse = _attend_part(
+        acc, lse = attend_part(
             q, position, scale_2, keys_of, values_of, table, begin, stop, G * D, D, BLOCK_D, S, BLOCK_M, BLOCK_N,
             PRECISION, UPCAST,
         )  # fmt: skip

@@ -89,6 +89,10 @@ def tree_attention_forward(
     """
     check_inputs(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
     q_NHD, k_MGD, v_MGD = q_NHD.contiguous(), k_MGD.contiguous(), v_MGD.contiguous()
+    if plan.paths is not None:
+        from dta_kernels.invariant.attention_kernel import path_attention_forward
+
+        return path_attention_forward(q_NHD, k_MGD, v_MGD, plan.paths, scale)
     shape, settings = plan.shape, plan.config.forward
     out_NHD = torch.empty_like(q_NHD)
     lse_HN = q_NHD.new_empty((shape.num_heads, plan.num_queries), dtype=torch.float32)

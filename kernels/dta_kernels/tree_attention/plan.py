@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dta_kernels.invariant.attention import DeviceTables, invariant_config
+from dta_kernels.invariant.products import is_batch_invariant
 from dta_kernels.tree_attention.blocks import BlockMatrix, BlockTable, block_matrix
 from dta_kernels.tree_attention.config import KernelConfig, TreeAttentionConfig, default_config, supports
 from dta_kernels.upload import upload
@@ -76,6 +78,7 @@ class TreeAttentionPlan:
             memory for them, it has several parts, each with some of the query tiles.
         stored_groups: key/value heads whose dS tiles are stored at once.
         stored_elements: elements of the dS buffer.
+        paths: for a forward pass that is invariant (``dta_kernels.invariant``); None for the usual one.
     """
 
     shape: AttentionShape
@@ -86,6 +89,7 @@ class TreeAttentionPlan:
     parts: tuple[BackwardPart, ...]
     stored_groups: int
     stored_elements: int
+    paths: DeviceTables | None = None
 
     @property
     def has_shares(self) -> bool:
@@ -154,7 +158,13 @@ def plan_tree_attention(
         parts=tuple(map(BackwardPart, by_part[::2], by_part[1::2], (part.has_shares for part in parts))),
         stored_groups=stored_groups,
         stored_elements=stored_groups * elements * max(part.num_tiles for part in parts),
+        paths=_paths(key_end, num_queries, shape, device) if is_batch_invariant() else None,
     )
+
+
+def _paths(key_end: np.ndarray, num_queries: int, shape: AttentionShape, device: torch.device) -> DeviceTables:
+    config = invariant_config(shape.group_size, shape.head_size, shape.dtype)
+    return DeviceTables.of(key_end, num_queries, config, shape.group_size, device)
 
 
 def _rows_at_once(settings: KernelConfig, programs: int) -> float | None:

@@ -145,6 +145,12 @@ class ModelConfig:
         "the model. That brings their logprobs closer together; SGLang has the same flag for its side.",
         flag=NO_FLAG,
     )
+    batch_invariant_mode: bool = option(
+        False,
+        "Give a token the same logprob, bit for bit, whatever else a pass computes: other requests, parts of prompts, "
+        "drafts, segments. The in-process sampler's logprobs then equal the trainer's; a run ends with an error if one "
+        "does not.",
+    )
     fp8_format: str | None = option(
         None,
         "FP8 format of the layers' matrix products; needs --transformer-impl transformer_engine.",

@@ -19,10 +19,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from dta_kernels.invariant.products import set_batch_invariant
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.config.checks.mesh import check_context_parallel, check_tensor_parallel
-from megatron_dta.core.config.checks.model import check_rotary
+from megatron_dta.core.config.checks.model import check_batch_invariant, check_rotary
 from megatron_dta.core.extensions import TRANSFORMER_ENGINE
+from megatron_dta.core.model.activation import steady_silu
 from megatron_dta.core.model.attention.core_attention import TreeAttention
 from megatron_dta.core.model.kernels import choose_fused_layers, choose_gated_delta_rule
 from megatron_dta.core.model.main_grad import use_main_grad, with_main_grad_layers
@@ -88,6 +90,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     config = TransformerConfig(**{name: value for name, value in settings.items() if name in known})
     # Not before, because Megatron-Core 0.16 refuses it beside gated delta net: its own layer does not support it.
     config.context_parallel_size = parallel.context_parallel_size
+    # Nor this, which Megatron allows with Transformer Engine only.
+    config.batch_invariant_mode = model.batch_invariant_mode
     set_attention_factor(config, model)
     return config
 
@@ -110,6 +114,7 @@ def _check(model: ModelConfig, parallel: ParallelConfig) -> None:
         from megatron_dta.core.config.checks.hybrid import check_hybrid
 
         check_hybrid(model, parallel)
+    check_batch_invariant(model, parallel)
     if model.lora_rank is not None:
         from megatron_dta.core.config.checks.lora import check_lora
 
@@ -272,6 +277,10 @@ def build_model(
     layers = _stage_layers(model, parallel)
     config = transformer_config(model, parallel)
     fused = choose_fused_layers(model.fused_layer_impl, model.params_dtype, device)
+    if model.batch_invariant_mode:
+        set_batch_invariant(True)
+        if not fused:
+            config.activation_func = steady_silu
     is_hybrid = any(model.linear_attention_layers)
     rule = choose_gated_delta_rule(model.gated_delta_rule_impl, model.params_dtype, device) if is_hybrid else None
     chunk_class, arguments = TreeGPTModel, model_arguments(model, parallel.tensor_model_parallel_size)

@@ -29,6 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn import Parameter
 
+from dta_kernels.invariant.products import is_batch_invariant, product
 from dta_kernels.layers.weight_gradients import add_row_gradients, add_weight_gradient, gradient_placeholder
 
 
@@ -70,7 +71,7 @@ class _Linear(torch.autograd.Function):
         ctx.weight, ctx.has_bias = weight, bias is not None
         ctx.reduces_input_gradient, ctx.sequence_parallel, ctx.group = reduces_input_gradient, sequence_parallel, group
         rows = _start_gather(input, group)[0] if sequence_parallel else input
-        output = torch.matmul(rows, weight.t())
+        output = product(rows, weight)
         return output if bias is None else output + bias
 
     @staticmethod
@@ -90,11 +91,16 @@ class _Linear(torch.autograd.Function):
             grad_local, handle = grad_input, distributed.all_reduce(grad_input, group=ctx.group, async_op=True)
         else:
             grad_local = grad_input
-        add_weight_gradient(ctx.weight.main_grad, grad_rows, rows.reshape(-1, rows.shape[-1]))
+        rows = rows.reshape(-1, rows.shape[-1])
+        if main_grad_of(ctx.weight) is None:
+            grad_weight = grad_rows.t() @ rows if ctx.needs_input_grad[1] else None
+        else:
+            add_weight_gradient(ctx.weight.main_grad, grad_rows, rows)
+            grad_weight = added_to_main_grad(ctx.weight)
         grad_bias = grad_rows.sum(0) if ctx.has_bias else None
         if handle is not None:
             handle.wait()
-        return grad_local, added_to_main_grad(ctx.weight), grad_bias, None, None, None
+        return grad_local, grad_weight, grad_bias, None, None, None
 
 
 def _start_gather(
@@ -106,10 +112,10 @@ def _start_gather(
 
 
 class _IntoMainGrad:
-    """Megatron's linear layer with another product for a weight that has a buffer."""
+    """Megatron's linear layer with another product for a weight that has a buffer, or where it must be invariant."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-        if main_grad_of(weight) is None:
+        if main_grad_of(weight) is None and not is_batch_invariant():
             return super()._forward_impl(input=input, weight=weight, bias=bias, **options)
         return _Linear.apply(
             input, weight, bias, options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"]

@@ -262,6 +262,12 @@ class TreeGPTModel(GPTModel):
         """This rank's rows of the output weight, for distributions that need no gradient."""
         return Head(self.output_weight().detach(), self.fp32_lm_head)
 
+    def token_logprobs(self, hidden: Tensor, token: Tensor, temperature: float) -> Tensor:
+        """Logprob of one ``token`` (int64 [n]) after each row of ``hidden``, by ``edge_logprobs``."""
+        n = len(hidden)
+        row = torch.arange(n, device=hidden.device)
+        return self.edge_logprobs(hidden, row, token, [RowChunk(0, n, 0, n)], temperature)[0]
+
     def row_reverse_kl(self, hidden: Tensor, teacher: TeacherRows, rows_per_chunk: int, temperature: float) -> Tensor:
         """KL(this model || teacher) over the vocabulary at every row of ``hidden``; see ``linear_reverse_kl``.
 

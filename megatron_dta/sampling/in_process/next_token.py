@@ -54,22 +54,30 @@ def next_tokens(
     tokens, logprobs = [], []
     for hidden, noise in zip(hidden_BC.split(rows), noise_B.split(rows), strict=True):
         if kernels:
-            drawn = draw_by_kernels(model, hidden, noise, params.temperature, num_drawn)
-            tokens.append(drawn[0])
-            logprobs.append(drawn[1])
-            continue
-        logits = model.logits(hidden)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        if params.temperature not in (0, 1):
-            logits = logits / params.temperature
-        logprobs_BV = torch.log_softmax(logits, dim=-1)[:, :num_drawn]
-        if params.temperature == 0:
-            token = first_argmax(logprobs_BV)
+            token, logprob = draw_by_kernels(model, hidden, noise, params.temperature, num_drawn)
         else:
-            token = draw(nucleus(logprobs_BV.double().exp(), params.top_p), noise)
+            token, logprob = _draw_from_logits(model, hidden, noise, params, num_drawn)
+        if model.config.batch_invariant_mode:  # bit for bit, only the trainer's own logprobs will do
+            logprob = model.token_logprobs(hidden, token, params.temperature or 1.0)
         tokens.append(token)
-        logprobs.append(logprobs_BV.gather(-1, token.unsqueeze(-1)).squeeze(-1))
+        logprobs.append(logprob)
     return (tokens[0], logprobs[0]) if len(tokens) == 1 else (torch.cat(tokens), torch.cat(logprobs))
+
+
+def _draw_from_logits(
+    model: Model, hidden_BC: Tensor, noise_B: Tensor, params: SamplingParams, num_drawn: int
+) -> tuple[Tensor, Tensor]:
+    """``next_tokens`` in plain PyTorch."""
+    logits = model.logits(hidden_BC)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if params.temperature not in (0, 1):
+        logits = logits / params.temperature
+    logprobs_BV = torch.log_softmax(logits, dim=-1)[:, :num_drawn]
+    if params.temperature == 0:
+        token = first_argmax(logprobs_BV)
+    else:
+        token = draw(nucleus(logprobs_BV.double().exp(), params.top_p), noise_B)
+    return token, logprobs_BV.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 
 def most_logit_bytes(vocab_size: int, element_size: int, ranks: int, num_rows: int) -> int:

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dta_kernels.tree_attention.reference as reference
+from dta_kernels.invariant.attention import path_attention
+from dta_kernels.invariant.products import is_batch_invariant
 from dta_kernels.tree_attention.plan import TreeAttentionPlan, local_key_end_on_device
 from megatron_dta.core.model.attention.context import AttentionContext
 from megatron_dta.core.model.attention.kv_pool import KVPool, SlotRuns
@@ -194,9 +196,12 @@ class _SegmentAttention(torch.autograd.Function):
             pool = segment.pool.layer(layer)
             pool.keys[segment.slots], pool.values[segment.slots] = key, value
             keys, values = segment.keys_and_values(layer)
-            out, lse = reference.tree_attention_forward(
-                query, keys, values, segment.query_index, segment.key_index, segment.key_end, scale
-            )
+            if is_batch_invariant():
+                out, lse = path_attention(query, keys, values, segment.local_key_end, scale)
+            else:
+                out, lse = reference.tree_attention_forward(
+                    query, keys, values, segment.query_index, segment.key_index, segment.key_end, scale
+                )
             segment.pool.finish(layer, gradients=False)
         # K and V stay in the pool until the segment's backward, so only queries, output and log-sum-exp are saved.
         ctx.save_for_backward(query, out, lse)

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dta_kernels.invariant.attention import attend_run
+from dta_kernels.invariant.products import is_batch_invariant
 from dta_kernels.upload import upload
 from megatron_dta.core.model.attention.context import AttentionContext
 from megatron_dta.core.model.decode.paged_cache import PagedCache
@@ -71,8 +73,23 @@ class DecodeContext(AttentionContext):
         # All rows are written first, because a row may read tokens that another row of this pass has just computed.
         self.cache.write(layer_number, self.slots, key, value)
         keys_PSGD, values_PSGD = self.cache.keys[layer_number], self.cache.values[layer_number]
+        if is_batch_invariant():
+            return self._attend_runs(query, keys_PSGD, values_PSGD, scale)
         outputs = [_attend_group(group, query[group.tokens], keys_PSGD, values_PSGD, scale) for group in self.groups]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_runs(self, query: Tensor, keys_PSGD: Tensor, values_PSGD: Tensor, scale: float) -> Tensor:
+        """``attend`` row by row, see ``dta_kernels.invariant.attention``."""
+        out, first = torch.empty_like(query), 0
+        for group in self.groups:
+            num_rows, num_tokens = len(group.pages), group.tokens.stop - group.tokens.start
+            block = torch.arange(num_tokens, device=query.device) if group.row_index is None else group.row_index
+            counts = (block // group.run).bincount(minlength=num_rows).tolist()
+            for pages, count in zip(group.pages, counts, strict=True):
+                start, tokens = int(self.position_ids[first]), slice(first, first := first + count)
+                keys, values = (x[pages].flatten(0, 1)[: start + count] for x in (keys_PSGD, values_PSGD))
+                out[tokens] = attend_run(query[tokens], keys, values, start, scale)[0]
+        return out
 
 
 def _attend_group(group: RowGroup, query: Tensor, keys_PSGD: Tensor, values_PSGD: Tensor, scale: float) -> Tensor:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Module
 
+from dta_kernels.invariant.products import is_batch_invariant
 from dta_kernels.layers.few_rows import few_rows_product, gated_product, tiles_for
 from dta_kernels.layers.qkv_rope_pages import write_to_pages
 from dta_kernels.layers.rms_norm import rms_norm_forward
@@ -62,7 +63,7 @@ class DecodeLayer:
         """Output [n, H D] of the attention, in the dtype of ``x``, whose QKV product is ``mixed``."""
         weights, (G, P, D) = self._weights, self._weights.layout
         rows = weights.mixed_qkv(mixed, context)
-        if context.decodes:
+        if context.decodes and not is_batch_invariant():
             return context.attend_mixed(self._layer_number, rows, x, weights.scale).view(len(x), -1)
         query = x.new_empty(len(x), G * P, D)
         write_to_pages(rows, query, context.pages_of(self._layer_number), context.slots)
@@ -83,13 +84,13 @@ class DecodeLayer:
 
 def _terms(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``product``, or terms of it where the kernel of few rows computes it."""
-    tiles = tiles_for(rows, weight) if bias is None else None
+    tiles = tiles_for(rows, weight) if bias is None and not is_batch_invariant() else None
     return product(rows, weight, bias) if tiles is None else few_rows_product(rows, weight, tiles)
 
 
 def _gated_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """SwiGLU of ``product``."""
-    tiles = tiles_for(rows, weight, gated=True) if bias is None else None
+    tiles = tiles_for(rows, weight, gated=True) if bias is None and not is_batch_invariant() else None
     if tiles is not None:
         return gated_product(rows, weight, tiles)
     gated = product(rows, weight, bias)

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dta_kernels.invariant.attention import invariant_config
+from dta_kernels.invariant.products import is_batch_invariant
 from dta_kernels.paged_attention.launch import (
     LONGEST_SPLIT_RUN,
     TILE_FIELDS,
@@ -48,7 +50,8 @@ class HeadShape:
 
     def config(self, run: int) -> PagedConfig:
         """The kernels' settings for runs of up to ``run`` tokens."""
-        return paged_config(self.num_heads // self.num_groups, self.head_size, self.dtype, run)
+        shape = self.num_heads // self.num_groups, self.head_size, self.dtype
+        return invariant_config(*shape) if is_batch_invariant() else paged_config(*shape, run)
 
     def tile_tokens(self, run: int) -> int:
         """Maximum number of tokens of a tile for runs of up to ``run`` tokens."""

@@ -24,6 +24,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from dta_kernels.invariant.products import InvariantProduct, is_batch_invariant
 from megatron_dta.core.model.attention.context import AttentionContext
 from megatron_dta.core.model.attention.token_routing import TokenRouting, rows_of
 
@@ -39,6 +40,8 @@ class TreeRouter(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """Logits; overridden because Megatron's product needs the name of a Transformer Engine function in any case."""
+        if is_batch_invariant():
+            return InvariantProduct.apply(input, self.weight.to(input.dtype))
         if hasattr(moe_utils, "te_general_gemm"):
             return super().gating(input)
         dtype = input.dtype

@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from dta_kernels.invariant.products import product as matrix_product
 from dta_kernels.layers.partial_sums import add_partial_sums
 from dta_kernels.layers.qkv_rope import MixedQKV
 from dta_kernels.layers.rms_norm import rms_norm_again, rms_norm_forward, rms_norm_partial_gradients
@@ -221,8 +222,8 @@ class _Layer(torch.autograd.Function):
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``rows @ weight.T + bias``, rounded after the product and after the sum."""
-    product = torch.mm(rows, weight.t())
-    return product if bias is None else product.add_(bias)
+    output = matrix_product(rows, weight)
+    return output if bias is None else output.add_(bias)
 
 
 def _backward(grad_rows: Tensor, rows: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:

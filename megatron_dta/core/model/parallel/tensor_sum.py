@@ -23,6 +23,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dta_kernels.invariant.products import is_batch_invariant, product
+
 logger = logging.getLogger(__name__)
 
 # A rank reads the terms of all others, while NCCL's ring moves less than two. NCCL needs some 20 microseconds for the
@@ -54,9 +56,9 @@ class TensorSum:
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
         """The sum of every rank's ``rows @ weight.T``."""
-        shared = self._own_term((len(rows), len(weight)), rows)
+        shared = None if is_batch_invariant() else self._own_term((len(rows), len(weight)), rows)
         if shared is None:
-            return self(torch.mm(rows, weight.t()))
+            return self(product(rows, weight))
         return _one_shot(torch.mm(rows, weight.t(), out=shared), self._group)
 
     def _own_term(self, shape: tuple[int, ...], like: Tensor) -> Tensor | None:

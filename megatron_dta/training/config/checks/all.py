@@ -21,7 +21,7 @@ from megatron_dta.core.config.checks.mesh import (
     check_tensor_parallel,
     check_world_size,
 )
-from megatron_dta.core.config.checks.model import check_rotary
+from megatron_dta.core.config.checks.model import check_batch_invariant, check_rotary
 from megatron_dta.core.config.checks.transformer_engine import check_transformer_impl
 from megatron_dta.core.config.derived.pipeline_layout import stage_layers
 from megatron_dta.core.config.options import flag_of
@@ -189,6 +189,7 @@ def _check_parallel(config: TrainConfig) -> Iterator[str]:
     yield from caught(check_experts, model, parallel)
     yield from caught(check_hybrid, model, parallel)
     yield from caught(check_lora, model, parallel)
+    yield from caught(check_batch_invariant, model, parallel)
     yield from caught(check_reference, model, config.objective, config.checkpoint)
     world_size = os.environ.get("WORLD_SIZE", "1")
     yield from caught(check_world_size, parallel, int(world_size) if world_size.isdecimal() else 1)

@@ -21,6 +21,8 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
     engine = sampling.rollout_engine
     if not samples(config):
         return
+    if config.model.batch_invariant_mode and (engine in SERVERS or config.agent.is_used):
+        yield "--batch-invariant-mode is for --rollout-engine in-process without agents; leave one of them out"
     if engine in SERVERS:
         if not sampling.rollout_server_url:
             yield f"--rollout-engine {engine} needs --rollout-server-url http://HOST:PORT"
