@@ -196,6 +196,7 @@ def play(
     """One session; the reward, and the messages."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": record["prompt"]}]
     files, tests = record["files"], record["tests"]
+    shown_tests = tests | {name: tests[name][:SHOWN_TESTS] for name in ("inputs", "outputs")}
     for _ in range(MOST_TURNS):
         command = complete(messages)
         messages.append({"role": "assistant", "content": command})
@@ -204,9 +205,11 @@ def play(
         if opened and opened[1] in files:
             result = shown(opened[1], files[opened[1]])
         elif edit and edit[1] in files and 1 <= int(edit[2]) <= len(files[edit[1]].splitlines()):
-            verdict = run(files | {edit[1]: replaced(files[edit[1]], int(edit[2]), edit[3])}, tests)
-            if verdict["passed"] or verdict.get("failed", 0) >= SHOWN_TESTS:
-                return float(verdict["passed"]), messages
+            edited = files | {edit[1]: replaced(files[edit[1]], int(edit[2]), edit[3])}
+            # A program whose output is shown does not get the inputs of the other tests.
+            verdict = run(edited, shown_tests)
+            if verdict["passed"]:
+                return float(run(edited, tests)["passed"]), messages
             result = f"{failure(tests, verdict)}. Undone."
         else:
             result = "No such command."

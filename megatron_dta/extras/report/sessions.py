@@ -5,6 +5,7 @@ A call that continues no earlier answer begins a branch: a retry, a sub-agent, o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,8 @@ def _data(row: dict[str, Any]) -> dict[str, Any]:
     flat = sum(call["prompt_length"] + len(call["output"]) for call in calls)
     return {
         "failed": bool(row["failure"]),
-        "reward": row["reward"],
+        # The page's script reads JSON, which has no NaN.
+        "reward": row["reward"] if math.isfinite(row["reward"] or 0.0) else None,
         "calls": len(calls),
         "computed": computed,
         "flat": flat,

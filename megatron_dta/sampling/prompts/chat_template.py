@@ -161,7 +161,9 @@ class ChatTemplate:
     def response_form(self) -> AnswerForm | None:
         """The form of answers that the tokenizer brings along, if it does."""
         template = getattr(self._tokenizer, "response_template", None)
-        return AnswerForm(template.get("fields", {})) if isinstance(template, dict) else None
+        if template is None:
+            return None
+        return AnswerForm(template.get("fields") if isinstance(template, dict) else {}, settings=template)
 
     @cached_property
     def _form(self) -> ContentForm:

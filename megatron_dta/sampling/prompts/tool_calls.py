@@ -16,6 +16,7 @@ deepseek_v32) the schemas of the tools decide what a value is: ``1`` is the text
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,10 +70,12 @@ class AnswerForm:
         fields: those of a response template; all but content and thoughts are calls.
         probes: what a chat template of this form writes for a call of ``PROBE``, without blanks; none: the form is a
             tokenizer's own.
+        settings: the rest of the response template.
     """
 
     fields: Mapping[str, Mapping[str, Any]]
     probes: tuple[str, ...] = ()
+    settings: Any = field(default_factory=lambda: {"start_anchor": _END})
 
     @property
     def has_channels(self) -> bool:
@@ -99,14 +102,16 @@ class AnswerForm:
             tools: those that the model has seen, whose schemas type the values that the form writes as text.
         """
         parser_class, template = self.template
-        writes_text = any(call.get("content") == "xml-inline" for call in self.fields.values())
-        parser = parser_class(template, prefix="", tools=list(tools or ()) if writes_text else None)
+        calls = [value for name, value in self.fields.items() if name not in ("content", *_THOUGHTS)]
+        writes_text = any(call.get("content") == "xml-inline" for call in calls)
+        has_ends = bool(self.probes) or all("close" in call for call in calls)
         parts = Parts()
         try:
-            self._collect(parts, parser.feed(text + _END if is_whole and self.probes else text))
+            parser = parser_class(template, prefix="", tools=list(tools or ()) if writes_text else None)
+            self._collect(parts, parser.feed(text + _END if is_whole and has_ends else text))
             if is_whole:
                 self._collect(parts, parser.finalize()[1])
-        except (ValueError, KeyError, RecursionError):  # nested too deeply, or refused by a tokenizer's own template
+        except Exception:  # nested too deeply, schemas that are none, or a fault in a tokenizer's own template
             parts.calls.append(None)
         return parts
 
@@ -133,12 +138,12 @@ class AnswerForm:
             from transformers.utils.chat_parsing.response_templates import load_response_template
         except ImportError:
             raise InputError("calls of tools are parsed by transformers: pip install 'transformers>=5.15'") from None
-        fields = {name: dict(value) for name, value in self.fields.items()}
-        for name in fields.keys() & {"content", *_THOUGHTS}:
-            fields[name]["content_args"] = {"strip": False}
         try:
-            return ResponseParser, load_response_template({"start_anchor": _END, "fields": fields})
-        except ValueError as error:
+            fields = {name: dict(value) for name, value in self.fields.items()}
+            for name in fields.keys() & {"content", *_THOUGHTS}:
+                fields[name]["content_args"] = {"strip": False}
+            return ResponseParser, load_response_template({**self.settings, "fields": fields})
+        except (ValueError, TypeError, AttributeError) as error:
             raise InputError(f"response_template of the tokenizer: {error}; leave it out of its file") from error
 
 
@@ -147,12 +152,18 @@ def _call(value: Any) -> ToolCall | None:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return None
     arguments = function.get("arguments", function.get("parameters", {}))
-    is_call = isinstance(arguments, dict) and "" not in arguments  # see _STRAY
-    return ToolCall(function["name"].strip(), arguments, value.get("id")) if is_call else None
+    name, call_id = function["name"].strip(), value.get("id")
+    if not name or not isinstance(arguments, dict) or "" in arguments:  # see _STRAY
+        return None
+    try:  # no NaN and no half characters, which clients cannot read
+        json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return None
+    return ToolCall(name, arguments, call_id if isinstance(call_id, str) else None)
 
 
-# Stands for any other character within a call with tags.
-_STRAY = r"|(?P<key>)(?P<value>\S)"
+# Stands for what else is within a call with tags: all from there, so that broken calls are read in linear time.
+_STRAY = r"|(?P<key>)(?P<value>\S.*)"
 
 
 def _calls(opens: str, closes: str, tag: str | None = None) -> dict[str, Any]:
@@ -173,8 +184,8 @@ def _form(*probes: str, opens: str, closes: str, tag: str | None = None) -> Answ
     )
 
 
-_TO = r"\s*to=(?:functions[.])?(?P<name>[^\s<]+)"
-_CHANNEL = r"(?:<[|]start[|]>assistant)?{}<[|]message[|]>"
+_TO = r"to=(?:functions[.])?(?P<name>[^\s<]+)"
+_CHANNEL = r"(?:<[|]start[|]>assistant\s*)?{}<[|]message[|]>"
 _SPEECH = {"close_pattern": "<[|]end[|]>|<[|]return[|]>", "repeats": True}
 # "~" stands for the fullwidth line in DeepSeek's tokens.
 FORMS = {
@@ -189,24 +200,24 @@ FORMS = {
         f"<tool_call>{PROBE}<arg_key>",
         opens=r"<tool_call>\s*(?P<name>[^\s<>{}]+)(?=\s*<)",
         closes="</tool_call>",
-        tag=r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+        tag=r"<arg_key>\s*+(?P<key>[^\s<]++(?:[^\S\n]++[^\s<]++)*+)\s*+</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
     ),
     "deepseek_v3": _form(
         f"{PROBE}<~tool▁sep~>",
         f"<~tool▁sep~>{PROBE}```json",
-        opens=r"(?:<~tool▁calls▁begin~>)?\s*<~tool▁call▁begin~>(?:function<~tool▁sep~>)?"
-        r"(?P<name>[^<\n]+?)(?:<~tool▁sep~>|\s*```json\n)",
-        closes=r"(?:\n```)?\s*<~tool▁call▁end~>(?:\s*<~tool▁calls▁end~>)?",
+        opens=r"(?:<~tool▁calls▁begin~>\s*)?<~tool▁call▁begin~>(?:function<~tool▁sep~>)?"
+        r"\s*+(?P<name>[^\s<`]++)(?:<~tool▁sep~>|\s*+```json\n)",
+        closes=r"(?:\n```\s*)?<~tool▁call▁end~>(?:\s*<~tool▁calls▁end~>)?",
     ),
     "deepseek_v32": _form(
         f'<~DSML~invokename="{PROBE}">',
-        opens=r'(?:<~DSML~(?:function_calls|tool_calls)>)?\s*<~DSML~invoke name="(?P<name>[^"]+)">',
+        opens=r'(?:<~DSML~(?:function_calls|tool_calls)>\s*)?<~DSML~invoke name="(?P<name>[^"]+)">',
         closes=r"</~DSML~invoke>(?:\s*</~DSML~(?:function_calls|tool_calls)>)?",
         tag=r'<~DSML~parameter name="(?P<key>[^"]+)" string="(?:true|false)">(?P<value>.*?)</~DSML~parameter>',
     ),
     "kimi_k2": _form(
         "<|tool_call_argument_begin|>{",
-        opens=r"(?:<[|]tool_calls_section_begin[|]>)?\s*<[|]tool_call_begin[|]>\s*"
+        opens=r"(?:<[|]tool_calls_section_begin[|]>\s*)?<[|]tool_call_begin[|]>\s*"
         r"(?P<id>(?:functions[.])?(?P<name>[^\s<]+?)(?::\d+)?)\s*<[|]tool_call_argument_begin[|]>",
         closes=r"<[|]tool_call_end[|]>(?:\s*<[|]tool_calls_section_end[|]>)?",
     ),
@@ -217,7 +228,7 @@ FORMS = {
             "content": {"open_pattern": _CHANNEL.format("<[|]channel[|]>final"), **_SPEECH},
             "calls": _calls(
                 _CHANNEL.format(
-                    rf"(?:{_TO}\s*<[|]channel[|]>\w+|<[|]channel[|]>\w+{_TO})\s*(?:<[|]constrain[|]>)?\s*(?:json)?"
+                    rf"(?:{_TO}\s*<[|]channel[|]>\w+|<[|]channel[|]>\w+\s*{_TO})\s*(?:<[|]constrain[|]>)?\s*(?:json)?"
                 ),
                 "<[|]call[|]>",
             ),

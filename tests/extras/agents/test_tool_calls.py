@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("starlette")
 from test_gateway_calls import events, post
 
 from chat_folder import make_chat_folder
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.extras.agents.gateway.messages import Answer, AnswerParser
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
@@ -129,6 +131,10 @@ def test_broken_calls_stay_text() -> None:
         ("hermes", "<tool_call>no call</tool_call>"),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": " ", "arguments": {}}</tool_call>'),
+        # What no client can read: NaN is no JSON, and half of a pair no character.
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"s": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"s": "\\ud800"}}</tool_call>'),
         ("glm", "<tool_call>add<b>text<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"),
         ("kimi_k2", "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{<|tool_call_end|>"),
         ("llama3_json", '{"name": 3}'),
@@ -144,6 +150,27 @@ def test_broken_calls_stay_text() -> None:
     assert set(FORMS) == {form.partition(" ")[0] for form in WRITTEN}
 
 
+def test_answers_that_repeat_themselves_are_read_fast() -> None:
+    """Time that grows by the square is minutes, in which nobody else is answered."""
+    texts = [(FORMS.get(form, MARKED), " " * 100_000) for form in (*FORMS, "any")]
+    texts.append((FORMS["deepseek_v3"], "<\uff5ctool\u2581call\u2581begin\uff5c>a" + " " * 50_000))
+    texts.append((FORMS["glm"], "<tool_call>add<arg_key>" + " " * 4000 + "</tool_call>"))
+    texts.append((FORMS["glm"], "<tool_call>add" + "<arg_key>a" * 5000 + "</tool_call>"))
+    texts.append(
+        (FORMS["qwen3_coder"], "<tool_call><function=add>" + "<parameter=a>" * 5000 + "</function></tool_call>")
+    )
+    began = time.monotonic()
+    for form, text in texts:
+        assert form.read(text, TOOLS).calls == ([None] if text.endswith("</tool_call>") else [])
+    assert time.monotonic() - began < 20
+
+
+def test_schemas_that_are_none_do_not_stop_an_answer() -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"anyOf": 3}}}}}]
+    text = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+    assert AnswerParser.of("glm", "none", None).parse(text, "id", tools) == Answer(text, None)
+
+
 def test_a_tokenizer_brings_its_own_form(tmp_path: Path) -> None:
     folder = make_chat_folder(tmp_path / "model")
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -156,3 +183,15 @@ def test_a_tokenizer_brings_its_own_form(tmp_path: Path) -> None:
     (call,) = parser.parse('so <call:add>{"a": 1}</call><|im_end|>', "id", TOOLS).tool_calls
     assert (call.name, call.arguments) == ("add", {"a": 1})
     assert parser.parse("so <call:add>{</call>", "id", TOOLS).content == "so <call:add>{</call>"
+    tags = calls | {"content": "xml-inline", "content_args": {"tag_pattern": "<(?P<key>a)>(?P<value>.*?)</a>"}}
+    broken = "", [], {}, {"fields": {"content": 3}}, {"version": 9, "start_anchor": "a", "fields": fields}
+    for template in ({"start_anchor": "assistant", "fields": {"tool_calls": tags}}, *broken):
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"response_template": template}))
+        if template in broken:
+            with pytest.raises(InputError, match=r"^response_template of the tokenizer: .*; leave it out of its file$"):
+                AnswerParser.of("auto", "none", ChatTemplate(folder))
+            continue
+        parser = AnswerParser.of("auto", "none", ChatTemplate(folder))
+        assert parser.parse("<call:add><a>1</a></call>", "id", TOOLS).tool_calls
+        cut = "<call:add><a>1</a><a>"  # by the length: running it would run another call
+        assert parser.parse(cut, "id", TOOLS).tool_calls == ()

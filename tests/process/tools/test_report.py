@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import re
 import shutil
@@ -157,7 +158,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     session = {"session": HOSTILE, "group_id": "g", "reward": 1.0, "failure": None, "calls": [call]}
     retry = call | {"branch": "again", "tools": [HOSTILE], "context_text": "NEEDLE"}
     others = [session | {"reward": i / 4, "calls": [call] * i + [retry] * (i > 1)} for i in range(1, 4)]
-    lines = [session, *others, session | {"reward": None, "failure": "time-out"}]
+    lines = [session, *others, session | {"reward": math.nan, "failure": "time-out"}]  # NaN is no JSON in a browser
     (folder / "sessions" / "batch_0000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "timeline").mkdir()
     events = [TimelineEvent(i % 3, "FB"[i % 2], i, 0, float(i), i + 0.5) for i in range(20)]
