@@ -43,3 +43,4 @@ def test_the_start_is_told_by_parts():
         {"imports": 6.04, "data": 0.01, "first step": 3.0}, {"collect_seconds": 2.5, "train_seconds": 0.4}
     )
     assert sentence == ("Start: first step done after 9.1 s: imports 6.0, first step 3.0 (sampling 2.5, training 0.4)")
+    assert start_sentence({"imports": 1.0}, {}).endswith(": imports 1.0")

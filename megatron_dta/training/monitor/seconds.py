@@ -46,7 +46,9 @@ def start_sentence(seconds: Mapping[str, float], first_step: Mapping[str, Any]) 
     phases = {phase: step[name] for phase, name in PHASES.items() if step.get(name, 0.0) >= 0.05}
     parts = [f"{part} {value:.1f}" for part, value in seconds.items() if value >= 0.05]
     inside = ", ".join(f"{phase} {value:.1f}" for phase, value in phases.items())
-    return f"Start: first step done after {sum(seconds.values()):.1f} s: {', '.join(parts)} ({inside})"
+    return f"Start: first step done after {sum(seconds.values()):.1f} s: {', '.join(parts)}" + (
+        f" ({inside})" if inside else ""
+    )
 
 
 def _divided(timing: Mapping[str, Any]) -> dict[str, float]:

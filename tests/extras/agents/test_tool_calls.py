@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,6 @@ def test_broken_calls_stay_text() -> None:
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
         ("hermes", '<tool_call>{"name": " ", "arguments": {}}</tool_call>'),
-        # What no client can read: NaN is no JSON, and half of a pair no character.
         ("hermes", '<tool_call>{"name": "add", "arguments": {"s": NaN}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"s": "\\ud800"}}</tool_call>'),
         ("glm", "<tool_call>add<b>text<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"),
@@ -140,6 +140,9 @@ def test_broken_calls_stay_text() -> None:
         ("llama3_json", '{"name": 3}'),
     ):
         assert AnswerParser.of(form, "none", None).parse(text, "id", TOOLS) == Answer(text, None)
+    tools = [{"name": "add", "parameters": {"properties": {"a": {"anyOf": 3}}}}]  # which is no schema
+    text = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+    assert AnswerParser.of("glm", "none", None).parse(text, "id", tools) == Answer(text, None)
     parser = AnswerParser.of("harmony", "none", None)
     call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
@@ -152,23 +155,16 @@ def test_broken_calls_stay_text() -> None:
 
 def test_answers_that_repeat_themselves_are_read_fast() -> None:
     """Time that grows by the square is minutes, in which nobody else is answered."""
-    texts = [(FORMS.get(form, MARKED), " " * 100_000) for form in (*FORMS, "any")]
-    texts.append((FORMS["deepseek_v3"], "<\uff5ctool\u2581call\u2581begin\uff5c>a" + " " * 50_000))
-    texts.append((FORMS["glm"], "<tool_call>add<arg_key>" + " " * 4000 + "</tool_call>"))
-    texts.append((FORMS["glm"], "<tool_call>add" + "<arg_key>a" * 5000 + "</tool_call>"))
+    texts = [(form, " " * 100_000) for form in (*FORMS.values(), MARKED)]
+    texts += [
+        (FORMS["glm"], f"<tool_call>add{text}</tool_call>") for text in ("<arg_key>" + " " * 4000, "<arg_key>a" * 5000)
+    ]
     texts.append(
         (FORMS["qwen3_coder"], "<tool_call><function=add>" + "<parameter=a>" * 5000 + "</function></tool_call>")
     )
     began = time.monotonic()
-    for form, text in texts:
-        assert form.read(text, TOOLS).calls == ([None] if text.endswith("</tool_call>") else [])
+    assert [form.read(text, TOOLS).calls for form, text in texts] == [[]] * (len(FORMS) + 1) + [[None]] * 3
     assert time.monotonic() - began < 20
-
-
-def test_schemas_that_are_none_do_not_stop_an_answer() -> None:
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"anyOf": 3}}}}}]
-    text = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
-    assert AnswerParser.of("glm", "none", None).parse(text, "id", tools) == Answer(text, None)
 
 
 def test_a_tokenizer_brings_its_own_form(tmp_path: Path) -> None:
@@ -184,14 +180,11 @@ def test_a_tokenizer_brings_its_own_form(tmp_path: Path) -> None:
     assert (call.name, call.arguments) == ("add", {"a": 1})
     assert parser.parse("so <call:add>{</call>", "id", TOOLS).content == "so <call:add>{</call>"
     tags = calls | {"content": "xml-inline", "content_args": {"tag_pattern": "<(?P<key>a)>(?P<value>.*?)</a>"}}
-    broken = "", [], {}, {"fields": {"content": 3}}, {"version": 9, "start_anchor": "a", "fields": fields}
-    for template in ({"start_anchor": "assistant", "fields": {"tool_calls": tags}}, *broken):
+    whole = {"start_anchor": "assistant", "fields": {"tool_calls": tags}}
+    for template in (whole, "", [], {}, {"fields": {"content": 3}}, whole | {"version": 9}):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"response_template": template}))
-        if template in broken:
-            with pytest.raises(InputError, match=r"^response_template of the tokenizer: .*; leave it out of its file$"):
-                AnswerParser.of("auto", "none", ChatTemplate(folder))
-            continue
-        parser = AnswerParser.of("auto", "none", ChatTemplate(folder))
-        assert parser.parse("<call:add><a>1</a></call>", "id", TOOLS).tool_calls
-        cut = "<call:add><a>1</a><a>"  # by the length: running it would run another call
-        assert parser.parse(cut, "id", TOOLS).tool_calls == ()
+        with nullcontext() if template == whole else pytest.raises(InputError, match=r"^response_template of the token"):
+            parser = AnswerParser.of("auto", "none", ChatTemplate(folder))
+    # A call that is cut by the length would be another one.
+    texts = "<call:add><a>1</a></call>", "<call:add><a>1</a><a>"
+    assert [len(parser.parse(text, "id", TOOLS).tool_calls) for text in texts] == [1, 0]
