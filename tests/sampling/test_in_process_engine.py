@@ -79,10 +79,7 @@ def test_preempted_requests_give_the_same_samples():
         tokens, logprobs = slow_sample(model, *arguments, guess=result.token_ids)
         assert result.token_ids.tolist() == tokens
         assert np.allclose(result.logprobs, logprobs, rtol=0, atol=1e-12)
-    for settings in (
-        dict(block_size=4, pages=30, max_requests=7),
-        dict(block_size=16, pages=5),
-    ):
+    for settings in (dict(block_size=4, pages=30, max_requests=7), dict(block_size=16, pages=5)):
         engine = started(model, NEVER, **settings)
         assert_same(run_long(engine), reference, 1e-12)
         statistics = engine.statistics()

@@ -11,16 +11,7 @@ from megatron_dta.common.keyed_random import Domain
 from megatron_dta.sampling.in_process import next_token as sampler_module
 from megatron_dta.sampling.in_process.next_token import draw, first_argmax, nucleus
 from megatron_dta.sampling.params import SamplingParams
-from sampling_cases import (
-    EOS,
-    VOCAB,
-    PlainContext,
-    generate,
-    make_model,
-    random_prompts,
-    slow_draw,
-    slow_nucleus,
-)
+from sampling_cases import EOS, VOCAB, PlainContext, generate, make_model, random_prompts, slow_draw, slow_nucleus
 
 
 def test_a_sample_does_not_depend_on_the_batch():

@@ -155,10 +155,7 @@ def slow_tree(query: TreeQuery, settings: TreeSettings, engine: RecordingEngine,
                     live.append(node)
         live.sort(key=lambda index: tree.nodes[index].path)
         done = members - len(live)
-        budget = min(
-            max(settings.width - finished - done, 0),
-            settings.branching_factor * members,
-        )
+        budget = min(max(settings.width - finished - done, 0), settings.branching_factor * members)
         finished += done
         if live:
             budget = max(budget, len(live))

@@ -16,14 +16,7 @@ from recording_engine import RecordingEngine
 EOS, CAP, QUERIES = 0, 9, 800
 # Probability of the next token (column) after a token (row); token 0 ends. From 1 one mostly ends soon, from 2 and 3
 # one goes on, so long paths are those through 3.
-CHAIN = np.array(
-    [
-        [1.0, 0.0, 0.0, 0.0],
-        [0.5, 0.3, 0.1, 0.1],
-        [0.15, 0.2, 0.3, 0.35],
-        [0.05, 0.05, 0.3, 0.6],
-    ]
-)
+CHAIN = np.array([[1.0, 0.0, 0.0, 0.0], [0.5, 0.3, 0.1, 0.1], [0.15, 0.2, 0.3, 0.35], [0.05, 0.05, 0.3, 0.6]])
 
 
 CUMULATIVE = np.cumsum(CHAIN, axis=1).tolist()

@@ -14,13 +14,7 @@ from megatron_dta.sampling.speculation.drafter import DrafterParams
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.speculator import Speculator
 from megatron_dta.sampling.speculation.suffix_forest import DraftParams
-from rollout_parts.das_replay import (
-    plain_makespan,
-    recorded_samples,
-    remember,
-    replay_wave,
-    split_history,
-)
+from rollout_parts.das_replay import plain_makespan, recorded_samples, remember, replay_wave, split_history
 from speculation_exact_cases import clockless
 from tool_runs import Tool
 
