@@ -132,7 +132,6 @@ def test_broken_calls_stay_text() -> None:
         ("hermes", "<tool_call>no call</tool_call>"),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
-        ("hermes", '<tool_call>{"name": " ", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"s": NaN}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"s": "\\ud800"}}</tool_call>'),
         ("glm", "<tool_call>add<b>text<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"),
@@ -185,6 +184,5 @@ def test_a_tokenizer_brings_its_own_form(tmp_path: Path) -> None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"response_template": template}))
         with nullcontext() if template == whole else pytest.raises(InputError, match=r"^response_template of"):
             parser = AnswerParser.of("auto", "none", ChatTemplate(folder))
-    # A call that is cut by the length would be another one.
-    texts = "<call:add><a>1</a></call>", "<call:add><a>1</a><a>"
-    assert [len(parser.parse(text, "id", TOOLS).tool_calls) for text in texts] == [1, 0]
+    for text in ("<call:add><a>1</a></call>", "<call:add><a>1</a><a>"):  # the second is cut
+        assert len(parser.parse(text, "id", TOOLS).tool_calls) == text.endswith("</call>")
