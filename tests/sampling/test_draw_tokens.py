@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -107,6 +108,7 @@ class _Head:
     def __init__(self, size: int) -> None:
         self.true_vocab_size, self.vocabulary_shard = size, None
         self.weight = torch.randn(size, 8, device=DEVICE)
+        self.config = SimpleNamespace(batch_invariant_mode=False)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden @ self.weight.t()

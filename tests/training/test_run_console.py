@@ -92,7 +92,7 @@ def test_steps_without_any_difference_are_warned_of() -> None:
     without = dict(zero_advantages=1.0, uniform_groups=1.0, reward=0.25)
     for iteration in range(1, 20):
         console.report(record(iteration, **without if iteration not in (6, 16) else {}))
-    lines = output.getvalue().splitlines()
+    _start, *lines = output.getvalue().splitlines()
     assert lines[0] == ("step 1: nothing to learn, all advantages are 0; no group has rewards that differ (mean 0.25)")
     assert "--n-samples-per-prompt" in lines[1]
     assert [line.split(":")[0] for line in lines[2:]] == [
