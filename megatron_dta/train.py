@@ -62,7 +62,7 @@ def main() -> int:
 def _train(config: TrainConfig, console: Console) -> int:
     import torch
 
-    from megatron_dta.common.start_clock import mark
+    from megatron_dta.training.monitor.start_clock import mark
     from megatron_dta.training.monitor.stop_signals import INTERRUPTED
     from megatron_dta.wiring.setup import build_trainer
 

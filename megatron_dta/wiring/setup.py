@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from megatron_dta.common.console import Console
-from megatron_dta.common.start_clock import mark
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config.model import without_lora
 from megatron_dta.core.engine import TreeEngine
@@ -62,6 +61,7 @@ from megatron_dta.training.huggingface.save import check_save_hf, load_hf
 from megatron_dta.training.loop import Progress, Trainer
 from megatron_dta.training.monitor.metrics import check_loggers, lost_records
 from megatron_dta.training.monitor.run_description import BuiltRun, describe_run, parameter_counts
+from megatron_dta.training.monitor.start_clock import mark
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 from megatron_dta.training.teachers import Teachers
 from megatron_dta.training.weights.reference import Reference

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dta.common.console import Console
-from megatron_dta.common.start_clock import mark, start_seconds
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.monitor.benefits import benefit_sentences
 from megatron_dta.training.monitor.metrics import TIMING, read_metrics
 from megatron_dta.training.monitor.seconds import seconds_sentence, start_sentence
+from megatron_dta.training.monitor.start_clock import mark, start_seconds
 
 WIDTH = 120
 LEGEND = "length: mean trained tokens; ended: not cut; tied: groups of equal rewards; reuse: tokens / unique tokens"

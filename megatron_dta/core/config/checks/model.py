@@ -35,7 +35,7 @@ def check_batch_invariant(model: ModelConfig, parallel: ParallelConfig) -> None:
         ("models without RMSNorm and SwiGLU", model.normalization != "RMSNorm" or not model.swiglu),
         ("a gate of the shared experts", model.moe_shared_expert_gate),
         ("float16", model.params_dtype == torch.float16),
-        ("--no-gradient-accumulation-fusion", parallel.no_gradient_accumulation_fusion),
+        ("no_gradient_accumulation_fusion", parallel.no_gradient_accumulation_fusion),
         ("--pipeline-model-parallel-size above 1", parallel.pipeline_model_parallel_size > 1),
         ("--context-parallel-size above 1", parallel.context_parallel_size > 1),
         ("--expert-model-parallel-size above 1", parallel.expert_model_parallel_size > 1),
