@@ -5,12 +5,13 @@
 holds a list of scenarios, each ``{"argv": [...], "kills": [...]}``: the same command is started once for each kill and
 once more to the end. Kills, each at its n-th occurrence in that run:
 
+    loading:n   a checkpoint is about to be read
+    step:n      the gradients of a step are there, but the weights are those before it
     row:n       half of a metrics line is written
     half:n      a checkpoint is written, one of its files only in part
     renamed:n   a checkpoint has its name, but the tracker does not name it yet
     saved:n     the tracker names the new checkpoint
-    after:s     s seconds after the start (SIGKILL from outside)
-    term:n      SIGTERM from outside once n metrics lines exist; the run must end by itself
+    term:n      SIGTERM once a metrics line is written; the run must end by itself
 
 Prints one JSON list of exit statuses for each scenario, negative for signals.
 """
@@ -21,7 +22,7 @@ import json
 import os
 import signal
 import sys
-import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,45 +32,53 @@ from megatron_dta.training.checkpoint import save_load as checkpoint
 from megatron_dta.training.checkpoint import writer as checkpoint_writer
 from megatron_dta.training.checkpoint.files import unfinished_name
 from megatron_dta.training.monitor import metrics
+from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 
-def die() -> None:
+def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def at_occurrence(owner: Any, name: str, number: int, act: Callable[..., None]) -> None:
-    """Let the ``number``-th call of ``owner.name`` be ``act(original, *arguments)``."""
-    original, calls = getattr(owner, name), []
+def half_row(_: Callable, log: metrics.MetricsLog, record: dict) -> None:
+    log._file.write(json.dumps(record)[:20])
+    log._file.flush()
+    die()
 
-    def counted(*arguments: Any) -> Any:
-        calls.append(1)
-        return act(original, *arguments) if len(calls) == number else original(*arguments)
 
-    setattr(owner, name, counted)
+def half_checkpoint(_: Callable, write: checkpoint_writer.CheckpointWrite, *__: Any) -> None:
+    os.truncate(unfinished_name(write.path) / "__0_0.distcp", 100)
+    die()
+
+
+def then(signal_number: int) -> Callable[..., None]:
+    """The call, and then the signal."""
+    return lambda original, *arguments: (original(*arguments), os.kill(os.getpid(), signal_number))
+
+
+KILLS = {
+    "loading": (checkpoint, "read_checkpoint", die),
+    "step": (TrainingOptimizer, "step", die),
+    "row": (metrics.MetricsLog, "write", half_row),
+    "half": (checkpoint_writer.CheckpointWrite, "_publish", half_checkpoint),
+    "renamed": (checkpoint, "replace_text", die),
+    "saved": (checkpoint, "replace_text", then(signal.SIGKILL)),
+    "term": (metrics.MetricsLog, "write", then(signal.SIGTERM)),
+}
 
 
 def arm(kill: str) -> None:
-    """Prepare this process to kill itself."""
-    kind, _, number = kill.partition(":")
-    if kind == "row":
+    """Prepare this process to kill itself: at the moment, not some time after its start, on machines of any speed."""
+    moment, _, number = kill.partition(":")
+    owner, name, act = KILLS[moment]
+    original, calls = getattr(owner, name), []
 
-        def half_row(original: Callable, log: metrics.MetricsLog, record: dict) -> None:
-            log._file.write(json.dumps(record)[:20])
-            log._file.flush()
-            die()
+    def counted(*arguments: Any, **settings: Any) -> Any:
+        calls.append(1)
+        if len(calls) == int(number):
+            return act(original, *arguments)
+        return original(*arguments, **settings)
 
-        at_occurrence(metrics.MetricsLog, "write", int(number), half_row)
-    elif kind == "half":
-
-        def half_checkpoint(original: Callable, write: checkpoint_writer.CheckpointWrite) -> None:
-            os.truncate(unfinished_name(write.path) / "__0_0.distcp", 100)
-            die()
-
-        at_occurrence(checkpoint_writer.CheckpointWrite, "_publish", int(number), half_checkpoint)
-    elif kind == "renamed":
-        at_occurrence(checkpoint, "replace_text", int(number), lambda *arguments: die())
-    elif kind == "saved":
-        at_occurrence(checkpoint, "replace_text", int(number), lambda original, *a: (original(*a), die()))
+    setattr(owner, name, counted)
 
 
 def run_once(argv: list[str], kill: str | None) -> int:
@@ -78,22 +87,17 @@ def run_once(argv: list[str], kill: str | None) -> int:
     if child == 0:
         status = 1
         try:
-            arm(kill or "")
+            if kill is not None:
+                arm(kill)
             sys.argv = ["train", *argv]
             train.main()
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(status)
-    kind, _, number = (kill or "").partition(":")
-    if kind == "after":
-        time.sleep(float(number))
-        os.kill(child, signal.SIGKILL)
-    elif kind == "term":
-        rows = Path(argv[argv.index("--save") + 1]) / "metrics.jsonl"
-        while not rows.exists() or rows.read_text().count("\n") < int(number):
-            time.sleep(0.005)
-        os.kill(child, signal.SIGTERM)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
