@@ -11,7 +11,7 @@ never trained), the reward of the turn, and whether the episode is over. A turn 
 
 A tree continues one episode in several ways, so every step runs on a copy, made by ``fork()`` if the class has it and
 else by ``copy.deepcopy``. Several steps run at once, each in its own thread. A step that raises, takes longer than
-``--environment-timeout`` or returns an invalid value fails. By ``--rollout-failure`` the run then stops, or the path
+``--reward-timeout`` or returns an invalid value fails. By ``--rollout-failure`` the run then stops, or the path
 ends (``EndReason.ENVIRONMENT_FAILED``), is counted and left out of training, and the first failure is logged.
 """
 
@@ -33,7 +33,6 @@ import numpy as np
 from megatron_dta.common.futures import in_daemon_thread
 from megatron_dta.common.user_code import describe_error, load_from_file
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.sampling.config import EnvironmentConfig
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.continuation import Continuation, encode_after, text_before
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 STEPS_AT_ONCE = 16
+STEP_SECONDS = 60.0
 
 
 class Environment(Protocol):
@@ -74,6 +74,7 @@ class EnvironmentRunner:
 
     Args:
         factory: makes an environment.
+        seconds: time limit of a step; None for ``STEP_SECONDS``.
         mesh: returns the mesh; the first rank of each replica runs the environments and sends the results to the
             others. None: there is one process.
         drops_failures: whether a failed step ends its path, which is left out; otherwise the run stops.
@@ -89,7 +90,7 @@ class EnvironmentRunner:
         self,
         factory: Callable[[], Environment],
         tokenizer: Tokenizer,
-        settings: EnvironmentConfig | None = None,
+        seconds: float | None = None,
         mesh: Callable[[], Mesh] | None = None,
         drops_failures: bool = False,
         template: ChatTemplate | None = None,
@@ -97,7 +98,7 @@ class EnvironmentRunner:
         self._write_answers = None if template is None else _writer(template, tokenizer)
         self._drops_failures = drops_failures
         self._factory, self._tokenizer, self._mesh = factory, tokenizer, mesh
-        self._settings = settings or EnvironmentConfig()
+        self._seconds = seconds or STEP_SECONDS
         names = ("environment_steps", "environment_failures", "environment_timeouts", "observation_border_crossings")
         self.counts = dict.fromkeys(names, 0)
         self._has_tools = isinstance(factory, type) and issubclass(factory, ToolEnvironment)
@@ -173,13 +174,13 @@ class EnvironmentRunner:
             group = calls[first : first + STEPS_AT_ONCE]
             running = [in_daemon_thread(partial(function, *arguments), "environment") for function, arguments in group]
             # The calls started together, so they share one deadline.
-            wait(running, self._settings.environment_timeout)
+            wait(running, self._seconds)
             values += [self._value(call) for call in running]
         return values
 
     def _value(self, call: Future[Any]) -> Any:
         if not call.done():
-            return f"{_TIMEOUT} {self._settings.environment_timeout:g} s"
+            return f"{_TIMEOUT} {self._seconds:g} s"
         error = call.exception()
         return call.result() if error is None else " ".join(f"{type(error).__name__}: {error}".split())
 

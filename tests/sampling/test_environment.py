@@ -13,7 +13,6 @@ from blank_tokenizer import blank_tokenizer
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
-from megatron_dta.sampling.config import EnvironmentConfig
 from megatron_dta.sampling.environment import EnvironmentRunner, load_environment
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer, NullTokenizer
@@ -126,8 +125,7 @@ class Unreliable(Remembering):
 
 
 def test_failures_and_timeouts_end_their_paths_and_are_counted():
-    settings = EnvironmentConfig(environment_timeout=0.3)
-    runner = EnvironmentRunner(Unreliable, NullTokenizer(VOCAB, EOS), settings, drops_failures=True)
+    runner = EnvironmentRunner(Unreliable, NullTokenizer(VOCAB, EOS), 0.3, drops_failures=True)
     _, trees, _, runner = grow(0, runner=runner, width=4, segment_tokens=6)
     failed = [node for tree in trees for node in tree.nodes if node.end is EndReason.ENVIRONMENT_FAILED]
     counts = runner.counts
@@ -135,7 +133,7 @@ def test_failures_and_timeouts_end_their_paths_and_are_counted():
     assert all(len(tree.leaves) == 4 for tree in trees)
     for tree in trees:
         assert len(tree_rollouts(tree, "g")) == 4 - sum(tree.nodes[leaf] in failed for leaf in tree.leaves)
-    strict = EnvironmentRunner(Unreliable, NullTokenizer(VOCAB, EOS), settings)
+    strict = EnvironmentRunner(Unreliable, NullTokenizer(VOCAB, EOS), 0.3)
     with pytest.raises(InputError, match=r"--environment: a step failed: "):
         grow(0, runner=strict)
 
@@ -335,8 +333,7 @@ def test_calls_that_hang_share_one_time_out():
         def step(self, action):
             time.sleep(20)
 
-    settings = EnvironmentConfig(environment_timeout=1.0)
-    runner = EnvironmentRunner(Hanging, NullTokenizer(VOCAB, EOS), settings, drops_failures=True)
+    runner = EnvironmentRunner(Hanging, NullTokenizer(VOCAB, EOS), 1.0, drops_failures=True)
     states, _ = runner.reset([{}] * 6, [PROMPT] * 6)
     began = time.monotonic()
     _, outcomes = runner.step(states, [np.array([1])] * 6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megatron_dta.sampling.config.sampling import EnvironmentConfig, FilterConfig, SamplingConfig
+from megatron_dta.sampling.config.sampling import EnvironmentConfig, FilterConfig, RewardConfig, SamplingConfig
 from megatron_dta.sampling.config.treepo import TreePOConfig
 
 
@@ -23,6 +23,7 @@ class SampledRun(Protocol):
     sampling: SamplingConfig
     treepo: TreePOConfig
     environment: EnvironmentConfig
+    reward: RewardConfig
     filtering: FilterConfig
     optimization: _Steps
     logging: _Evaluations

@@ -11,7 +11,6 @@ text_option = partial(option, needs="prompt_data or rollouts")
 sampled_option = partial(option, needs="prompt_data or task")
 server_option = partial(option, needs="rollout_engine=vllm,sglang")
 code_option = partial(option, needs="reward_function=code_tests")
-environment_option = partial(option, needs="environment")
 
 
 @dataclass
@@ -228,10 +227,10 @@ class RewardConfig:
     )
     reward_timeout: float | None = option(
         None,
-        "Timeout in seconds for one request to a reward server (default: 60), or for your own function on one "
-        "response (default: no limit; with a limit it runs in a thread).",
+        "Timeout in seconds for one request to a reward server or one step of an environment (default: 60), or for "
+        "your own function on one response (default: no limit; with a limit it runs in a thread).",
         above=0,
-        needs=("reward_function", "reward_function!=exact_match,math_verify,code_tests"),
+        needs=("reward_function or environment", "reward_function!=exact_match,math_verify,code_tests"),
     )
     code_timeout: float = code_option(
         5.0,
@@ -272,7 +271,4 @@ class EnvironmentConfig:
         None,
         "Class whose methods reset and step answer the model's turns and give the rewards: FILE.py:NAME or a dotted "
         "name.",
-    )
-    environment_timeout: float = environment_option(
-        60.0, "Timeout in seconds for one step of the environment.", above=0
     )

@@ -115,13 +115,12 @@ def stop_rules(task: SamplingTask, config: SampledRun) -> StopRules:
 
 def environment_runner(task: SamplingTask, config: SampledRun) -> EnvironmentRunner | None:
     """The runner of the environments of ``--environment``; None without that flag."""
-    environment = config.environment
-    if environment.environment is None:
+    if config.environment.environment is None:
         return None
     return EnvironmentRunner(
-        load_environment(environment.environment),
+        load_environment(config.environment.environment),
         task.tokenizer,
-        environment,
+        config.reward.reward_timeout,
         current_mesh,
         config.sampling.rollout_failure == "drop",
         task.template,
