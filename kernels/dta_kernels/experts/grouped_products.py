@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dta_kernels.launch import Launcher, ceil_div
+from dta_kernels.upload import upload
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -176,7 +177,7 @@ class MatrixTable:
         # The first matrix gives the kernels the dtype. All are kept, because no other reference to them may exist.
         self.matrices, self.shape = tuple(matrices), tuple(first.shape)
         self._addresses = _addresses(matrices)
-        self.on_device = _upload(np.array(self._addresses, dtype=np.int64), first.device)
+        (self.on_device,) = upload([np.array(self._addresses, dtype=np.int64)], first.device)
         # If aligned, columns can be read and written 16 bytes at a time.
         self.is_aligned = not any(address % 16 for address in self._addresses)
 
@@ -187,11 +188,6 @@ class MatrixTable:
 
 def _addresses(matrices: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(matrix.data_ptr() for matrix in matrices)
-
-
-def _upload(values: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class GroupedRows:

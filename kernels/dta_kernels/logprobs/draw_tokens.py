@@ -21,6 +21,8 @@ Legend: B rows, V vocabulary, or its part on this rank, K blocks of a row, J blo
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -216,19 +218,12 @@ def draw_tokens_reference(
     return tokens, logprobs_BV.gather(1, tokens[:, None]).squeeze(1).float()
 
 
-_launchers: dict[tuple, Launcher] = {}
-
-
+@lru_cache
 def _blocks(scale: bool, greedy: bool) -> Launcher:
-    key = ("blocks", scale, greedy)
-    if key not in _launchers:
-        _launchers[key] = Launcher(_blocks_kernel, SCALE=scale, GREEDY=greedy, BLOCK=_BLOCK, num_warps=4)
-    return _launchers[key]
+    return Launcher(_blocks_kernel, SCALE=scale, GREEDY=greedy, BLOCK=_BLOCK, num_warps=4)
 
 
+@lru_cache
 def _draws(scale: bool, greedy: bool, blocks: int, own_blocks: int) -> Launcher:
-    key = ("draw", scale, greedy, blocks, own_blocks)
-    if key not in _launchers:
-        constants = dict(SCALE=scale, GREEDY=greedy, BLOCK=_BLOCK, BLOCKS=blocks, OWN_BLOCKS=own_blocks)
-        _launchers[key] = Launcher(_draw_kernel, **constants, num_warps=8)
-    return _launchers[key]
+    constants = dict(SCALE=scale, GREEDY=greedy, BLOCK=_BLOCK, BLOCKS=blocks, OWN_BLOCKS=own_blocks)
+    return Launcher(_draw_kernel, **constants, num_warps=8)

@@ -76,7 +76,7 @@ def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs)
     """``(output [T, J, V], exits [R, J, K, V])``; arguments as in ``gated_delta_rule.gated_delta_rule``."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    from dta_kernels.recurrence.unit_heads import unit_heads
+    from dta_kernels.recurrence.head_norms import unit_heads
 
     q, k, v, g, beta = inputs
     _prepare((k.shape[2], v.shape[2]), torch.cuda.get_device_capability(q.device))

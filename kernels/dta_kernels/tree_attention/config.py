@@ -92,18 +92,12 @@ _HOPPER = {
 }
 # The same with the kernels in Gluon, which is experimental: used only with the tested versions of Triton.
 _GLUON_VERSIONS = ("3.6.",)
-_GLUON = {
-    64: (
-        KernelConfig(128, 128, 4, 2, tma=True, hopper=True),
-        KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
-        KernelConfig(128, 128, 4, 6, tma=True, hopper=True),
-    ),
-    128: (
-        KernelConfig(128, 128, 4, 2, tma=True, hopper=True),
-        KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
-        KernelConfig(128, 128, 4, 6, tma=True, hopper=True),
-    ),
-}
+_GLUON_SIZES = (64, 128)
+_GLUON = (
+    KernelConfig(128, 128, 4, 2, tma=True, hopper=True),
+    KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
+    KernelConfig(128, 128, 4, 6, tma=True, hopper=True),
+)
 # 16-bit inputs on other GPUs: less shared memory, no tensor descriptors.
 _OTHER = {
     64: (KernelConfig(128, 64, 4, 3), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
@@ -140,9 +134,13 @@ def default_config(
         table = _OTHER
     else:
         gluon = _has_tried_gluon() if gluon is None else gluon
-        table = _GLUON if gluon and padded == head_size and padded in _GLUON else _HOPPER
+        table = dict.fromkeys(_GLUON_SIZES, _GLUON) if gluon and head_size in _GLUON_SIZES else _HOPPER
     config = TreeAttentionConfig(*table[padded])
-    return without_descriptors(config) if padded_head_size(head_size) != head_size else config
+    if padded_head_size(head_size) == head_size:
+        return config
+    # Plain loads of keys and values: a padded head is not a rectangle of their matrix.
+    forward, queries = replace(config.forward, tma=False), replace(config.query_gradients, tma=False)
+    return replace(config, forward=forward, query_gradients=queries)
 
 
 def _has_tried_gluon() -> bool:
@@ -150,10 +148,3 @@ def _has_tried_gluon() -> bool:
         return version("triton").startswith(_GLUON_VERSIONS)
     except PackageNotFoundError:
         return False
-
-
-def without_descriptors(config: TreeAttentionConfig) -> TreeAttentionConfig:
-    """The same settings with plain loads of keys and values: a padded head is not a rectangle of their matrix."""
-    return replace(
-        config, forward=replace(config.forward, tma=False), query_gradients=replace(config.query_gradients, tma=False)
-    )

@@ -34,23 +34,8 @@ def _block_of(t, run_begin, run_length, list_begin, blocks):
 
 
 @gluon.jit
-def _producer(
-    k_desc,
-    v_desc,
-    k_smem,
-    v_smem,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    blocks,
-    run_begin,
-    run_length,
-    list_begin,
-    count,
-    column,
-    BLOCK_K: gl.constexpr,
-):
+def _producer(k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, blocks, run_begin, run_length,
+              list_begin, count, column, BLOCK_K: gl.constexpr):  # fmt: skip
     for t in range(count):
         block = _block_of(t, run_begin, run_length, list_begin, blocks)
         stage = t % 2

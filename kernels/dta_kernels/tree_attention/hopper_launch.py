@@ -13,9 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dta_kernels.launch import Launcher
-from dta_kernels.tree_attention import hopper_backward as tree_attention_hopper_backward
-from dta_kernels.tree_attention import hopper_forward as tree_attention_hopper
-from dta_kernels.tree_attention import hopper_query_gradients as tree_attention_hopper_queries
+from dta_kernels.tree_attention import hopper_backward, hopper_forward, hopper_query_gradients
 from dta_kernels.tree_attention.config import KernelConfig
 from dta_kernels.tree_attention.layer_cache import SharedByLayers
 from dta_kernels.tree_attention.plan import AttentionShape, DeviceTable, TreeAttentionPlan
@@ -40,7 +38,7 @@ def forward_on_hopper(
         shared.of_tensor(name, x, lambda x: _descriptor(x, [M, G * D], [settings.keys, D]))
         for name, x in (("k", k_MGD), ("v", v_MGD))
     )
-    launch = shared.get("forward", lambda: _forward_launcher(shape, pack, settings.keys))
+    launch = shared.get("forward", lambda: _launcher("forward", shape, pack, BLOCK_K=settings.keys))
     heads = shape.num_heads // pack
     launch(
         (heads, plan.forward.programs.shape[0]), q_NHD, keys, values, out_NHD, lse_HN,
@@ -81,7 +79,7 @@ def key_gradients_on_hopper(
         )
     ]
     pack, accumulate = settings.pack(shape.group_size), grad_keys is not None
-    launch = shared.get("key gradients", lambda: _key_gradients_launcher(shape, pack, accumulate))
+    launch = shared.get("key gradients", lambda: _launcher("keys", shape, pack, ACCUMULATE=accumulate))
     launch(
         (groups, programs.shape[0]), *descriptors, k, v, dk, dv, grad_keys, grad_values, slots, key_end, turns,
         programs, *table, plan.num_queries, plan.num_keys, plan.num_ancestors, num_added, first_group, scale,
@@ -111,7 +109,7 @@ def query_gradients_on_hopper(
     tiles = shared.of_tensor("dS", dscores, lambda x: _descriptor(x, [x.numel() // 64, 64], [64, 64]))
     keys = shared.of_tensor("k for dQ", k_MGD, lambda x: _descriptor(x, [M, G * D], [64, D]))
     pack = plan.config.key_gradients.pack(shape.group_size)
-    launch = shared.get("query gradients", lambda: _query_gradients_launcher(shape, pack))
+    launch = shared.get("query gradients", lambda: _launcher("queries", shape, pack))
     launch(
         (chunks, rows.programs.shape[0]), tiles, keys, dq_NHD, *_room_for_shares(rows, chunks, D, sums, shared),
         rows.programs, rows.blocks, rows.tiles, plan.num_queries, first_chunk, scale,
@@ -127,25 +125,17 @@ def _room_for_shares(
     return float32.new_empty(num_slots * (64 * head_size + 128)), flags
 
 
-@lru_cache
-def _forward_launcher(shape: AttentionShape, pack: int, keys: int) -> Launcher:
-    kernel = tree_attention_hopper.forward_kernel
-    constants = dict(H=shape.num_heads, G=shape.num_groups, D=shape.head_size, PACK=pack, BLOCK_K=keys)
-    return Launcher(kernel, **constants, num_warps=4)
+_KERNELS = {
+    "forward": hopper_forward.forward_kernel,
+    "keys": hopper_backward.key_gradients_kernel,
+    "queries": hopper_query_gradients.query_gradients_kernel,
+}
 
 
 @lru_cache
-def _key_gradients_launcher(shape: AttentionShape, pack: int, accumulate: bool) -> Launcher:
-    kernel = tree_attention_hopper_backward.key_gradients_kernel
-    constants = dict(H=shape.num_heads, G=shape.num_groups, D=shape.head_size, PACK=pack, ACCUMULATE=accumulate)
-    return Launcher(kernel, **constants, num_warps=4)
-
-
-@lru_cache
-def _query_gradients_launcher(shape: AttentionShape, pack: int) -> Launcher:
-    kernel = tree_attention_hopper_queries.query_gradients_kernel
+def _launcher(name: str, shape: AttentionShape, pack: int, **more: int) -> Launcher:
     constants = dict(H=shape.num_heads, G=shape.num_groups, D=shape.head_size, PACK=pack)
-    return Launcher(kernel, **constants, num_warps=4)
+    return Launcher(_KERNELS[name], **constants, **more, num_warps=4)
 
 
 def _descriptor(x: Tensor, shape: list[int], block: list[int]) -> TensorDescriptor:

@@ -19,32 +19,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dta_kernels.launch import Launcher
-from dta_kernels.tree_attention.backward import (
-    key_gradients_kernel,
-    prepare_kernel,
-    query_gradients_kernel,
-)
+from dta_kernels.tree_attention.backward import key_gradients_kernel, prepare_kernel, query_gradients_kernel
 from dta_kernels.tree_attention.config import KernelConfig, padded_head_size
 from dta_kernels.tree_attention.forward import forward_kernel
 from dta_kernels.tree_attention.layer_cache import SharedByLayers
-from dta_kernels.tree_attention.plan import (
-    AttentionShape,
-    BackwardPart,
-    TreeAttentionPlan,
-    local_key_end_on_device,
-    plan_tree_attention,
-)
-
-__all__ = [
-    "AttentionShape",
-    "KeyGradients",
-    "TreeAttentionPlan",
-    "interpreted",
-    "local_key_end_on_device",
-    "plan_tree_attention",
-    "tree_attention_backward",
-    "tree_attention_forward",
-]
+from dta_kernels.tree_attention.plan import AttentionShape, BackwardPart, TreeAttentionPlan
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 from dta_kernels.tree_attention import launch
 from dta_kernels.tree_attention.blocks import local_key_end
 from dta_kernels.tree_attention.config import KernelConfig, TreeAttentionConfig
-from dta_kernels.tree_attention.launch import AttentionShape, KeyGradients, TreeAttentionPlan, plan_tree_attention
+from dta_kernels.tree_attention.launch import KeyGradients
+from dta_kernels.tree_attention.plan import AttentionShape, TreeAttentionPlan, plan_tree_attention
 from dta_kernels.tree_attention.reference import tree_attention_backward as reference_backward
 from dta_kernels.tree_attention.reference import tree_attention_forward as reference_forward
 

@@ -16,7 +16,7 @@ from dta_kernels.experts.grouped_products import MatrixTable
 from dta_kernels.experts.reference import PlainRows
 from dta_kernels.experts.reference import sum_rows as sum_rows_reference
 from dta_kernels.experts.row_sums import sum_rows
-from dta_kernels.experts.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
+from dta_kernels.layers.swiglu import weighted_swiglu, weighted_swiglu_backward
 from expert_row_cases import ROW_ORDERS, check_row_order, grouped_rows
 from tree_attention_cases import poisoned_memory
 from triton_device import interpreter

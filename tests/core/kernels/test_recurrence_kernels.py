@@ -13,9 +13,8 @@ pytest.importorskip("triton")
 from conftest import seed_all
 from dta_kernels.recurrence import library, reference
 from dta_kernels.recurrence.decode_kernels import convolution_step, delta_step
-from dta_kernels.recurrence.gated_norm import gated_norm
+from dta_kernels.recurrence.head_norms import gated_norm, unit_heads
 from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution, short_convolution_gradients
-from dta_kernels.recurrence.unit_heads import unit_heads
 from hybrid_cases import HYBRID, spread
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model import kernels as model_kernels

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dta_kernels.experts.grouped_products import GroupedRows, MatrixTable
 from dta_kernels.experts.row_sums import sum_rows
-from dta_kernels.experts.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
+from dta_kernels.layers.swiglu import weighted_swiglu, weighted_swiglu_backward
 from megatron_dta.core.model.activation import is_swiglu
 from megatron_dta.core.model.experts.expert_maps import FindMatrices
 from megatron_dta.core.model.experts.expert_rows import ExpertRows

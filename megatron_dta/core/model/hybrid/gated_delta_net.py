@@ -239,7 +239,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm.weight)
         if self.fuses_norm:
             # Imported here because the reference does not need Triton.
-            from dta_kernels.recurrence.gated_norm import gated_norm
+            from dta_kernels.recurrence.head_norms import gated_norm
 
             return gated_norm(out, z, weight, self.out_norm.eps)
         # The norm divides small outputs, so rounding to float32 on the way would show in the gradients.
