@@ -32,9 +32,9 @@ from common.benchmark_model import settings_of
 from common.report import Report
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.entry_point import run_entry_point
-from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
+from megatron_dta.families.named_shapes import SHAPES
 from megatron_dta.training.huggingface.config.config_output import config_from_settings
 
 if TYPE_CHECKING:

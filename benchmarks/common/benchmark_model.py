@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.families.gated_delta_net.sizes import Sizes
+from megatron_dta.families.named_shapes import SHAPES
 
 # The tiny shapes are for trying things on a laptop; their vocabulary size follows from the data.
 TINY = {
@@ -15,11 +16,8 @@ TINY = {
     "tiny-hybrid": DecoderShape(
         *(4, 64, 192, 4, 2, 16, 1),
         attention_output_gate=True,
-        linear_attention_layers=(True, False) * 2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
+        mixer_layers=(True, False) * 2,
+        mixer=Sizes(linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4),
     ),
 }
 _NAMES = ("qwen3-1.7b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "llama3-70b")
@@ -32,7 +30,6 @@ _COPIED = (
     *("swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
 )
-_LINEAR = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 
 
 def benchmark_model(
@@ -60,16 +57,15 @@ def settings_of(shape: DecoderShape, num_layers: int | None = None) -> dict[str,
     settings |= dict(disable_bias_linear=True, qk_layernorm=True)
     if num_layers is not None:
         settings["num_layers"] = num_layers
-    return settings | (_hybrid(shape, settings["num_layers"]) if shape.linear_attention_layers else {})
+    return settings | (_hybrid(shape, settings["num_layers"]) if shape.mixer is not None else {})
 
 
 def _hybrid(shape: DecoderShape, num_layers: int) -> dict[str, object]:
     """The settings of gated delta net and gated attention, for the first layers of a shape."""
-    layers = [int(is_linear) for is_linear in shape.linear_attention_layers[:num_layers]]
+    layers = list(map(int, shape.mixer_layers[:num_layers]))
     return {
-        **{f"linear_{name}": getattr(shape, f"linear_{name}") for name in _LINEAR},
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": str(layers).replace(" ", ""),
+        "mixer": shape.mixer,
+        "mixer_layer_freq": str(layers).replace(" ", ""),
         "attention_output_gate": shape.attention_output_gate,
         "apply_layernorm_1p": True,
         "rotary_percent": 0.25,

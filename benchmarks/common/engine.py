@@ -12,13 +12,13 @@ import torch
 
 from common.bandwidth import measured_bandwidth
 from common.benchmark_model import settings_of
-from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.families.named_shapes import SHAPES
 from megatron_dta.sampling.in_process.cache_size import state_bytes
 from megatron_dta.sampling.in_process.cuda_graphs import bucket, why_not_captured
 from megatron_dta.sampling.in_process.drafting import Drafting

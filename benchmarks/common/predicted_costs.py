@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import PRESETS, Cluster
 from megatron_dta.extras.capacity.step_time import mesh_costs
+from megatron_dta.families.named_shapes import SHAPES
 
 # The default shape, and its sizes that have a flag.
 DEFAULT = "Qwen3-32B"
@@ -51,7 +51,7 @@ def _costs_of_named_model(arguments: argparse.Namespace) -> CostModel:
         shape,
         num_layers=layers,
         moe_layers=shape.moe_layers[:layers],
-        linear_attention_layers=shape.linear_attention_layers[:layers],
+        mixer_layers=shape.mixer_layers[:layers],
     )
     cluster = Cluster(**PRESETS["h200"] | {"num_gpus": 8})
     return mesh_costs(shape, RunMesh(1, 1, 1, (layers,)), cluster)

@@ -26,7 +26,7 @@ from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import load_rollouts
-from megatron_dta.core.shapes.moe_layers import parse_linear_attention_freq
+from megatron_dta.core.shapes.moe_layers import parse_mixer_layer_freq
 from megatron_dta.extras.parity import (
     Outcome,
     ParityErrors,
@@ -154,10 +154,10 @@ def model_config(arguments: argparse.Namespace, vocab_size: int) -> ModelConfig:
 
 def _first_layers(settings: dict[str, object], arguments: argparse.Namespace) -> dict[str, object]:
     """The settings of the first ``--num-layers`` layers; by default 2, or as many as have attention of both kinds."""
-    pattern = settings.get("linear_attention_freq")
+    pattern = settings.get("mixer_layer_freq")
     if pattern is None:
         return {"num_layers": arguments.num_layers or DEFAULT_LAYERS}
-    layers = parse_linear_attention_freq(str(pattern), int(str(settings["num_layers"])))
+    layers = parse_mixer_layer_freq(str(pattern), int(str(settings["num_layers"])))
     least = max(layers.index(False), layers.index(True)) + 1
     count = arguments.num_layers or least
     if not least <= count <= len(layers):
@@ -165,11 +165,11 @@ def _first_layers(settings: dict[str, object], arguments: argparse.Namespace) ->
             f"--num-layers {count}: {arguments.hf_checkpoint} has {len(layers)} layers, of which the first {least} are "
             f"needed for attention of both kinds; give {least} to {len(layers)}"
         )
-    return {"num_layers": count, "linear_attention_freq": str([int(is_linear) for is_linear in layers[:count]])}
+    return {"num_layers": count, "mixer_layer_freq": str(list(map(int, layers[:count])))}
 
 
 def random_weights(model: ModelConfig, device: torch.device) -> dict[str, torch.Tensor]:
-    """Freshly drawn weights, with slow decay in gated delta net: the usual one forgets within a few tokens."""
+    """Freshly drawn weights, with slow decay in recurrences: the usual one forgets within a few tokens."""
     weights = {name: p.detach() for name, p in build_model(model, device).named_parameters()}
     for name, weight in weights.items():
         if name.endswith(".A_log"):

@@ -25,7 +25,6 @@ from megatron_dta.common.command_line import (
     print_json,
 )
 from megatron_dta.common.console import Console
-from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.core.planning.costs.state_bytes import StateBytes
@@ -33,8 +32,9 @@ from megatron_dta.core.planning.segments.plan import SegmentPlan, plan_segments
 from megatron_dta.core.planning.segments.runs import SegmentRuns
 from megatron_dta.core.rollouts.load import load_chosen_rollouts
 from megatron_dta.core.tree import TreeStatistics, build_prefix_tree, tree_statistics
+from megatron_dta.families.named_shapes import SHAPES
 
-HYBRIDS = sorted(name for name, shape in SHAPES.items() if shape.linear_attention_layers)
+HYBRIDS = sorted(name for name, shape in SHAPES.items() if shape.mixer is not None)
 SEGMENT_TOKENS = 2048  # TreeConfig's default; importing it would import torch, which is slower than this command.
 
 
@@ -79,7 +79,7 @@ def read_states(arguments: argparse.Namespace) -> StateBytes | None:
 
     states = StateBytes.of_shape(read_hf_config(arguments.hf_config), element_bytes=2)
     if states is None:
-        raise InputError(f"--hf-config {arguments.hf_config}: is of a model without gated delta net; leave it out")
+        raise InputError(f"--hf-config {arguments.hf_config}: is of a model without a recurrence; leave it out")
     return states
 
 

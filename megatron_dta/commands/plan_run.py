@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
-from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.element_bytes import DTYPE_BYTES
 from megatron_dta.core.planning.partition.divide import trained_parts
@@ -38,6 +37,7 @@ from megatron_dta.extras.capacity.sequences import made_up_sequences
 from megatron_dta.extras.capacity.settings import HELP, read_args_file, read_hf_config
 from megatron_dta.extras.capacity.step_time import mesh_costs
 from megatron_dta.extras.capacity.work import StepWork
+from megatron_dta.families.named_shapes import SHAPES
 
 SHAPE_FLAGS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -150,7 +150,7 @@ def read_shape(arguments: argparse.Namespace) -> DecoderShape:
     if arguments.model is not None:
         shape = SHAPES[arguments.model]
         if "num_layers" in sizes:
-            sizes["linear_attention_layers"] = shape.linear_attention_layers[: sizes["num_layers"]]
+            sizes["mixer_layers"] = shape.mixer_layers[: sizes["num_layers"]]
         return replace(shape, **sizes | ({"moe_layers": ()} if sizes else {}))
     if arguments.hf_config is not None:
         if sizes:

@@ -8,17 +8,14 @@ from typing import Any
 import torch
 
 from megatron_dta.core.config.model import ModelConfig
+from megatron_dta.families.gated_delta_net.sizes import Sizes
 from megatron_dta.training.huggingface.config.config_output import config_from_settings, write_template
 
+SIZES = Sizes(linear_key_head_dim=6, linear_value_head_dim=5, linear_num_key_heads=2, linear_num_value_heads=4)
 HYBRID = dict(
     num_layers=3,
-    experimental_attention_variant="gated_delta_net",
-    linear_attention_freq="[1,0,1]",
-    linear_conv_kernel_dim=4,
-    linear_key_head_dim=6,
-    linear_value_head_dim=5,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
+    mixer=SIZES,
+    mixer_layer_freq="[1,0,1]",
     attention_output_gate=True,
     apply_layernorm_1p=True,
     qk_layernorm=True,

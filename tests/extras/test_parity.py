@@ -46,7 +46,7 @@ def test_equals_hugging_face_in_float32(name: str) -> None:
     samples = random_training_samples(branching_sequences(seed_all(13), count=8, longest=24), seed=13)
     model = model_config(**MODELS[name])
     weights = weights_of(model, seed=5)
-    weights = spread(weights, seed=3) if "linear_attention_freq" in MODELS[name] else weights
+    weights = spread(weights, seed=3) if "mixer_layer_freq" in MODELS[name] else weights
     single = replace(model, params_dtype=torch.float32)
     weights = {key: weight.float() for key, weight in weights.items()}
     expected = run_huggingface(single, weights, samples, GRPO, TEMPERATURE)

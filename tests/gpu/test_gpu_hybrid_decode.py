@@ -16,7 +16,7 @@ SHAPE = HYBRID | dict(num_query_groups=2, disable_bias_linear=True, kv_channels=
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_give_the_samples_of_eager_passes(dtype: torch.dtype):
     """In bfloat16 they are compared with themselves: passes of several tokens round in other places."""
-    model, drive = make_model(7, dtype, **SHAPE, gated_delta_rule_impl="reference"), Drive(seed=11)
+    model, drive = make_model(7, dtype, **SHAPE, recurrence_impl="reference"), Drive(seed=11)
     with torch.no_grad():
         spread(dict(model.named_parameters()), 7)
     assert why_not_captured(model) is None

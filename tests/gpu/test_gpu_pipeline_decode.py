@@ -33,7 +33,7 @@ TWO = {
     "modules": Job(STAGES(), changes=dict(fused_layer_impl="reference")),
 }
 STATES = HYBRID | dict(
-    num_layers=4, linear_attention_freq="[1,1,1,0]", gated_delta_rule_impl="reference", disable_bias_linear=True
+    num_layers=4, mixer_layer_freq="[1,1,1,0]", recurrence_impl="reference", disable_bias_linear=True
 )
 # One stage without attention, one without states.
 APART = STAGES(pipeline_model_parallel_layout="Ettt|tL")

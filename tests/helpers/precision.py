@@ -44,7 +44,7 @@ def tree_over_dense(seeds: Iterable[int], count: int = 60, **settings: object) -
         single = model_config(torch.float32, **settings)
         half = replace(single, params_dtype=torch.bfloat16)
         weights = weights_of(single, seed)
-        if single.experimental_attention_variant is not None:
+        if single.mixer is not None:
             weights = spread(weights, seed)
         rounded = {name: weight.bfloat16() for name, weight in weights.items()}
         exact = gradients_in_buffers(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from conftest import seed_all
-from hybrid_cases import EXPERTS, HYBRID, spread
+from hybrid_cases import EXPERTS, HYBRID, SIZES, spread
 from lora_cases import LORA, lora_weights
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.extras.parity import random_training_samples
@@ -15,14 +17,15 @@ from mesh_worker import RankResult
 from tree_engine_cases import branching_sequences, check_siblings, model_config, siblings, tree_config, weights_of
 
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+FOUR_HEADS = replace(SIZES, linear_num_key_heads=4)
 MODELS = {
     "hybrid": HYBRID,
     "recompute": HYBRID | FULL_RECOMPUTE,
     "adapters": HYBRID | LORA,
     "experts": HYBRID | EXPERTS | {"moe_aux_loss_coeff": 0.3},
-    "four-heads": HYBRID | {"num_layers": 4, "linear_attention_freq": "[1,0,1,1]", "linear_num_key_heads": 4},
+    "four-heads": HYBRID | {"num_layers": 4, "mixer_layer_freq": "[1,0,1,1]", "mixer": FOUR_HEADS},
     # The first stage has no attention, the last one no gated delta net.
-    "uneven": HYBRID | {"num_layers": 4, "linear_attention_freq": "[1,1,1,0]"},
+    "uneven": HYBRID | {"num_layers": 4, "mixer_layer_freq": "[1,1,1,0]"},
 }
 CUTS = {"dense": ("dense", 9, None), "dta": ("dta", 6, None), "dta-mixed": ("dta", 7, 12), "packed": ("packed", 45, 0)}
 # Segments shorter than the context ranks.

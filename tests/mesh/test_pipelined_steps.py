@@ -34,7 +34,7 @@ EXPERTS = dict(
     moe_router_pre_softmax=True, disable_bias_linear=True,
 )  # fmt: skip
 STATES = HYBRID | dict(
-    num_layers=4, linear_attention_freq="[1,1,1,0]", disable_bias_linear=True, num_query_groups=2,
+    num_layers=4, mixer_layer_freq="[1,1,1,0]", disable_bias_linear=True, num_query_groups=2,
     fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16,
 )  # fmt: skip
 STAGES, TENSOR = dict(pipeline_model_parallel_size=2), dict(tensor_model_parallel_size=2)

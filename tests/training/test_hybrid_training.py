@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 
 from conftest import seed_all
 from conversion_cases import save_huggingface, tensors_in
-from hybrid_cases import hybrid_flags, hybrid_model
+from hybrid_cases import SIZES, hybrid_flags, hybrid_model
 from lora_training_cases import convert
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config.checks.hybrid import check_hybrid
@@ -57,14 +58,17 @@ def test_a_run_from_scratch_exports_a_folder_that_transformers_loads(
     weight = trainer.model.decoder.layers[0].self_attention.conv1d.weight
     assert torch.equal(loaded.model.layers[0].linear_attn.conv1d.weight, weight)
     settings = settings_from_hf(tmp_path / "hf", {})
-    assert (settings["rotary_percent"], settings["linear_attention_freq"]) == (0.5, "[1,0,1]")
+    assert (settings["rotary_percent"], settings["mixer_layer_freq"]) == (0.5, "[1,0,1]")
+
+
+THREE_HEADS = replace(SIZES, linear_num_value_heads=3)
 
 
 @pytest.mark.parametrize(
     ("changes", "mesh", "message"),
     [
-        (dict(linear_num_value_heads=3), {}, "linear_num_value_heads 3 is not a multiple of linear_num_key_heads 2"),
-        (dict(linear_attention_freq="[1,1]"), {}, "has 2 entries for --num-layers 3"),
+        (dict(mixer=THREE_HEADS), {}, "linear_num_value_heads 3 is not a multiple of linear_num_key_heads 2"),
+        (dict(mixer_layer_freq="[1,1]"), {}, "has 2 entries for --num-layers 3"),
         ({}, dict(tensor_model_parallel_size=4), "does not divide linear_num_key_heads 2"),
         (dict(transformer_impl="transformer_engine"), {}, "needs --transformer-impl local"),
         (dict(normalization="LayerNorm"), {}, "apply_layernorm_1p with --normalization LayerNorm"),

@@ -123,7 +123,7 @@ def test_bytes_that_stay_the_same(dtype: torch.dtype, bytes_each: int) -> None:
 )
 def test_a_flag_that_limits_memory_is_obeyed(flags: str, decides: bool) -> None:
     config = parse_arguments(f"{MODEL} --rollouts r.jsonl --global-batch-size 12 --train-iters 1 {flags}".split())
-    model = SimpleNamespace(config=SimpleNamespace(num_moe_experts=None, experimental_attention_variant=None))
+    model = SimpleNamespace(config=SimpleNamespace(num_moe_experts=None, mixer=None))
     assert decides_memory(config, SimpleNamespace(device=torch.device("cuda"), tree_models=[model])) is decides
     assert not decides_memory(config, SimpleNamespace(device=torch.device("cpu"), tree_models=[model]))
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from megatron_dta.core.config.options import CONFIG_JSON, NO_FLAG, REQUIRED, option
-from megatron_dta.core.shapes.moe_layers import parse_linear_attention_freq, parse_moe_layer_freq
+from megatron_dta.core.families import mixer_of
+from megatron_dta.core.shapes.mixer import Mixer
+from megatron_dta.core.shapes.moe_layers import parse_mixer_layer_freq, parse_moe_layer_freq
 
 # Megatron's linear layers that can have a LoRA adapter.
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-# Those of layers with gated delta net.
-RECURRENT_LORA_TARGETS = ("in_proj", "out_proj")
 
 
 shape_option = partial(option, flag=CONFIG_JSON)
@@ -97,24 +98,21 @@ class ModelConfig:
         False, "Multiply the output of attention by a learned gate for each channel."
     )
     apply_layernorm_1p: bool = shape_option(
-        False, "Store the weights of norms as deviations from 1 (all but the norm inside gated delta net)."
+        False, "Store the weights of norms as deviations from 1 (all but those inside a mixer)."
     )
-    experimental_attention_variant: str | None = shape_option(
-        None, "Attention of the layers that linear_attention_freq selects.", choices=("gated_delta_net",)
-    )
-    linear_attention_freq: str | None = shape_option(
+    mixer: Mixer | None = option(
         None,
-        "Layers with linear attention: N for attention in every N-th layer and linear attention in the others, or a "
-        "list with one entry per layer, such as ([1]*3+[0])*2 (1 for linear attention).",
+        "Kind and sizes of the layers that mix tokens otherwise than plain attention does (core.families).",
+        flag=CONFIG_JSON,
     )
-    linear_conv_kernel_dim: int = shape_option(4, "Tokens that the convolution of linear attention sees.", minimum=2)
-    linear_key_head_dim: int = shape_option(128, "Size of a key head of linear attention.", minimum=1)
-    linear_value_head_dim: int = shape_option(128, "Size of a value head of linear attention.", minimum=1)
-    linear_num_key_heads: int = shape_option(16, "Number of key heads of linear attention.", minimum=1)
-    linear_num_value_heads: int = shape_option(32, "Number of value heads of linear attention.", minimum=1)
-    gated_delta_rule_impl: str = option(
+    mixer_layer_freq: str | None = shape_option(
+        None,
+        "Layers with this mixer: N for attention in every N-th layer and the mixer in the others, or a list with one "
+        "entry per layer, such as ([1]*3+[0])*2 (1 for the mixer); default: all.",
+    )
+    recurrence_impl: str = option(
         "auto",
-        "Implementation of the gated delta rule: the kernels of flash-linear-attention (extra hybrid; a GPU, 16 bits), "
+        "Implementation of a mixer's recurrence: the kernels of flash-linear-attention (extra hybrid; a GPU, 16 bits), "
         "plain PyTorch (reference), or the kernels on a GPU in 16 bits and plain PyTorch elsewhere (auto).",
         choices=("auto", "fla", "reference"),
         flag=NO_FLAG,
@@ -260,8 +258,10 @@ class ModelConfig:
         if self.num_experts is not None and self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
         self.moe_layer_freq = str(self.moe_layer_freq)
-        if self.linear_attention_freq is not None:
-            self.linear_attention_freq = str(self.linear_attention_freq)
+        if isinstance(self.mixer, Mapping):  # as a checkpoint stores it
+            self.mixer = mixer_of(self.mixer)
+        if self.mixer_layer_freq is not None:
+            self.mixer_layer_freq = str(self.mixer_layer_freq)
         if self.lora_rank is not None:
             self.lora_alpha = float(self.lora_rank if self.lora_alpha is None else self.lora_alpha)
             self.lora_target_modules = list(self.lora_target_modules or self.lora_targets)
@@ -269,7 +269,7 @@ class ModelConfig:
     @property
     def lora_targets(self) -> tuple[str, ...]:
         """Names of the linear layers that can have adapters."""
-        return LORA_TARGETS + (RECURRENT_LORA_TARGETS if any(self.linear_attention_layers) else ())
+        return LORA_TARGETS + (tuple(self.mixer.projections(self.hidden_size)) if any(self.mixer_layers) else ())
 
     @property
     def moe_layers(self) -> list[bool]:
@@ -279,11 +279,11 @@ class ModelConfig:
         return parse_moe_layer_freq(self.moe_layer_freq, self.num_layers)
 
     @property
-    def linear_attention_layers(self) -> list[bool]:
-        """For each layer, whether it has linear attention instead of attention."""
-        if self.experimental_attention_variant is None or self.linear_attention_freq is None:
-            return [False] * self.num_layers
-        return parse_linear_attention_freq(self.linear_attention_freq, self.num_layers)
+    def mixer_layers(self) -> list[bool]:
+        """For each layer, whether it has ``mixer`` instead of attention."""
+        if self.mixer is None or self.mixer_layer_freq is None:
+            return [self.mixer is not None] * self.num_layers
+        return parse_mixer_layer_freq(self.mixer_layer_freq, self.num_layers)
 
     def padded_vocab_size(self, tensor_size: int = 1) -> int:
         """Rows of the embedding, divisible by ``tensor_size`` tensor-parallel ranks (Megatron's rule)."""

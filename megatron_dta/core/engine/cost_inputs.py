@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -33,17 +32,10 @@ def decoder_shape(config: TransformerConfig, vocab_size: int) -> DecoderShape:
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
         moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
         moe_layers=tuple(map(bool, config.moe_layer_freq)) if has_experts else (),
-        **_linear_attention(config),
+        mixer=config.mixer,
+        mixer_layers=config.mixer_layers,
+        attention_output_gate=config.attention_output_gate,
     )
-
-
-def _linear_attention(config: TransformerConfig) -> dict[str, Any]:
-    if config.experimental_attention_variant is None:
-        return {}
-    names = [field.name for field in fields(DecoderShape) if field.name.startswith("linear_")]
-    sizes = {name: getattr(config, name) for name in names if name != "linear_attention_layers"}
-    layers = tuple(map(bool, config.linear_attention_freq))
-    return sizes | dict(linear_attention_layers=layers, attention_output_gate=config.attention_output_gate)
 
 
 def why_not_predicted(model: TreeGPTModel) -> str | None:
@@ -68,7 +60,7 @@ def costs_of_gpu(
         return None
     gpu, _ = gpu_named(torch.cuda.get_device_name(parameter.device))
     size = config.tensor_model_parallel_size
-    is_plain = shape.num_experts is None and not any(shape.linear_attention_layers)
+    is_plain = shape.num_experts is None and shape.mixer is None
     direct = model.has_fused_layers and size == 1 and is_plain
     ranks, of_experts = config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
     is_16_bit = parameter.dtype.itemsize == 2

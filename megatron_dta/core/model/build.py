@@ -1,8 +1,8 @@
 """Builds the model: our settings -> Megatron's ``TransformerConfig`` and layer spec -> ``TreeGPTModel``.
 
 This file holds everything that depends on how Megatron-Core constructs a model, and on its versions (0.16.1 to 0.19).
-Support for another of Megatron's model classes needs changes here only. Experts, gated delta net, adapters, critics and
-Transformer Engine are imported where a model has them, so that a dense model loads none of them.
+Support for another of Megatron's model classes needs changes here only. Experts, other mixers than attention,
+adapters, critics and Transformer Engine are imported where a model has them, so that a dense model loads none of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.config.checks.mesh import check_context_parallel, check_tensor_parallel
 from megatron_dta.core.config.checks.model import check_batch_invariant, check_rotary
 from megatron_dta.core.extensions import TRANSFORMER_ENGINE
+from megatron_dta.core.families import part_of
 from megatron_dta.core.model.activation import steady_silu
 from megatron_dta.core.model.attention.core_attention import TreeAttention
-from megatron_dta.core.model.kernels import choose_fused_layers, choose_gated_delta_rule
+from megatron_dta.core.model.kernels import choose_fused_layers
 from megatron_dta.core.model.main_grad import use_main_grad, with_main_grad_layers
 from megatron_dta.core.model.parallel.mesh import initial_seed
 from megatron_dta.core.model.rotary import set_attention_factor, set_frequencies
@@ -88,7 +89,11 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     )
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     config = TransformerConfig(**{name: value for name, value in settings.items() if name in known})
-    # Not before, because Megatron-Core 0.16 refuses it beside gated delta net: its own layer does not support it.
+    config.mixer, config.mixer_layers = model.mixer, tuple(model.mixer_layers)
+    if any(model.mixer_layers) and not all(model.mixer_layers):
+        # Megatron stores layers that differ one by one.
+        config.linear_attention_freq = [int(has_mixer) for has_mixer in model.mixer_layers]
+    # Not before, because Megatron-Core 0.16 refuses it for some models.
     config.context_parallel_size = parallel.context_parallel_size
     # Nor this, which Megatron allows with Transformer Engine only.
     config.batch_invariant_mode = model.batch_invariant_mode
@@ -110,7 +115,7 @@ def _check(model: ModelConfig, parallel: ParallelConfig) -> None:
         from megatron_dta.core.config.checks.experts import check_experts
 
         check_experts(model, parallel)
-    if model.apply_layernorm_1p or model.attention_output_gate or model.experimental_attention_variant is not None:
+    if model.apply_layernorm_1p or model.attention_output_gate or model.mixer is not None:
         from megatron_dta.core.config.checks.hybrid import check_hybrid
 
         check_hybrid(model, parallel)
@@ -122,7 +127,7 @@ def _check(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _settings_of_parts(model: ModelConfig) -> dict[str, object]:
-    """The settings of Megatron's ``TransformerConfig`` for FP8, experts and gated delta net."""
+    """The settings of Megatron's ``TransformerConfig`` for FP8 and experts."""
     settings: dict[str, object] = {}
     if model.fp8_format is not None:
         from megatron_dta.core.config.checks.transformer_engine import DEFAULT_FP8_RECIPE
@@ -132,10 +137,6 @@ def _settings_of_parts(model: ModelConfig) -> dict[str, object]:
         from megatron_dta.core.model.experts.spec import expert_settings
 
         settings |= expert_settings(model)
-    if model.experimental_attention_variant is not None:
-        from megatron_dta.core.model.hybrid.gated_delta_net import hybrid_settings
-
-        settings |= hybrid_settings(model)
     return settings
 
 
@@ -166,24 +167,20 @@ def _pipeline_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str
     )
 
 
-def layer_spec(
-    model: ModelConfig, layer: int = 0, stock_parts: tuple[type | None, type | None] | None = None
-) -> ModuleSpec:
-    """Megatron's spec of layer ``layer`` (from 0), with our core attention, router and gated delta net.
+def layer_spec(model: ModelConfig, layer: int = 0, is_stock: bool = False, router: type | None = None) -> ModuleSpec:
+    """Megatron's spec of layer ``layer`` (from 0), with our core attention, router and mixer.
 
     Args:
-        stock_parts: (router, gated delta net) beside the stock attention instead: None for the stock router and for
-            our gated delta net.
+        is_stock: with the stock attention, ``router`` (None for the stock router) and the mixer's reference instead.
     """
-    router, recurrent = stock_parts or (None, None)
     if model.moe_layers[layer]:
         from megatron_dta.core.model.experts.router import TreeRouter
         from megatron_dta.core.model.experts.spec import expert_layer_spec
 
-        spec = expert_layer_spec(model, TreeRouter if stock_parts is None else router)
+        spec = expert_layer_spec(model, router if is_stock else TreeRouter)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
-    if stock_parts is None:
+    if not is_stock:
         spec.submodules.self_attention.submodules.core_attention = TreeAttention
     if model.attention_output_gate:
         from megatron_dta.core.model.hybrid.gated_attention import GatedSelfAttention
@@ -191,10 +188,10 @@ def layer_spec(
         spec.submodules.self_attention.module = GatedSelfAttention
     if model.apply_layernorm_1p:
         set_norms(spec, _norm(model, ParallelConfig()), model.qk_layernorm)
-    if model.linear_attention_layers[layer]:
-        from megatron_dta.core.model.hybrid.gated_delta_net import GatedDeltaNet, gated_delta_net_spec
-
-        spec.submodules.self_attention = gated_delta_net_spec(recurrent or GatedDeltaNet)
+    if model.mixer_layers[layer]:
+        spec.submodules.self_attention = part_of(model.mixer.kind, "layer").spec()
+        if is_stock:
+            spec.submodules.self_attention.module = part_of(model.mixer.kind, "reference").Plain
     return spec
 
 
@@ -281,8 +278,6 @@ def build_model(
         set_batch_invariant(True)
         if not fused:
             config.activation_func = steady_silu
-    is_hybrid = any(model.linear_attention_layers)
-    rule = choose_gated_delta_rule(model.gated_delta_rule_impl, model.params_dtype, device) if is_hybrid else None
     chunk_class, arguments = TreeGPTModel, model_arguments(model, parallel.tensor_model_parallel_size)
     if value_head:
         from megatron_dta.core.model.value_model import TreeValueModel
@@ -307,7 +302,7 @@ def build_model(
         model_chunks.append(chunk.to(device=device, dtype=model.params_dtype))
         if not parallel.no_gradient_accumulation_fusion:
             use_main_grad(chunk)
-        _finish_parts(chunk, model, rule)
+        _finish_parts(chunk, model, device)
         if model.lora_rank is not None:
             from megatron_dta.core.model.layers.lora import add_adapters
 
@@ -319,30 +314,26 @@ def build_model(
     return StagedModel(model_chunks)
 
 
-def _finish_parts(chunk: TreeGPTModel, model: ModelConfig, rule: object) -> None:
-    """What experts and gated delta net need once a chunk is on its device, in its dtype."""
+def _finish_parts(chunk: TreeGPTModel, model: ModelConfig, device: torch.device) -> None:
+    """What experts and another mixer need once a chunk is on its device, in its dtype."""
     if model.num_experts is not None:
         from megatron_dta.core.model.experts.router import keep_balance_in_float32
 
         keep_balance_in_float32(chunk)
-    if rule is not None:
-        from megatron_dta.core.model.hybrid.gated_delta_net import use_gated_delta_rule
-
-        use_gated_delta_rule(chunk, rule, chunk.has_fused_layers)
+    if model.mixer is not None:
+        part_of(model.mixer.kind, "layer").use_kernels(chunk, model, device)
 
 
-def build_stock_model(
-    model: ModelConfig, device: torch.device, router: type | None = None, recurrent: type | None = None
-) -> GPTModel:
+def build_stock_model(model: ModelConfig, device: torch.device, router: type | None = None) -> GPTModel:
     """Megatron's own ``GPTModel`` with its own attention: the reference that tree training must agree with.
 
-    Its parameters have the same names as those of ``build_model``, so both can load the same state dictionary.
+    Its parameters have the same names as those of ``build_model``, so both can load the same state dictionary. Another
+    mixer than attention is its family's reference.
 
     Args:
         router: replaces Megatron's router, which computes in float32 for every model dtype.
-        recurrent: gated delta net for whole sequences; Megatron's own needs a GPU.
     """
-    specs = [layer_spec(model, layer, (router, recurrent)) for layer in range(model.num_layers)]
+    specs = [layer_spec(model, layer, True, router) for layer in range(model.num_layers)]
     spec = TransformerBlockSubmodules(specs, _norm(model, ParallelConfig()))
     stock = GPTModel(transformer_config(model), spec, **model_arguments(model))
     set_frequencies(stock, model)

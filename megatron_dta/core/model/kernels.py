@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dta_kernels.recurrence.contract import Recurrence
-from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
 from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.config import ModelConfig
 
 
 def is_interpreted() -> bool:
@@ -61,8 +61,8 @@ def choose_fused_layers(impl: str, dtype: torch.dtype, device: torch.device) -> 
     return choose_triton("fused_layer_impl", impl, device, refusal)
 
 
-def choose_gated_delta_rule(impl: str, dtype: torch.dtype, device: torch.device) -> Recurrence:
-    """The implementation of ``gated_delta_rule_impl``.
+def choose_recurrence(model: ModelConfig, device: torch.device, plain: Recurrence, name: str) -> Recurrence:
+    """``plain`` or the library's function ``name``, as ``recurrence_impl`` says.
 
     Raises:
         InputError: "fla", or "auto" on a GPU in 16 bits, and the package is missing, too old, or compiled wrongly
@@ -70,10 +70,11 @@ def choose_gated_delta_rule(impl: str, dtype: torch.dtype, device: torch.device)
     """
     from dta_kernels.recurrence import library
 
-    has_kernels = device.type == "cuda" and dtype in library.DTYPES
+    impl = model.recurrence_impl
+    has_kernels = device.type == "cuda" and model.params_dtype in library.DTYPES
     if impl == "reference" or (impl == "auto" and not has_kernels):
-        return gated_delta_rule
-    flag, version = f"gated_delta_rule_impl {impl}", library.installed_version()
+        return plain
+    flag, version = f"recurrence_impl {impl}", library.installed_version()
     oldest = ".".join(map(str, library.OLDEST))
     fix = f"install it (pip install 'megatron_dta[hybrid]' or '{library.PACKAGE}>={oldest}') or give reference"
     if not has_kernels:
@@ -85,7 +86,7 @@ def choose_gated_delta_rule(impl: str, dtype: torch.dtype, device: torch.device)
     wrong = library.why_triton_is_wrong(torch.cuda.get_device_capability(device))
     if wrong is not None:
         raise InputError(f"{flag}: {library.PACKAGE}: {wrong}, or give reference")
-    return library.gated_delta_rule
+    return getattr(library, name)
 
 
 def draw_by_kernels(

@@ -1,6 +1,6 @@
 """Describes a decoder by its sizes and counts its parameters: on each rank of a mesh, and those a token passes through.
 
-The counts cover the layers that this package builds: attention or gated delta net, gated or plain feed-forward
+The counts cover the layers that this package builds: attention or another mixer of tokens, gated or plain feed-forward
 layers without biases, RMSNorm, optional norms of queries and keys, optional biases on queries, keys and values, and
 experts. A tensor group divides every matrix; norms and routers are replicated on its ranks.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.shapes.mixer import Mixer
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class DecoderShape:
 
     Attributes:
         moe_layers: whether each layer has experts; empty means all layers if ``num_experts`` is set, else none.
-        linear_attention_layers: whether each layer has gated delta net instead of attention; empty means none.
+        mixer: sizes of the mixer that some layers have instead of attention; None without such layers.
+        mixer_layers: whether each layer has it; empty means all layers if ``mixer`` is set.
         norm_epsilon, rotary_base, use_rope_scaling: do not affect the counts; used in the flags of a training command.
     """
 
@@ -63,12 +65,8 @@ class DecoderShape:
     moe_shared_expert_gate: bool = False
     moe_layers: tuple[bool, ...] = ()
     attention_output_gate: bool = False
-    linear_attention_layers: tuple[bool, ...] = ()
-    linear_conv_kernel_dim: int = 4
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
+    mixer: Mixer | None = None
+    mixer_layers: tuple[bool, ...] = ()
     norm_epsilon: float = 1e-5
     rotary_base: float = 10000.0
     use_rope_scaling: bool = False
@@ -86,12 +84,13 @@ class DecoderShape:
             )
         if not self.moe_layers:
             object.__setattr__(self, "moe_layers", (self.num_experts is not None,) * self.num_layers)
-        if not any(self.linear_attention_layers):
-            object.__setattr__(self, "linear_attention_layers", ())
-        if self.linear_attention_layers and len(self.linear_attention_layers) != self.num_layers:
-            raise InputError(
-                f"linear_attention_freq names {len(self.linear_attention_layers)} of {self.num_layers} layers"
-            )
+        if self.mixer is not None and not self.mixer_layers:
+            object.__setattr__(self, "mixer_layers", (True,) * self.num_layers)
+        if not any(self.mixer_layers):
+            object.__setattr__(self, "mixer_layers", ())
+            object.__setattr__(self, "mixer", None)
+        if self.mixer_layers and len(self.mixer_layers) != self.num_layers:
+            raise InputError(f"mixer_layer_freq names {len(self.mixer_layers)} of {self.num_layers} layers")
         if len(self.moe_layers) != self.num_layers:
             raise InputError(f"--moe-layer-freq names {len(self.moe_layers)} of {self.num_layers} layers")
         if self.num_experts is not None and self.moe_router_topk > self.num_experts:
@@ -106,7 +105,7 @@ class DecoderShape:
         values = {field.name: getattr(settings, field.name) for field in fields(cls)} | known
         if values["vocab_size"] is None:
             raise InputError("--vocab-size is needed to plan a run: without it the tokenizer would decide")
-        return cls(**values | {name: tuple(values[name]) for name in ("moe_layers", "linear_attention_layers")})
+        return cls(**values | {name: tuple(values[name]) for name in ("moe_layers", "mixer_layers")})
 
     @property
     def query_width(self) -> int:
@@ -126,55 +125,39 @@ class DecoderShape:
 
     @property
     def num_attention_layers(self) -> int:
-        return self.num_layers - sum(self.linear_attention_layers)
+        return self.num_layers - sum(map(self.is_recurrent, range(self.num_layers)))
 
     def attention_share(self, layers: Sequence[int] | None = None) -> float:
         """Share of ``layers`` that have attention; of all layers if None or empty."""
-        with_attention = [not self.is_linear(layer) for layer in layers or range(self.num_layers)]
+        with_attention = [not self.is_recurrent(layer) for layer in layers or range(self.num_layers)]
         return sum(with_attention) / len(with_attention)
 
     @property
-    def linear_channels(self) -> int:
-        """Channels of queries, keys and values of gated delta net, which its convolution filters."""
-        return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.linear_width
+    def recurrent_operations(self) -> int:
+        """Operations of the forward for a token in the recurrences of all layers, without products with weights."""
+        return sum(self.mixer_layers) * self.mixer.token_operations if self.mixer is not None else 0
 
     @property
-    def linear_width(self) -> int:
-        """Channels of all value heads of gated delta net."""
-        return self.linear_num_value_heads * self.linear_value_head_dim
+    def recurrent_channels(self) -> int:
+        """Channels of the convolution of layers with a recurrence."""
+        return self.mixer.rows[1] if self.mixer is not None else 0
 
     @property
-    def linear_state(self) -> int:
-        """Numbers in the state of a layer with gated delta net."""
-        return self.linear_width * self.linear_key_head_dim
+    def recurrent_exchanged(self) -> int:
+        """Channels that context ranks exchange for a token of a layer with a recurrence."""
+        return sum(self.mixer.exchanged) if self.mixer is not None else 0
 
-    @property
-    def linear_exchanged(self) -> int:
-        """Channels that context ranks exchange for a token of a layer of gated delta net, inputs and output."""
-        return self.linear_channels + 2 * self.linear_num_value_heads + self.linear_width
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer keeps states at forks instead of keys and values."""
+        return self.has_mixer(layer) and self.mixer.is_recurrent
 
-    @property
-    def linear_attention_weights(self) -> int:
-        """Matrix entries of the gated delta net of a layer that has it."""
-        inputs = self.linear_channels + self.linear_width + 2 * self.linear_num_value_heads
-        return self.hidden_size * (inputs + self.linear_width)
-
-    @property
-    def linear_token_operations(self) -> int:
-        """Operations of the forward for a token in the gated delta net of all layers, without products with weights.
-
-        A token reads the state twice and updates it once, each a product with a key or query. The convolution is added.
-        """
-        of_layer = 6 * self.linear_state + 2 * self.linear_conv_kernel_dim * self.linear_channels
-        return sum(self.linear_attention_layers) * of_layer
-
-    def is_linear(self, layer: int) -> bool:
-        """Whether a layer has gated delta net instead of attention."""
-        return bool(self.linear_attention_layers) and self.linear_attention_layers[layer]
+    def has_mixer(self, layer: int) -> bool:
+        """Whether a layer has ``mixer`` instead of attention."""
+        return bool(self.mixer_layers) and self.mixer_layers[layer]
 
     def mixer_weights(self, layer: int) -> int:
-        """Matrix entries of a layer's attention or gated delta net."""
-        return self.linear_attention_weights if self.is_linear(layer) else self.attention_weights
+        """Matrix entries of a layer's attention or other mixer."""
+        return self.mixer.weights(self.hidden_size) if self.has_mixer(layer) else self.attention_weights
 
     @property
     def expert_width(self) -> int:
@@ -189,19 +172,18 @@ class DecoderShape:
 
     def kinds(self, layers: Sequence[int]) -> list[tuple[int, int]]:
         """(index of a layer, number of such layers) for the ``layers`` without and with experts, each with attention or
-        with gated delta net.
+        with the other mixer.
         """
         by_kind: dict[tuple[bool, bool], list[int]] = {}
         for layer in layers:
-            by_kind.setdefault((self.moe_layers[layer], self.is_linear(layer)), []).append(layer)
+            by_kind.setdefault((self.moe_layers[layer], self.has_mixer(layer)), []).append(layer)
         return [(by_kind[kind][0], len(by_kind[kind])) for kind in sorted(by_kind)]
 
     def layer_parameters(self, layer: int, tensor: int = 1, experts: int = 1, expert_tensor: int = 1) -> RankParameters:
         """Parameters of a layer (from 0) on one rank."""
-        if self.is_linear(layer):
-            undivided = 2 * self.hidden_size + self.linear_value_head_dim
-            divided = self.linear_attention_weights + self.linear_conv_kernel_dim * self.linear_channels
-            divided += 2 * self.linear_num_value_heads
+        if self.has_mixer(layer):
+            divided, undivided = self.mixer.vectors
+            divided, undivided = divided + self.mixer.weights(self.hidden_size), undivided + 2 * self.hidden_size
         else:
             undivided = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
             divided = self.attention_weights + (self.query_width + 2 * self.kv_width) * self.add_qkv_bias
@@ -273,13 +255,3 @@ def context_refusal(tensor: int, context: int, num_heads: int, num_kv_heads: int
         f"product must be a divisor of --num-query-groups {num_kv_heads}, or a multiple of it that divides "
         f"--num-attention-heads {num_heads}"
     )
-
-
-def linear_heads_refusal(tensor: int, context: int, key_heads: int, value_heads: int) -> str | None:
-    """Why the heads of linear attention cannot be divided over tensor and context ranks; None if they can."""
-    for flag, count in (("linear_num_key_heads", key_heads), ("linear_num_value_heads", value_heads)):
-        if count % (tensor * context):
-            sizes = (("--tensor-model-parallel-size", tensor), ("--context-parallel-size", context))
-            flags = " x ".join(f"{name} {size}" for name, size in sizes if size > 1)
-            return f"{flags} does not divide {flag} {count}; lower it to a divisor of {count}"
-    return None

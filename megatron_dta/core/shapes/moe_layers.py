@@ -1,4 +1,4 @@
-"""Parses Megatron's notations for the layers that have experts or linear attention, without calling ``eval``."""
+"""Parses Megatron's notations for the layers that have experts or another mixer, without calling ``eval``."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def parse_moe_layer_freq(text: str, num_layers: int) -> list[bool]:
     return _entries(f"--moe-layer-freq {text}", text, num_layers, lambda layer, every: layer % every == 0, forms, none)
 
 
-def parse_linear_attention_freq(text: str, num_layers: int) -> list[bool]:
-    """For each layer, whether it has linear attention.
+def parse_mixer_layer_freq(text: str, num_layers: int) -> list[bool]:
+    """For each layer, whether it has the mixer that is not attention.
 
     Args:
-        text: "N" for attention in every N-th layer (the N-th, the 2 N-th, ...) and linear attention in the others, or a
-            list of 1 (linear attention) and 0, as in ``parse_moe_layer_freq``.
+        text: "N" for attention in every N-th layer (the N-th, the 2 N-th, ...) and the mixer in the others, or a list
+            of 1 (the mixer) and 0, as in ``parse_moe_layer_freq``.
 
     Raises:
         InputError: the text is neither, or the length of the list is not ``num_layers``.
     """
     forms = "a number N for attention in every N-th layer, or a list of 0 and 1 like ([1]*3+[0])*2"
-    none = "no layer has linear attention; leave experimental_attention_variant out"
-    flag_and_value = f"linear_attention_freq {text}"
+    none = "no layer has the mixer; leave mixer out"
+    flag_and_value = f"mixer_layer_freq {text}"
     return _entries(flag_and_value, text, num_layers, lambda layer, every: (layer + 1) % every != 0, forms, none)
 
 

@@ -108,12 +108,12 @@ def elementwise_channels(shape: DecoderShape, layer: int) -> tuple[float, float,
         # Tokens are permuted into the order of their experts and back.
         hidden += shape.moe_router_topk * shape.hidden_size / 2
     attention = shape.query_width + 2 * shape.kv_width
-    if shape.is_linear(layer):
+    if shape.is_recurrent(layer):
         # The rule was measured against another share of the memory's bandwidth.
         rule = sum(RULE_PASSES) * Cluster.hbm_share / MEMORY_SHARE
         return (
             passes["hidden"] * hidden,
-            (3 * LINEAR_PASSES + rule) * shape.linear_channels,
+            (3 * LINEAR_PASSES + rule) * shape.recurrent_channels,
             passes["ffn"] * shape.layer_width(layer),
         )
     return passes["hidden"] * hidden, passes["attention"] * attention, passes["ffn"] * shape.layer_width(layer)

@@ -10,7 +10,7 @@ from itertools import product
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.pipeline.layers import layers_per_stage
-from megatron_dta.core.shapes.decoder import DecoderShape, context_refusal, linear_heads_refusal
+from megatron_dta.core.shapes.decoder import DecoderShape, context_refusal
 from megatron_dta.core.shapes.run_mesh import RunMesh
 from megatron_dta.extras.capacity.cluster import Cluster
 
@@ -94,8 +94,8 @@ def make_mesh(shape: DecoderShape, num_gpus: int, sizes: MeshSizes | None = None
             f"--num-gpus {num_gpus}"
         )
     refusal = context_refusal(tensor, context, shape.num_attention_heads, shape.num_query_groups)
-    if refusal is None and shape.linear_attention_layers:
-        refusal = linear_heads_refusal(tensor, context, shape.linear_num_key_heads, shape.linear_num_value_heads)
+    if refusal is None and shape.mixer is not None:
+        refusal = shape.mixer.heads_refusal(tensor, context)
     if refusal is not None:
         raise InputError(refusal)
     divided = {

@@ -10,11 +10,11 @@ from typing import Any
 from rich.table import Table
 
 from megatron_dta.common.console import Console
-from megatron_dta.common.named_shapes import HUB_NAMES, SHAPES
 from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.core.planning.step.flops import StepCounts
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.extras.capacity.search import Planner, Prediction
+from megatron_dta.families.named_shapes import HUB_NAMES, SHAPES
 
 MEMORY_NAMES = {"keys_values": "K, V, dK, dV of paths", "workspace": "workspace, communication"}
 TIME_NAMES = {

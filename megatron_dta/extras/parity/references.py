@@ -20,7 +20,6 @@ from megatron_dta.core.objectives.weights import loss_weights
 from megatron_dta.core.planning.step.sample import FIELDS, TrainingSample
 from megatron_dta.extras.parity.merged_adapters import load_merged, unmerged_name
 from megatron_dta.extras.parity.outcome import Outcome
-from megatron_dta.extras.parity.plain_gated_delta_net import PlainGatedDeltaNet
 from megatron_dta.extras.parity.plain_router import PlainRouter
 
 Objective = Callable[[Tensor, Tensor, LossFields], TokenLosses]
@@ -43,7 +42,7 @@ def run_stock(
     device = next(iter(weights.values())).device
     # No recomputation: the auxiliary losses of a forward that runs again in the backward would come too late.
     kept = replace(model, recompute_granularity=None)
-    stock = build_stock_model(kept, device, PlainRouter, PlainGatedDeltaNet)
+    stock = build_stock_model(kept, device, PlainRouter)
     if model.lora_rank is None:
         stock.load_state_dict(weights)
     else:

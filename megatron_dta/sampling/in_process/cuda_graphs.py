@@ -281,10 +281,8 @@ class DecodeSteps:
                 self._layer_rows,
             )
             if self._state_rows:
-                positions = static.context.position_ids
-                static.context.path_states = SteppedStates(
-                    self._state_addresses, self._state_rows, static.state_slots, positions
-                )
+                arrays = self._state_addresses, self._state_rows, static.state_slots, static.context.position_ids
+                static.context.path_states = SteppedStates(self._model.config.mixer.kind, *arrays)
             self.captures += 1
             model, hidden = self._model.model_chunks[chunk], None
             if not model.pre_process:

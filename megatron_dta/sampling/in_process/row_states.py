@@ -98,7 +98,7 @@ class RowStates:
         self._model = model
         self._layers = {number: shape for part in model.model_chunks for number, shape in part.recurrent_layers.items()}
         # Ranks of a pipeline without such layers schedule like the others.
-        self.is_used = model.config.experimental_attention_variant is not None
+        self.is_used = model.config.mixer is not None and model.config.mixer.is_recurrent
         self.scheduler = StateScheduler if self.is_used else Scheduler
         self.clear()
 
@@ -131,7 +131,8 @@ class RowStates:
         uses_kernels, states = self._model.model_chunks[0].has_fused_layers, self._states
         if uses_kernels and counts.max() == 1 and not len(tentative):
             on_device = upload([slots, starts], states.device)
-            context.path_states = SteppedStates(states.addresses, states.layer_rows, *on_device)
+            kind = self._model.config.mixer.kind
+            context.path_states = SteppedStates(kind, states.addresses, states.layer_rows, *on_device)
             return
         context.path_states = PassStates(states, slots, starts, counts, uses_kernels, tentative.tolist())
         self._tentative = (context.path_states, [rows[i] for i in tentative]) if len(tentative) else None

@@ -21,8 +21,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.common.files import replace_text
 from megatron_dta.core.config import ModelConfig, ParallelConfig
@@ -45,7 +43,7 @@ from megatron_dta.training.checkpoint.random_state import capture_random_state, 
 from megatron_dta.training.checkpoint.reader import check_files, read_checkpoint, read_common, saved_settings
 from megatron_dta.training.checkpoint.writer import CheckpointWrite, on_rank0
 from megatron_dta.training.config import TrainConfig
-from megatron_dta.training.config.train import settings_by_flag
+from megatron_dta.training.config.train import settings_by_flag, stored
 from megatron_dta.training.optimizer.build import TrainingOptimizer
 
 REFERENCE = "reference"
@@ -363,8 +361,7 @@ def _check_same_model(
             continue
         if setting.name.startswith("lora_") and not with_adapters:
             continue
-        flag, value = flag_of(setting), getattr(model, setting.name)
-        value = str(value) if isinstance(value, torch.dtype) else value
+        flag, value = flag_of(setting), stored(getattr(model, setting.name))
         if flag in saved and saved[flag] != value:
             name = "the dtype (--bf16)" if setting.name == "params_dtype" else flag
             raise InputError(f"{path}: checkpoint of another model: {name} is {saved[flag]} there and {value} here")

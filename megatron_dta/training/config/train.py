@@ -12,6 +12,7 @@ from megatron_dta.core.config.objective import CriticConfig, ObjectiveConfig
 from megatron_dta.core.config.options import flag_of
 from megatron_dta.core.config.parallel import ParallelConfig
 from megatron_dta.core.config.tree import TreeConfig
+from megatron_dta.core.shapes.mixer import Mixer
 from megatron_dta.sampling.config.sampling import EnvironmentConfig, FilterConfig, RewardConfig, SamplingConfig
 from megatron_dta.sampling.config.speculation import SpeculationConfig
 from megatron_dta.sampling.config.treepo import TreePOConfig
@@ -62,8 +63,11 @@ def settings_of(config: TrainConfig) -> Iterator[tuple[str, Field, Any]]:
 
 def settings_by_flag(config: TrainConfig) -> dict[str, Any]:
     """Flag -> value for every setting, as it is stored: without credentials, other objects as strings."""
-    plain = (type(None), bool, int, float, str, list)
-    return {
-        flag_of(setting): redacted_values(value if isinstance(value, plain) else str(value))
-        for _, setting, value in settings_of(config)
-    }
+    return {flag_of(setting): redacted_values(stored(value)) for _, setting, value in settings_of(config)}
+
+
+def stored(value: Any) -> Any:
+    """A value as a checkpoint has it."""
+    if isinstance(value, Mixer):
+        return value.settings
+    return value if isinstance(value, type(None) | bool | int | float | str | list) else str(value)

@@ -42,6 +42,7 @@ from megatron_dta.training.checkpoint.frozen_base import base_of
 from megatron_dta.training.checkpoint.integrity import check_checkpoint, check_parts, checksums_of, write_checksums
 from megatron_dta.training.checkpoint.reader import READ_ERRORS, read_common, saved_settings, unreadable
 from megatron_dta.training.checkpoint.restricted_pickle import read_metadata
+from megatron_dta.training.config.train import stored
 from megatron_dta.training.huggingface.config.config import architecture, read_hf_config, settings_from_hf
 from megatron_dta.training.huggingface.config.end_token import name_end_token
 from megatron_dta.training.huggingface.files import SafetensorsFolder, prefix_in, write_file
@@ -354,7 +355,7 @@ def model_of_checkpoint(path: Path, template: Path) -> ModelConfig:
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}: its settings name LoRA adapters that cannot be ({error})") from error
     for setting in fields(ModelConfig):
-        flag, here = flag_of(setting), getattr(model, setting.name)
+        flag, here = flag_of(setting), stored(getattr(model, setting.name))
         saved_value = saved.get(flag, here)
         if setting.name in settings and setting.name not in _FREE_SETTINGS and saved_value != here:
             raise InputError(f"{path}: is of another model: {flag} is {saved_value} there and {here} by {template}")

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from itertools import chain
 
 from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.families import FOLDERS, part_of
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.training.huggingface.parameters import (
     PREFIX,
@@ -20,9 +21,7 @@ from megatron_dta.training.huggingface.parameters import (
     Parameter,
     Sharding,
     concatenated_blocks,
-    gated_head_group_blocks,
     head_group_blocks,
-    interleaved_blocks,
 )
 
 
@@ -37,28 +36,15 @@ class ModelShape(DecoderShape):
         unit = self.make_vocab_size_divisible_by * tensor_size
         return -(-self.vocab_size // unit) * unit
 
-    @property
-    def recurrent_sections(self) -> dict[str, int]:
-        """Rows of the sections of gated delta net's input projection, in Megatron's order."""
-        keys, width = self.linear_num_key_heads * self.linear_key_head_dim, self.linear_width
-        heads = self.linear_num_value_heads
-        return {"query": keys, "key": keys, "value": width, "z": width, "beta": heads, "alpha": heads}
-
     def size_of(self, dimension: str) -> int:
         """The size of a dimension that the tables name."""
-        sections, shared = self.recurrent_sections, self.moe_shared_expert_intermediate_size or 0
+        shared = self.moe_shared_expert_intermediate_size or 0
         sizes = {
             "hidden": self.hidden_size,
             "head": self.kv_channels,
             "query": self.query_width,
             "query_key_value": self.query_width + 2 * self.kv_width,
             "gated_query_key_value": 2 * (self.query_width + self.kv_width),
-            "recurrent": sum(sections.values()),
-            "filters": sections["query"] + sections["key"] + sections["value"],
-            "filter_width": self.linear_conv_kernel_dim,
-            "recurrent_values": sections["value"],
-            "recurrent_head": self.linear_value_head_dim,
-            "recurrent_heads": self.linear_num_value_heads,
             "feed_forward": self.ffn_hidden_size,
             "gate_up": 2 * self.ffn_hidden_size,
             "expert": self.expert_width,
@@ -69,7 +55,9 @@ class ModelShape(DecoderShape):
             "one": 1,
             "vocabulary": self.vocab_size,
         }
-        return sizes[dimension]
+        if dimension in sizes:
+            return sizes[dimension]
+        return part_of(self.mixer.kind, "huggingface").dimensions(self.mixer)[dimension]
 
 
 class Place(Enum):
@@ -78,7 +66,7 @@ class Place(Enum):
     EMBEDDING = "before the layers"
     LAYER = "every layer"
     ATTENTION = "layers with attention"
-    RECURRENT = "layers with gated delta net"
+    MIXER = "layers with the mixer that is not attention"
     DENSE = "layers without experts"
     MIXTURE = "layers with experts"
     EXPERT = "every expert of a layer"
@@ -93,7 +81,7 @@ class Rule:
     Attributes:
         arrangement: function that returns the blocks for the tensors' names; None for one tensor, the rows of query,
             key and value, or a stack.
-        sections: names of the ``recurrent_sections`` that ranks divide.
+        sections: dimensions that ranks divide one by one.
     """
 
     part: Place
@@ -115,12 +103,12 @@ class Rule:
         return concatenated_blocks(names, (rows // len(names),) * len(names))
 
 
-def _query_key_value(kind: str, dimensions: tuple[str, ...]) -> Rule:
+def query_key_value(kind: str, dimensions: tuple[str, ...]) -> Rule:
     tensors = tuple(f"self_attn.{part}_proj.{kind}" for part in "qkv")
     return Rule(Place.ATTENTION, f"self_attention.linear_qkv.{kind}", tensors, dimensions, Sharding.ROWS)
 
 
-def _feed_forward(part: Place, megatron: str, gate: str, up: str, down: str, width: str, gate_up: str) -> list[Rule]:
+def feed_forward(part: Place, megatron: str, gate: str, up: str, down: str, width: str, gate_up: str) -> list[Rule]:
     first, second = (f"{megatron}linear_fc{number}.weight" for number in (1, 2))
     both = (f"{gate}.weight", f"{up}.weight")
     return [
@@ -147,7 +135,7 @@ ATTENTION = [
         ("input_layernorm.weight",),
         ("hidden",),
     ),
-    _query_key_value("weight", ("query_key_value", "hidden")),
+    query_key_value("weight", ("query_key_value", "hidden")),
     Rule(
         Place.ATTENTION,
         "self_attention.linear_proj.weight",
@@ -162,96 +150,30 @@ ATTENTION = [
         ("hidden",),
     ),
 ]
-QUERY_KEY_VALUE_BIAS = [_query_key_value("bias", ("query_key_value",))]
+QUERY_KEY_VALUE_BIAS = [query_key_value("bias", ("query_key_value",))]
 QUERY_KEY_NORM = [
     Rule(Place.ATTENTION, "self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head",)),
     Rule(Place.ATTENTION, "self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head",)),
 ]
 
 
-def _gated_query_key_value(shape: ModelShape, names: tuple[str, ...]) -> tuple[Block, ...]:
-    per_group = shape.num_attention_heads // shape.num_query_groups
-    return gated_head_group_blocks(names, shape.num_query_groups, per_group, shape.kv_channels)
+DENSE = feed_forward(Place.DENSE, "mlp.", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "feed_forward", "gate_up")
 
 
-def _by_head(shape: ModelShape, names: tuple[str, ...]) -> tuple[Block, ...]:
-    """Qwen3-Next's input projection of gated delta net: the parts of a key head are adjacent."""
-    rows = tuple(shape.recurrent_sections.values())
-    return interleaved_blocks(names, (rows[:4], rows[4:]), shape.linear_num_key_heads)
-
-
-def _by_section(shape: ModelShape, names: tuple[str, ...]) -> tuple[Block, ...]:
-    """Qwen3.5's: query, key and value of all heads in one tensor, then one tensor each."""
-    query, key, value, *rest = shape.recurrent_sections.values()
-    return concatenated_blocks(names, (query + key + value, *rest))
-
-
-def hybrid_layers(fused: bool) -> list[Rule]:
-    """Norms, gated attention and gated delta net; ``fused`` is for Qwen3-Next, whose projections are two tensors."""
-    norms = [rule for rule in ATTENTION if rule.part is Place.LAYER]
-    attention = [rule for rule in ATTENTION if rule.megatron == "self_attention.linear_proj.weight"]
-    gated = _query_key_value("weight", ("gated_query_key_value", "hidden"))
-    parts = ("in_proj_qkvz", "in_proj_ba") if fused else ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    sections, filters = ("query", "key", "value", "z", "beta", "alpha"), ("query", "key", "value")
-
-    def recurrent(megatron: str, huggingface: tuple[str, ...], shape: tuple[str, ...], *options: Any) -> Rule:
-        names = tuple(f"linear_attn.{name}" for name in huggingface)
-        return Rule(Place.RECURRENT, f"self_attention.{megatron}", names, shape, *options)
-
-    return [
-        *norms,
-        replace(gated, arrangement=_gated_query_key_value),
-        *attention,
-        *QUERY_KEY_NORM,
-        replace(
-            recurrent(
-                "in_proj.weight",
-                tuple(f"{part}.weight" for part in parts),
-                ("recurrent", "hidden"),
-                Sharding.SECTION_ROWS,
-            ),
-            arrangement=_by_head if fused else _by_section,
-            sections=sections,
-        ),
-        replace(
-            recurrent("conv1d.weight", ("conv1d.weight",), ("filters", "filter_width"), Sharding.SECTION_ROWS),
-            sections=filters,
-        ),
-        recurrent("dt_bias", ("dt_bias",), ("recurrent_heads",), Sharding.ROWS),
-        recurrent("A_log", ("A_log",), ("recurrent_heads",), Sharding.ROWS),
-        recurrent("out_norm.weight", ("norm.weight",), ("recurrent_head",)),
-        recurrent("out_proj.weight", ("out_proj.weight",), ("hidden", "recurrent_values"), Sharding.COLUMNS),
-    ]
-
-
-DENSE = _feed_forward(Place.DENSE, "mlp.", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "feed_forward", "gate_up")
-
-
-def _mixture(module: str, gate: str, up: str, down: str) -> list[Rule]:
+def mixture(module: str, gate: str, up: str, down: str) -> list[Rule]:
     router = Rule(Place.MIXTURE, "mlp.router.weight", (f"{module}.gate.weight",), ("experts", "hidden"))
     expert = module + ".experts.{expert}."
     names = (expert + gate, expert + up, expert + down)
     return [
         router,
-        *_feed_forward(Place.EXPERT, "mlp.experts.local_experts.{expert}.", *names, "expert", "expert_gate_up"),
+        *feed_forward(Place.EXPERT, "mlp.experts.local_experts.{expert}.", *names, "expert", "expert_gate_up"),
     ]
 
 
-SHARED_MIXTURE = [
-    *_mixture("mlp", "gate_proj", "up_proj", "down_proj"),
-    *_feed_forward(
-        Place.MIXTURE,
-        "mlp.shared_experts.",
-        *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
-        "shared_experts",
-        "shared_gate_up",
-    ),
-    Rule(Place.MIXTURE, "mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), ("one", "hidden")),
-]
 ARCHITECTURES: dict[str, list[Rule]] = {
     "LlamaForCausalLM": [*OUTSIDE_LAYERS, *ATTENTION, *DENSE],
     "MistralForCausalLM": [*OUTSIDE_LAYERS, *ATTENTION, *DENSE],
-    "MixtralForCausalLM": [*OUTSIDE_LAYERS, *ATTENTION, *_mixture("block_sparse_moe", "w1", "w3", "w2")],
+    "MixtralForCausalLM": [*OUTSIDE_LAYERS, *ATTENTION, *mixture("block_sparse_moe", "w1", "w3", "w2")],
     "Qwen2ForCausalLM": [*OUTSIDE_LAYERS, *ATTENTION, *QUERY_KEY_VALUE_BIAS, *DENSE],
     "Qwen3ForCausalLM": [*OUTSIDE_LAYERS, *ATTENTION, *QUERY_KEY_NORM, *DENSE],
     "Qwen3MoeForCausalLM": [
@@ -259,11 +181,8 @@ ARCHITECTURES: dict[str, list[Rule]] = {
         *ATTENTION,
         *QUERY_KEY_NORM,
         *DENSE,
-        *_mixture("mlp", "gate_proj", "up_proj", "down_proj"),
+        *mixture("mlp", "gate_proj", "up_proj", "down_proj"),
     ],
-    "Qwen3NextForCausalLM": [*OUTSIDE_LAYERS, *hybrid_layers(fused=True), *DENSE, *SHARED_MIXTURE],
-    "Qwen3_5ForCausalLM": [*OUTSIDE_LAYERS, *hybrid_layers(fused=False), *DENSE],
-    "Qwen3_5MoeForCausalLM": [*OUTSIDE_LAYERS, *hybrid_layers(fused=False), *SHARED_MIXTURE],
 }
 
 
@@ -273,11 +192,13 @@ def rules_of(architecture: str) -> list[Rule]:
     Raises:
         InputError: the architecture is not supported.
     """
-    if architecture not in ARCHITECTURES:
-        raise InputError(
-            f"the architecture {architecture} cannot be converted; supported are {', '.join(ARCHITECTURES)}"
-        )
-    return ARCHITECTURES[architecture]
+    if architecture in ARCHITECTURES:
+        return ARCHITECTURES[architecture]
+    for kind, names in FOLDERS.items():
+        if architecture in names:
+            return part_of(kind, "huggingface").RULES[architecture]
+    known = ", ".join([*ARCHITECTURES, *chain(*FOLDERS.values())])
+    raise InputError(f"the architecture {architecture} cannot be converted; supported are {known}")
 
 
 def parameters_of(architecture: str, shape: ModelShape, prefix: str = PREFIX) -> list[Parameter]:
@@ -309,7 +230,7 @@ def _parameters(rules: list[Rule], shape: ModelShape) -> list[Parameter]:
     parameters = [_parameter(rule, shape) for rule in rules if rule.part is Place.EMBEDDING]
     for layer in range(shape.num_layers):
         mixture = shape.moe_layers[layer]
-        attention = Place.RECURRENT if shape.is_linear(layer) else Place.ATTENTION
+        attention = Place.MIXER if shape.has_mixer(layer) else Place.ATTENTION
         kinds = {Place.LAYER, attention, Place.MIXTURE if mixture else Place.DENSE}
         parameters += [_parameter(rule, shape, layer) for rule in rules if rule.part in kinds]
         for expert in range(shape.num_experts or 0) if mixture else ():
@@ -332,8 +253,8 @@ def _parameter(rule: Rule, shape: ModelShape, layer: int | None = None, expert: 
         blocks=rule.blocks(shape, lambda name: tensor_prefix + numbered(name)),
         layer=layer,
         expert=expert,
-        sections=tuple(shape.recurrent_sections[section] for section in rule.sections),
-        is_filter=rule.shape == ("filters", "filter_width"),
+        sections=tuple(map(shape.size_of, rule.sections)),
+        is_filter="filter_width" in rule.shape,
     )
 
 

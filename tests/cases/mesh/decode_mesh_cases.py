@@ -41,7 +41,7 @@ def reference(dtype: torch.dtype, **changes: Any) -> tuple[ModelConfig, Weights,
     """A model on one GPU: its configuration and weights, and itself."""
     shape = GROUPED | changes
     model = make_model(3, dtype, **shape)
-    if "experimental_attention_variant" in changes:
+    if "mixer" in changes:
         with torch.no_grad():
             spread(dict(model.named_parameters()), 3)
     weights = {name: parameter.detach().cpu() for name, parameter in named_parameters(model).items()}
@@ -78,7 +78,7 @@ def compare(
 ) -> list[dict]:
     """Every job samples what one GPU samples, in float32; returns the samples and statistics of all ranks."""
     config, weights, model = reference(torch.float32, **changes)
-    tolerance = TOLERANCE_OF_STATES if "experimental_attention_variant" in changes else TOLERANCE
+    tolerance = TOLERANCE_OF_STATES if "mixer" in changes else TOLERANCE
     expected = run_forest(started(model, params, attention_impl="reference"), DRIVE)
     ranks = run_on_ranks(_samples_on_rank, (config, weights, jobs, params), world_size, folder, "nccl", LONGEST_S)
     for name, job in jobs.items():

@@ -27,10 +27,8 @@ from megatron_dta.extras.parity.outcome import Outcome
 from tree_engine_cases import GRPO, TEMPERATURE, VOCABULARY, model_config, tree_config, weights_of
 
 SFT = make_objective(ObjectiveConfig(objective="sft"))
-SIZES = dict(
-    hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, kv_channels=16, linear_key_head_dim=16,
-    linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, max_position_embeddings=512,
-)  # fmt: skip
+SIZES = dict(hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, kv_channels=16, max_position_embeddings=512)
+HEADS = dict(linear_key_head_dim=16, linear_value_head_dim=16)
 
 
 def test_a_comb_of_many_forks_within_a_limit_has_the_same_gradients() -> None:
@@ -67,14 +65,15 @@ def test_a_comb_of_many_forks_within_a_limit_has_the_same_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "dtype", "more"),
+    ("layers", "dtype", "more", "heads"),
     [
-        ("[1,0]", torch.float64, dict(linear_num_value_heads=8)),
-        ("[1,0]", torch.bfloat16, dict(linear_key_head_dim=48, kv_channels=24)),
+        ("[1,0]", torch.float64, {}, dict(linear_num_value_heads=8)),
+        ("[1,0]", torch.bfloat16, dict(kv_channels=24), dict(linear_key_head_dim=48)),
     ],
 )
-def test_no_op_holds_more_than_is_counted(layers: str, dtype: torch.dtype, more: dict[str, int]) -> None:
-    settings = HYBRID | SIZES | more | dict(num_layers=layers.count(",") + 1, linear_attention_freq=layers)
+def test_no_op_holds_more_than_is_counted(layers: str, dtype: torch.dtype, more: dict, heads: dict) -> None:
+    shape = dict(num_layers=layers.count(",") + 1, mixer_layer_freq=layers)
+    settings = HYBRID | SIZES | more | shape | dict(mixer=replace(HYBRID["mixer"], **HEADS | heads))
     model, tokens = model_config(dtype, **settings), 256
     wrapped = Wrapped(model, weights_of(model, seed=3), DIRECT)
     engine, rng, tree = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16), seed_all(4), tree_config("dta", tokens)

@@ -12,12 +12,14 @@ pytest.importorskip("triton")
 
 from conftest import seed_all
 from dta_kernels.recurrence import library, reference
+from dta_kernels.recurrence.contract import Recurrence
 from dta_kernels.recurrence.decode_kernels import convolution_step, delta_step
+from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
 from dta_kernels.recurrence.head_norms import gated_norm, unit_heads
 from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution, short_convolution_gradients
 from hybrid_cases import HYBRID, spread
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model import kernels as model_kernels
+from megatron_dta.core.model.kernels import choose_recurrence
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_tree
 from tree_engine_cases import GRPO, branching_sequences, model_config, tree_config, weights_of
 from triton_device import interpreter
@@ -113,7 +115,11 @@ def test_a_hybrid_model_on_fused_layers_equals_the_plain_one():
 
 def test_missing_and_old_libraries_are_refused_in_one_line(monkeypatch):
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    choose = model_kernels.choose_gated_delta_rule
+
+    def choose(impl: str, dtype: torch.dtype, device: torch.device) -> Recurrence:
+        model = model_config(dtype, **HYBRID, recurrence_impl=impl)
+        return choose_recurrence(model, device, gated_delta_rule, "gated_delta_rule")
+
     assert choose("auto", torch.bfloat16, cpu) is choose("auto", torch.float32, cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for version, spec, triton, message in (
@@ -129,7 +135,7 @@ def test_missing_and_old_libraries_are_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(library, "_triton_version", lambda: "3.7.1")
     assert choose("auto", torch.bfloat16, cuda) is library.gated_delta_rule
     assert choose("reference", torch.bfloat16, cuda) is not library.gated_delta_rule
-    with pytest.raises(InputError, match="gated_delta_rule_impl fla needs a CUDA GPU and --bf16; use auto"):
+    with pytest.raises(InputError, match="recurrence_impl fla needs a CUDA GPU and --bf16; use auto"):
         choose("fla", torch.float32, cuda)
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.planning.costs.correction import CostCorrection, MeasuredPass, fit_correction
 from megatron_dta.core.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.timeline import TimelineEvent
 from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.families.named_shapes import SHAPES
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 H200, _ = gpu_named("NVIDIA H200")

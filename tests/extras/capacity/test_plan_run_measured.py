@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from conftest import REPOSITORY, rollout_file
-from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.planning.costs.memory_budget import GIB
 from megatron_dta.core.planning.partition.divide import trained_parts
 from megatron_dta.core.rollouts.load import load_rollouts
@@ -25,6 +24,7 @@ from megatron_dta.extras.capacity.meshes import Choice, MeshSizes, make_mesh
 from megatron_dta.extras.capacity.search import Planner
 from megatron_dta.extras.capacity.step_time import mesh_costs
 from megatron_dta.extras.capacity.work import StepWork
+from megatron_dta.families.named_shapes import SHAPES
 
 FILE = "tau1_airline_gpt4o_4x50"
 

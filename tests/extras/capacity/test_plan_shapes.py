@@ -30,6 +30,7 @@ from megatron_dta.extras.capacity.step_time import mesh_costs, stage_time
 from megatron_dta.extras.capacity.work import ReplicaWork, StepWork
 from megatron_dta.extras.expert_parallel.planning.group_step import GroupStep
 from megatron_dta.extras.expert_parallel.planning.synchronized_plan import RankPlan, synchronized_plan
+from megatron_dta.families.gated_delta_net.sizes import Sizes
 from tree_engine_cases import branching_sequences
 
 SMALL = DecoderShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)
@@ -60,16 +61,19 @@ def test_context_ranks_share_tokens_and_heads() -> None:
     assert offloaded.host == pytest.approx((two.keys_values - gathered) * 6 / 12)
     with pytest.raises(InputError, match="--context-parallel-size 16 x --tensor-model-parallel-size 1 does not divide"):
         make_mesh(SMALL, 16, MeshSizes(context=16))
-    hybrid = replace(SMALL, linear_attention_layers=(True, False) * 6)
+    hybrid = replace(SMALL, mixer=Sizes(), mixer_layers=(True, False) * 6)
     assert make_mesh(hybrid, 2, MeshSizes(context=2)).context == 2
-    odd = replace(hybrid, linear_num_key_heads=3, linear_num_value_heads=6)
+    odd = replace(hybrid, mixer=Sizes(linear_num_key_heads=3, linear_num_value_heads=6))
     with pytest.raises(InputError, match="-size 2 does not divide linear_num_key_heads 3; lower it"):
         make_mesh(odd, 2, MeshSizes(context=2))
 
 
 def test_a_model_with_gated_delta_net_counts_its_operations_and_states() -> None:
     shape = replace(
-        SMALL, linear_attention_layers=(True, True, True, False) * 3, attention_output_gate=True, linear_num_key_heads=8
+        SMALL,
+        mixer=Sizes(linear_num_key_heads=8),
+        mixer_layers=(True, True, True, False) * 3,
+        attention_output_gate=True,
     )
     cluster = Cluster(num_gpus=2, gpus_per_node=2, short_segment_tokens=0.0)
     sequences, masks = made_up_sequences(40, 6000, 600, 8)
@@ -79,8 +83,8 @@ def test_a_model_with_gated_delta_net_counts_its_operations_and_states() -> None
     counts = ReplicaWork(1000, 50_000, 0, 1, 1000, 1000, 1000)
     time = stage_time(shape, single, cluster, counts, 0)
     # The rule is counted by its measured time, beside elementwise work.
-    expected = StepCounts(1000, 50_000, 0).flops(shape) - 3 * shape.linear_token_operations * 1000
-    without_rule = stage_time(replace(shape, linear_attention_layers=()), single, cluster, counts, 0)
+    expected = StepCounts(1000, 50_000, 0).flops(shape) - 3 * shape.recurrent_operations * 1000
+    without_rule = stage_time(replace(shape, mixer=None, mixer_layers=()), single, cluster, counts, 0)
     assert time.elementwise > without_rule.elementwise
     attention = 12.0 * 3 * shape.query_width * 50_000
     assert time.gemm * cluster.gemm_rate + attention == pytest.approx(expected)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from conftest import REPOSITORY, rollout_file
-from megatron_dta.common.named_shapes import SHAPES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.families.named_shapes import SHAPES
 from megatron_dta.training.arguments import parse_arguments, parse_settings
 from megatron_dta.training.huggingface.config.config import model_settings
 from tool_runs import Tool

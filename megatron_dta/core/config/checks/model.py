@@ -31,7 +31,7 @@ def check_batch_invariant(model: ModelConfig, parallel: ParallelConfig) -> None:
     refused = (
         ("--transformer-impl transformer_engine", model.transformer_impl != "local"),
         ("--lora-rank", model.lora_rank is not None),
-        ("layers with linear attention", any(model.linear_attention_layers)),
+        ("layers with another mixer", model.mixer is not None),
         ("models without RMSNorm and SwiGLU", model.normalization != "RMSNorm" or not model.swiglu),
         ("a gate of the shared experts", model.moe_shared_expert_gate),
         ("float16", model.params_dtype == torch.float16),

@@ -19,6 +19,7 @@ from dta_kernels.recurrence.contract import Recurrence, Runs
 from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution
 from dta_kernels.tree_attention.reference import accumulation_dtype
 from dta_kernels.upload import upload
+from megatron_dta.core.families import part_of
 from megatron_dta.core.model.hybrid.path_states import RecurrentShape
 
 
@@ -59,15 +60,19 @@ class DecodeStates:
 
 
 class SteppedStates:
-    """``PathStates`` of a pass that appends one token to each sequence, by the kernels; for gated delta net.
+    """``PathStates`` of a pass that appends one token to each sequence, by the kernels.
 
     Args:
+        kind: of the layers with a recurrence, whose module ``layer`` has the ``decode_step``.
         addresses, layer_rows: those of ``DecodeStates``; a captured pass has a copy at an address of its own.
         slots: int64 [n], slots of the rows; -1 for rows whose state must not change.
         positions: int64 [n], tokens before each row's new one.
     """
 
-    def __init__(self, addresses: Tensor, layer_rows: Mapping[int, int], slots: Tensor, positions: Tensor) -> None:
+    def __init__(
+        self, kind: str, addresses: Tensor, layer_rows: Mapping[int, int], slots: Tensor, positions: Tensor
+    ) -> None:
+        self._step = part_of(kind, "layer").decode_step
         self._addresses, self._layer_rows, self._slots, self._positions = addresses, layer_rows, slots, positions
 
     def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
@@ -80,10 +85,8 @@ class SteppedStates:
     def recur(
         self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
     ) -> Tensor:
-        from dta_kernels.recurrence.decode_kernels import delta_step
-
         address = self._addresses[self._layer_rows[layer_number]]
-        return delta_step(tuple(inputs), address, self._slots, self._positions)
+        return self._step(tuple(inputs), address, self._slots, self._positions)
 
 
 class PassStates:

@@ -24,10 +24,10 @@ WIDE_ATTENTION_SHARES = (0.5, 0.292)
 MEMORY_SHARE, LINK_SHARE = 0.55, 0.65
 # The share for copies from and to pinned memory, an assumption.
 HOST_SHARE = 0.8
-# Times that the rows of gated delta net's convolution are read or written in a layer's forward, without the rule.
+# Times that the rows of a recurrence's convolution are read or written in a layer's forward, without the rule.
 LINEAR_PASSES = 4
-# The same in the time that the rule takes, forward and backward (which runs it again): 2.07 and 8.51 ms of an H200 for
-# 32,768 tokens with 16 key heads and 32 value heads of 128 (``benchmarks/recurrence.py``).
+# The same for the time of the gated delta rule, forward and backward (which runs it again): 2.07 and 8.51 ms of an H200
+# for 32,768 tokens with 16 key heads and 32 value heads of 128 (``benchmarks/recurrence.py``).
 RULE_PASSES = (10, 42)
 # Seconds that a host needs to launch a layer that runs as one function, and the rest of a pass: forward, backward.
 DIRECT_FLOORS_PER_LAYER, FLOORS = (0.354e-3, 0.713e-3), (3.2e-3, 2.6e-3)
@@ -107,8 +107,8 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     undivided = 8 * shape.hidden_size / (size if split.sequence_parallel else 1)
     attention = shape.num_attention_layers / shape.num_layers
     mixed = attention * 2 * (shape.query_width + 2 * shape.kv_width)
-    mixed += (1 - attention) * LINEAR_PASSES * shape.linear_channels
-    rule = (1 - attention) * width * shape.linear_channels / size / (MEMORY_SHARE * gpu.memory)
+    mixed += (1 - attention) * LINEAR_PASSES * shape.recurrent_channels
+    rule = (1 - attention) * width * shape.recurrent_channels / size / (MEMORY_SHARE * gpu.memory)
     widths = sum(map(shape.layer_width, range(shape.num_layers)))
     divided = (mixed + 3 * widths / shape.num_layers) / size
     summed = 4 * (size - 1) / size * shape.hidden_size
@@ -125,7 +125,7 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     # do, and queries and output once more. Each takes a copy on both sides.
     ranks = split.context_size
     kv_width = max(shape.kv_width, size * ranks * shape.kv_channels)  # each rank has a head
-    channels = attention * (2 * shape.query_width + 2 * kv_width) + (1 - attention) * shape.linear_exchanged
+    channels = attention * (2 * shape.query_width + 2 * kv_width) + (1 - attention) * shape.recurrent_exchanged
     exchanged = width * channels / size * (ranks - 1) / ranks
     layer += exchanged * (1 / (LINK_SHARE * gpu.link) + 4 / (MEMORY_SHARE * gpu.memory))
     tokens = [

@@ -31,7 +31,7 @@ class StageBytes(NamedTuple):
 
     Attributes:
         segments: coefficients of its segments; those per layer are means over its layers.
-        states: bytes of the states of its gated delta net; None if it has none.
+        states: bytes of the states of its recurrences; None if it has none.
     """
 
     segments: SegmentBytes
@@ -56,7 +56,7 @@ class MemoryBudget:
 
     @property
     def has_states(self) -> bool:
-        """Whether any stage has gated delta net."""
+        """Whether any stage has a recurrence."""
         return any(stage.states is not None for stage in self.stages)
 
     def available(self, rank: int) -> float:
@@ -77,7 +77,7 @@ class ChunkTensors(NamedTuple):
         layers: number of its layers.
         has_input: whether a stage precedes it.
         bytes: coefficients of its segments.
-        states: the states of its gated delta net; None if it has none.
+        states: the states of its recurrences; None if it has none.
     """
 
     kept: Sequence[bool]

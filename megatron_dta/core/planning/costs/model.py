@@ -70,7 +70,7 @@ class CostModel:
         pair for each channel of each query head.
         """
         return cls(
-            seconds_per_token=GEMM_PASSES * (2 * shape.layer_weights + shape.linear_token_operations) / GEMM_RATE,
+            seconds_per_token=GEMM_PASSES * (2 * shape.layer_weights + shape.recurrent_operations) / GEMM_RATE,
             seconds_per_pair=ATTENTION_PASSES * 4 * shape.num_attention_layers * shape.query_width / ATTENTION_RATE,
             seconds_per_edge=GEMM_PASSES * 2 * shape.hidden_size * shape.vocab_size / GEMM_RATE,
             floor_seconds=FLOOR_SECONDS_PER_LAYER * shape.num_layers,

@@ -185,7 +185,7 @@ class SegmentBytes:
             kept = max(attention + of_experts[0], share * kept)
             work = max(attention, of_experts[1], share * work) + whole_rows
             of_ffn = tuple(max(routed, share * other) for routed, other in zip(of_experts, of_ffn, strict=True))
-        if any(shape.linear_attention_layers):
+        if shape.mixer is not None:
             of_ffn = of_ffn[0], of_ffn[1] + whole_rows
             sizes = LayerSizes(element_bytes, tensor_size, hidden, of_ffn)
             kept, work = mixed_layer_bytes(shape, sizes, fused, attention_share)
@@ -236,9 +236,9 @@ class SegmentBytes:
             exchanged += 8 * rank.element_bytes * size * shape.kv_channels
         # Modules keep the exchanged queries and output.
         kept = 0 if is_function else 2 * row
-        if any(shape.linear_attention_layers):
-            # Gated delta net keeps what it received, and makes the parts that it sends one tensor, as in its backward.
-            rule = rank.element_bytes * (shape.linear_channels + 2 * shape.linear_num_value_heads) / rank.tensor_size
+        if shape.mixer is not None:
+            # A recurrence keeps what it received, and makes the parts that it sends one tensor, as in its backward.
+            rule = rank.element_bytes * shape.mixer.exchanged[0] / rank.tensor_size
             kept = self.attention_share * kept + (1 - self.attention_share) * rule
             exchanged = max(exchanged, 4 * rule)
         indices = _INDEX_BYTES if rank.fused_attention else 0
@@ -305,7 +305,7 @@ def _is_function(shape: DecoderShape, rank: RankTensors, has_experts: bool) -> b
     """Whether all layers run as a single function each (``layers.fused_autograd_layer``)."""
     is_shared = has_experts and shape.moe_shared_expert_intermediate_size is not None
     on_kernels = rank.fused and rank.fused_attention and rank.in_buffers
-    return on_kernels and rank.tensor_size == 1 and not is_shared and not any(shape.linear_attention_layers)
+    return on_kernels and rank.tensor_size == 1 and not is_shared and shape.mixer is None
 
 
 def _of_logit(rank: RankTensors, is_direct: bool) -> float:

@@ -1,4 +1,4 @@
-"""Predicts the memory that the states of gated delta net take in a step, in addition to what ``segment_bytes`` counts.
+"""Predicts the memory that the states of a recurrence take in a step, in addition to what ``segment_bytes`` counts.
 
     open forks    the state and the last rows before the convolution at each run's end that later segments continue, and
                   the gradients of both, in all layers, from the segment's forward to its backward
@@ -13,99 +13,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_dta.core.planning.segments.runs import ForkCounts
 from megatron_dta.core.shapes.decoder import DecoderShape
-
-# Tokens of a chunk of the gated delta rule, at whose begin its kernels store the state.
-_CHUNK = 64
+from megatron_dta.core.shapes.mixer import LayerBytes, LayerSizes
 
 
-class LayerBytes(NamedTuple):
-    """Bytes of a token in a layer: kept until the backward, and in use during the backward."""
+def _attention_bytes(shape: DecoderShape, sizes: LayerSizes, fused: bool) -> LayerBytes:
+    """Bytes of a token in a layer with attention of a hybrid model.
 
-    kept: float
-    work: float
-
-
-class LayerSizes(NamedTuple):
-    """What the bytes of a layer depend on besides the shape, for one token on one rank.
-
-    Attributes:
-        element_bytes, tensor_size: as in ``RankTensors``.
-        hidden: channels of the hidden states.
-        ffn: bytes that the feed-forward layer keeps, and its working memory.
-    """
-
-    element_bytes: int
-    tensor_size: int
-    hidden: float
-    ffn: tuple[float, float]
-
-
-def hybrid_layer_bytes(shape: DecoderShape, sizes: LayerSizes) -> tuple[LayerBytes, LayerBytes]:
-    """Bytes of a token in a fused layer with attention, and in one with gated delta net.
-
-    Gated delta net keeps its input, the projected rows, the filtered rows, the output of the rule and the gated output,
-    and the rest of the layer the residual stream and what its feed-forward layer keeps. Its backward holds the products
-    of the rule's chunks, their gradients and those of the rows. Gated attention keeps the queries before their norm and
-    rotated, its output and the gated output, and in float32 the two factors of the latter.
+    On the kernels it keeps the queries before their norm and rotated, its output and the gated output, and in float32
+    the two factors of the latter. Plain modules keep the inputs of each of their operations.
     """
     element_bytes, tensor_size, hidden, ffn = sizes
-    around = 2 * hidden + ffn[0] / element_bytes
-    channels, values, heads = (width / tensor_size for width in _widths(shape))
-    keys, chunk_states = heads * shape.linear_key_head_dim, shape.linear_state / tensor_size / _CHUNK
-    rows = channels + values + 2 * heads
-    recurrent = element_bytes * (around + rows + channels + 2 * values) + 28 * heads
     query, kv = shape.query_width / tensor_size, shape.kv_width / tensor_size
-    attention = element_bytes * (around + 4 * query + 2 * kv) + 8 * query + 4 * shape.num_attention_heads / tensor_size
-    rule = element_bytes * (2 * channels + 5 * keys + 6 * values + 2 * chunk_states + 2 * _CHUNK * heads)
-    filters = 8 * channels + element_bytes * 2 * channels
-    return (
-        LayerBytes(attention, max(ffn[1], element_bytes * 6 * query + 8 * query)),
-        LayerBytes(recurrent, max(rule + element_bytes * rows, filters + element_bytes * rows, ffn[1])),
-    )
-
-
-def plain_layer_bytes(shape: DecoderShape, sizes: LayerSizes) -> tuple[LayerBytes, LayerBytes]:
-    """``hybrid_layer_bytes`` of plain modules, which keep the inputs of each of their operations.
-
-    The rule in plain PyTorch holds about ten matrices of a chunk's tokens by its tokens for each head. Runs that are
-    shorter than the chunks of their level need as much as full chunks, which is not counted.
-    """
-    element_bytes, tensor_size, hidden, ffn = sizes
+    heads = shape.num_attention_heads / tensor_size
+    if fused:
+        kept = element_bytes * (2 * hidden + 4 * query + 2 * kv) + ffn[0] + 8 * query + 4 * heads
+        return LayerBytes(kept, max(ffn[1], element_bytes * 6 * query + 8 * query))
     accumulator = max(4, element_bytes)
-    # The norm of gated delta net computes in float64 unless the model is in 16 bits.
-    of_norm = 4 if element_bytes < 4 else 8
-    around = (2 * element_bytes + 4 * accumulator) * hidden + ffn[0]
-    channels, values, heads = (width / tensor_size for width in _widths(shape))
-    keys, chunk_states = heads * shape.linear_key_head_dim, shape.linear_state / tensor_size / _CHUNK
-    recurrent = around + 2 * element_bytes * channels + 6 * of_norm * values + (6 * accumulator + of_norm) * heads
-    query, kv = shape.query_width / tensor_size, shape.kv_width / tensor_size
-    attention = around + (8 * element_bytes + 2 * accumulator) * query + 2 * accumulator * kv
-    attention += 8 * shape.num_attention_heads / tensor_size + 64
-    rule = accumulator * (11 * (_CHUNK * heads + keys) + 6 * values + 4 * chunk_states)
-    rows = 8 * element_bytes * (channels + values + 2 * heads)
-    return (
-        LayerBytes(attention, max(ffn[1], element_bytes * 6 * (query + kv) + 2 * accumulator * query)),
-        LayerBytes(recurrent + 64, max(rule + rows, ffn[1])),
-    )
+    kept = (2 * element_bytes + 4 * accumulator) * hidden + ffn[0]
+    kept += (8 * element_bytes + 2 * accumulator) * query + 2 * accumulator * kv + 8 * heads + 64
+    return LayerBytes(kept, max(ffn[1], element_bytes * 6 * (query + kv) + 2 * accumulator * query))
 
 
 def mixed_layer_bytes(shape: DecoderShape, sizes: LayerSizes, fused: bool, attention_share: float) -> LayerBytes:
     """What layers keep on average, and the working memory of the larger kind, where this share has attention."""
-    of_kinds = (hybrid_layer_bytes if fused else plain_layer_bytes)(shape, sizes)
+    of_kinds = _attention_bytes(shape, sizes, fused), shape.mixer.layer_bytes(sizes, fused)
     shares = attention_share, 1 - attention_share
     kept = sum(share * of_kind.kept for share, of_kind in zip(shares, of_kinds, strict=True))
     return LayerBytes(kept, max(of_kind.work for share, of_kind in zip(shares, of_kinds, strict=True) if share))
-
-
-def _widths(shape: DecoderShape) -> tuple[int, int, int]:
-    """Channels that are filtered, channels of the values, and value heads."""
-    return shape.linear_channels, shape.linear_width, shape.linear_num_value_heads
 
 
 @dataclass(frozen=True)
@@ -129,12 +68,13 @@ class StateBytes:
         """The bytes of a decoder's ``layers`` (None for all) on one of ``ranks`` that divide their heads; None if all
         of them have attention.
         """
-        count = sum(shape.is_linear(layer) for layer in (range(shape.num_layers) if layers is None else layers))
+        count = sum(shape.is_recurrent(layer) for layer in (range(shape.num_layers) if layers is None else layers))
         if not count:
             return None
         accumulator = max(4, element_bytes)
-        state = shape.linear_state / ranks * accumulator
-        rows = (shape.linear_conv_kernel_dim - 1) * shape.linear_channels / ranks
+        state = shape.mixer.state / ranks * accumulator
+        count_before, channels = shape.mixer.rows
+        rows = count_before * channels / ranks
         return cls(count * (2 * state + rows * (element_bytes + accumulator)), count * state, state)
 
 

@@ -89,7 +89,7 @@ class StageTensors(NamedTuple):
         sizes: bytes of the stage.
         layers: number of its layers.
         num_slots: number of its K/V slots.
-        states: the states of its gated delta net; None if it has none.
+        states: the states of its recurrences; None if it has none.
     """
 
     sizes: StageBytes

@@ -1,8 +1,8 @@
 """Counts the floating-point operations that a step's forward and backward need at least.
 
 A product with a weight of n entries takes 2 n operations per token in the forward and 4 n in the backward. Attention
-takes 4 and 8 operations per visible pair for each channel of each query head. Gated delta net has a fixed number of
-operations per token (``DecoderShape.linear_token_operations``), and twice as many in the backward. Work that is done a
+takes 4 and 8 operations per visible pair for each channel of each query head. A recurrence has a fixed number of
+operations per token (``DecoderShape.recurrent_operations``), and twice as many in the backward. Work that is done a
 second time (recomputation, the scores in attention's backward) is not counted, and neither are logits of rows that
 nothing trains.
 """
@@ -41,5 +41,5 @@ class StepCounts:
         """Operations of forward and backward of a decoder."""
         gemm = 6.0 * shape.layer_weights * self.tokens
         attention = 12.0 * shape.num_attention_layers * shape.query_width * self.pairs
-        recurrence = 3.0 * shape.linear_token_operations * self.tokens
+        recurrence = 3.0 * shape.recurrent_operations * self.tokens
         return gemm + attention + recurrence + 6.0 * shape.hidden_size * shape.vocab_size * self.rows

@@ -12,10 +12,11 @@ def adapter_parameters(model: ModelConfig) -> int:
     queries, groups = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
     projected = (1 + model.attention_output_gate) * queries + 2 * groups
     of_attention = {"linear_qkv": projected + model.hidden_size, "linear_proj": queries + model.hidden_size}
-    of_recurrence = _recurrent(model)
+    projections = {} if model.mixer is None else model.mixer.projections(model.hidden_size)
+    of_mixer = {name: inputs + outputs for name, (inputs, outputs) in projections.items()}
     total = 0
-    for has_experts, is_linear in zip(model.moe_layers, model.linear_attention_layers, strict=True):
-        widths = of_recurrence if is_linear else of_attention
+    for has_experts, has_mixer in zip(model.moe_layers, model.mixer_layers, strict=True):
+        widths = of_mixer if has_mixer else of_attention
         total += sum(widths.get(name, 0) for name in model.lora_target_modules)
         inner = [(1, model.ffn_hidden_size)]
         if has_experts:
@@ -24,14 +25,6 @@ def adapter_parameters(model: ModelConfig) -> int:
             if width is not None:
                 total += count * _feed_forward(model, width)
     return total * model.lora_rank
-
-
-def _recurrent(model: ModelConfig) -> dict[str, int]:
-    """Sum of the input and output widths of the projections of gated delta net."""
-    keys = model.linear_num_key_heads * model.linear_key_head_dim
-    values = model.linear_num_value_heads * model.linear_value_head_dim
-    projected = 2 * (keys + values + model.linear_num_value_heads)
-    return {"in_proj": projected + model.hidden_size, "out_proj": values + model.hidden_size}
 
 
 def _feed_forward(model: ModelConfig, width: int) -> int:

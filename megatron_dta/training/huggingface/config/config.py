@@ -15,12 +15,13 @@ from typing import Any
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.core.config.options import flag_of
-from megatron_dta.core.shapes.moe_layers import parse_linear_attention_freq, parse_moe_layer_freq
-from megatron_dta.training.huggingface.config.families import FAMILIES, Family, architecture, text_model
+from megatron_dta.core.families import part_of
+from megatron_dta.core.shapes.moe_layers import parse_mixer_layer_freq, parse_moe_layer_freq
+from megatron_dta.training.huggingface.config.families import Family, architecture, text_model
 from megatron_dta.training.huggingface.config.rope import rope_settings
 from megatron_dta.training.huggingface.config.values import CONFIG_FILE, HfValues, read_hf_config
 
-__all__ = ["FAMILIES", "Family", "architecture", "model_settings", "read_hf_config", "settings_from_hf", "text_model"]
+__all__ = ["Family", "architecture", "model_settings", "read_hf_config", "settings_from_hf", "text_model"]
 
 # Fields that the run may choose; config.json's value is their default.
 _CHOICES = ("max_position_embeddings", "init_method_std")
@@ -39,7 +40,7 @@ _KEYS = {
     "moe_ffn_hidden_size": "moe_intermediate_size",
     "moe_router_pre_softmax": "norm_topk_prob",
     "moe_layer_freq": "decoder_sparse_step",
-    "linear_attention_freq": "layer_types",
+    "mixer_layer_freq": "layer_types",
     "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
 }
 _ROPE_FIELDS = ("rotary", "rope", "yarn", "mscale", "position_embedding", "no_yarn", "use_rope")
@@ -84,14 +85,14 @@ def model_settings(
         "normalization": "RMSNorm",
         "norm_epsilon": values.number("rms_norm_eps"),
         "swiglu": True,
-        **rope_settings(values, family.hybrid),
+        **rope_settings(values, "partial_rotary_factor" in family.defaults),
         "qk_layernorm": family.qk_norm,
         "add_qkv_bias": family.qkv_bias,
         "disable_bias_linear": True,
         "untie_embeddings_and_output_weights": not values.flag("tie_word_embeddings"),
         "init_method_std": values.number("initializer_range"),
         **(_expert_settings(values, family) if family.experts else {}),
-        **(_hybrid_settings(values) if family.hybrid else {}),
+        **(part_of(family.mixer, "huggingface").settings(values, family) if family.mixer is not None else {}),
     }
 
 
@@ -122,7 +123,7 @@ def settings_from_hf(folder: str | Path, explicit: Mapping[str, object]) -> dict
 
 def _same(name: str, value: object, settings: Mapping[str, object]) -> bool:
     """Whether a field given as ``value`` agrees with config.json."""
-    parsers = {"moe_layer_freq": parse_moe_layer_freq, "linear_attention_freq": parse_linear_attention_freq}
+    parsers = {"moe_layer_freq": parse_moe_layer_freq, "mixer_layer_freq": parse_mixer_layer_freq}
     if name in parsers:
         num_layers, parse = int(str(settings["num_layers"])), parsers[name]
         return parse(str(value), num_layers) == parse(str(settings[name]), num_layers)
@@ -162,7 +163,7 @@ def _refuse_unsupported(values: HfValues, family: Family) -> None:
             raise values.error(
                 f"{values.as_written(key)} is not supported: training is without it; set it to 0 in {CONFIG_FILE}"
             )
-    if "attn_output_gate" in values and values.flag("attn_output_gate") is not family.hybrid:
+    if "attn_output_gate" in values and values.flag("attn_output_gate") is (family.mixer is None):
         raise values.error(f"{values.as_written('attn_output_gate')} is not supported for {family.architecture}")
     if "output_gate_type" in values and values.text("output_gate_type") not in ("silu", "swish"):
         raise values.error(f"{values.as_written('output_gate_type')} is not supported; supported is swish")
@@ -205,43 +206,6 @@ def _expert_settings(values: HfValues, family: Family) -> dict[str, object]:
         "moe_router_pre_softmax": not normalized,
         "moe_ffn_hidden_size": values.integer("intermediate_size" if mixtral else "moe_intermediate_size"),
         "moe_layer_freq": 1 if mixtral else _expert_layers(values),
-        **(_shared_experts(values) if family.hybrid else {}),
-    }
-
-
-def _shared_experts(values: HfValues) -> dict[str, object]:
-    return {
-        "moe_shared_expert_intermediate_size": values.integer("shared_expert_intermediate_size"),
-        "moe_shared_expert_gate": True,
-    }
-
-
-def _hybrid_settings(values: HfValues) -> dict[str, object]:
-    """The settings of gated delta net and gated attention."""
-    layers = values.integer("num_hidden_layers")
-    kinds = {"linear_attention": 1, "full_attention": 0}
-    if "layer_types" in values:
-        types = values.texts("layer_types")
-        other = sorted(set(types) - kinds.keys())
-        if other or len(types) != layers:
-            raise values.error(
-                f"layer_types has {f'the kind {other[0]}' if other else f'{len(types)} entries for {layers} layers'}; "
-                f"supported are {layers} of {' and '.join(kinds)}"
-            )
-        pattern = [kinds[name] for name in types]
-    else:
-        interval = values.integer("full_attention_interval")
-        pattern = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if all(pattern) or not any(pattern):
-        raise values.error("layer_types: a model needs layers of both kinds, linear_attention and full_attention")
-    names = [f"linear_{name}" for name in ("conv_kernel_dim", "key_head_dim", "value_head_dim")]
-    names += ["linear_num_key_heads", "linear_num_value_heads"]
-    return {
-        "attention_output_gate": True,
-        "apply_layernorm_1p": True,
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": str(pattern).replace(" ", ""),
-        **{name: values.integer(name) for name in names},
     }
 
 

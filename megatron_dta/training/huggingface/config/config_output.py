@@ -10,13 +10,14 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.config.options import flag_of
+from megatron_dta.core.families import part_of
 from megatron_dta.training.huggingface.config.config import model_settings
 from megatron_dta.training.huggingface.config.values import CONFIG_FILE
 
@@ -26,7 +27,7 @@ _TOKENIZER_FILES = (
     *("added_tokens.json", "chat_template.jinja", "generation_config.json"),
 )
 # Fields that are redundant with other fields.
-_SAID_OTHERWISE = ("moe_layer_freq", "linear_attention_freq")
+_SAID_OTHERWISE = ("moe_layer_freq", "mixer_layer_freq")
 
 
 def config_from_settings(model: ModelConfig) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def huggingface_config(model: ModelConfig) -> dict[str, Any]:
     """The config.json of the closest family, in the format that transformers 4 writes and 5 reads.
 
     The family is Qwen2 with a QKV bias, Qwen3 with QK-norm, and otherwise Llama; with experts it is Mixtral or
-    Qwen3-MoE. With gated delta net it is Qwen3.5, with experts Qwen3-Next.
+    Qwen3-MoE. A model with another mixer has the entries of its folder (``core.families``).
     """
     if model.qk_layernorm and model.add_qkv_bias:
         raise InputError("--qk-layernorm with --add-qkv-bias: no Hugging Face model has both; leave one out")
@@ -82,31 +83,9 @@ def huggingface_config(model: ModelConfig) -> dict[str, Any]:
         tie_word_embeddings=not model.untie_embeddings_and_output_weights,
         attention_dropout=0.0,
     )
-    if model.experimental_attention_variant is not None:
-        return config | hybrid_config(model)
+    if model.mixer is not None:
+        return config | part_of(model.mixer.kind, "huggingface").config(model)
     return config if model.num_experts is None else config | expert_config(model)
-
-
-def hybrid_config(model: ModelConfig) -> dict[str, Any]:
-    """The entries of a config.json of Qwen3.5, or with experts of Qwen3-Next."""
-    kinds = ["linear_attention" if is_linear else "full_attention" for is_linear in model.linear_attention_layers]
-    names = [setting.name for setting in fields(ModelConfig) if setting.name.startswith("linear_")]
-    shape: dict[str, Any] = {name: getattr(model, name) for name in names if name != "linear_attention_freq"}
-    shape |= dict(
-        layer_types=kinds,
-        partial_rotary_factor=model.rotary_percent,
-        architectures=["Qwen3_5ForCausalLM"],
-        model_type="qwen3_5_text",
-    )
-    if model.num_experts is None:
-        return shape
-    plain = replace(model, moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False)
-    shared = dict(
-        architectures=["Qwen3NextForCausalLM"],
-        model_type="qwen3_next",
-        shared_expert_intermediate_size=model.moe_shared_expert_intermediate_size,
-    )
-    return shape | expert_config(plain) | shared
 
 
 def model_from_settings(settings: Mapping[str, Any]) -> ModelConfig:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+from megatron_dta.core.families import FOLDERS, part_of
 from megatron_dta.training.huggingface.config.values import CONFIG_FILE, HfValues
 
 
@@ -25,7 +27,7 @@ class Family:
         experts: whether the layers have a mixture of experts.
         window: condition for sliding-window attention: "none", "set" (``sliding_window`` is set) or "use" (also
             ``use_sliding_window`` must be true).
-        hybrid: whether layers have gated delta net, or gated attention whose heads are rotated in part.
+        mixer: the folder of the kind of layer that it has besides plain attention (``core.families``); None if none.
         own_defaults: defaults of the keys whose default differs between families.
     """
 
@@ -35,7 +37,7 @@ class Family:
     qk_norm: bool = False
     experts: bool = False
     window: str = "none"
-    hybrid: bool = False
+    mixer: str | None = None
     own_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -44,18 +46,6 @@ class Family:
         return {**COMMON_DEFAULTS, **self.own_defaults}
 
 
-# Defaults of Qwen3-Next and Qwen3.5.
-_HYBRID = {
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "full_attention_interval": 4,
-    "norm_topk_prob": True,
-}
 COMMON_DEFAULTS = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
@@ -66,7 +56,8 @@ COMMON_DEFAULTS = {
     "norm_topk_prob": False,
     "decoder_sparse_step": 1,
 }
-FAMILIES = {
+# Those with plain attention only.
+_PLAIN = {
     family.architecture: family
     for family in (
         Family("LlamaForCausalLM", "llama", own_defaults={"max_position_embeddings": 2048}),
@@ -112,32 +103,15 @@ FAMILIES = {
             # Its window, unlike the two others', holds for all layers.
             own_defaults={"num_key_value_heads": 4, "sliding_window": 4096, "max_window_layers": 0},
         ),
-        Family(
-            "Qwen3NextForCausalLM",
-            "qwen3_next",
-            qk_norm=True,
-            experts=True,
-            hybrid=True,
-            own_defaults={**_HYBRID, "num_key_value_heads": 2, "intermediate_size": 5632},
-        ),
-        Family(
-            "Qwen3_5ForCausalLM",
-            "qwen3_5_text",
-            qk_norm=True,
-            hybrid=True,
-            own_defaults={**_HYBRID, "num_key_value_heads": 4},
-        ),
-        Family(
-            "Qwen3_5MoeForCausalLM",
-            "qwen3_5_moe_text",
-            qk_norm=True,
-            experts=True,
-            hybrid=True,
-            # Its layers have no other feed-forward part than experts.
-            own_defaults={**_HYBRID, "num_key_value_heads": 2, "intermediate_size": 512},
-        ),
     )
 }
+
+
+@cache
+def families() -> dict[str, Family]:
+    """All families by architecture."""
+    modules = (part_of(kind, "huggingface") for kind in FOLDERS)
+    return _PLAIN | {family.architecture: family for module in modules for family in module.FAMILIES}
 
 
 # The text models of architectures that also have a vision tower, by architecture and by model_type.
@@ -174,7 +148,7 @@ def architecture(config: Mapping[str, Any], origin: str = CONFIG_FILE) -> Family
         raise values.error("auto_map: models with code of their own are not supported")
     names = values.get("architectures")
     if names is None:
-        by_type = {family.model_type: name for name, family in FAMILIES.items()}
+        by_type = {family.model_type: name for name, family in families().items()}
         model_type = values.text("model_type")
         names = [by_type.get(model_type, f"of model_type {model_type}")]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
@@ -184,9 +158,9 @@ def architecture(config: Mapping[str, Any], origin: str = CONFIG_FILE) -> Family
             f"{names[0]} has a vision tower, beside which only the text models of {' and '.join(_TEXT_MODELS)} are "
             "supported"
         )
-    if names[0] not in FAMILIES:
-        raise values.error(f"the architecture {names[0]} is not supported; supported are {', '.join(FAMILIES)}")
-    family = FAMILIES[names[0]]
+    if names[0] not in families():
+        raise values.error(f"the architecture {names[0]} is not supported; supported are {', '.join(families())}")
+    family = families()[names[0]]
     if "model_type" in values and values.text("model_type") != family.model_type:
         raise values.error(f"model_type {values.text('model_type')} does not belong to the architecture {names[0]}")
     return family

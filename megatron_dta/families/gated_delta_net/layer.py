@@ -20,7 +20,6 @@ this rank.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -41,42 +40,42 @@ from dta_kernels.tree_attention.reference import accumulation_dtype
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.model.attention.context import AttentionContext, check_context
 from megatron_dta.core.model.hybrid.path_states import PathStates, RecurrentShape
+from megatron_dta.core.model.kernels import choose_recurrence
 from megatron_dta.core.model.layers.rematerialize import call_without_keeping_input
 from megatron_dta.core.model.parallel.context_group import ContextGroup, ToHeads, ToRows
+from megatron_dta.families.gated_delta_net.sizes import Sizes
 
 # Initial decay rates exp(A_log) are drawn between these.
 DECAY_RATES = (1.0, 16.0)
 
 
-def hybrid_settings(model: ModelConfig) -> dict[str, Any]:
-    """The settings of Megatron's ``TransformerConfig`` for gated delta net."""
-    names = [setting.name for setting in fields(ModelConfig) if setting.name.startswith("linear_")]
-    settings: dict[str, Any] = {name: getattr(model, name) for name in names}
-    settings["experimental_attention_variant"] = model.experimental_attention_variant
-    settings["linear_attention_freq"] = [int(is_linear) for is_linear in model.linear_attention_layers]
-    return settings
-
-
-def gated_delta_net_spec(module: type) -> ModuleSpec:
-    """The spec of the layer in place of self-attention; ``module`` is ``GatedDeltaNet`` or a class derived from it."""
+def spec() -> ModuleSpec:
+    """The spec of the layer in place of self-attention."""
     projections = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-    return ModuleSpec(module=module, submodules=projections)
+    return ModuleSpec(module=GatedDeltaNet, submodules=projections)
 
 
-def use_gated_delta_rule(model: torch.nn.Module, rule: Recurrence | None, fused: bool) -> None:
-    """Let the layers of ``model`` compute the gated delta rule with ``rule``, and with ``fused`` the gated norm on its
-    kernels. ``rule`` is None if the model has no such layers.
-    """
-    for module in model.modules():
+def use_kernels(chunk: torch.nn.Module, model: ModelConfig, device: torch.device) -> None:
+    """Let the layers of a model chunk run the gated delta rule and the gated norm on the chosen kernels."""
+    rule = choose_recurrence(model, device, gated_delta_rule, "gated_delta_rule")
+    for module in chunk.modules():
         if isinstance(module, GatedDeltaNet):
-            module.recurrence, module.fuses_norm = rule, fused
+            module.recurrence, module.fuses_norm = rule, chunk.has_fused_layers
+
+
+def decode_step(inputs: tuple[Tensor, ...], address: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    """``delta_step`` of the decode kernels."""
+    # Imported here because passes without the kernels do not need Triton.
+    from dta_kernels.recurrence.decode_kernels import delta_step
+
+    return delta_step(inputs, address, slots, positions)
 
 
 class GatedDeltaNet(MegatronGatedDeltaNet):
     """Takes the place of ``SelfAttention`` in a layer; checkpoints are written by Megatron's class.
 
     Attributes:
-        recurrence: computes the gated delta rule; ``use_gated_delta_rule`` sets it.
+        recurrence: computes the gated delta rule; ``use_kernels`` sets it.
         fuses_norm: whether the gated norm runs on its kernels.
         recurrent_shape: what is kept at a fork on this tensor rank.
     """
@@ -96,7 +95,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         MegatronModule.__init__(self, config)
         self.layer_number, self.pg_collection = layer_number, pg_collection
         self.tp_group, self.tp_size = pg_collection.tp, pg_collection.tp.size()
-        self._set_sizes(config)
+        self._set_sizes(config.mixer)
         options = dict(config=config, bias=False, is_expert=False, tp_group=pg_collection.tp)
         self.in_proj = build_module(
             submodules.in_proj,
@@ -127,7 +126,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
             tensor_parallel.set_tensor_model_parallel_attributes(divided, self.tp_size > 1, 0, 1)
         self._initialize()
 
-    def _set_sizes(self, config: TransformerConfig) -> None:
+    def _set_sizes(self, config: Sizes) -> None:
         """Sizes under the names that Megatron's ``sharded_state_dict`` reads."""
         self.conv_bias, self.conv_kernel_dim = False, config.linear_conv_kernel_dim
         self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
@@ -136,11 +135,8 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         self.num_v_heads_local_tp = self.num_value_heads // self.tp_size
         self.qk_dim, self.v_dim = self.key_head_dim * self.num_key_heads, self.value_head_dim * self.num_value_heads
         self.qk_dim_local_tp, self.v_dim_local_tp = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
-        self.in_proj_split_names = ["query", "key", "value", "z", "beta", "alpha"]
-        self.in_proj_split_sections = (
-            *(self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp, self.v_dim_local_tp),
-            *(self.num_v_heads_local_tp, self.num_v_heads_local_tp),
-        )
+        self.in_proj_split_names = list(config.sections)
+        self.in_proj_split_sections = tuple(rows // self.tp_size for rows in config.sections.values())
         self.in_proj_dim = self.tp_size * sum(self.in_proj_split_sections)
         self.conv_dim = 2 * self.qk_dim + self.v_dim
         self.conv_dim_local_tp = self.conv_dim // self.tp_size

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dta.core.model.hybrid.gated_delta_net import GatedDeltaNet
+from megatron_dta.families.gated_delta_net.layer import GatedDeltaNet
 
 
-class PlainGatedDeltaNet(GatedDeltaNet):
+class Plain(GatedDeltaNet):
     """Gated delta net for a forward over one whole sequence, in the precision of its parameters."""
 
     def paths_of(self, context: object) -> None:
@@ -22,7 +22,7 @@ class PlainGatedDeltaNet(GatedDeltaNet):
 
     def mix(self, mixed: Tensor, paths: None, num_tokens: int, group: None = None) -> Tensor:
         """Gated output [T, J V] of the rows of ``in_proj``."""
-        config = self.config
+        config = self.config.mixer
         heads, sizes = config.linear_num_key_heads, config.linear_key_head_dim
         keys, values = heads * sizes, config.linear_num_value_heads * config.linear_value_head_dim
         qkv, z, beta, alpha = mixed.split([2 * keys + values, values] + 2 * [config.linear_num_value_heads], dim=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.families.gated_delta_net import sizes as gated_delta_net
 
 _QWEN3 = dict(
     vocab_size=151936, kv_channels=128, num_query_groups=8, qk_layernorm=True, norm_epsilon=1e-6, rotary_base=1e6
@@ -19,6 +20,7 @@ _QWEN35 = dict(
     attention_output_gate=True,
     norm_epsilon=1e-6,
     rotary_base=1e7,
+    mixer=gated_delta_net.Sizes(),
 )
 _NAMES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 
@@ -51,13 +53,13 @@ SHAPES: dict[str, DecoderShape] = {
         moe_ffn_hidden_size=1536,
     ),
     "qwen3.5-9b": _shape(
-        _QWEN35, *(32, 4096, 12288, 16), num_query_groups=4, linear_attention_layers=(True, True, True, False) * 8
+        _QWEN35, *(32, 4096, 12288, 16), num_query_groups=4, mixer_layers=(True, True, True, False) * 8
     ),
     "qwen3.5-35b-a3b": _shape(
         _QWEN35,
         *(40, 2048, 512, 16),
         num_query_groups=2,
-        linear_attention_layers=(True, True, True, False) * 10,
+        mixer_layers=(True, True, True, False) * 10,
         num_experts=256,
         moe_router_topk=8,
         moe_ffn_hidden_size=512,
@@ -68,7 +70,7 @@ SHAPES: dict[str, DecoderShape] = {
         _QWEN35 | dict(vocab_size=151936),
         *(48, 2048, 512, 16),
         num_query_groups=2,
-        linear_attention_layers=(True, True, True, False) * 12,
+        mixer_layers=(True, True, True, False) * 12,
         num_experts=512,
         moe_router_topk=10,
         moe_ffn_hidden_size=512,
