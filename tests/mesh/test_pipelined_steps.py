@@ -183,7 +183,7 @@ def forests_on_rank(rank: int, argument: tuple[Case, Drive, dict[str, Job]]) -> 
 
 @interpreter
 def test_stages_change_the_states_of_their_layers_in_place(tmp_path):
-    model, drive = make_model(5, torch.float32, **STATES), Drive(seed=9, prompts=2, depth=1, longest=14)
+    model, drive = make_model(5, torch.float32, **STATES), Drive(seed=9, prompts=2, depth=1, longest=10)
     with torch.no_grad():
         spread(dict(model.named_parameters()), 5)
     weights = {name: parameter.detach().clone() for name, parameter in named_parameters(model).items()}

@@ -40,11 +40,13 @@ JOBS = {
 }
 
 
-def samples_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor]]) -> dict[str, tuple]:
-    config, weights = argument
+def samples_on_rank(
+    rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor], dict[str, Job]]
+) -> dict[str, tuple]:
+    config, weights, jobs = argument
     results = {}
     with small_parts():
-        for name, job in JOBS.items():
+        for name, job in jobs.items():
             model = build_on(replace(config, **job.changes), weights, job.parallel)
             drafting = suffix_drafting() if job.drafts else None
             settings = dict(attention_impl="triton", static_passes=True, max_tokens=11) | job.settings
@@ -56,16 +58,17 @@ def samples_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tens
 
 
 @interpreter
-@pytest.mark.parametrize("architecture", ["QK-norm", "biases"])
-def test_static_passes_give_the_samples_of_one_process(tmp_path, architecture):
+@pytest.mark.parametrize(("architecture", "jobs"), [("QK-norm", list(JOBS)), ("biases", ["tp2-sp"])])
+def test_static_passes_give_the_samples_of_one_process(tmp_path, architecture, jobs):
     """The vocabulary has an odd number of tokens, so that of the last rank is padded."""
     model = fused_model(architecture, num_layers=1)
     dtype, shape = MODELS[architecture]
     config = sampling_config(dtype, **FUSED | shape | dict(num_layers=1))
     with mock.patch.object(type(model), "decodes_directly", False):
         expected = run_forest(started(model, attention_impl="triton"), DRIVE)
-    ranks = run_on_ranks(samples_on_rank, (config, weights_of(model)), 2, tmp_path / "mesh")
-    for name, job in JOBS.items():
+    jobs = {name: JOBS[name] for name in jobs}
+    ranks = run_on_ranks(samples_on_rank, (config, weights_of(model), jobs), 2, tmp_path / "mesh")
+    for name, job in jobs.items():
         for rank in ranks:
             forest, statistics, _ = rank[name]
             assert_same(forest, expected, 2e-5)

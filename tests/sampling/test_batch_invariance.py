@@ -29,7 +29,7 @@ MODELS = {
     "experts": GROUPED | dict(disable_bias_linear=True, num_experts=6, moe_router_topk=2, moe_ffn_hidden_size=20),
 }
 SETTINGS = (
-    dict(block_size=4, max_tokens=9), dict(block_size=16, max_requests=2), dict(block_size=5, max_tokens=33, pages=40),
+    dict(block_size=4, max_tokens=9), dict(block_size=16, max_requests=4), dict(block_size=5, max_tokens=33, pages=40),
 )  # fmt: skip
 
 
@@ -39,22 +39,29 @@ def the_mode_ends() -> Iterator[None]:
     set_batch_invariant(False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", MODELS)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *((shape, torch.bfloat16) for shape in ("grouped", "experts")),
+        ("tied", torch.float32),
+        ("experts", torch.float32),
+    ],
+    ids=str,
+)
 def test_sampler_and_trainer_agree_bit_for_bit(shape: str, dtype: torch.dtype):
     """For engines that cut prompts and batches differently, and for segments of all sizes."""
     seed_all(len(shape))
     model = make_model(3, dtype, batch_invariant_mode=True, **MODELS[shape])
     assert is_batch_invariant()
-    drive = Drive(seed=len(shape), prompts=3, longest=50)
+    drive = Drive(seed=len(shape), prompts=2, longest=40, depth=2)
     results = run_forest(started(model, **SETTINGS[0]), drive)
-    assert len(results) > 20
+    assert len(results) > 10
     for number, settings in enumerate((*SETTINGS[1:], dict(drafting=Adversary("mixed", answers_of(results), 1)))):
         engine = started(model, **settings)
         assert_same_bits(results, run_forest(engine, replace(drive, order=number + 1)))
     assert engine.statistics()["accepted_drafts"] > 20
     sampled = [result.logprobs for _, result in results.values()]
-    for tokens in (7, 32, 512):
+    for tokens in (7, 512):
         trained = trainers_logprobs(model, results, TreeConfig(tree_segment_tokens=tokens))
         assert all(map(np.array_equal, trained, sampled))
     few = dict(list(results.items())[::5])

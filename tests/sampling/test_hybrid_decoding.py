@@ -48,7 +48,7 @@ def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls():
     seed_all(3)
-    model, drive = hybrid_model(3), Drive(seed=3, prompts=2, longest=20)
+    model, drive = hybrid_model(3), Drive(seed=3, prompts=2, longest=14, depth=2)
     engine = started(model)
     samples = run_forest(engine, drive)
     trained = trainers_logprobs(model, samples, TreeConfig(tree_segment_tokens=16))
@@ -110,7 +110,7 @@ def test_a_shared_context_is_computed_once():
 
 def decoded(model, settings: dict, **more: object) -> tuple[dict, dict[str, float]]:
     """The forest of requests and the statistics; slots of states begin with NaN."""
-    drive, engine = Drive(seed=9, prompts=2, longest=10), started(model, **settings, **more)
+    drive, engine = Drive(seed=9, prompts=2, longest=10, depth=2), started(model, **settings, **more)
     samples = run_forest(engine, drive)
     assert engine.pages_in_use == 0
     return samples, engine.statistics()

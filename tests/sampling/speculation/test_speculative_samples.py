@@ -59,11 +59,11 @@ def test_a_forest_of_requests(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     ("temperature", "top_p", "seed"), [(0.0, 1.0, 0), (0.6, 1.0, 1), (1.0, 1.0, 2), (1.0, 0.9, 3), (0.6, 0.9, 4)]
 )
 def test_thousands_of_sequences_in_float32(temperature: float, top_p: float, seed: int) -> None:
-    """Over the five cases: 1,920 sequences of repeated prompts over several steps, in the order of training."""
+    """Over the five cases: 960 sequences of repeated prompts over several steps, in the order of training."""
     seed_all(seed)
     model = make_model(20 + seed, torch.float32, num_layers=2)
     params = SamplingParams(1, EOS, temperature, top_p, seed=5, other_eos_ids=(3,))
-    prompts = random_prompts(np.random.default_rng(seed), [1, 5, 9, 14] * 4)
+    prompts = random_prompts(np.random.default_rng(seed), [1, 5, 9, 14] * 2)
     drafting = suffix_drafting()
     plain, engine = started(model, params), started(model, params, drafting=drafting)
     steps, compared, texts = 3, 0, []
@@ -85,7 +85,7 @@ def test_thousands_of_sequences_in_float32(temperature: float, top_p: float, see
         compared += len(requests)
         rows = zip(requests, samples, strict=True)
         texts += [[*request.token_ids[1 - depth :], *result.token_ids] for request, result in rows]
-    assert compared == 384
+    assert compared == 192
     statistics = engine.statistics()
     assert statistics["accepted_drafts"] > 0.01 * statistics["decoded_tokens"]
     assert statistics["drafted_tokens"] > statistics["accepted_drafts"]
