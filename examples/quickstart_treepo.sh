@@ -21,7 +21,7 @@ echo "== install into $venv"
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 bash examples/install.sh "$venv"
 python=$venv/bin/python
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} PYTHONDONTWRITEBYTECODE=
 started=$SECONDS
 mkdir -p "$out"
 rm -rf "$out/warmup" "$out/grpo" "$out/treepo"

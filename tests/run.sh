@@ -8,11 +8,11 @@
 #   bash tests/run.sh vllm [arguments]       the tests with real vLLM servers on the CPU
 #   bash tests/run.sh clients [names]        unmodified clients at the gateway, all or these (openai, claude-code, ...)
 #
-# Without arguments everything runs, the verl integration last and without the GRPO loop under Ray, which takes minutes
-# and does not start on a heavily loaded machine. verl's requirements differ from those of the other tests, so its tests
-# have an environment of their own, beside the first: VENV-verl. vLLM's servers run in VENV-vllm, for which pip must find
-# PyTorch's CPU build (torch==2.13.0+cpu). Each client has an environment in VENV-clients; the command-line agents come
-# from npm. The tests with servers and clients run only when they are named.
+# Without arguments everything runs, the verl integration beside the rest and without the GRPO loop under Ray, which takes
+# minutes and does not start on a heavily loaded machine. verl's requirements differ from those of the other tests, so its
+# tests have an environment of their own, beside the first: VENV-verl. vLLM's servers run in VENV-vllm, for which pip must
+# find PyTorch's CPU build (torch==2.13.0+cpu). Each client has an environment in VENV-clients; the command-line agents
+# come from npm. The tests with servers and clients run only when they are named.
 #
 # VENV    the environment to use or make (default: .venv in the repository)
 # PYTHON  the interpreter to make it with (default: python3)
@@ -34,8 +34,7 @@ test_verl() {
     # What the other tests have, PyTorch above all, serves here too; other versions of a package come before it.
     packages_of "$venv" > "$(packages_of "$own")/beside.pth"
   fi
-  bash examples/install.sh "$own" verl
-  "$own/bin/python" -m pip --disable-pip-version-check install --quiet pytest
+  bash examples/install.sh "$own" verl pytest
   "$own/bin/python" -m pytest -q tests/verl "$@"
 }
 
@@ -118,5 +117,19 @@ if [ "${1:-}" = quick ]; then
   shift
   set -- tests/core/tree tests/core/rollouts tests/core/objectives tests/core/planning "$@"
 fi
-"$venv/bin/python" -m pytest -q -n "${WORKERS:-auto}" --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
-if [ "$everything" = 0 ]; then test_verl --ignore tests/verl/test_grpo.py; fi
+status=0
+if [ "$everything" = 0 ]; then
+  # Beside the others, because its installation keeps one core busy; in a process group of its own, to be ended with this.
+  output=$(mktemp)
+  set -m
+  test_verl --ignore tests/verl/test_grpo.py > "$output" 2>&1 &
+  set +m
+  trap "kill -- -$! 2> /dev/null; rm -f '$output'" EXIT
+fi
+"$venv/bin/python" -m pytest -q -n "${WORKERS:-auto}" --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+if [ "$everything" = 0 ]; then
+  wait $! || status=$?
+  echo "the tests of the verl integration:"
+  cat "$output"
+fi
+exit $status
