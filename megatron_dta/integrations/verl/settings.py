@@ -18,7 +18,6 @@ import torch
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig, McoreOptimizerConfig, OptimizerConfig
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.config.model import LORA_TARGETS, RECURRENT_LORA_TARGETS
 from megatron_dta.integrations.verl.config import MegatronDtaEngineConfig
 from megatron_dta.training.arguments import settings_from
 from megatron_dta.training.config import TrainConfig
@@ -73,6 +72,9 @@ def train_config(
     folder = _local_folder(model)
     named |= {"load_hf": folder, "hf_checkpoint": folder} | dict(engine.override_settings)
     config = settings_from(named)
+    targets, known = named.get("lora_target_modules") or (), config.model.lora_targets
+    if set(targets) - set(known):
+        raise _refused("model.target_modules", targets, f"choose all-linear or from {', '.join(known)}")
     overrides = {*engine.override_settings, *(getattr(optimizer, "override_optimizer_config", None) or {})}
     unknown = overrides - {setting.name for _, setting, _ in settings_of(config)}
     if unknown:
@@ -104,9 +106,8 @@ def _model_settings(model: HFModelConfig) -> dict[str, Any]:
     adapters = {"lora_rank": int(rank), "lora_alpha": float(alpha)}
     if targets == "all-linear":
         return adapters
-    known = LORA_TARGETS + RECURRENT_LORA_TARGETS
-    if isinstance(targets, str) or set(targets) - set(known):
-        raise _refused("model.target_modules", targets, f"choose all-linear or from {', '.join(known)}")
+    if isinstance(targets, str):
+        raise _refused("model.target_modules", targets, "give all-linear, or a list of modules")
     return adapters | {"lora_target_modules": list(targets)}
 
 
