@@ -15,7 +15,7 @@ from sampling_cases import SHAPES, make_model, sampling_config
 from speculation_exact_cases import suffix_drafting
 
 GROUPED = SHAPES["grouped queries, QK-norm, untied"]
-DRIVE = Drive(seed=12, prompts=2, depth=2, longest=16)
+DRIVE = Drive(seed=12, prompts=2, depth=1, longest=16)
 # Responses of 20 to 35 tokens: together they need more pages than there are.
 LONG = 6
 

@@ -28,7 +28,7 @@ def sampling(tmp_path: Path) -> str:
     (tmp_path / "reward.py").write_text(SEVEN)
     return (
         f"--prompt-data {tmp_path}/prompts.jsonl --reward-function {tmp_path}/reward.py:reward "
-        f"--tokenizer-type CharacterTokenizer --rollout-max-response-len 3 --save {tmp_path}/run"
+        f"--tokenizer-type CharacterTokenizer --rollout-max-response-len 3 --rollout-batch-size 8 --save {tmp_path}/run"
     )
 
 

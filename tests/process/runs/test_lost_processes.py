@@ -58,7 +58,7 @@ def test_a_killed_process_is_named_and_the_restart_resumes(tmp_path: Path) -> No
 def test_the_refusal_is_the_last_line() -> None:
     """Written when the launcher's interpreter ends, so it is one of its own."""
     environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}"}
-    command = [sys.executable, LAUNCHER, "2", "0", "--lr", "-1", "--num-layers", "1"]
+    command = [sys.executable, LAUNCHER, "1", "0", "--lr", "-1", "--num-layers", "1"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     lines = done.stderr.splitlines()
     assert done.returncode == 1

@@ -85,7 +85,7 @@ def run(tool, monkeypatch: pytest.MonkeyPatch, capsys, *arguments: object) -> di
 
 def test_bfloat16_beside_float32(tool, monkeypatch, capsys, tmp_path: Path) -> None:
     file = rollout_file("math_qwen25_8x100.npz")
-    small = ("--max-sequences", 3, "--max-length", 180, "--tree-segment-tokens", 64)
+    small = ("--max-sequences", 2, "--max-length", 90, "--tree-segment-tokens", 32)
     printed = run(tool, monkeypatch, capsys, file, *small, "--reference", "fp32", "--output", tmp_path / "all.json")
     (row,) = printed["candidates"]
     assert (printed["reference"], row["candidate"]) == ("fp32 local", "bf16 local")
