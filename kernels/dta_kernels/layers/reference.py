@@ -23,15 +23,9 @@ def rms_norm(x_NC: Tensor, weight_C: Tensor, eps: float, added_NC: Tensor | None
 
 
 def qkv_rope(
-    mixed_NW: Tensor,
-    cos_NR: Tensor,
-    sin_NR: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    num_groups: int,
-    heads_per_group: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    mixed_NW: Tensor, cos_NR: Tensor, sin_NR: Tensor, q_weight_D: Tensor | None, k_weight_D: Tensor | None,
+    num_groups: int, heads_per_group: int, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``(q [N, G P, D], k [N, G, D], v [N, G, D])`` of Megatron's ``mixed`` [N, G (P + 2) D]; tables are [N, R / 2]."""
     dtype = accumulation_dtype(mixed_NW.dtype)
     N = mixed_NW.shape[0]

@@ -62,18 +62,10 @@ class VocabularyShard(NamedTuple):
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        hidden_RC: Tensor,
-        weight_VC: Tensor,
-        edge_row_E: Tensor,
-        target_E: Tensor,
-        chunks: list[RowChunk],
-        temperature: float,
-        fused: bool,
-        weight_grad_VC: Tensor | None,
-        shard: VocabularyShard | None,
+        ctx, hidden_RC: Tensor, weight_VC: Tensor, edge_row_E: Tensor, target_E: Tensor, chunks: list[RowChunk],
+        temperature: float, fused: bool, weight_grad_VC: Tensor | None, shard: VocabularyShard | None,
         in_float32: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = accumulation_dtype(hidden_RC.dtype)
         moments_of = fused_moments if fused else plain_moments
         edges = Edges(edge_row_E, target_E) if shard is None else _own_edges(edge_row_E, target_E, weight_VC, shard)
@@ -111,8 +103,8 @@ class _LinearLogprobs(torch.autograd.Function):
         edges, statistics = Edges(*saved[:3]), RowStatistics(*saved[3:])
         dtype = statistics.entropy.dtype
         gradient_of = fused_gradient if ctx.fused else plain_gradient
-        needs_weight, sum_VC = ctx.needs_input_grad[1], ctx.weight_grad_VC
-        if needs_weight and sum_VC is None:
+        needs_weight, sum_VC, buffer_VC = ctx.needs_input_grad[1], ctx.weight_grad_VC, ctx.weight_grad_VC
+        if needs_weight and buffer_VC is None:
             sum_VC = torch.zeros_like(weight_VC, dtype=dtype)
         has_tokens = weight_VC.shape[0] > 0
         grad_hidden_RC = torch.empty_like(hidden_RC) if has_tokens else torch.zeros_like(hidden_RC)
@@ -133,23 +125,15 @@ class _LinearLogprobs(torch.autograd.Function):
             del grad_logits_BV  # before the next chunk's tensor is allocated
         grad_weight_VC = None
         if needs_weight:
-            has_buffer = ctx.weight_grad_VC is not None
-            grad_weight_VC = gradient_placeholder(weight_VC) if has_buffer else sum_VC.to(weight_VC.dtype)
+            grad_weight_VC = sum_VC.to(weight_VC.dtype) if buffer_VC is None else gradient_placeholder(weight_VC)
         return grad_hidden_RC, grad_weight_VC, *[None] * 8
 
 
 def linear_logprobs(
-    hidden_RC: Tensor,
-    weight_VC: Tensor,
-    edge_row_E: Tensor,
-    target_E: Tensor,
-    chunks: list[RowChunk],
-    temperature: float = 1.0,
-    fused: bool | None = None,
-    weight_grad_VC: Tensor | None = None,
-    shard: VocabularyShard | None = None,
-    in_float32: bool = False,
-) -> tuple[Tensor, Tensor]:
+    hidden_RC: Tensor, weight_VC: Tensor, edge_row_E: Tensor, target_E: Tensor, chunks: list[RowChunk],
+    temperature: float = 1.0, fused: bool | None = None, weight_grad_VC: Tensor | None = None,
+    shard: VocabularyShard | None = None, in_float32: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Logprob of every edge and entropy of every row of ``softmax(hidden @ weight.T / temperature)``.
 
     Args:

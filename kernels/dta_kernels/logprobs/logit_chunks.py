@@ -96,14 +96,9 @@ def fused_moments(
 
 
 def plain_gradient(
-    hidden_BC: Tensor,
-    head: Head,
-    edges: Edges,
-    grad_edges_e: Tensor | None,
-    grad_entropy_B: Tensor | None,
-    statistics: RowStatistics,
-    temperature: float,
-) -> Tensor:
+    hidden_BC: Tensor, head: Head, edges: Edges, grad_edges_e: Tensor | None, grad_entropy_B: Tensor | None,
+    statistics: RowStatistics, temperature: float,
+) -> Tensor:  # fmt: skip
     """Gradient of the untempered logits, [B, V] in the inputs' dtype, rounded once.
 
     d logprob(target) / d logits = onehot(target) - p and d entropy / d logits = -p (logprob + entropy).
@@ -126,14 +121,9 @@ def plain_gradient(
 
 
 def fused_gradient(
-    hidden_BC: Tensor,
-    head: Head,
-    edges: Edges,
-    grad_edges_e: Tensor | None,
-    grad_entropy_B: Tensor | None,
-    statistics: RowStatistics,
-    temperature: float,
-) -> Tensor:
+    hidden_BC: Tensor, head: Head, edges: Edges, grad_edges_e: Tensor | None, grad_entropy_B: Tensor | None,
+    statistics: RowStatistics, temperature: float,
+) -> Tensor:  # fmt: skip
     """``plain_gradient`` on a fused kernel."""
     from dta_kernels.logprobs.fused_logits import logit_gradient
 

@@ -97,8 +97,8 @@ class _ReverseKL(torch.autograd.Function):
             (hidden_RC, Head(weight_VC, settings.in_float32)),
             (teacher_RD, Head(teacher_VD, ctx.teacher_in_float32)),
         )
-        needs_weight, sum_VC = ctx.needs_input_grad[1], settings.weight_grad
-        if needs_weight and sum_VC is None:
+        needs_weight, sum_VC, buffer_VC = ctx.needs_input_grad[1], settings.weight_grad, settings.weight_grad
+        if needs_weight and buffer_VC is None:
             sum_VC = torch.zeros_like(weight_VC, dtype=kl_R.dtype)
         has_tokens = weight_VC.shape[0] > 0
         grad_hidden_RC = torch.empty_like(hidden_RC) if has_tokens else torch.zeros_like(hidden_RC)
@@ -111,8 +111,7 @@ class _ReverseKL(torch.autograd.Function):
                 add_weight_gradient(sum_VC, grad_BV, hidden_RC[rows])
         grad_weight_VC = None
         if needs_weight:
-            has_buffer = settings.weight_grad is not None
-            grad_weight_VC = gradient_placeholder(weight_VC) if has_buffer else sum_VC.to(weight_VC.dtype)
+            grad_weight_VC = sum_VC.to(weight_VC.dtype) if buffer_VC is None else gradient_placeholder(weight_VC)
         return grad_hidden_RC, grad_weight_VC, None, None
 
 

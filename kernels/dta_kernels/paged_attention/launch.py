@@ -128,17 +128,9 @@ class Parts:
 
 
 def paged_attention(
-    query_NHD: Tensor,
-    out_NHD: Tensor,
-    addresses: Tensor,
-    num_groups: int,
-    page_size: int,
-    tiles: Tensor,
-    tables: Tensor,
-    scale: float,
-    config: PagedConfig,
-    parts: Parts,
-) -> None:
+    query_NHD: Tensor, out_NHD: Tensor, addresses: Tensor, num_groups: int, page_size: int, tiles: Tensor,
+    tables: Tensor, scale: float, config: PagedConfig, parts: Parts,
+) -> None:  # fmt: skip
     """Write the attention of the tokens in ``tiles`` to their rows of ``out_NHD``; other rows are unchanged.
 
     Args:
@@ -233,14 +225,9 @@ def copy_pages(sources: Tensor, targets: Tensor, addresses: Tensor, page_element
 
 
 def paged_attention_reference(
-    query_NHD: Tensor,
-    out_NHD: Tensor,
-    keys_PSGD: Tensor,
-    values_PSGD: Tensor,
-    tiles: Tensor,
-    tables: Tensor,
+    query_NHD: Tensor, out_NHD: Tensor, keys_PSGD: Tensor, values_PSGD: Tensor, tiles: Tensor, tables: Tensor,
     scale: float,
-) -> None:
+) -> None:  # fmt: skip
     """``paged_attention`` tile by tile in plain PyTorch; takes the pages instead of their addresses."""
     page_size, group_size = keys_PSGD.shape[1], query_NHD.shape[1] // keys_PSGD.shape[2]
     dtype = accumulation_dtype(query_NHD.dtype)

@@ -20,16 +20,9 @@ from dta_kernels.tree_attention.plan import AttentionShape, DeviceTable, TreeAtt
 
 
 def forward_on_hopper(
-    q_NHD: Tensor,
-    k_MGD: Tensor,
-    v_MGD: Tensor,
-    out_NHD: Tensor,
-    lse_HN: Tensor,
-    key_end_M: Tensor,
-    plan: TreeAttentionPlan,
-    scale: float,
-    shared: SharedByLayers,
-) -> None:
+    q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, out_NHD: Tensor, lse_HN: Tensor, key_end_M: Tensor,
+    plan: TreeAttentionPlan, scale: float, shared: SharedByLayers,
+) -> None:  # fmt: skip
     shape, settings = plan.shape, plan.config.forward
     _check(plan, settings, rows=128)
     M, G, D = k_MGD.shape
@@ -48,15 +41,9 @@ def forward_on_hopper(
 
 
 def key_gradients_on_hopper(
-    plan: TreeAttentionPlan,
-    shared: SharedByLayers,
-    tiles: tuple[Tensor, Tensor],
-    arrays: tuple[Tensor | None, ...],
-    num_added: int,
-    first_group: int,
-    groups: int,
-    scale: float,
-) -> None:
+    plan: TreeAttentionPlan, shared: SharedByLayers, tiles: tuple[Tensor, Tensor], arrays: tuple[Tensor | None, ...],
+    num_added: int, first_group: int, groups: int, scale: float,
+) -> None:  # fmt: skip
     """One launch for dK, dV and tiles of dS.
 
     Args:
@@ -87,14 +74,9 @@ def key_gradients_on_hopper(
 
 
 def query_gradients_on_hopper(
-    plan: TreeAttentionPlan,
-    shared: SharedByLayers,
-    arrays: tuple[Tensor, Tensor, Tensor, Tensor],
-    rows: DeviceTable,
-    first_chunk: int,
-    chunks: int,
-    scale: float,
-) -> None:
+    plan: TreeAttentionPlan, shared: SharedByLayers, arrays: tuple[Tensor, Tensor, Tensor, Tensor], rows: DeviceTable,
+    first_chunk: int, chunks: int, scale: float,
+) -> None:  # fmt: skip
     """One launch for dQ of ``chunks`` tiles of heads, from the tiles of dS of these.
 
     Args:

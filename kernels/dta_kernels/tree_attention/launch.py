@@ -46,14 +46,9 @@ def interpreted() -> bool:
 
 
 def tree_attention_forward(
-    q_NHD: Tensor,
-    k_MGD: Tensor,
-    v_MGD: Tensor,
-    key_end_M: Tensor,
-    plan: TreeAttentionPlan,
-    scale: float,
+    q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, key_end_M: Tensor, plan: TreeAttentionPlan, scale: float,
     shared: SharedByLayers | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of every query over the keys it sees.
 
     Args:
@@ -92,18 +87,10 @@ def tree_attention_forward(
 
 
 def tree_attention_backward(
-    grad_out_NHD: Tensor,
-    q_NHD: Tensor,
-    k_MGD: Tensor,
-    v_MGD: Tensor,
-    out_NHD: Tensor,
-    lse_HN: Tensor,
-    key_end_M: Tensor,
-    plan: TreeAttentionPlan,
-    scale: float,
-    into: KeyGradients | None = None,
+    grad_out_NHD: Tensor, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, out_NHD: Tensor, lse_HN: Tensor,
+    key_end_M: Tensor, plan: TreeAttentionPlan, scale: float, into: KeyGradients | None = None,
     shared: SharedByLayers | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of ``tree_attention_forward``, from its outputs.
 
     ``out`` and ``lse`` may also come from attention over more keys, merged; the result is then the share of these keys
@@ -235,14 +222,9 @@ class _BackwardLaunch:
 
 
 def _prepare(
-    grad_out_NHD: Tensor,
-    out_NHD: Tensor,
-    lse_HN: Tensor,
-    q_NHD: Tensor,
-    pack: int,
-    settings: KernelConfig,
+    grad_out_NHD: Tensor, out_NHD: Tensor, lse_HN: Tensor, q_NHD: Tensor, pack: int, settings: KernelConfig,
     shared: SharedByLayers,
-) -> tuple[Tensor, Tensor, Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
+) -> tuple[Tensor, Tensor, Tensor | TensorDescriptor, Tensor | TensorDescriptor]:  # fmt: skip
     """delta, base-2 log-sum-exp, dO and Q in the order in which ``key_gradients_kernel`` reads them."""
     N, H, D = q_NHD.shape
     # The tensor memory accelerator copies vectors from multiples of 16 bytes only.

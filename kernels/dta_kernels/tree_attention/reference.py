@@ -35,14 +35,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def tree_attention_forward(
-    q_NHD: Tensor,
-    k_MGD: Tensor,
-    v_MGD: Tensor,
-    query_index_N: Tensor,
-    key_index_M: Tensor,
-    key_end_M: Tensor,
+    q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, query_index_N: Tensor, key_index_M: Tensor, key_end_M: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of every query over the keys it sees.
 
     Args:
@@ -74,17 +69,9 @@ def tree_attention_forward(
 
 
 def tree_attention_backward(
-    grad_out_NHD: Tensor,
-    q_NHD: Tensor,
-    k_MGD: Tensor,
-    v_MGD: Tensor,
-    out_NHD: Tensor,
-    lse_HN: Tensor,
-    query_index_N: Tensor,
-    key_index_M: Tensor,
-    key_end_M: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out_NHD: Tensor, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, out_NHD: Tensor, lse_HN: Tensor,
+    query_index_N: Tensor, key_index_M: Tensor, key_end_M: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of ``tree_attention_forward``, from its outputs.
 
     Returns:
