@@ -2,14 +2,15 @@
 
     python benchmarks/real_rollouts.py --model DIR --trees before=DIR after=DIR [--batches 6] [--output FILE.json]
 
-``--model`` is the folder that ``examples/real_model/smollm2.py`` writes. For each tree a process loads the model; then
-every case is sampled by one process after the other, batch by batch, and so both meet the same GPU. A case is a task of
-``examples/real_model`` (sums: 64 prompts x 16 short answers, lists: 32 x 16 answers of about a hundred tokens), a way
-to sample (plain, das, treepo) and --inference-max-requests (0: without a value). The weights stay those of the model:
-each batch has other prompts and the same difficulty. Seconds are those of a batch from its prompts to its rewards, the
-median without the first two batches, in which graphs are captured. What drafting does between batches, while a trainer
-trains, is not in them ("between_seconds"). With --random-weights only the tokenizer of DIR is read; no answer ends by
-itself, and no draft is right.
+``--model`` is the folder that ``examples/real_model/smollm2.py`` writes, or of a trained model. A process for each tree
+loads it; every batch is sampled in every case by one process after the other, and so all meet the same GPU. A
+case is a way to sample (plain, das, treepo, treepo-64: segments of 64) and --inference-max-requests (0: without a
+value). Tasks: sums (64 prompts x 16 short answers), lists (32 x 16 answers of about a hundred tokens), edits (2 x 16,
+lists of 40 lines; for a model that has learned lists), functions (2 x 16 at temperature 0.3, over 24 prompts, so in
+epochs of 12 batches) and stories (128 x 16 long answers); --prompts changes how many prompts a batch has. The weights
+stay those of the model. Seconds are those of a batch from its prompts to its rewards: the median without the first
+--skip batches, in which graphs are captured, and the mean of all others. With --random-weights only the tokenizer of
+DIR is read; no answer ends by itself, and no draft is right.
 """
 
 from __future__ import annotations
@@ -26,37 +27,48 @@ from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve()
-EXAMPLES = Path("examples/real_model")
 TASKS = {
     "sums": ["--rollout-batch-size", "64", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "32"],
     "lists": ["--rollout-batch-size", "32", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "160"],
+    "edits": ["--rollout-batch-size", "2", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "400"],
+    "functions": ["--rollout-batch-size", "2", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "400"],
+    "stories": ["--rollout-batch-size", "128", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "1024"],
 }
-SEGMENTS = {"sums": "16", "lists": "32"}
+TASKS["functions"] += ["--rollout-temperature", "0.3"]
+SCRIPTS = {
+    "sums": "examples/real_model/sums.py",
+    "lists": "examples/real_model/lists.py",
+    "edits": "examples/real_model/lists.py --lines 40",
+    "functions": "benchmarks/rollout_parts/texts.py functions --prompts 24",
+    "stories": "benchmarks/rollout_parts/texts.py stories",
+}
+SEGMENTS = {"sums": "16"}
 # That of SmolLM2-135M.
 SHAPE = ["--num-layers", "30", "--hidden-size", "576", "--ffn-hidden-size", "1536", "--num-attention-heads", "9"]
 SHAPE += ["--num-query-groups", "3", "--swiglu", "--init-method-std", "0.05"]
 COUNTS = ("decoded_tokens", "forwards", "static_forwards", "drafted_tokens", "accepted_drafts", "prefilled_tokens")
-FIRST = 2
 
 
 def method(task: str, way: str) -> list[str]:
     """The flags of a way to sample."""
-    if way == "treepo":
-        return ["--rollout-method", "treepo", "--treepo-segment-length", SEGMENTS[task]]
+    if way.startswith("treepo"):
+        segment = way.partition("-")[2] or SEGMENTS.get(task, "32")
+        return ["--rollout-method", "treepo", "--treepo-segment-length", segment]
     return ["--rollout-speculation", "das"] if way == "das" else []
 
 
 class Worker:
     """Samples with the package that this process imports."""
 
-    def __init__(self, model: Path, data: Path, random_weights: bool = False) -> None:
+    def __init__(self, model: Path, data: Path, prompts: int | None = None, random_weights: bool = False) -> None:
         from megatron_dta.core.model.build import build_model
         from megatron_dta.core.model.parallel.mesh import initialize_parallel
         from megatron_dta.training.huggingface.save import load_hf
         from megatron_dta.wiring.attach import attach_extras
 
         attach_extras()
-        self.folder, self.data, self.random_weights, self.sources = model, data, random_weights, {}
+        self.folder, self.data, self.random_weights = model, data, random_weights
+        self.prompts, self.sources = prompts, {}
         config = self.config(next(task for task in TASKS if (data / task).is_dir()), "plain", 256)[0]
         device = initialize_parallel(1, config.parallel)
         self.model = build_model(config.model, device, config.parallel)
@@ -72,10 +84,11 @@ class Worker:
         from megatron_dta.wiring.setup import read_data, with_known_sizes
 
         flags = ["--bf16", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(self.folder)]
-        flags += ["--apply-chat-template", "--max-position-embeddings", "512"]
+        flags += ["--apply-chat-template", "--max-position-embeddings", "2048"]
         flags += SHAPE if self.random_weights else ["--load-hf", str(self.folder)]
         flags += ["--prompt-data", str(self.data / task / "prompts.jsonl"), *TASKS[task], *method(task, way)]
-        flags += ["--reward-function", f"{EXAMPLES}/{task}.py:reward", "--lr", "1e-5", "--train-iters", "1"]
+        flags += ["--rollout-batch-size", str(self.prompts)] if self.prompts else []
+        flags += ["--reward-function", f"{SCRIPTS[task].split()[0]}:reward", "--lr", "1e-5", "--train-iters", "1"]
         flags += ["--inference-max-requests", str(requests)] if requests else []
         config = parse_arguments(flags)
         sampling_task = read_data(config, make_objective(config.objective))[2]
@@ -89,13 +102,13 @@ class Worker:
         from megatron_dta.wiring.sources import build_sampled_data
 
         if case not in self.sources:
-            self.sources.clear()
             config, task = self.config(*case)
             self.sources[case] = build_sampled_data(config, self.model, task, Progress(), print)[0]
         source = self.sources[case]
         engine = next(part._engine for part in _layers(source) if hasattr(part, "_engine"))
         before = engine.statistics()
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         began = time.perf_counter()
         rollouts = source.next_batch(batch)
         seconds = time.perf_counter() - began
@@ -117,12 +130,12 @@ def _layers(source: Any) -> Any:
         source = getattr(source, "_inner", None)
 
 
-def serve(model: Path, data: Path, random_weights: bool) -> None:
+def serve(model: Path, data: Path, prompts: int | None, random_weights: bool) -> None:
     """Answer each line of the standard input, a case and a batch, with a line of figures."""
     out = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer
     with os.fdopen(out, "w", encoding="utf-8") as answers:
-        worker = Worker(model, data, random_weights)
+        worker = Worker(model, data, prompts, random_weights)
         answers.write("{}\n")
         answers.flush()
         for line in sys.stdin:
@@ -131,11 +144,12 @@ def serve(model: Path, data: Path, random_weights: bool) -> None:
             answers.flush()
 
 
-def start(tree: Path, model: Path, data: Path, random_weights: bool) -> subprocess.Popen:
+def start(tree: Path, arguments: argparse.Namespace) -> subprocess.Popen:
     """A process of ``serve`` with the package in ``tree``."""
     path = f"{tree}:{tree / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
-    command = [sys.executable, str(HERE), "--worker", "--model", str(model), "--data", str(data)]
-    command += ["--random-weights"] if random_weights else []
+    command = [sys.executable, str(HERE), "--worker", "--model", str(arguments.model.resolve())]
+    command += ["--data", str(arguments.data), *(["--random-weights"] if arguments.random_weights else [])]
+    command += ["--prompts", str(arguments.prompts)] if arguments.prompts else []
     environment = os.environ | {"PYTHONPATH": path}
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8", cwd=tree, env=environment
@@ -157,10 +171,15 @@ def answer(process: subprocess.Popen) -> dict[str, float]:
     return json.loads(line)
 
 
-def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians without the first batches; the seconds of all of them, too."""
-    medians = {name: round(median(row[name] for row in rows[FIRST:]), 5) for name in rows[0]}
-    return medians | {"seconds_of_batches": [round(row["seconds"], 4) for row in rows]}
+def summary(rows: list[dict[str, float]], skip: int) -> dict[str, Any]:
+    """Medians and mean seconds without the first batches; the seconds of all of them, too."""
+    counted = rows[skip:] or rows
+    medians = {name: round(median(row[name] for row in counted), 5) for name in rows[0]}
+    medians["mean_seconds"] = round(sum(row["seconds"] for row in counted) / len(counted), 5)
+    return medians | {
+        "seconds_of_batches": [round(row["seconds"], 4) for row in rows],
+        "saved_of_batches": [round(row["saved_seconds"], 4) for row in rows],
+    }
 
 
 def main() -> None:
@@ -172,42 +191,38 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["plain:256", "plain:0", "das:0", "treepo:0"])
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--batches", type=int, default=6)
-    parser.add_argument("--das-batches", type=int, default=14)
+    parser.add_argument("--skip", type=int, default=2, help="first batches that are left out")
+    parser.add_argument("--prompts", type=int, help="prompts of a batch")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        serve(arguments.model, arguments.data, arguments.random_weights)
+        serve(arguments.model, arguments.data, arguments.prompts, arguments.random_weights)
         return
     trees = {name: Path(folder).resolve() for name, _, folder in (tree.partition("=") for tree in arguments.trees)}
     for task in arguments.tasks:
         tree = next(iter(trees.values()))
-        command = [sys.executable, f"{EXAMPLES}/{task}.py", "--output", str(arguments.data / task)]
+        command = [sys.executable, *SCRIPTS[task].split(), "--output", str(arguments.data / task)]
         environment = os.environ | {"PYTHONPATH": f"{tree}:{os.environ.get('PYTHONPATH', '')}"}
         subprocess.run(command, check=True, cwd=tree, env=environment)
-    processes = {
-        name: start(tree, arguments.model.resolve(), arguments.data, arguments.random_weights)
-        for name, tree in trees.items()
-    }
+    processes = {name: start(tree, arguments) for name, tree in trees.items()}
     for process in processes.values():
         answer(process)
     results: dict[str, Any] = {}
     for task in arguments.tasks:
-        for way, requests in (case.split(":") for case in arguments.cases):
-            rows: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
-            for batch in range(arguments.das_batches if way == "das" else arguments.batches):
+        cases = [tuple(case.split(":")) for case in arguments.cases]
+        rows: dict[tuple, dict[str, list]] = {case: {name: [] for name in trees} for case in cases}
+        for batch in range(arguments.batches):
+            for case in cases:
                 for name, process in processes.items():
-                    rows[name].append(ask(process, (task, way, int(requests)), batch))
-            results[f"{task} {way} {requests}"] = {name: summary(of_tree) for name, of_tree in rows.items()}
-            print(
-                f"{task} {way} {requests}",
-                *(f"{name} {summary(r)}" for name, r in rows.items()),
-                sep="\n  ",
-                flush=True,
-            )
-            if arguments.output:
-                arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                    rows[case][name].append(ask(process, (task, case[0], int(case[1])), batch))
+        for case in cases:
+            figures = {name: summary(of_tree, arguments.skip) for name, of_tree in rows[case].items()}
+            results[" ".join((task, *case))] = figures
+            print(task, *case, *(f"\n  {name} {row}" for name, row in figures.items()), flush=True)
+        if arguments.output:
+            arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     for process in processes.values():
         process.stdin.close()
         process.wait()

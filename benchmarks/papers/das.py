@@ -58,7 +58,6 @@ LIVE = {
     "longest": "longest",
     "mean_length": "mean",
     "forwards": "forwards",
-    "plain_forwards": "without drafts",
     "drafted": "drafted",
     "accepted": "accepted",
     "reward": "held-out reward",
@@ -184,7 +183,6 @@ def live_row(run: LiveRun, plain: LiveRun, names: dict[str, Any]) -> dict[str, A
     return row | {
         "seconds_saved": 1 - seconds / usual,
         "forwards": run.drafts("forwards"),
-        "plain_forwards": run.drafts("plain_forwards"),
         "drafted": run.drafts("drafted_tokens"),
         "accepted": run.drafts("accepted_tokens"),
         "same_samples": equal_share(run, plain),

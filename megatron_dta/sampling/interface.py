@@ -163,10 +163,6 @@ class RolloutEngine(ABC):
         """Metrics of the last rollout batch that depend on the clock."""
         return {}
 
-    def rest(self) -> None:
-        """Begin work that was put off: the rollouts are scored, and the device trains next."""
-        return
-
     @abstractmethod
     def close(self) -> None:
         """Abort all requests and free all memory. May be called twice."""

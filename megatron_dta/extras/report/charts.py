@@ -78,7 +78,7 @@ DRAFT_CHARTS = (
     ),
     ("drafted tokens that were accepted", "acceptance"),
     ("drafted, accepted and wasted tokens", "drafted_tokens", "accepted_tokens", "wasted_tokens"),
-    ("seconds: all passes of a rollout batch, the drafter", "makespan_seconds", "draft_seconds", "hidden_seconds"),
+    ("seconds: all passes of a rollout batch, the drafter", "makespan_seconds", "draft_seconds"),
     ("memory of the trees (bytes)", "drafter_bytes"),
 )
 

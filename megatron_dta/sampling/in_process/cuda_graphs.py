@@ -264,8 +264,9 @@ class DecodeSteps:
 
     def _captured(self, burst: Burst, params: SamplingParams, chunk: int = 0) -> CapturedPass:
         """The pass of the rank's model chunk ``chunk`` for ``burst``."""
-        num_tokens = bucket(len(burst.token_ids))
-        run = self._run_of(burst)
+        num_tokens, run = bucket(len(burst.token_ids)), self._run_of(burst)
+        if run > 1 and num_tokens < 256:  # reading the weights is what takes time, and every size is a capture
+            num_tokens = max(64, 1 << (num_tokens - 1).bit_length())
         # There are at most as many tiles as tokens, and empty tiles cost less than captures for each number of tiles.
         key = (num_tokens, run, params.temperature, params.top_p, params.vocab_size, chunk)
         if key not in self._passes:

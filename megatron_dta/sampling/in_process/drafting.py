@@ -116,9 +116,6 @@ class Drafting:
         """Metrics of the drafts."""
         return {}
 
-    def rest(self) -> None:
-        """See ``RolloutEngine``."""
-
 
 class NoDrafting(Drafting):
     """Never drafts."""

@@ -199,9 +199,6 @@ class InProcessEngine(RolloutEngine):
     def timing(self) -> dict[str, float]:
         return self.drafting.timing()
 
-    def rest(self) -> None:
-        self.drafting.rest()
-
     def close(self) -> None:
         counts = self.statistics()
         for requests in (self._running, self._held, self._endings):

@@ -4,21 +4,19 @@ The prompt identifies the problem of a request, so the branches of a tree and th
 drafts. The length of a response is the length of its whole path; it is known when a request ends that no other request
 continues. Evaluations have separate trees.
 
-A clock decides which rounds ask for drafts (``speculation.clock``). What only changes the trees is put off until the
-rollouts are scored, and then done by another thread in the order of the calls, while the device trains. (During
-sampling it would slow down the scheduler and the rewards: threads share one interpreter.) Before a trial, and every
-``_MOST_ROUNDS`` rounds, that thread works beside the device, until it is at most ``_FEW_ROUNDS`` behind.
+A clock decides which rounds ask for drafts (``speculation.clock``). Before it tries drafts there are no trees: complete
+samples are kept as arrays, and requests have no slots in the speculator. A round of a trial opens slots for its rows,
+which inserts what is known of their problems. When drafts have lost, the trees are dropped.
 
-A checkpoint holds the trees. They contain the samples of all replicas (``_share``), so those of the first replica serve
-any number of replicas. The samples do not depend on them: a run resumed without the trees draws the same samples, in
-more passes until the trees have grown again.
+A checkpoint holds the recent samples of all replicas (``_share``), so those of the first replica serve any number of
+replicas. What is sampled does not depend on them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +35,11 @@ from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.speculator import Proposal, Speculator
 
 _STATE = "speculation"
-_MOST_ROUNDS, _FEW_ROUNDS = 128, 2
+_INSERT_SECONDS = 3e-6
+"""Assumed seconds to insert a token."""
 
-_MEASURED = 512
-"""Number of recent passes from which the cost of a pass is measured."""
+_MEASURED, _FITTED = 512, 8
+"""Number of recent passes from which the cost of a pass is measured, and maximum number of sizes that are fitted."""
 
 
 @dataclass
@@ -53,7 +52,6 @@ class _Path:
         before: tokens of the response that were sampled before this request.
         above: the request that this one continues.
         length: sampled tokens of the response at the request's end; None while it runs and once it was counted.
-        end: the forward in which the request would have ended without drafts.
         is_continued: another request continues this one from its end.
     """
 
@@ -62,7 +60,6 @@ class _Path:
     before: int
     above: _Path | None
     length: int | None = None
-    end: int = 0
     is_continued: bool = False
 
 
@@ -73,34 +70,25 @@ class SuffixDrafting(Drafting):
     """
 
     def __init__(self, speculator: Speculator, follows_clock: bool = True) -> None:
-        self._training, self.follows_clock = speculator, follows_clock
-        self._speculator = speculator  # of the present phase
+        self.speculator, self.follows_clock = speculator, follows_clock
+        self._phase = speculator  # the speculator of the present phase
+        self._begins = True  # the phase has had no drafts
         self._policy_version: int | None = None
         speculator.gate.is_measured = False  # until the ranks of the replica go by the same costs
         speculator.gate.decides = not follows_clock
         self._clock = DraftingClock() if follows_clock else None
-        # Calls that are put off, with the rounds among them, and those that the other thread has got.
-        self._thread = ThreadPoolExecutor(1, "suffix-trees")
-        self._deferred: list[tuple[Callable, tuple]] = []
-        self._rounds = 0
-        self._work: Future | None = None
         self._is_shared = self._evaluates = False
         self._slots: dict[Request, int] = {}
         self._paths: dict[Request, _Path] = {}  # running and held requests
         self._proposal: Proposal | None = None
         # Passes as (tokens, seconds, has drafts).
         self._measured: list[tuple[int, float, bool]] = []
-        self._last: list[tuple[int, bool]] = []
-        self._last_round = (0, 0, False)  # rows, tokens, whether it could have drafts
+        self._last: Round | None = None
+        self._inserted = 0, 0.0  # tokens and seconds in this round
+        self._last_prompt: tuple[np.ndarray | None, str] = None, ""
         # Complete samples that have not been shared with the other replicas yet.
-        self._unshared: list[tuple[str, bool, np.ndarray, np.ndarray]] = []
+        self._unshared: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._unshared_lengths: list[tuple[str, int]] = []
-
-    @property
-    def speculator(self) -> Speculator:
-        """The speculator of training, with all deferred work done."""
-        self._wait()
-        return self._training
 
     def report(self) -> SpeculationReport:
         """The report of the rollout batch so far."""
@@ -110,45 +98,13 @@ class SuffixDrafting(Drafting):
 
     def started(self, params: SamplingParams) -> None:
         self._evaluates = params.domain is Domain.EVALUATION
-        self._defer(self._start, self._evaluates)
-
-    def _start(self, evaluates: bool) -> None:
-        self._speculator = self._training.unlearned() if evaluates else self._training
-        self._speculator.begin_phase()
+        self._phase = self.speculator.unlearned() if self._evaluates else self.speculator
+        self._begins = True
 
     def ended(self) -> None:
-        self._defer(self._end_paths)
+        self._end_paths()
         if self._is_shared and not self._evaluates:
             self._share()
-
-    def rest(self) -> None:
-        self._hand_over()
-
-    def _defer(self, call: Callable, *arguments: object) -> None:
-        self._deferred.append((call, arguments))
-
-    def _hand_over(self) -> None:
-        """Let the other thread make the deferred calls, after those that it has got."""
-        if self._work is not None and self._work.done():
-            self._work.result()
-        calls, self._deferred, self._rounds = self._deferred, [], 0
-        self._work = self._thread.submit(lambda: [call(*arguments) for call, arguments in calls])
-
-    def _wait(self) -> None:
-        if self._deferred:
-            self._hand_over()
-        if self._work is not None:
-            self._work.result()
-
-    def _is_ready(self, clock: DraftingClock) -> bool:
-        """Whether the next round may have drafts: if the trees are nearly complete."""
-        if not clock.is_on or not clock.is_local:  # other ranks must decide alike
-            return clock.is_on
-        is_idle = self._work is None or self._work.done()
-        if is_idle and self._rounds > _FEW_ROUNDS:
-            self._hand_over()
-            return False
-        return is_idle
 
     def submitted(self, request: Request) -> None:
         generation, parent = request.generation, request.parent
@@ -159,48 +115,49 @@ class SuffixDrafting(Drafting):
         if length is None and above is not None:
             problem, is_branch = above.problem, True
         else:
-            prompt = np.ascontiguousarray(generation.token_ids[:length], np.int32)
-            problem = hashlib.blake2b(prompt.tobytes(), digest_size=16).hexdigest()
-            is_branch = len(prompt) < len(generation.token_ids)
+            is_branch = length is not None and length < len(generation.token_ids)
+            problem = self._problem(generation.token_ids, length)
         self._paths[request] = _Path(problem, is_branch, generation.sampled_before, above)
 
+    def _problem(self, token_ids: np.ndarray, length: int | None) -> str:
+        """Digest of the prompt; the samples of a group have the same array."""
+        if length is not None and length < len(token_ids):
+            return _digest(token_ids[:length])
+        if self._last_prompt[0] is not token_ids:
+            self._last_prompt = token_ids, _digest(token_ids)
+        return self._last_prompt[1]
+
     def wants(self, live: int) -> bool:
-        if self._clock is not None:
-            return self._is_ready(self._clock)
-        self._wait()
-        return self._speculator.wants(live)
+        return self._clock.is_on if self._clock is not None else self._phase.wants(live)
 
     @property
     def asks_next(self) -> bool:
-        if self._clock is not None:
-            return self._is_ready(self._clock)
-        self._wait()
-        return self._speculator.gate.asks_next
+        return self._clock.is_on if self._clock is not None else self._phase.gate.asks_next
 
     @property
     def is_hopeful(self) -> bool:
-        return self.asks_next and (self._clock is not None or self._speculator.gate.is_hopeful)
+        return self.asks_next and (self._clock is not None or self._phase.gate.is_hopeful)
 
     def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
-        self._wait()
-        slots = np.array([self._slot(request) for request in rows], np.int64)
-        self._proposal = self._speculator.propose(slots, most)
-        proposal = self._proposal
+        none = [NO_DRAFT] * len(rows)
+        if self._begins and self._clock is not None and not self._clock.goes_on(self._insert_seconds()):
+            self._drop_trees()
+            return none
+        self._begins = False
+        self._proposal = proposal = self._phase.propose(self._open(rows), most)
         if not proposal.lengths.any():
-            return [NO_DRAFT] * len(rows)
+            return none
         return [row[:length] for row, length in zip(proposal.tokens, proposal.lengths.tolist(), strict=True)]
 
     def verified(self, done: Round) -> None:
-        proposal, self._proposal = self._proposal, None
-        self._last = [] if done.captured else done.decoding_passes
-        self._rounds += 1
-        if self._rounds > _MOST_ROUNDS:
-            self._hand_over()
-        self._last_round = len(done.rows), sum(map(len, done.appended)), proposal is not None
-        if done.drafted is None:
-            self._defer(self._record_burst, done, proposal is not None)
+        self._last = done
+        if done.drafted is not None:
+            self._record(self._proposal, done)
+        elif self._clock is None or self._slots:
+            slots = self._open(done.rows, [len(tokens) for tokens in done.appended])
+            self._phase.record_burst(slots, done.appended, done.seconds, self._proposal is not None)
         else:
-            self._defer(self._record, proposal, done)
+            self._phase.report.add_burst(np.array([len(tokens) for tokens in done.appended]), done.seconds)
 
     def _record(self, proposal: Proposal, done: Round) -> None:
         proposal.lengths[:] = done.drafted
@@ -209,66 +166,86 @@ class SuffixDrafting(Drafting):
         accepted = np.minimum(counts - 1, done.drafted)
         offsets = np.concatenate([[0], np.cumsum(counts)])
         tokens = np.concatenate(done.appended).astype(np.int32)
-        self._speculator.record(proposal, accepted, tokens, offsets, done.seconds)
-
-    def _record_burst(self, done: Round, was_asked: bool) -> None:
-        slots = np.array([self._slot(request) for request in done.rows], np.int64)
-        self._speculator.record_burst(slots, done.appended, done.seconds, was_asked)
+        self._phase.record(proposal, accepted, tokens, offsets, done.seconds)
 
     def ran(self, seconds: float) -> None:
-        last, self._last = self._last, []
-        if last:
-            self._defer(self._record_time, last, seconds)
-            if self._clock is not None:
-                live, tokens, asked = self._last_round
-                self._clock.took(live, len(last), tokens, seconds, asked)
+        done, self._last = self._last, None
+        asked, self._proposal = self._proposal is not None, None
+        if done is None:
+            return
+        passes, (inserted, spent), self._inserted = done.decoding_passes, self._inserted, (0, 0.0)
+        seconds -= spent
+        if passes and not done.captured:
+            if self._clock is None or self._slots:
+                self._phase.took(seconds)
+            if self._phase is self.speculator:
+                self._measured += [(count, seconds / len(passes), is_drafted) for count, is_drafted in passes]
+                del self._measured[:-_MEASURED]
+        if self._clock is not None:
+            self._clock.spend(spent, inserted * _INSERT_SECONDS)
+            self._tell(self._clock, done, len(passes), seconds, asked)
 
-    def _record_time(self, last: list[tuple[int, bool]], seconds: float) -> None:
-        self._speculator.took(seconds)
-        if self._speculator is self._training:
-            self._measured += [(tokens, seconds / len(last), is_drafted) for tokens, is_drafted in last]
-            del self._measured[:-_MEASURED]
+    def _tell(self, clock: DraftingClock, done: Round, passes: int, seconds: float, asked: bool) -> None:
+        """Tell the clock of a round, and follow its decision."""
+        was_on = clock.is_on
+        if done.captured and asked:
+            clock.spend(seconds, 0.0)
+        elif passes and not done.captured:
+            clock.took(len(done.rows), passes, sum(map(len, done.appended)), seconds, asked)
+        if clock.is_due:
+            clock.begin(self._insert_seconds())
+            self._begins = False
+        elif was_on and not clock.is_on:
+            self._drop_trees()
+
+    def _insert_seconds(self) -> float:
+        """About how long it takes to insert what the running requests need."""
+        running = [request for request in self._paths if request.is_running and request not in self._slots]
+        problems = {self._paths[request].problem for request in running}
+        tokens = sum(map(self._phase.drafter.missing_tokens, problems))
+        return _INSERT_SECONDS * (tokens + sum(len(request.response) for request in running))
+
+    def _drop_trees(self) -> None:
+        self._slots.clear()
+        self._phase.drop_trees()
 
     def finished(self, request: Request) -> None:
-        self._defer(self._finish, request)
-
-    def _finish(self, request: Request) -> None:
-        path = self._paths[request]
-        path.end = self._speculator.end_request(self._slots.pop(request))
-        path.length = path.before + len(request.response)
-        if self._is_shared and self._speculator is self._training:
-            # The trees need only the end of a branch's context.
-            context = request.tokens[: request.context_length]
-            context = context[-self._speculator.drafter.params.depth :] if path.is_branch else context
-            self._unshared.append((path.problem, path.is_branch, context.copy(), request.response.copy()))
+        path, response, slot = self._paths[request], request.response, self._slots.pop(request, None)
+        path.length = path.before + len(response)
+        # The trees need only the end of a branch's context.
+        first = request.context_length - self._phase.drafter.params.depth if path.is_branch else 0
+        context = request.tokens[max(0, first) : request.context_length]
+        if slot is not None:
+            self._phase.end_request(slot)
+        else:
+            self._phase.learn(path.problem, context, response)
+            self._phase.report.add_sample(len(response), len(response), 0, 0)
+        if self._is_shared and self._phase is self.speculator:
+            self._unshared.append((path.problem, context.copy(), response.copy()))
         if not request.generation.hold:
             self._end_path(self._paths.pop(request))
 
     def _end_path(self, path: _Path) -> None:
         """Record the length of a response that ends with this request, once."""
         if path.length is not None and not path.is_continued:
-            self._speculator.end_response(path.problem, path.length, path.end)
-            if self._is_shared and self._speculator is self._training:
+            self._phase.learn_length(path.problem, path.length)
+            if self._is_shared and self._phase is self.speculator:
                 self._unshared_lengths.append((path.problem, path.length))
         path.length = None
 
     def _end_paths(self) -> None:
         for path in list(self._paths.values()):
             self._end_path(path)
-        self._speculator = self._training
+        self._phase = self.speculator
 
     def abandoned(self) -> None:
-        self._wait()
         for slot in self._slots.values():
-            self._speculator.discard(slot)
+            self._phase.discard(slot)
         self._slots.clear()
         self._paths.clear()
         self._proposal = None
 
     def released(self, request: Request) -> None:
-        self._defer(self._release, request)
-
-    def _release(self, request: Request) -> None:
         path = self._paths.pop(request, None)
         if path is not None:
             self._end_path(path)
@@ -280,13 +257,17 @@ class SuffixDrafting(Drafting):
         if self._clock is not None:
             self._share_costs(self._clock)
         # The rollouts so far used the previous weights.
-        self._defer(self._end_paths)
-        self._defer(self._training.end_step, policy_version - 1)
+        self._end_paths()
+        self.speculator.end_step(policy_version - 1)
+        if self._clock is None:
+            self.speculator.drafter.insert_all()
 
     def _share_costs(self, clock: DraftingClock) -> None:
         """Let the ranks of a replica, which must make the same drafts, use the first rank's measurements."""
         mesh, gate = current_mesh(), self.speculator.gate
         clock.begin_batch()
+        if not any(is_drafted for _, _, is_drafted in self._measured) and mesh.tensor_size * mesh.pipeline_size == 1:
+            return
         costs = self.measured_cost(), self.measured_cost(False), self.measured_cost(True)
         (both, plain, drafted), rates = mesh.gather_over_replica((costs, clock.rates()))[0]
         gate.is_measured = mesh.tensor_size * mesh.pipeline_size == 1
@@ -302,10 +283,10 @@ class SuffixDrafting(Drafting):
         self._unshared, self._unshared_lengths = [], []
         for replica, (samples, lengths) in enumerate(mesh.gather_over_data(unshared)):
             if replica != mesh.data_rank:
-                for problem, is_branch, context, response in samples:
-                    self._defer(speculator.learn, problem, context, response, is_branch)
+                for problem, context, response in samples:
+                    speculator.learn(problem, context, response)
                 for problem, length in lengths:
-                    self._defer(speculator.learn_length, problem, length)
+                    speculator.learn_length(problem, length)
 
     def state_dict(self) -> dict[str, Any]:
         arrays = self.speculator.state_dict()
@@ -332,22 +313,32 @@ class SuffixDrafting(Drafting):
 
         drafted: use only passes with drafts (True) or only those without (False).
         """
-        self._wait()
         tokens, seconds, kinds = np.array(self._measured, np.float64).reshape(-1, 3).T
         if drafted is not None:
             tokens, seconds = tokens[kinds == drafted], seconds[kinds == drafted]
         counts = [count for count in np.unique(tokens) if (tokens == count).sum() >= 3]
+        counts = counts[:: -(-len(counts) // _FITTED) or 1]
         try:
             medians = [np.median(seconds[tokens == count]) for count in counts]
-            return ForwardCost.fit(np.array(counts), np.array(medians), draft=self._speculator.gate.drafted_cost.draft)
+            return ForwardCost.fit(np.array(counts), np.array(medians), draft=self._phase.gate.drafted_cost.draft)
         except InputError:
             return None
 
-    def _slot(self, request: Request) -> int:
-        slot = self._slots.get(request)
-        if slot is None:
-            context, path = request.tokens[: request.context_length], self._paths[request]
-            begin = None if path.above is None else path.above.end
-            slot = self._speculator.open(path.problem, context, path.is_branch, path.before, begin)
-            self._slots[request], path.above = slot, None
-        return slot
+    def _open(self, rows: Sequence[Request], new: Sequence[int] | None = None) -> np.ndarray:
+        """The slots of ``rows``, int64 [n]. Those without one get it, with their tokens but the ``new`` last ones."""
+        began, count = time.perf_counter(), 0
+        for i, request in enumerate(rows):
+            if request not in self._slots:
+                path, context = self._paths[request], request.tokens[: request.context_length]
+                known = request.response[: len(request.response) - (new[i] if new else 0)]
+                count += self._phase.drafter.missing_tokens(path.problem) + len(known) + 1
+                self._slots[request] = self._phase.open(path.problem, context, path.is_branch, path.before, known)
+                path.above = None
+        seconds = time.perf_counter() - began if count else 0.0
+        self._phase.report.draft_seconds += seconds
+        self._inserted = self._inserted[0] + count, self._inserted[1] + seconds
+        return np.array([self._slots[request] for request in rows], np.int64)
+
+
+def _digest(tokens: np.ndarray) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).tobytes(), digest_size=16).hexdigest()

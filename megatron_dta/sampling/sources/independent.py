@@ -53,7 +53,6 @@ class PromptSource(SampledSource):
     def _counts(self) -> dict[str, float]:
         """The scorer's counts since ``_begin``, and ``degenerate_responses``: those that the engine has ended in this
         rollout batch because their text was degenerate, including those that are not trained."""
-        self._engine.rest()
         gather = current_mesh().gather_from_replicas
         counts = counted(self._tally, self._task.scorer.tally, gather)
         stopped = self._engine.statistics().get("stopped_degenerate")

@@ -3,8 +3,11 @@
 Without drafts the engine launches bursts ahead, so whoever asks for drafts has lost time even if there are none. Rounds
 therefore do without, until a *trial*: ``TRIAL_ROUNDS`` rounds with drafts, whose seconds are compared with those of as
 many tokens without, at as many running rows. While trials win, the next one follows. After one that loses, rounds
-with about as many rows wait, twice as long each time. What trials have lost is at most ``LOSS_SHARE`` of the time, so
-that is what drafting costs at most.
+with about as many rows wait, twice as long each time.
+
+Filling the trees when a trial begins takes time, and so does capturing graphs of passes with drafts. These seconds
+are spent once and do not decide whether drafts win. But no trial begins that may raise all that was spent and lost,
+less what drafts have saved since, above ``LOSS_SHARE`` of the time. (Captures are only known afterwards.)
 
 The ranks of a replica must decide alike. Where there are several, they use the medians of the first rank up to the last
 rollout batch (``share``) in place of the seconds of this round.
@@ -33,13 +36,15 @@ Rates = dict[tuple[bool, int], float]
 class DraftingClock:
     """Attributes:
     is_on: whether the next rounds may have drafts.
+    is_due: whether a trial may begin as soon as the time for its trees is affordable (``begin``).
     is_local: whether this rank decides alone, by the seconds of this round.
     saved: seconds saved by drafts since ``begin_batch``; negative: lost.
     """
 
     def __init__(self) -> None:
-        self.is_on, self.is_local, self.saved = False, True, 0.0
-        self._elapsed = self._lost = self._net = 0.0
+        self.is_on, self.is_due, self.is_local = False, False, True
+        self.saved = self._gained = self._last_gained = self._elapsed = self._lost = self._net = 0.0
+        self._risk = self._price = 0.0  # expected seconds of the next trial, and of its trees
         self._rounds = 0
         self._recent: dict[tuple[bool, int], deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._shared: Rates = {}
@@ -48,7 +53,7 @@ class DraftingClock:
 
     def begin_batch(self) -> None:
         """Begin a rollout batch."""
-        self.saved = 0.0
+        self.saved, self._gained, self._last_gained, self._price = 0.0, 0.0, self._gained, 0.0
 
     def rates(self) -> Rates:
         """Median seconds a token by (with drafts, size of the batch)."""
@@ -64,7 +69,6 @@ class DraftingClock:
         self._recent[asked, size].append(seconds / tokens)
         plain = self._rate(False, size)
         if plain is None:
-            self.is_on = False
             return
         if not self.is_local:
             seconds = tokens * (plain if not asked else self._shared.get((True, size), _UNKNOWN * plain))
@@ -74,18 +78,35 @@ class DraftingClock:
             return
         self._passes[size] += passes
         # A round that was launched before a trial began is none of it.
-        if not self.is_on and self._passes[size] >= self._waits[size]:
-            risk = TRIAL_ROUNDS * (_UNKNOWN - 1) * plain * live
-            self.is_on = self._lost + risk <= LOSS_SHARE * self._elapsed
+        self._risk = TRIAL_ROUNDS * (_UNKNOWN - 1) * plain * live
+        self.is_due = not self.is_on and self._passes[size] >= self._waits[size] and self._affords(self._price)
+
+    def begin(self, seconds: float) -> None:
+        """Begin a trial that is due if the ``seconds`` to fill the trees are affordable, which only grow in a batch."""
+        self.is_on, self.is_due, self._price = self._affords(seconds), False, seconds
+
+    def goes_on(self, seconds: float) -> bool:
+        """Whether drafts stay in a phase although filling the trees takes ``seconds``: if they have saved more in
+        the last rollout batch, or the time allows it."""
+        self.is_on = self.is_on and (seconds <= self._last_gained or self._affords(seconds))
+        return self.is_on
+
+    def spend(self, seconds: float, expected: float) -> None:
+        """Record what was spent once, and what all ranks expect this to be."""
+        self.saved -= seconds
+        self._lost += seconds if self.is_local else expected
+
+    def _affords(self, seconds: float) -> bool:
+        return self._lost + self._risk + seconds <= LOSS_SHARE * self._elapsed
 
     def _tried(self, size: int, net: float, pass_seconds: float) -> None:
         """Record a round of a trial that saved ``net`` seconds; end the trial if it is complete or too expensive."""
-        self.saved += net
+        self.saved, self._gained = self.saved + net, self._gained + net
+        self._lost = max(0.0, self._lost - net)
         self._net, self._rounds = self._net + net, self._rounds + 1
         if self._rounds < TRIAL_ROUNDS and self._net > -TRIAL_ROUNDS * pass_seconds:
             return
         self.is_on = self._net > 0
-        self._lost += max(0.0, -self._net)
         self._waits[size] = _FIRST_WAIT if self.is_on else min(2 * self._waits[size], _LONGEST_WAIT)
         self._net, self._rounds, self._passes[size] = 0.0, 0, 0
 

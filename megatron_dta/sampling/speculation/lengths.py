@@ -49,7 +49,9 @@ class LengthHistory:
         self._first = np.zeros(0, np.int64)  # the first class of each sample
         self._problems: dict[str, list[int]] = {}
         self._new: list[tuple[str, int, int]] = []
-        self._expected: dict[str, tuple[LengthClass, np.ndarray]] = {}  # cache, cleared when the history changes
+        # Caches, cleared when the history changes.
+        self._expected: dict[str, tuple[LengthClass, np.ndarray]] = {}
+        self._first_classes: dict[str, LengthClass] = {}
 
     def expected(self, problem: str) -> tuple[LengthClass, np.ndarray]:
         """``first_class`` and ``candidates`` of a problem."""
@@ -62,8 +64,10 @@ class LengthHistory:
         lengths = self._problems.get(problem)
         if self._bounds is None or not lengths:
             return LengthClass.MEDIUM
-        counts = np.bincount(self._classes(np.array(lengths)), minlength=3)
-        return LengthClass(2 - int(counts[::-1].argmax()))
+        if problem not in self._first_classes:
+            counts = np.bincount(self._classes(np.array(lengths)), minlength=3)
+            self._first_classes[problem] = LengthClass(2 - int(counts[::-1].argmax()))
+        return self._first_classes[problem]
 
     def candidates(self, problem: str) -> np.ndarray:
         """Equally likely lengths of a sample of the problem; see ``candidate_lengths``."""
@@ -97,6 +101,7 @@ class LengthHistory:
         self._lengths = np.concatenate([self._lengths, new[:, 1]])[-_MAX_SAMPLES:]
         self._new.clear()
         self._expected.clear()
+        self._first_classes.clear()
         if len(self._lengths) >= 6:
             self._bounds = class_bounds(self._lengths)
 

@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
-
-class PlainForwards:
-    """Counts the forwards that the same samples would have taken without drafts, one token of each in a forward.
-
-    A sample begins with the phase, in the place of a finished response, or where the sample that it continues ended. If
-    it begins with the phase, the forwards that have run without it, while prompts were computed, come first.
-    """
-
-    def __init__(self) -> None:
-        self.forwards = 0  # forwards of the phase that have run
-        self._last = self._before = 0
-        self._ends: list[int] = []
-
-    @property
-    def total(self) -> int:
-        return self._before + self._last
-
-    def begin_phase(self) -> None:
-        self._before, self._last, self.forwards = self.total, 0, 0
-        self._ends.clear()
-
-    def start(self) -> int:
-        return heapq.heappop(self._ends) if self._ends else self.forwards
-
-    def end(self, forward: int) -> None:
-        self._last = max(self._last, forward)
-        heapq.heappush(self._ends, forward)
 
 
 @dataclass
@@ -49,10 +20,8 @@ class SpeculationReport:
         lengths, steps, drafted, accepted: for each finished sample its generated tokens, steps, drafted and accepted
             tokens.
         queries: requested drafts.
-        draft_seconds: CPU time to make the drafts.
-        hidden_seconds: CPU time to record their outcomes and other tokens, while the device or another thread works.
-        saved_seconds: by the clock (``clock``); None without one.
-        plain_forwards: forwards that the same samples would have taken without drafts.
+        draft_seconds: time to fill the trees, make the drafts and record their outcomes.
+        saved_seconds: by the clock (``clock``), with trees and graphs; None without one.
         drafter_bytes, drafter_tokens: memory of the trees and tokens in them, at the end.
         stopped: samples of a replay that were cut because their text degenerated.
     """
@@ -66,9 +35,7 @@ class SpeculationReport:
     accepted: list[int] = field(default_factory=list)
     queries: int = 0
     draft_seconds: float = 0.0
-    hidden_seconds: float = 0.0
     saved_seconds: float | None = None
-    plain_forwards: int = 0
     drafter_bytes: int = 0
     drafter_tokens: int = 0
     stopped: int = 0
@@ -77,6 +44,12 @@ class SpeculationReport:
         self.live.append(live)
         self.tokens.append(tokens)
         self.seconds.append(seconds)
+
+    def add_burst(self, counts: np.ndarray, seconds: float) -> None:
+        """Add forwards without drafts, of which sample i takes part in the first ``counts[i]``."""
+        passes = int(counts.max())
+        for live in (len(counts) - np.searchsorted(np.sort(counts), np.arange(passes), side="right")).tolist():
+            self.add_forward(live, live, seconds / passes)
 
     def add_sample(self, length: int, steps: int, drafted: int, accepted: int) -> None:
         self.lengths.append(length)
@@ -103,7 +76,6 @@ class SpeculationReport:
             "samples": len(self.lengths),
             "generated_tokens": int(np.sum(self.lengths)),
             "forwards": len(self.live),
-            "plain_forwards": self.plain_forwards,
             "makespan_seconds": self.makespan,
             "tokens_per_forward": self.tokens_per_forward,
             "tokens_per_forward_longest_4": _ratio(lengths[longest].sum(), steps[longest].sum()),
@@ -112,7 +84,6 @@ class SpeculationReport:
             "wasted_tokens": drafted - accepted,
             "draft_queries": self.queries,
             "draft_seconds": self.draft_seconds,
-            "hidden_seconds": self.hidden_seconds,
             "drafter_bytes": self.drafter_bytes,
             "drafter_tokens": self.drafter_tokens,
             "drafter_bytes_per_token": _ratio(self.drafter_bytes, self.drafter_tokens),
@@ -121,10 +92,10 @@ class SpeculationReport:
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers for the training log; the names begin with ``speculation_``."""
-        left_out = ("samples", "generated_tokens", "drafter_bytes_per_token", "stopped_degenerate")
+        left_out = ("samples", "drafter_bytes_per_token", "stopped_degenerate")
         values = {name: value for name, value in self.figures().items() if name not in left_out}
         values["acceptance"] = _ratio(values["accepted_tokens"], values["drafted_tokens"])
-        values |= {"saved_forwards": self.plain_forwards - len(self.live), "saved_seconds": self.saved_seconds}
+        values["saved_seconds"] = self.saved_seconds
         return {f"speculation_{name}": float(value) for name, value in values.items() if value is not None}
 
 
@@ -136,16 +107,14 @@ def drafting_benefit(records: Iterable[Mapping[str, Any]]) -> str | None:
     def total(name: str) -> float:
         return sum(timing.get(f"speculation_{name}", 0.0) for timing in timings)
 
-    saved, plain, generated = total("saved_forwards"), total("plain_forwards"), total("generated_tokens")
-    if plain:
-        shorter = "; how many seconds is unknown, as no clock is read with --deterministic-mode"
-        if any("speculation_saved_seconds" in timing for timing in timings):
-            seconds = total("saved_seconds")
-            shorter = f"; decoding took about {abs(seconds):.1f} s {'less' if seconds >= 0 else 'longer'} with them"
-        return f"DAS: drafts saved {max(0, saved):,.0f} of {plain:,.0f} forwards{shorter}."
-    if generated:
-        return f"DAS: the servers' drafts gave {total('accepted_tokens'):,.0f} of {generated:,.0f} sampled tokens."
-    return None
+    generated, accepted = total("generated_tokens"), total("accepted_tokens")
+    if not generated:
+        return None
+    shorter = ""
+    if any("speculation_saved_seconds" in timing for timing in timings):
+        seconds = total("saved_seconds")
+        shorter = f"; sampling took about {abs(seconds):.1f} s {'less' if seconds >= 0 else 'longer'} with them"
+    return f"DAS: drafts gave {accepted:,.0f} of {generated:,.0f} sampled tokens{shorter}."
 
 
 def _ratio(a: float, b: float) -> float:

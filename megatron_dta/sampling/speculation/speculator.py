@@ -32,9 +32,10 @@ from megatron_dta.sampling.speculation.lengths import (
     LengthHistory,
     completion_probability,
 )
-from megatron_dta.sampling.speculation.report import PlainForwards, SpeculationReport
+from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.suffix_forest import Drafts
 
+NOTHING = np.zeros(0, np.int32)
 _QUERY_SHARE = 0.005
 _USUAL_GAIN = 0.1
 """Gain of a good draft as a share of the maximum gain. No draft is made if this gain is below the cost of making it."""
@@ -56,7 +57,6 @@ _SAMPLE = np.dtype(
         ("next_pause", np.int64),
         ("cap", np.int64),  # maximum tokens of a draft
         ("sampled_before", np.int64),  # earlier tokens of the response
-        ("begin", np.int64),  # the forward in which the sample would have begun without drafts
         ("candidates", np.float64, CANDIDATES),  # its possible lengths
         ("last", np.float64),  # probability that it is the last one to end
     ]
@@ -92,15 +92,10 @@ class Speculator:
         self._free: list[int] = []
         self._problems: list[str] = []
         self._samples = np.zeros(0, _SAMPLE)  # by slot
-        self._plain = PlainForwards()
 
     def unlearned(self) -> Speculator:
         """A speculator with the same settings and costs, but with no samples and no learned estimates."""
         return Speculator(self.drafter.params, self.gate.unlearned(), self.budget)
-
-    def begin_phase(self) -> None:
-        """Begin a phase: all earlier samples are complete, and the next ones begin together."""
-        self._plain.begin_phase()
 
     def open(
         self,
@@ -108,22 +103,24 @@ class Speculator:
         prompt: np.ndarray,
         is_branch: bool = False,
         sampled_before: int = 0,
-        begin: int | None = None,
+        generated: np.ndarray = NOTHING,
     ) -> int:
         """Begin a sample of ``problem`` after ``prompt``. Returns its slot.
 
         Args:
             is_branch: the prompt continues another sample of the problem, so the tree contains it already.
             sampled_before: generated tokens of the response before this sample.
-            begin: what ``end_request`` returned for the sample that this one continues; None for the first one.
+            generated: tokens that the sample already has, int32.
         """
         if not self._free:
             self._grow()
         slot = self._free.pop()
         text = self.drafter.open(problem, prompt, is_branch)
         (first, candidates), width = self.history.expected(problem), self.drafter.params.draft.width
-        begin = self._plain.start() if begin is None else begin
-        self._samples[slot] = text, first, 0, 0, 0, 0, 0, 1, width, sampled_before, begin, candidates, 0.0
+        count = len(generated)
+        self._samples[slot] = text, first, count, count, 0, 0, 0, 1, width, sampled_before, candidates, 0.0
+        if count:
+            self.append(slot, generated)
         self._problems[slot] = problem
         self._next_plan = 0
         return slot
@@ -183,9 +180,8 @@ class Speculator:
             gain = self.gate.saved(accepted, sharers, live)
             self.gate.record_progress(float(np.average(1 + accepted, weights=1 / sharers)))
         self._last_round = live, count, 1, gain
-        self._plain.forwards += 1
         self.report.add_forward(live, count, seconds)
-        self.report.hidden_seconds += time.perf_counter() - begin
+        self.report.draft_seconds += time.perf_counter() - begin
 
     def took(self, seconds: float) -> None:
         """Record the wall seconds of the last recorded forward or burst, including the host's part."""
@@ -207,13 +203,11 @@ class Speculator:
         self._samples["steps"][slots] += counts
         self._samples["pause"][slots] -= counts - was_asked
         self._forwards += passes - was_asked
-        self._plain.forwards += passes
         self._last_round = len(slots), len(slots), passes, 0.0
         offsets = np.concatenate([[0], np.cumsum(counts)])
         self.drafter.extend(self._samples["text"][slots], np.concatenate(appended).astype(np.int32), offsets)
-        for live in (len(slots) - np.searchsorted(np.sort(counts), np.arange(passes), side="right")).tolist():
-            self.report.add_forward(live, live, seconds / passes)
-        self.report.hidden_seconds += time.perf_counter() - begin
+        self.report.draft_seconds += time.perf_counter() - begin
+        self.report.add_burst(counts, seconds)
 
     def append(self, slot: int, tokens: np.ndarray) -> None:
         """Append tokens that the sample did not generate, such as a tool's answer."""
@@ -225,33 +219,28 @@ class Speculator:
         of generated tokens if they were all given to ``append``."""
         if length is not None:
             self._samples["generated"][slot] = length
-        response = int(_response_lengths(self._samples[slot]))
-        self.end_response(self._problems[slot], response, self.end_request(slot))
+        self.learn_length(self._problems[slot], int(_response_lengths(self._samples[slot])))
+        self.end_request(slot)
 
-    def end_request(self, slot: int) -> int:
-        """End a sample whose response may continue (``end_response`` ends that). Returns the forward of this phase that
-        would have been its last without drafts."""
+    def end_request(self, slot: int) -> None:
+        """End a sample whose response may continue."""
         text, _, *counts = self._samples[slot].item()[:6]
         self.drafter.finish(text, self._step)
         self.report.add_sample(*counts)
         self._free.append(slot)
-        return int(self._samples["begin"][slot]) + counts[0]
 
-    def end_response(self, problem: str, length: int, end: int) -> None:
-        """End a response of ``length`` generated tokens; ``end``: what ``end_request`` returned for its last part."""
-        self._plain.end(end)
-        self.learn_length(problem, length)
+    def learn(self, problem: str, context: np.ndarray, generated: np.ndarray) -> None:
+        """Keep a complete sample of this step without inserting it. The report does not count it."""
+        self.drafter.learn(problem, context, generated, self._step)
 
-    def learn(self, problem: str, prompt: np.ndarray, generated: np.ndarray, is_branch: bool = False) -> None:
-        """Add a sample that another engine generated in this step. The report does not count it."""
-        slot = self.open(problem, prompt, is_branch, begin=0)
-        self.append(slot, generated)
-        self.drafter.finish(int(self._samples["text"][slot]), self._step)
-        self._free.append(slot)
+    def drop_trees(self) -> None:
+        """Free the trees and all slots. What is complete is inserted again when samples of its problem are opened."""
+        self.drafter.clear()
+        self._samples, self._free, self._problems = self._samples[:0], [], []
 
     def learn_length(self, problem: str, length: int) -> None:
         """Add the length of a response, in generated tokens of all its segments and turns."""
-        self.history.add(problem, int(self.history.expected(problem)[0]), length)
+        self.history.add(problem, int(self.history.first_class(problem)), length)
 
     def discard(self, slot: int) -> None:
         """Abort a sample and remove it from the trees."""
@@ -267,13 +256,11 @@ class Speculator:
         self.drafter.end_step(step)
         self.gate.end_step()
         self._step, self._forwards, self._next_plan = step + 1, 0, 0
-        self._plain = PlainForwards()
         return report
 
     def current_report(self) -> SpeculationReport:
         """The report since the last ``end_step``."""
         self.report.drafter_bytes, self.report.drafter_tokens = self.drafter.num_bytes, self.drafter.stored_tokens
-        self.report.plain_forwards = self._plain.total
         return self.report
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -286,7 +273,7 @@ class Speculator:
         for name, part in (("drafter", self.drafter), ("table", self.table), ("history", self.history)):
             part.load_state_dict({k[len(name) + 1 :]: v for k, v in state.items() if k.startswith(f"{name}.")})
         self._step = int(state["step"])
-        self._samples, self._free, self._problems, self._plain = self._samples[:0], [], [], PlainForwards()
+        self._samples, self._free, self._problems = self._samples[:0], [], []
 
     def _grow(self) -> None:
         more = max(64, size := len(self._samples))

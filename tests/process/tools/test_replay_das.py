@@ -65,7 +65,7 @@ def test_replay_by_loops(budget: str) -> None:
     assert report.makespan == pytest.approx(sum(seconds))
     assert report.tokens_per_forward > 1.3
     longest = max(len(sample.generated) for sample in now)
-    assert report.plain_forwards == longest > len(report.live)
+    assert longest > len(report.live)
     plain = [float(cost.seconds(sum(len(sample.generated) > i for sample in now))) for i in range(longest)]
     assert plain_makespan(now, cost) == pytest.approx(sum(plain))
 

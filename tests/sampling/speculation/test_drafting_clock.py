@@ -10,9 +10,14 @@ from megatron_dta.sampling.speculation.clock import LOSS_SHARE, TRIAL_ROUNDS, Dr
 
 def run(clock: DraftingClock, seconds: float, drafted: float, gain: float, tokens: int, rng: np.random.Generator):
     """Rounds of 60 rows, 8 passes each without drafts, until ``tokens`` tokens are there. A pass takes ``seconds``, one
-    with drafts ``drafted`` for ``gain`` tokens a row. Returns the time, and that of as many tokens without drafts."""
+    with drafts ``drafted`` for ``gain`` tokens a row, the trees of a trial 20 ms. Returns the time, that of as many
+    tokens without drafts, and the rounds that could have drafts."""
     done, time, asked = 0.0, 0.0, 0
     while done < tokens:
+        if clock.is_due:
+            clock.begin(20e-3)
+            time += 20e-3 * clock.is_on
+            clock.spend(20e-3 * clock.is_on, 0.0)
         passes, count, cost = (1, round(60 * gain), drafted) if clock.is_on else (8, 480, 8 * seconds)
         cost *= rng.uniform(0.9, 1.1)
         asked += clock.is_on
@@ -55,10 +60,12 @@ def test_ranks_that_decide_together_use_no_seconds_of_theirs() -> None:
     for clock in ranks:
         clock.share(first.rates())
     asked = []
-    for index in range(400):
+    for index in range(800):
         for clock, slow in zip(ranks, (1.0, 50.0), strict=True):
             on = clock.is_on
             clock.took(60, 1 if on else 8, 240 if on else 480, slow * (1 + index % 3), on)
+            if clock.is_due:
+                clock.begin(1e-3)
         assert ranks[0].is_on == ranks[1].is_on
         asked.append(ranks[0].is_on)
     assert not asked[0]

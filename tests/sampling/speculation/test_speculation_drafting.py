@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from conftest import seed_all
 from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
+from megatron_dta.sampling.in_process import suffix_drafting
 from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Round
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
@@ -44,7 +46,7 @@ def test_window_budget_and_state_of_the_drafter(max_tokens: int) -> None:
             drafter.finish(sample, step)
         drafter.end_step(step)
         assert drafter.stored_tokens <= max_tokens
-        steps = [entry.step for entry in drafter._samples.values()]
+        steps = [entry.step for entry in drafter._complete]
         if max_tokens == 700:
             assert set(steps) == {past for past in (step - 2, step - 1, step) if past >= 0}
         else:
@@ -54,6 +56,7 @@ def test_window_budget_and_state_of_the_drafter(max_tokens: int) -> None:
     running = drafter.open("a", prompts["a"])
     restored = Drafter(drafter.params)
     restored.load_state_dict(drafter.state_dict())
+    restored.insert_all()
     again = restored.open("a", prompts["a"])
     most = np.array([5], np.int32)
     first, second = drafter.draft(np.array([running]), most), restored.draft(np.array([again]), most)
@@ -62,7 +65,7 @@ def test_window_budget_and_state_of_the_drafter(max_tokens: int) -> None:
     assert drafter.stored_tokens == restored.stored_tokens
     drafter.discard(running)
     drafter.end_step(99)
-    assert (len(drafter._samples), drafter.stored_tokens, drafter._forest.num_nodes) == (0, 0, empty)
+    assert (len(drafter._complete), drafter.stored_tokens, drafter._forest.num_nodes) == (0, 0, empty)
 
 
 def test_speculator_restored_and_repeated_proposes_alike() -> None:
@@ -99,48 +102,33 @@ def test_speculator_restored_and_repeated_proposes_alike() -> None:
     assert drafted > 100
 
 
-class AtOnce(SuffixDrafting):
-    """Puts nothing off."""
-
-    def verified(self, done: Round) -> None:
-        super().verified(done)
-        self._wait()
-
-
-def test_deferred_work_is_done_before_it_is_needed():
-    """Compares with a twin that defers nothing, while samples begin, end, branch, are drafted for and aborted."""
+def test_trees_that_are_filled_late_are_the_same() -> None:
+    """Of one drafting that fills them round by round and one that fills them now and then, while samples begin, end,
+    and are aborted; what was drafted before they were dropped does not matter."""
     rng = seed_all(11)
     initialize_parallel(11)
-    cost = ForwardCost(base=1e-3, per_token=1e-6)
-    params = DrafterParams(depth=10, window=2, max_tokens=3000)
-    speculators = [Speculator(params, SpeculationGate(cost, cost)) for _ in range(2)]
-    draftings = [SuffixDrafting(speculators[0], False), AtOnce(speculators[1], False)]
+    cost, params = ForwardCost(base=1e-3, per_token=1e-6), DrafterParams(depth=10, window=2, max_tokens=3000)
+    draftings = [
+        SuffixDrafting(Speculator(params, SpeculationGate(cost, cost)), follows_clock)
+        for follows_clock in (False, True)
+    ]
+    drafters = [drafting.speculator.drafter for drafting in draftings]
     rows: list[Request] = []
-    count = most_deferred = 0
+    count = compared = 0
     for step in range(80):
         while len(rows) < 6:
             request = GenerationRequest(count, rng.integers(0, 4, 7).astype(np.int32), 40, count, hold=bool(count % 2))
             rows.append(Request(request, count, 16, None))
+            rows[-1].is_running = True
             count += 1
             for drafting in draftings:
                 drafting.submitted(rows[-1])
-        asked = [drafting.wants(len(rows)) for drafting in draftings]
-        drafts = [[NO_DRAFT] * len(rows)] * 2
-        if any(asked) and rng.random() < 0.3:
-            limits = np.array([len(row.tokens) - row.num_tokens - 1 for row in rows])
-            drafts = [drafting.propose(rows, limits) for drafting in draftings]
-            assert all(np.array_equal(a, b) for a, b in zip(*drafts, strict=True))
         lengths = np.minimum(rng.integers(1, 9, len(rows)), [len(row.tokens) - row.num_tokens for row in rows])
-        is_drafted = any(map(len, drafts[0]))
-        if is_drafted:
-            lengths = np.minimum(lengths, [len(draft) + 1 for draft in drafts[0]])
         appended = [rng.integers(0, 4, length).astype(np.int32) for length in lengths]
         for row, tokens in zip(rows, appended, strict=True):
             row.extend(tokens, np.zeros(len(tokens)))
         for drafting in draftings:
-            widths = np.array([len(draft) for draft in drafts[0]])
-            drafted = widths if is_drafted else None
-            drafting.verified(Round(list(rows), drafted, appended, 0.01, len(rows) + int(widths.sum())))
+            drafting.verified(Round(list(rows), None, appended, 0.01, len(rows)))
             drafting.ran(0.01)
         for row in [row for row in rows if row.num_tokens == len(row.tokens)]:
             rows.remove(row)
@@ -148,17 +136,25 @@ def test_deferred_work_is_done_before_it_is_needed():
                 drafting.finished(row)
                 if row.generation.hold:
                     drafting.released(row)
-        most_deferred = max(most_deferred, len(draftings[0]._deferred))
+        if step % 7 == 6:
+            drafters[1].insert_all()
+            slots = [drafting._open(rows[:5]) for drafting in draftings]
+            texts = [d.speculator._samples["text"][numbers] for d, numbers in zip(draftings, slots, strict=True)]
+            most = np.full(len(texts[0]), 5)
+            drafts = [drafter.draft(numbers, most) for drafter, numbers in zip(drafters, texts, strict=True)]
+            assert all(np.array_equal(a, b) for a, b in zip(*(vars(d).values() for d in drafts), strict=True))
+            compared += int(drafts[0].lengths.sum())
+            if step % 2 == 0:
+                draftings[1]._drop_trees()
         if step % 25 == 24:
             rows.clear()
             for drafting in draftings:
                 drafting.abandoned()
                 drafting.weights_changed(step // 25 + 1)
-    assert most_deferred > 4
+    assert compared > 20
     states = [drafting.speculator.state_dict() for drafting in draftings]
     assert states[0].keys() == states[1].keys()
     assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
-    assert draftings[0]._measured == draftings[1]._measured
 
 
 @pytest.mark.parametrize("follows_clock", [False, True])
@@ -167,6 +163,7 @@ def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool, monkeypatch
     rng = seed_all(5)
     monkeypatch.setattr(clock, "LOSS_SHARE", 1.0)
     monkeypatch.setattr(clock, "_FIRST_WAIT", 4)
+    monkeypatch.setattr(suffix_drafting, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     initialize_parallel(5)
     cost = ForwardCost(base=1e-3, per_token=1e-6)
     speculators = [Speculator(DrafterParams(depth=10), SpeculationGate(cost, cost)) for _ in range(2)]
