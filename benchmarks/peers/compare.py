@@ -116,7 +116,7 @@ class Comparison:
             if error is not None:
                 raise InputError(f"the random weights could not be written: {error}")
         if "gradient" in self.arguments.measure:
-            self.worker("reference", self.left() / 6)
+            self.worker("reference", self.left() / 4)
         for number, peer in enumerate(self.arguments.peers):
             weights = [SHARES[name] for name in self.arguments.peers[number:]]
             seconds = self.left() * weights[0] / sum(weights)

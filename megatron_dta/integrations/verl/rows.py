@@ -30,7 +30,7 @@ def read_rows(data: TensorDict) -> list[Row]:
     input_ids = data["input_ids"]
     if not input_ids.is_nested:
         raise InputError("input_ids must be a nested tensor (data.pad_mode=no_padding)")
-    tokens = [row.cpu().numpy().astype(np.int64) for row in input_ids.unbind()]
+    tokens = [row.numpy().astype(np.int64) for row in input_ids.cpu().unbind()]
     _check_positions(data, tokens)
     rows = []
     for index, (token_ids, trained) in enumerate(zip(tokens, _masks(data), strict=True)):
@@ -49,8 +49,8 @@ def _check_positions(data: TensorDict, tokens: Sequence[np.ndarray]) -> None:
     positions = data.get("position_ids", None)
     if positions is None:
         return
-    for index, (row, token_ids) in enumerate(zip(positions.unbind(), tokens, strict=True)):
-        if row.dim() != 1 or not np.array_equal(row.cpu().numpy(), np.arange(len(token_ids))):
+    for index, (row, token_ids) in enumerate(zip(positions.cpu().unbind(), tokens, strict=True)):
+        if row.dim() != 1 or not np.array_equal(row.numpy(), np.arange(len(token_ids))):
             raise InputError(f"row {index}: position_ids must count from 0; other positions are not supported")
 
 
@@ -58,9 +58,9 @@ def _masks(data: TensorDict) -> list[np.ndarray]:
     """For each row the mask of its last tokens: of the response, or of the whole row in supervised training."""
     mask = data["response_mask"] if "response_mask" in data.keys() else data["loss_mask"]  # noqa: SIM118
     if mask.is_nested:
-        return [row.cpu().numpy().astype(bool) for row in mask.unbind()]
+        return [row.numpy().astype(bool) for row in mask.cpu().unbind()]
     lengths = _response_lengths(data)
-    return [row[:length].cpu().numpy().astype(bool) for row, length in zip(mask, lengths, strict=True)]
+    return [row[:length].numpy().astype(bool) for row, length in zip(mask.cpu(), lengths, strict=True)]
 
 
 def _response_lengths(data: TensorDict) -> list[int]:
@@ -74,7 +74,7 @@ def _response_lengths(data: TensorDict) -> list[int]:
 class RowTable:
     """The fields of rows on the host, from which any rows can be taken with the batch's common values.
 
-    Fields are split once, because selecting rows of a nested tensor splits it every time.
+    Fields are copied from the device and split once, because selecting rows of a nested tensor splits it every time.
     """
 
     def __init__(self, data: TensorDict) -> None:
@@ -89,7 +89,7 @@ class RowTable:
             elif isinstance(value, NonTensorData):
                 self._common[name] = value.data
             elif value.is_nested:
-                self._rows[name] = [row.cpu() for row in value.unbind()]
+                self._rows[name] = list(value.cpu().unbind())
             else:
                 self._dense[name] = value.cpu()
 

@@ -164,8 +164,8 @@ class MiniBatch:
 
 
 def _shifted(values: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    moved = [torch.from_numpy(shifted(row)).to(device) for row in values]
-    return torch.nested.as_nested_tensor(moved, layout=torch.jagged)
+    rows = [torch.from_numpy(shifted(row)) for row in values]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged).to(device)
 
 
 def describe(statistics: dict[str, float]) -> str:
