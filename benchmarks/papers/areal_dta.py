@@ -68,7 +68,7 @@ class Preset:
 
 SMALLEST = Preset(
     "tiny",
-    steps.StepSettings(1, 64, (16, 64, 256), 64, 256, None),
+    steps.StepSettings(1, 64, (16, 256), 64, 256, None, longest_warm_up=0.0),
     (),
     (),
     (2, 4),

@@ -46,7 +46,7 @@ RUNS = {
 }
 MOMENTS = ("starting", "stepping", "saving")
 # A run that shows no sign of life for so long has hung.
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
 
 
 class Run:
@@ -215,7 +215,7 @@ def kill_repeatedly(argv: list[str], train_iters: int, processes: int, kills: in
         if not was_killed or saved_iteration(killed) == train_iters:
             # It had come to its end. Behind the last checkpoint only a picture is drawn, which no later start draws.
             ended += 1
-            if ended > 10:
+            if ended > 100:
                 break
             shutil.rmtree(killed)
             killed.mkdir()
