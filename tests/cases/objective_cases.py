@@ -82,7 +82,7 @@ def make_case(seed: int, count: int = 9) -> tuple[ModelConfig, dict[str, Tensor]
     """A small model, and samples whose fields differ at shared tokens, near the model's own logprobs."""
     generator = np.random.default_rng(seed)
     print(f"seed {seed}")
-    samples = random_training_samples(branching_sequences(generator, count=count, longest=30), seed=seed)
+    samples = random_training_samples(branching_sequences(generator, count=count, longest=20), seed=seed)
     model = model_config(qk_layernorm=True)
     weights = weights_of(model, seed=seed)
     _, logprobs, _ = one_by_one(model, weights, samples)

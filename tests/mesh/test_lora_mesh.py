@@ -54,7 +54,7 @@ SEED = 19
 
 @pytest.fixture(scope="module")
 def suite() -> MeshSuite:
-    samples = random_training_samples(branching_sequences(seed_all(SEED), count=6, longest=10), seed=SEED)
+    samples = random_training_samples(branching_sequences(seed_all(SEED), count=6, longest=8), seed=SEED)
     models = {name: lora_config(**settings) for name, settings in MODELS.items()}
     return MeshSuite(models, MESHES, {"": samples}, make_weights=lora_weights)
 

@@ -39,7 +39,7 @@ CUTS = [("dense", 9, 12), ("packed", 45, None), ("dta", 6, 0), ("dta", 1000, Non
 @pytest.fixture(scope="module")
 def references():
     """Samples, weights and the outcome of training each sequence alone for each kind of model, computed once."""
-    samples = random_training_samples(branching_sequences(seed_all(23), count=12, longest=35), seed=23)
+    samples = random_training_samples(branching_sequences(seed_all(23), count=8, longest=24), seed=23)
     outcomes = {}
     for name, settings in MODELS.items():
         model = lora_config(**settings)

@@ -31,7 +31,7 @@ from tree_engine_cases import (
 
 @pytest.fixture(scope="module")
 def references():
-    samples = random_training_samples(branching_sequences(seed_all(13), count=8, longest=24), seed=13)
+    samples = random_training_samples(branching_sequences(seed_all(13), count=8, longest=16), seed=13)
     cases = {}
     for name, settings in (("dense", HYBRID), ("experts", HYBRID | EXPERTS)):
         model = model_config(**settings)
