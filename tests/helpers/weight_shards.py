@@ -64,9 +64,14 @@ def _sections(name: str, tensor: Tensor, model: ModelConfig, size: int = 1) -> t
     """The parts of a tensor (or of one of its ``size`` shards) that the ranks divide separately."""
     if model.swiglu and "linear_fc1" in name:
         return tensor.chunk(2)
-    inputs = [] if model.mixer is None else list(model.mixer.sections.values())
-    filters = inputs[:3]
-    rows = {"in_proj.weight": inputs, "in_proj_adapter.lora_B": inputs, "conv1d.weight": filters}
+    sections = {} if model.mixer is None else model.mixer.sections
+    inputs, filters = list(sections.values()), [sections[name] for name in sections and model.mixer.filtered]
+    rows = {
+        "in_proj.weight": inputs,
+        "in_proj_adapter.lora_B": inputs,
+        "conv1d.weight": filters,
+        "conv1d.bias": filters,
+    }
     rows_of = next((rows[end] for end in rows if name.endswith(end)), None)
     return (tensor,) if rows_of is None else tensor.split([length // size for length in rows_of])
 

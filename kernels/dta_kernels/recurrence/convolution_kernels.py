@@ -34,13 +34,15 @@ def _row(rows_in, before_in, source, channel, exists, num_tokens, num_rows, row_
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _forward_kernel(
-    rows_in, before_in, weight_in, taps_in, out, num_tokens, num_rows, row_stride, num_channels, WIDTH: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr,
+    rows_in, before_in, weight_in, bias_in, taps_in, out, num_tokens, num_rows, row_stride, num_channels,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     channel = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
     exists = (token < num_tokens)[:, None] & (channel < num_channels)
     mixed = tl.zeros([BT, BC], dtype=tl.float32)
+    if HAS_BIAS:
+        mixed += tl.load(bias_in + channel, mask=channel < num_channels, other=0.0).to(tl.float32)
     for w in tl.static_range(WIDTH):
         source = tl.load(taps_in + token * WIDTH + w, mask=token < num_tokens, other=0)
         x = _row(rows_in, before_in, source, channel, exists, num_tokens, num_rows, row_stride, num_channels)
@@ -52,14 +54,16 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _mixed_gradient_kernel(
-    grad_in, rows_in, before_in, weight_in, taps_in, grad_out, grad_weight_out, num_tokens, num_rows, row_stride,
-    num_channels, WIDTH: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    grad_in, rows_in, before_in, weight_in, bias_in, taps_in, grad_out, grad_weight_out, num_tokens, num_rows,
+    row_stride, num_channels, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     token = program * BT + tl.arange(0, BT)
     channel = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
     exists = (token < num_tokens)[:, None] & (channel < num_channels)
     mixed = tl.zeros([BT, BC], dtype=tl.float32)
+    if HAS_BIAS:
+        mixed += tl.load(bias_in + channel, mask=channel < num_channels, other=0.0).to(tl.float32)
     for w in tl.static_range(WIDTH):
         source = tl.load(taps_in + token * WIDTH + w, mask=token < num_tokens, other=0)
         x = _row(rows_in, before_in, source, channel, exists, num_tokens, num_rows, row_stride, num_channels)
@@ -79,8 +83,8 @@ def _mixed_gradient_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _row_gradient_kernel(
-    grad_in, weight_in, run_end_in, grad_out, num_tokens, num_channels, WIDTH: tl.constexpr, BT: tl.constexpr,
-    BC: tl.constexpr,
+    grad_in, weight_in, run_end_in, grad_out, num_tokens, num_channels, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     channel = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
@@ -100,16 +104,18 @@ _KERNELS = {"forward": _forward_kernel, "mixed": _mixed_gradient_kernel, "rows":
 
 
 @lru_cache
-def _launcher(name: str, width: int) -> Launcher:
+def _launcher(name: str, width: int, has_bias: bool) -> Launcher:
     """Takes the kernel's name, because hashing the kernel takes as long as a launch."""
-    return Launcher(_KERNELS[name], WIDTH=width, BT=_TOKENS, BC=_CHANNELS, num_warps=4)
+    return Launcher(_KERNELS[name], WIDTH=width, HAS_BIAS=has_bias, BT=_TOKENS, BC=_CHANNELS, num_warps=4)
 
 
 def _grid(num_tokens: int, num_channels: int) -> tuple[int, int]:
     return ceil_div(num_tokens, _TOKENS), ceil_div(num_channels, _CHANNELS)
 
 
-def convolution_forward(rows_NC: Tensor, before: Tensor, weight_CW: Tensor, taps_NW: Tensor) -> Tensor:
+def convolution_forward(
+    rows_NC: Tensor, before: Tensor, weight_CW: Tensor, taps_NW: Tensor, bias_C: Tensor | None
+) -> Tensor:
     """``silu`` of the convolution of every token, [N, C].
 
     Args:
@@ -120,15 +126,22 @@ def convolution_forward(rows_NC: Tensor, before: Tensor, weight_CW: Tensor, taps
     N, C = rows_NC.shape
     out = torch.empty(N, C, dtype=rows_NC.dtype, device=rows_NC.device)
     if N:
-        _launcher("forward", weight_CW.shape[1])(
-            _grid(N, C), rows_NC, before, weight_CW.contiguous(), taps_NW, out, N, N + before.shape[0],
-            rows_NC.stride(0), C,
+        weight, has_bias = weight_CW.contiguous(), bias_C is not None
+        _launcher("forward", weight_CW.shape[1], has_bias)(
+            _grid(N, C), rows_NC, before, weight, bias_C if has_bias else weight, taps_NW, out, N,
+            N + before.shape[0], rows_NC.stride(0), C,
         )  # fmt: skip
     return out
 
 
 def convolution_gradients(
-    grad_NC: Tensor, rows_NC: Tensor, before: Tensor, weight_CW: Tensor, taps_NW: Tensor, run_end_N: Tensor
+    grad_NC: Tensor,
+    rows_NC: Tensor,
+    before: Tensor,
+    weight_CW: Tensor,
+    taps_NW: Tensor,
+    run_end_N: Tensor,
+    bias_C: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in float32: by the convolution before ``silu`` [N, C], by the rows [N, C] as far as they come from
     tokens of the same run, and by the weight [C, W].
@@ -141,9 +154,10 @@ def convolution_gradients(
     mixed, rows = (torch.empty(N, C, dtype=torch.float32, device=device) for _ in range(2))
     partial = torch.empty(ceil_div(N, _TOKENS), C, W, dtype=torch.float32, device=device)
     if N:
-        _launcher("mixed", W)(
-            _grid(N, C), grad_NC.contiguous(), rows_NC, before, weight, taps_NW, mixed, partial, N,
-            N + before.shape[0], rows_NC.stride(0), C,
+        has_bias = bias_C is not None
+        _launcher("mixed", W, has_bias)(
+            _grid(N, C), grad_NC.contiguous(), rows_NC, before, weight, bias_C if has_bias else weight, taps_NW, mixed,
+            partial, N, N + before.shape[0], rows_NC.stride(0), C,
         )  # fmt: skip
-        _launcher("rows", W)(_grid(N, C), mixed, weight, run_end_N, rows, N, C)
+        _launcher("rows", W, has_bias)(_grid(N, C), mixed, weight, run_end_N, rows, N, C)
     return mixed, rows, partial.sum(0)

@@ -1,4 +1,5 @@
-"""The gated delta rule over runs of tokens in plain PyTorch, chunk by chunk (Yang et al., arXiv:2412.06464).
+"""The gated delta rule (Yang et al., arXiv:2412.06464) and Mamba-2 (Dao and Gu, arXiv:2405.21060) over runs of tokens, in
+plain PyTorch, chunk by chunk.
 
 Inside a chunk of C tokens, the tokens' effects on each other are a triangular system, which is solved for all chunks at
 once. Only the state passes from chunk to chunk, so the loop has as many turns as the longest run has chunks. With G the
@@ -9,6 +10,8 @@ sum of g up to a token of the chunk, and E_ij = exp(G_i - G_j) for j <= i:
     D = (1 + A)^-1 (beta exp(G) k)            what a state S takes away from them: U - D S
     O = exp(G) q S + (E_ij q_i k_j) (U - D S) outputs
     S' = exp(G_C) S + (exp(G_C - G) k)^T (U - D S)
+
+Mamba-2 has no beta and corrects nothing: U = v and D = 0.
 
 ``library.py`` in this folder runs the same on a GPU. ``reference.gated_delta_rule_by_token`` is the definition.
 
@@ -33,24 +36,41 @@ def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs)
         inputs: queries and keys [T, H, K] of any length, values [T, J, V], decay g [T, J] (at most 0), beta [T, J].
         entry_RJKV: states before each run, in at least float32.
     """
-    q_THK, k_THK, v_TJV, g_TJ, beta_TJ = inputs
+    return _by_chunks(inputs, entry_RJKV, runs)
+
+
+def state_space(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+    """The same for Mamba-2: the state decays by ``exp(g)`` and gets ``k v^T``, then the query reads it.
+
+    Args:
+        inputs: queries C and keys B [T, H, K], values dt x [T, J, V], decay g = dt A [T, J] (at most 0).
+    """
+    return _by_chunks(inputs, entry_RJKV, runs)
+
+
+def _by_chunks(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+    q_THK, k_THK, v_TJV = inputs[:3]
     dtype, device = accumulation_dtype(q_THK.dtype), q_THK.device
     order, active, token = (torch.from_numpy(x) if x.ndim else x for x in _chunks(runs.lengths))
     per_key_head = v_TJV.shape[1] // k_THK.shape[1]
     # [B, J, C, ...]; rows past the end of a run are zeros and change nothing.
-    q, k, v, g, beta = (_by_chunk(x, token.to(device)).to(dtype) for x in (q_THK, k_THK, v_TJV, g_TJ, beta_TJ))
-    q, k = (unit_heads(x).repeat_interleave(per_key_head, dim=1) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
+    q, k, v, g, *rest = (_by_chunk(x, token.to(device)).to(dtype) for x in inputs)
+    if rest:
+        q, k = unit_heads(q) * q.shape[-1] ** -0.5, unit_heads(k)
+    q, k = (x.repeat_interleave(per_key_head, dim=1) for x in (q, k))
     # Under strong decay the sums are large and their differences small, which float32 would not resolve.
     total = g.double().cumsum(-1)
     seen = torch.ones(token.shape[1], token.shape[1], dtype=torch.bool, device=device).tril()
     # The exponent is at most 0 where it is used; elsewhere it could overflow.
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp().to(dtype)
     kept = total.exp().to(dtype)
-    pulls = (beta.unsqueeze(-1) * (k @ k.transpose(-1, -2)) * decay).tril(-1)
-    right = torch.cat([beta.unsqueeze(-1) * v, (beta * kept).unsqueeze(-1) * k], dim=-1)
-    solved = torch.linalg.solve_triangular(pulls, right, upper=False, unitriangular=True)
-    update, removal = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    update, removal = v, None
+    if rest:
+        beta = rest[0]
+        pulls = (beta.unsqueeze(-1) * (k @ k.transpose(-1, -2)) * decay).tril(-1)
+        right = torch.cat([beta.unsqueeze(-1) * v, (beta * kept).unsqueeze(-1) * k], dim=-1)
+        solved = torch.linalg.solve_triangular(pulls, right, upper=False, unitriangular=True)
+        update, removal = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores = (q @ k.transpose(-1, -2)) * decay
     reads = q * kept.unsqueeze(-1)
     last = total[..., -1:]
@@ -61,7 +81,7 @@ def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs)
     state, outputs, first = entry_RJKV.to(dtype).index_select(0, order), [], 0
     for count in active.tolist():
         here, entered = slice(first, first + count), state[:count]
-        change = update[here] - removal[here] @ entered
+        change = update[here] if removal is None else update[here] - removal[here] @ entered
         outputs.append(reads[here] @ entered + scores[here] @ change)
         left = fade[here] * entered + writes[here] @ change
         state = left if count == state.shape[0] else torch.cat([left, state[count:]])

@@ -1,4 +1,4 @@
-"""The gated delta rule by flash-linear-attention (package ``fla-core``), on GPUs, in 16 bits.
+"""The gated delta rule and Mamba-2 by flash-linear-attention (package ``fla-core``), on GPUs, in 16 bits.
 
 Its kernels take the chunks of all runs in one call, with an entry state for each run, and give the gradients of the
 entries. Version 0.6.0 is the first that was tried here; older ones are refused. On Hopper GPUs some versions of Triton
@@ -90,5 +90,23 @@ def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs)
         cu_seqlens=runs.on_device,
         chunk_indices=runs.chunks,
         chunk_size=CHUNK,
+    )
+    return output.squeeze(0), exits
+
+
+def state_space(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+    """The same for Mamba-2; arguments as in ``gated_delta_rule.state_space``."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k, v, g = inputs
+    # Its gradients are those of as many keys as values.
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
+    output, exits = chunk_simple_gla(
+        *(x.unsqueeze(0) for x in (q, k, v, g)),
+        scale=1.0,
+        initial_state=entry_RJKV,
+        output_final_state=True,
+        cu_seqlens=runs.on_device,
+        cu_seqlens_cpu=torch.tensor(runs.offsets),
     )
     return output.squeeze(0), exits

@@ -48,7 +48,9 @@ class PathLayout(NamedTuple):
         return self.source[first + torch.arange(1 - width, 0, device=first.device)]
 
 
-def short_convolution(rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout: PathLayout) -> Tensor:
+def short_convolution(
+    rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout: PathLayout, bias_C: Tensor | None = None
+) -> Tensor:
     """``silu`` of the convolution of every token, [N, C]; without autograd.
 
     Args:
@@ -58,26 +60,33 @@ def short_convolution(rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout
     if layout.uses_kernels:
         from dta_kernels.recurrence.convolution_kernels import convolution_forward
 
-        return convolution_forward(rows_NC, before, weight_CW, layout.taps(weight_CW.shape[1]))
+        return convolution_forward(rows_NC, before, weight_CW, layout.taps(weight_CW.shape[1]), bias_C)
     dtype = accumulation_dtype(rows_NC.dtype)
-    mixed = _convolved(_laid_out(rows_NC, before, layout), weight_CW.to(dtype))
+    mixed = _convolved(_laid_out(rows_NC, before, layout), weight_CW.to(dtype), bias_C)
     return F.silu(mixed.index_select(0, layout.token_row)).to(rows_NC.dtype)
 
 
 def short_convolution_gradients(
-    grad_out_NC: Tensor, rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout: PathLayout
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the tokens' rows [N, C] and the rows from outside [S - N, C], in at least float32, and of the weight
-    [C, W].
+    grad_out_NC: Tensor,
+    rows_NC: Tensor,
+    before: Tensor,
+    weight_CW: Tensor,
+    layout: PathLayout,
+    bias_C: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of the tokens' rows [N, C] and the rows from outside [S - N, C], in at least float32, of the weight
+    [C, W], and of the bias [C] if there is one.
     """
+    arguments = grad_out_NC, rows_NC, before, weight_CW, layout, bias_C
     W, num_tokens = weight_CW.shape[1], rows_NC.shape[0]
     if layout.uses_kernels:
-        grad_rows, grad_before, grad_weight = _gradients_by_kernels(grad_out_NC, rows_NC, before, weight_CW, layout)
+        grad_rows, grad_before, grad_weight, mixed = _gradients_by_kernels(*arguments)
     else:
-        grad_rows, grad_before, grad_weight = _gradients(grad_out_NC, rows_NC, before, weight_CW, layout)
+        grad_rows, grad_before, grad_weight, mixed = _gradients(*arguments)
     num_rows = num_tokens + before.shape[0]
     grad_x = sum_rows_by_source(grad_before, layout.sources_before(W).flatten(), num_rows + 1, grad_rows)
-    return grad_x[:num_tokens], grad_x[num_tokens:num_rows], grad_weight.to(weight_CW.dtype)
+    grad_bias = None if bias_C is None else mixed.sum(0).to(bias_C.dtype)
+    return grad_x[:num_tokens], grad_x[num_tokens:num_rows], grad_weight.to(weight_CW.dtype), grad_bias
 
 
 def sum_rows_by_source(rows: Tensor, source: Tensor, num_sources: int, onto: Tensor | None = None) -> Tensor:
@@ -94,33 +103,39 @@ def sum_rows_by_source(rows: Tensor, source: Tensor, num_sources: int, onto: Ten
 
 
 def _gradients(
-    grad_out_NC: Tensor, rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout: PathLayout
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the tokens' rows from their own runs, of the rows before each run [R (W - 1), C], of the weight."""
+    grad_out_NC: Tensor, rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout: PathLayout, bias_C: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the tokens' rows from their own runs, of the rows before each run [R (W - 1), C], of the weight, and
+    of the convolution before ``silu`` [N, C].
+    """
     dtype, width = accumulation_dtype(rows_NC.dtype), weight_CW.shape[1]
     weight, laid = weight_CW.to(dtype), _laid_out(rows_NC, before, layout)
-    mixed = _convolved(laid, weight).index_select(0, layout.token_row)
+    mixed = _convolved(laid, weight, bias_C).index_select(0, layout.token_row)
     gate = mixed.sigmoid()
     grad = torch.zeros(laid.shape, dtype=dtype, device=laid.device)
-    grad[layout.token_row] = grad_out_NC.to(dtype) * gate * (1 + mixed * (1 - gate))
+    grad_mixed = grad_out_NC.to(dtype) * gate * (1 + mixed * (1 - gate))
+    grad[layout.token_row] = grad_mixed
     grad_laid, grad_weight, M = torch.zeros_like(grad), torch.empty_like(weight), laid.shape[0]
     for w in range(width):
         back = width - 1 - w
         grad_laid[: M - back] += weight[:, w] * grad[back:]
         grad_weight[:, w] = (grad[back:] * laid[: M - back].to(dtype)).sum(0)
     first = layout.token_row[layout.head].unsqueeze(1) + torch.arange(1 - width, 0, device=laid.device)
-    return grad_laid.index_select(0, layout.token_row), grad_laid.index_select(0, first.flatten()), grad_weight
+    grad_before = grad_laid.index_select(0, first.flatten())
+    return grad_laid.index_select(0, layout.token_row), grad_before, grad_weight, grad_mixed
 
 
 def _gradients_by_kernels(
-    grad_out_NC: Tensor, rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout: PathLayout
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out_NC: Tensor, rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout: PathLayout, bias_C: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same by the kernels, which leave out the rows before each run."""
     from dta_kernels.recurrence.convolution_kernels import convolution_gradients
 
     width, head = weight_CW.shape[1], layout.head
     taps, weight = layout.taps(width), weight_CW.to(torch.float32)
-    mixed, grad_rows, grad_weight = convolution_gradients(grad_out_NC, rows_NC, before, weight_CW, taps, layout.run_end)
+    mixed, grad_rows, grad_weight = convolution_gradients(
+        grad_out_NC, rows_NC, before, weight_CW, taps, layout.run_end, bias_C
+    )
     grad_before = mixed.new_zeros(head.shape[0], width - 1, mixed.shape[1])
     for later in range(width - 1):
         # The run's token number ``later`` sees the rows before the run from number ``later`` on.
@@ -129,17 +144,18 @@ def _gradients_by_kernels(
         grad = mixed.index_select(0, token.clamp_max(mixed.shape[0] - 1)) * exists
         for row in range(later, width - 1):
             grad_before[:, row] += grad * weight[:, row - later]
-    return grad_rows, grad_before.flatten(0, 1), grad_weight
+    return grad_rows, grad_before.flatten(0, 1), grad_weight, mixed
 
 
 def _laid_out(rows_NC: Tensor, before: Tensor, layout: PathLayout) -> Tensor:
     return torch.cat([rows_NC, before, rows_NC.new_zeros(1, rows_NC.shape[1])]).index_select(0, layout.source)
 
 
-def _convolved(laid_MC: Tensor, weight_CW: Tensor) -> Tensor:
+def _convolved(laid_MC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
     """The convolution of every row of the layout, in the dtype of the weight."""
     width, M = weight_CW.shape[1], laid_MC.shape[0]
     out = laid_MC.to(weight_CW.dtype) * weight_CW[:, width - 1]
+    out = out if bias_C is None else out + bias_C.to(out.dtype)
     for w in range(width - 1):
         back = width - 1 - w
         out[back:] += laid_MC[: M - back].to(weight_CW.dtype) * weight_CW[:, w]

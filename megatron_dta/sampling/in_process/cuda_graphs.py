@@ -283,7 +283,7 @@ class DecodeSteps:
             )
             if self._state_rows:
                 arrays = self._state_addresses, self._state_rows, static.state_slots, static.context.position_ids
-                static.context.path_states = SteppedStates(self._model.config.mixer.kind, *arrays)
+                static.context.path_states = SteppedStates(*arrays)
             self.captures += 1
             model, hidden = self._model.model_chunks[chunk], None
             if not model.pre_process:

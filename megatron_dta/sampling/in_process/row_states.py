@@ -131,8 +131,7 @@ class RowStates:
         uses_kernels, states = self._model.model_chunks[0].has_fused_layers, self._states
         if uses_kernels and counts.max() == 1 and not len(tentative):
             on_device = upload([slots, starts], states.device)
-            kind = self._model.config.mixer.kind
-            context.path_states = SteppedStates(kind, states.addresses, states.layer_rows, *on_device)
+            context.path_states = SteppedStates(states.addresses, states.layer_rows, *on_device)
             return
         context.path_states = PassStates(states, slots, starts, counts, uses_kernels, tentative.tolist())
         self._tentative = (context.path_states, [rows[i] for i in tentative]) if len(tentative) else None

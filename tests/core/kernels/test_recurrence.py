@@ -97,7 +97,7 @@ def test_convolution_along_paths_and_all_gradients(width):
     torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-14)
     grad = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, [rows, weight], grad)
-    *of_rows, of_weight = short_convolution_gradients(grad, token_rows, before_rows, weight.detach(), layout)
+    *of_rows, of_weight, _ = short_convolution_gradients(grad, token_rows, before_rows, weight.detach(), layout)
     gradients = (torch.cat(of_rows), of_weight)
     for gradient, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-13)

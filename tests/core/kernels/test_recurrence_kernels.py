@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from conftest import seed_all
 from dta_kernels.recurrence import library, reference
 from dta_kernels.recurrence.contract import Recurrence
-from dta_kernels.recurrence.decode_kernels import convolution_step, delta_step
+from dta_kernels.recurrence.decode_kernels import convolution_step, recurrence_step
 from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
 from dta_kernels.recurrence.head_norms import gated_norm, unit_heads
 from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution, short_convolution_gradients
@@ -61,10 +61,11 @@ def test_convolution_reads_rows_in_place_and_by_index(width):
     # Rows are columns of a wider product.
     rows = torch.randn(N, C + 11, generator=generator)[:, :C]
     outer, weight = torch.randn(before, C, generator=generator), torch.randn(C, width, generator=generator)
-    actual, expected = (short_convolution(rows, outer, weight, layout) for layout in (fused, plain))
+    bias = torch.randn(C, generator=generator)
+    actual, expected = (short_convolution(rows, outer, weight, layout, bias) for layout in (fused, plain))
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     grad = torch.randn(N, C, generator=generator)
-    gradients = (short_convolution_gradients(grad, rows, outer, weight, layout) for layout in (fused, plain))
+    gradients = (short_convolution_gradients(grad, rows, outer, weight, layout, bias) for layout in (fused, plain))
     for gradient, other in zip(*gradients, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-5)
 
@@ -160,7 +161,7 @@ def test_steps_of_decoding_change_the_states_of_their_slots_only():
         q, k, v = normal(3, H * K + 7)[:, : H * K].unflatten(1, (H, K)), normal(3, H, K), normal(3, J, V)
         inputs = q, k, v, -normal(3, J).abs(), normal(3, J).sigmoid()
         filtered = convolution_step(wide, weight, address, slots, starts + step)
-        out = delta_step(inputs, address, slots, starts + step)
+        out = recurrence_step(inputs, address, slots, starts + step)
         for row, slot in ((0, 2), (1, 0)):
             expected, expected_rows[slot] = reference.short_convolution_by_token(
                 wide[row : row + 1], weight, expected_rows[slot]

@@ -19,7 +19,6 @@ from dta_kernels.recurrence.contract import Recurrence, Runs
 from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution
 from dta_kernels.tree_attention.reference import accumulation_dtype
 from dta_kernels.upload import upload
-from megatron_dta.core.families import part_of
 from megatron_dta.core.model.hybrid.path_states import RecurrentShape
 
 
@@ -63,30 +62,28 @@ class SteppedStates:
     """``PathStates`` of a pass that appends one token to each sequence, by the kernels.
 
     Args:
-        kind: of the layers with a recurrence, whose module ``layer`` has the ``decode_step``.
         addresses, layer_rows: those of ``DecodeStates``; a captured pass has a copy at an address of its own.
         slots: int64 [n], slots of the rows; -1 for rows whose state must not change.
         positions: int64 [n], tokens before each row's new one.
     """
 
-    def __init__(
-        self, kind: str, addresses: Tensor, layer_rows: Mapping[int, int], slots: Tensor, positions: Tensor
-    ) -> None:
-        self._step = part_of(kind, "layer").decode_step
+    def __init__(self, addresses: Tensor, layer_rows: Mapping[int, int], slots: Tensor, positions: Tensor) -> None:
         self._addresses, self._layer_rows, self._slots, self._positions = addresses, layer_rows, slots, positions
 
-    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
+    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None) -> Tensor:
         # Imported here because passes without the kernels do not need Triton.
         from dta_kernels.recurrence.decode_kernels import convolution_step
 
         address = self._addresses[self._layer_rows[layer_number]]
-        return convolution_step(rows_NC, weight_CW, address, self._slots, self._positions)
+        return convolution_step(rows_NC, weight_CW, address, self._slots, self._positions, bias_C)
 
     def recur(
         self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
     ) -> Tensor:
+        from dta_kernels.recurrence.decode_kernels import recurrence_step
+
         address = self._addresses[self._layer_rows[layer_number]]
-        return self._step(tuple(inputs), address, self._slots, self._positions)
+        return recurrence_step(tuple(inputs), address, self._slots, self._positions)
 
 
 class PassStates:
@@ -142,7 +139,7 @@ class PassStates:
             owner.states[layer][slots] = recurrence(tuple(tokens[chosen] for tokens in inputs), entry, runs)[1]
         self._filtered, self._recurred = {}, {}
 
-    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
+    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None) -> Tensor:
         owner, width = self._owner, weight_CW.shape[1]
         before = owner.rows[layer_number][self._slots]
         before = _begun_or_zero(before, self._begun).flatten(0, 1)
@@ -153,7 +150,7 @@ class PassStates:
         owner.rows[layer_number][self._slots[self._written]] = new[self._written]
         if self._kept is not None:
             self._filtered[layer_number] = rows_NC[self._kept]
-        return short_convolution(rows_NC, before, weight_CW, layout)
+        return short_convolution(rows_NC, before, weight_CW, layout, bias_C)
 
     def recur(
         self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]

@@ -40,7 +40,7 @@ class RecurrentShape(NamedTuple):
 class PathStates(Protocol):
     """The operations of a pass that need more than the tokens of the pass."""
 
-    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
+    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None) -> Tensor:
         """``silu`` of the causal convolution of every token with its W - 1 predecessors, [N, C].
 
         Args:
@@ -60,10 +60,10 @@ class PathStates(Protocol):
 class WholeSequence:
     """A pass over one whole sequence, before which there is nothing."""
 
-    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
+    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None) -> Tensor:
         channels, width = weight_CW.shape
         padded = functional.pad(rows_NC.t(), (width - 1, 0))
-        return functional.silu(functional.conv1d(padded, weight_CW.unsqueeze(1), groups=channels)).t()
+        return functional.silu(functional.conv1d(padded, weight_CW.unsqueeze(1), bias_C, groups=channels)).t()
 
     def recur(
         self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
@@ -76,8 +76,8 @@ class WholeSequence:
 class NoTokens:
     """A pass over no tokens, in which every parameter gets a gradient of zero."""
 
-    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
-        return rows_NC + weight_CW.sum(1)
+    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None) -> Tensor:
+        return rows_NC + weight_CW.sum(1) + (0 if bias_C is None else bias_C)
 
     def recur(
         self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]

@@ -96,8 +96,8 @@ class SegmentPathStates:
     def __init__(self, pool: StatePool, tables: SegmentTables) -> None:
         self.pool, self.tables = pool, tables
 
-    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor) -> Tensor:
-        return _Convolution.apply(rows_NC, weight_CW, self, self.pool.row_of_layer[layer_number])
+    def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None) -> Tensor:
+        return _Convolution.apply(rows_NC, weight_CW, bias_C, self, self.pool.row_of_layer[layer_number])
 
     def recur(
         self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
@@ -117,24 +117,26 @@ class SegmentPathStates:
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_NC: Tensor, weight_CW: Tensor, segment: SegmentPathStates, layer: int) -> Tensor:
+    def forward(
+        ctx, rows_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, segment: SegmentPathStates, layer: int
+    ) -> Tensor:
         tables, pool = segment.tables, segment.pool
         before = segment.entry_rows(layer)
         if len(tables.kept):
             kept = _rows_at(tables.kept_rows, rows_NC, before)
             pool.rows[layer, tables.slots] = kept.view(len(tables.kept), *pool.rows.shape[2:])
-        ctx.save_for_backward(rows_NC, weight_CW)
+        ctx.save_for_backward(rows_NC, weight_CW, bias_C)
         ctx.segment, ctx.layer = segment, layer
-        return short_convolution(rows_NC, before, weight_CW, tables.layout)
+        return short_convolution(rows_NC, before, weight_CW, tables.layout, bias_C)
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        rows_NC, weight_CW = ctx.saved_tensors
+        rows_NC, weight_CW, bias_C = ctx.saved_tensors
         segment, layer, tables, pool = ctx.segment, ctx.layer, ctx.segment.tables, ctx.segment.pool
         # The entries' forks are alive until the backward of their own segments.
         before = segment.entry_rows(layer)
-        grad_rows, grad_before, grad_weight = short_convolution_gradients(
-            grad_out, rows_NC, before, weight_CW, tables.layout
+        grad_rows, grad_before, grad_weight, grad_bias = short_convolution_gradients(
+            grad_out, rows_NC, before, weight_CW, tables.layout, bias_C
         )
         if len(tables.kept):
             from_later = pool.grad_rows[layer, tables.slots].flatten(0, 1)
@@ -145,7 +147,7 @@ class _Convolution(torch.autograd.Function):
             grad_before = grad_before.view(tables.num_entries, *pool.grad_rows.shape[2:])
             # Slots are distinct, so the scatter is deterministic on a GPU too.
             pool.grad_rows[layer].index_add_(0, tables.entry_slots, grad_before)
-        return grad_rows.to(rows_NC.dtype), grad_weight, None, None
+        return grad_rows.to(rows_NC.dtype), grad_weight, grad_bias, None, None
 
 
 class _Recurrence(torch.autograd.Function):

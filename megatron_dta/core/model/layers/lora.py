@@ -40,6 +40,11 @@ except ImportError:  # before Megatron-Core 0.19
 SUFFIX = "_adapter"
 
 
+def split_by_sections(shard: Any, sections: dict[str, int]) -> Any:
+    """A parameter's shard for checkpoints that store its ``sections``, each with its number of rows, separately."""
+    return _split_tensor_factory(shard, list(sections.values()), list(sections), 0)
+
+
 class LoraAdapter(torch.nn.Module):
     """The adapter of one linear layer.
 
@@ -133,8 +138,7 @@ class LoraAdapter(torch.nn.Module):
             name, single = f"{prefix}lora_B", metadata.get("singleton_local_shards", False)
             state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets, single)
         if self.sections:
-            name, rows = f"{prefix}lora_B", list(self.sections.values())
-            state[name] = _split_tensor_factory(state[name], rows, list(self.sections), 0)
+            state[f"{prefix}lora_B"] = split_by_sections(state[f"{prefix}lora_B"], self.sections)
         return state
 
 
