@@ -20,6 +20,7 @@ from megatron_dta.core.shapes.mixer import Mixer
 # The Hugging Face architectures of each.
 FOLDERS: Mapping[str, tuple[str, ...]] = {
     "gated_delta_net": ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+    "mamba2": ("NemotronHForCausalLM",),
 }
 
 

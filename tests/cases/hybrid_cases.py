@@ -9,6 +9,7 @@ import torch
 
 from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.families.gated_delta_net.sizes import Sizes
+from megatron_dta.families.mamba2 import sizes as mamba2
 from megatron_dta.training.huggingface.config.config_output import config_from_settings, write_template
 
 SIZES = Sizes(linear_key_head_dim=6, linear_value_head_dim=5, linear_num_key_heads=2, linear_num_value_heads=4)
@@ -21,6 +22,29 @@ HYBRID = dict(
     qk_layernorm=True,
     rotary_percent=0.5,
     norm_epsilon=1e-6,
+)
+# As in Nemotron-H: layers of one part, and heads in groups.
+NEMOTRON = dict(
+    num_layers=5,
+    hybrid_layer_pattern="M-M*M",
+    mixer=mamba2.Sizes(mamba_num_heads=8, mamba_head_dim=3, mamba_state_dim=6, mamba_num_groups=4, mamba_conv_kernel=4),
+    position_embedding_type="none",
+    squared_relu=True,
+    swiglu=False,
+    qk_layernorm=False,
+    disable_bias_linear=True,
+)
+NEMOTRON_EXPERTS = NEMOTRON | dict(
+    num_layers=6,
+    hybrid_layer_pattern="MEM*-E",
+    num_experts=8,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=12,
+    moe_shared_expert_intermediate_size=16,
+    moe_router_score_function="sigmoid",
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_num_groups=4,
+    moe_router_group_topk=1,
 )
 EXPERTS = dict(
     num_experts=4,

@@ -1,4 +1,4 @@
-"""The gated delta rule by flash-linear-attention on a GPU, against plain PyTorch in float64."""
+"""The gated delta rule and Mamba-2 by flash-linear-attention on a GPU, against plain PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from dta_kernels.recurrence import library
 from dta_kernels.recurrence.contract import Runs
-from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
+from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule, state_space
 
 
 def why_skipped() -> str | None:
@@ -19,18 +19,27 @@ def why_skipped() -> str | None:
 pytestmark = pytest.mark.skipif(why_skipped() is not None, reason=why_skipped() or "")
 
 
+RULES = {"delta": (library.gated_delta_rule, gated_delta_rule), "mamba": (library.state_space, state_space)}
+
+
 @pytest.mark.parametrize("lengths", [[1], [64, 1, 3], [200, 65, 1, 1, 130]], ids=str)
-def test_outputs_states_and_gradients_are_within_bfloat16s_own_error(lengths):
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("delta", (2, 4, 128, 128)), *(("mamba", sizes) for sizes in ((2, 4, 128, 64), (1, 3, 80, 48), (3, 6, 16, 32)))],
+    ids=str,
+)
+def test_outputs_states_and_gradients_are_within_bfloat16s_own_error(lengths, kind, sizes):
     torch.manual_seed(sum(lengths))
-    T, R, H, J, K, V = sum(lengths), len(lengths), 2, 4, 128, 128
+    (H, J, K, V), T, R = sizes, sum(lengths), len(lengths)
     shapes = [(T, H, K), (T, H, K), (T, J, V), (T, J), (T, J), (R, J, K, V)]
     q, k, v, g, beta, entry = (torch.randn(shape, device="cuda") for shape in shapes)
     g, beta = -torch.nn.functional.softplus(g - 3), beta.sigmoid()
     # float32 decay and states, as in the layer.
     rounded = [q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta.bfloat16(), entry]
+    rounded = rounded if kind == "delta" else rounded[:4] + rounded[5:]
     runs = Runs.of_lengths(lengths, "cuda")
     results = []
-    for rule, dtype in ((library.gated_delta_rule, None), (gated_delta_rule, torch.float64)):
+    for rule, dtype in zip(RULES[kind], (None, torch.float64), strict=True):
         inputs = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in rounded]
         out, exits = rule(tuple(inputs[:-1]), inputs[-1], runs)
         assert exits.dtype == (torch.float32 if dtype is None else dtype)
@@ -39,7 +48,8 @@ def test_outputs_states_and_gradients_are_within_bfloat16s_own_error(lengths):
         weights = [w.to(x.dtype) for w, x in zip(weights, (out, exits), strict=True)]
         grads = torch.autograd.grad([out, exits], inputs, weights)
         results.append([out, exits, *grads])
-    for name, one, other in zip(("out", "exits", "q", "k", "v", "g", "beta", "entry"), *results, strict=True):
+    names = ("out", "exits", "q", "k", "v", "g", *("beta",) * (kind == "delta"), "entry")
+    for name, one, other in zip(names, *results, strict=True):
         error = (one.double() - other.double()).norm() / other.double().norm()
         assert error < 2e-2, (name, float(error))
 

@@ -20,7 +20,7 @@ from megatron_dta.core.config import ModelConfig
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 _ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
 _ROWS += ("linear_qkv_adapter.lora_B", "linear_fc1_adapter.lora_B")
-_ROWS += ("in_proj.weight", "conv1d.weight", "dt_bias", "A_log")
+_ROWS += ("in_proj.weight", "conv1d.weight", "conv1d.bias", "dt_bias", "A_log", ".D")
 _COLUMNS = ("linear_proj.weight", "linear_fc2.weight", "linear_proj_adapter.lora_A", "linear_fc2_adapter.lora_A")
 _ROWS += ("in_proj_adapter.lora_B",)
 _COLUMNS += ("out_proj.weight", "out_proj_adapter.lora_A")
@@ -42,7 +42,7 @@ def _part(name: str, tensor: Tensor, model: ModelConfig, rank: int, size: int) -
         return F.pad(tensor, (0, 0, 0, missing)).chunk(size)[rank]
     if name.endswith(_COLUMNS):
         return tensor.chunk(size, dim=1)[rank]
-    if not name.endswith(_ROWS):
+    if not _has_rows(name, model):
         return tensor
     return torch.cat([section.chunk(size)[rank] for section in _sections(name, tensor, model)])
 
@@ -52,12 +52,18 @@ def _joined(name: str, parts: list[Tensor], model: ModelConfig) -> Tensor:
         return torch.cat(parts)[: model.padded_vocab_size()]
     if name.endswith(_COLUMNS):
         return torch.cat(parts, dim=1)
-    if name.endswith(_ROWS):
+    if _has_rows(name, model):
         sections = [_sections(name, part, model, len(parts)) for part in parts]
         return torch.cat([torch.cat(section) for section in zip(*sections, strict=True)])
     if not all(torch.equal(part, parts[0]) for part in parts):
         raise ValueError(f"{name} is not the same on every rank")
     return parts[0]
+
+
+def _has_rows(name: str, model: ModelConfig) -> bool:
+    # A norm over all heads is divided, one that they share is not.
+    is_divided = name.endswith("out_norm.weight") and model.mixer.norm_width > model.mixer.head_state[1]
+    return name.endswith(_ROWS) or is_divided
 
 
 def _sections(name: str, tensor: Tensor, model: ModelConfig, size: int = 1) -> tuple[Tensor, ...]:
@@ -66,13 +72,8 @@ def _sections(name: str, tensor: Tensor, model: ModelConfig, size: int = 1) -> t
         return tensor.chunk(2)
     sections = {} if model.mixer is None else model.mixer.sections
     inputs, filters = list(sections.values()), [sections[name] for name in sections and model.mixer.filtered]
-    rows = {
-        "in_proj.weight": inputs,
-        "in_proj_adapter.lora_B": inputs,
-        "conv1d.weight": filters,
-        "conv1d.bias": filters,
-    }
-    rows_of = next((rows[end] for end in rows if name.endswith(end)), None)
+    rows = {"in_proj.weight": inputs, "in_proj_adapter.lora_B": inputs, "conv1d": filters}
+    rows_of = next((rows[part] for part in rows if part in name), None)
     return (tensor,) if rows_of is None else tensor.split([length // size for length in rows_of])
 
 

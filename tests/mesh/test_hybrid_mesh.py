@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import seed_all
-from hybrid_cases import EXPERTS, HYBRID, SIZES, spread
+from hybrid_cases import EXPERTS, HYBRID, NEMOTRON, NEMOTRON_EXPERTS, SIZES, spread
 from lora_cases import LORA, lora_weights
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.extras.parity import random_training_samples
@@ -24,6 +24,8 @@ MODELS = {
     "adapters": HYBRID | LORA,
     "experts": HYBRID | EXPERTS | {"moe_aux_loss_coeff": 0.3},
     "four-heads": HYBRID | {"num_layers": 4, "mixer_layer_freq": "[1,0,1,1]", "mixer": FOUR_HEADS},
+    "mamba": NEMOTRON | {"num_layers": 4, "hybrid_layer_pattern": "M*-M"},
+    "mamba-experts": NEMOTRON_EXPERTS,
     # The first stage has no attention, the last one no gated delta net.
     "uneven": HYBRID | {"num_layers": 4, "mixer_layer_freq": "[1,1,1,0]"},
 }
@@ -67,6 +69,14 @@ COMBINATIONS = [
     ),
     *(("cp2-tp2", "four-heads", "dta-mixed"), ("cp2-pp2", "four-heads", "dta")),
     ("cp4", "four-heads", "short"),
+    *(
+        ("tp2", "mamba", "dta-mixed"),
+        ("tp2-sp", "mamba", "packed"),
+        ("pp2-vp2", "mamba", "dta"),
+        ("cp2", "mamba", "dta"),
+    ),
+    *(("dp2-idle-overlap", "mamba", "dta"), ("ep2", "mamba-experts", "dta-mixed"), ("cp4", "mamba", "short")),
+    ("tp2-ep2", "mamba-experts", "dta"),
 ]
 
 

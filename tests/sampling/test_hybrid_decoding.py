@@ -1,4 +1,4 @@
-"""The in-process engine with gated delta net: states of running requests, against the trainer's logprobs."""
+"""The in-process engine with recurrences: states of running requests, against the trainer's logprobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import seed_all
-from hybrid_cases import HYBRID, spread
+from hybrid_cases import HYBRID, NEMOTRON, spread
 from in_process_engine_cases import trainers_logprobs
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.model.hybrid import decode_states
@@ -22,11 +22,12 @@ from sampling_cases import make_model
 from speculation_exact_cases import Adversary, answers_of
 from triton_device import interpreter
 
+families = pytest.mark.parametrize("family", [HYBRID, NEMOTRON], ids=["delta", "mamba"])
 STATIC = dict(attention_impl="triton", static_passes=True)
 
 
 def hybrid_model(seed: int, dtype: torch.dtype = torch.float64, **more: object):
-    settings = dict(HYBRID) | dict(num_query_groups=2, disable_bias_linear=True) | more
+    settings = (more.pop("family", None) or HYBRID) | dict(num_query_groups=2, disable_bias_linear=True) | more
     model = make_model(seed, dtype, **settings)
     with torch.no_grad():
         spread(dict(model.named_parameters()), seed)
@@ -46,9 +47,10 @@ def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_states.DecodeStates, "grow", poisoned)
 
 
-def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls():
+@families
+def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls(family):
     seed_all(3)
-    model, drive = hybrid_model(3), Drive(seed=3, prompts=2, longest=14, depth=2)
+    model, drive = hybrid_model(3, family=family), Drive(seed=3, prompts=2, longest=14, depth=2)
     engine = started(model)
     samples = run_forest(engine, drive)
     trained = trainers_logprobs(model, samples, TreeConfig(tree_segment_tokens=16))
@@ -76,10 +78,11 @@ def test_preempted_requests_begin_again_with_no_state(monkeypatch: pytest.Monkey
     assert engine.statistics()["preemptions"] > 1
 
 
+@families
 @pytest.mark.parametrize("kind", ["wrong", "mixed"])
-def test_rejected_drafts_leave_no_trace_in_the_states(kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_rejected_drafts_leave_no_trace_in_the_states(kind: str, family: dict, monkeypatch: pytest.MonkeyPatch):
     """In float32, where the tokens must be the same and the logprobs up to rounding; slots begin with NaN."""
-    model, drive = hybrid_model(5, torch.float32), Drive(seed=5, prompts=2)
+    model, drive = hybrid_model(5, torch.float32, family=family), Drive(seed=5, prompts=2)
     poison_slots(monkeypatch)
     expected = run_forest(started(model), drive)
     drafting = Adversary(kind, answers_of(expected), seed=2)
@@ -117,11 +120,17 @@ def decoded(model, settings: dict, **more: object) -> tuple[dict, dict[str, floa
 
 
 @interpreter
-@pytest.mark.parametrize("fused", ["reference", "triton"])
-def test_passes_at_fixed_addresses_have_the_samples_of_eager_ones(fused: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("family", "fused"),
+    [(HYBRID, "reference"), (HYBRID, "triton"), (NEMOTRON, "triton")],
+    ids=["plain", "delta", "mamba"],
+)
+def test_passes_at_fixed_addresses_have_the_samples_of_eager_ones(
+    family: dict, fused: str, monkeypatch: pytest.MonkeyPatch
+):
     """Bursts that rows leave, ends of sequence inside them, branches of held requests, pools that preempt, drafts."""
     poison_slots(monkeypatch)
-    model = hybrid_model(7, torch.float32, fused_layer_impl=fused)
+    model = hybrid_model(7, torch.float32, fused_layer_impl=fused, family=family)
     expected, _ = decoded(model, {})
     lost = []
     drop = row_states.RowStates._drop

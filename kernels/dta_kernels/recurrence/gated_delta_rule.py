@@ -1,5 +1,5 @@
-"""The gated delta rule (Yang et al., arXiv:2412.06464) and Mamba-2 (Dao and Gu, arXiv:2405.21060) over runs of tokens, in
-plain PyTorch, chunk by chunk.
+"""The gated delta rule (Yang et al., arXiv:2412.06464) and Mamba-2 (Dao and Gu, arXiv:2405.21060) over runs of tokens,
+chunk by chunk in plain PyTorch.
 
 Inside a chunk of C tokens, the tokens' effects on each other are a triangular system, which is solved for all chunks at
 once. Only the state passes from chunk to chunk, so the loop has as many turns as the longest run has chunks. With G the

@@ -48,7 +48,8 @@ class ModelConfig:
     normalization: str = shape_option("RMSNorm", "Kind of normalization.", choices=("RMSNorm", "LayerNorm"))
     norm_epsilon: float = option(1e-5, "Epsilon of the normalization.", above=0)
     swiglu: bool = option(False, "Use gated linear units with SiLU in the feed-forward layer instead of GELU.")
-    position_embedding_type: str = shape_option("rope", "Position embedding.", choices=("rope", "yarn"))
+    squared_relu: bool = shape_option(False, "Square of ReLU instead of GELU in the feed-forward layer.")
+    position_embedding_type: str = shape_option("rope", "Position embedding.", choices=("rope", "yarn", "none"))
     rotary_base: float = option(10000.0, "Base of the rotary frequencies.", above=1)
     rotary_percent: float = shape_option(
         1.0, "Fraction of each head that is rotated, above 0 and at most 1.", above=0, maximum=1
@@ -109,6 +110,11 @@ class ModelConfig:
         None,
         "Layers with this mixer: N for attention in every N-th layer and the mixer in the others, or a list with one "
         "entry per layer, such as ([1]*3+[0])*2 (1 for the mixer); default: all.",
+    )
+    hybrid_layer_pattern: str | None = shape_option(
+        None,
+        "Layers with one part each, a letter for each layer: M (the mixer), * (attention), - (feed-forward) or E "
+        "(experts), such as MEM*E; default: layers with attention or the mixer, and a feed-forward part.",
     )
     recurrence_impl: str = option(
         "auto",
@@ -274,6 +280,8 @@ class ModelConfig:
     @property
     def moe_layers(self) -> list[bool]:
         """For each layer, whether it has experts according to ``num_experts`` and ``moe_layer_freq``."""
+        if self.hybrid_layer_pattern is not None:
+            return [letter == "E" for letter in self.hybrid_layer_pattern]
         if self.num_experts is None:
             return [False] * self.num_layers
         return parse_moe_layer_freq(self.moe_layer_freq, self.num_layers)
@@ -281,6 +289,8 @@ class ModelConfig:
     @property
     def mixer_layers(self) -> list[bool]:
         """For each layer, whether it has ``mixer`` instead of attention."""
+        if self.hybrid_layer_pattern is not None:
+            return [letter == "M" for letter in self.hybrid_layer_pattern]
         if self.mixer is None or self.mixer_layer_freq is None:
             return [self.mixer is not None] * self.num_layers
         return parse_mixer_layer_freq(self.mixer_layer_freq, self.num_layers)

@@ -34,6 +34,7 @@ def decoder_shape(config: TransformerConfig, vocab_size: int) -> DecoderShape:
         moe_layers=tuple(map(bool, config.moe_layer_freq)) if has_experts else (),
         mixer=config.mixer,
         mixer_layers=config.mixer_layers,
+        hybrid_layer_pattern=config.hybrid_layer_pattern,
         attention_output_gate=config.attention_output_gate,
     )
 

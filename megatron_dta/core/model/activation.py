@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_dta.core.config import ModelConfig
+
 
 def steady_silu(x: Tensor) -> Tensor:
     """SiLU on a CPU whose bits do not depend on an element's place, as PyTorch's do past the last whole vector."""
     return x / (1 + torch.exp(-x))
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """The square of ReLU."""
+    return F.relu(x).square()
+
+
+def activation_of(model: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """The activation function of a model's feed-forward layers."""
+    if model.swiglu:
+        return F.silu
+    return squared_relu if model.squared_relu else F.gelu
 
 
 def is_swiglu(config: TransformerConfig) -> bool:

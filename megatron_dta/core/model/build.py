@@ -25,7 +25,7 @@ from megatron_dta.core.config.checks.mesh import check_context_parallel, check_t
 from megatron_dta.core.config.checks.model import check_batch_invariant, check_rotary
 from megatron_dta.core.extensions import TRANSFORMER_ENGINE
 from megatron_dta.core.families import part_of
-from megatron_dta.core.model.activation import steady_silu
+from megatron_dta.core.model.activation import activation_of, steady_silu
 from megatron_dta.core.model.attention.core_attention import TreeAttention
 from megatron_dta.core.model.kernels import choose_fused_layers
 from megatron_dta.core.model.main_grad import use_main_grad, with_main_grad_layers
@@ -52,7 +52,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.swiglu,
-        activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        activation_func=activation_of(model),
         qk_layernorm=model.qk_layernorm,
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
@@ -90,6 +90,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     config = TransformerConfig(**{name: value for name, value in settings.items() if name in known})
     config.mixer, config.mixer_layers = model.mixer, tuple(model.mixer_layers)
+    config.hybrid_layer_pattern = model.hybrid_layer_pattern
     if any(model.mixer_layers) and not all(model.mixer_layers):
         # Megatron stores layers that differ one by one.
         config.linear_attention_freq = [int(has_mixer) for has_mixer in model.mixer_layers]
@@ -115,7 +116,7 @@ def _check(model: ModelConfig, parallel: ParallelConfig) -> None:
         from megatron_dta.core.config.checks.experts import check_experts
 
         check_experts(model, parallel)
-    if model.apply_layernorm_1p or model.attention_output_gate or model.mixer is not None:
+    if model.apply_layernorm_1p or model.attention_output_gate or model.mixer or model.hybrid_layer_pattern:
         from megatron_dta.core.config.checks.hybrid import check_hybrid
 
         check_hybrid(model, parallel)
@@ -232,7 +233,19 @@ def block_spec(
         from megatron_dta.core.model.layers.fused_layer import fuse_layers
 
         fuse_layers(spec, model)
-    return spec if parallel.no_gradient_accumulation_fusion else with_main_grad_layers(spec)
+    if not parallel.no_gradient_accumulation_fusion:
+        with_main_grad_layers(spec)
+    _keep_parts(model, dict(zip(layers, spec.layer_specs, strict=True)))
+    return spec
+
+
+def _keep_parts(model: ModelConfig, specs: dict[int, ModuleSpec]) -> None:
+    """Leave the layers of ``hybrid_layer_pattern`` one part."""
+    if model.hybrid_layer_pattern is not None:
+        from megatron_dta.core.model.hybrid.single_part import keep_one_part
+
+        for layer, spec in specs.items():
+            keep_one_part(spec, model.hybrid_layer_pattern[layer])
 
 
 def set_norms(spec: ModuleSpec, norm: type, of_heads: bool) -> None:
@@ -334,6 +347,7 @@ def build_stock_model(model: ModelConfig, device: torch.device, router: type | N
         router: replaces Megatron's router, which computes in float32 for every model dtype.
     """
     specs = [layer_spec(model, layer, True, router) for layer in range(model.num_layers)]
+    _keep_parts(model, dict(enumerate(specs)))
     spec = TransformerBlockSubmodules(specs, _norm(model, ParallelConfig()))
     stock = GPTModel(transformer_config(model), spec, **model_arguments(model))
     set_frequencies(stock, model)

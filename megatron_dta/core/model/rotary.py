@@ -52,6 +52,9 @@ def rotary_tables(angles: Tensor, config: TransformerConfig) -> tuple[Tensor, Te
 def inverse_frequencies(model: ModelConfig) -> Tensor:
     """Radians per position of every pair of rotated channels: float32 [rotated channels / 2], on the CPU."""
     base = _powers(model).reciprocal()
+    if model.position_embedding_type == "none":
+        # Rotation by an angle of zero, which changes no bit.
+        return torch.zeros_like(base)
     if model.position_embedding_type == "yarn":
         return _yarn(model)
     if model.use_rope_scaling:

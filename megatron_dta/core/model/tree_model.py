@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from dta_kernels.logprobs.linear import RowChunk, VocabularyShard, linear_logprobs
@@ -62,8 +63,9 @@ class TreeGPTModel(GPTModel):
     @property
     def attention_rows(self) -> dict[int, int]:
         """Index of each layer with attention among them, by its number: its place in a pool of keys and values."""
-        recurrent = self.recurrent_layers
-        return {number: row for row, number in enumerate(n for n in self.layer_numbers if n not in recurrent)}
+        mixing = [layer for layer in self.decoder.layers if not isinstance(layer.self_attention, IdentityOp)]
+        numbers = [layer.layer_number for layer in mixing if not hasattr(layer.self_attention, "recurrent_shape")]
+        return {number: row for row, number in enumerate(numbers)}
 
     @property
     def recurrent_layers(self) -> dict[int, RecurrentShape]:

@@ -44,6 +44,9 @@ class DecoderShape:
         moe_layers: whether each layer has experts; empty means all layers if ``num_experts`` is set, else none.
         mixer: sizes of the mixer that some layers have instead of attention; None without such layers.
         mixer_layers: whether each layer has it; empty means all layers if ``mixer`` is set.
+        hybrid_layer_pattern: a letter for each layer with one part only: M for ``mixer``, * for attention, - for
+            feed-forward, E for experts; None if each layer mixes tokens and has a feed-forward part. It decides
+            ``moe_layers`` and ``mixer_layers``.
         norm_epsilon, rotary_base, use_rope_scaling: do not affect the counts; used in the flags of a training command.
     """
 
@@ -67,6 +70,7 @@ class DecoderShape:
     attention_output_gate: bool = False
     mixer: Mixer | None = None
     mixer_layers: tuple[bool, ...] = ()
+    hybrid_layer_pattern: str | None = None
     norm_epsilon: float = 1e-5
     rotary_base: float = 10000.0
     use_rope_scaling: bool = False
@@ -82,6 +86,9 @@ class DecoderShape:
                 f"--num-attention-heads {self.num_attention_heads} is not divisible by --num-query-groups "
                 f"{self.num_query_groups}"
             )
+        if self.hybrid_layer_pattern is not None:
+            object.__setattr__(self, "moe_layers", tuple(letter == "E" for letter in self.hybrid_layer_pattern))
+            object.__setattr__(self, "mixer_layers", tuple(letter == "M" for letter in self.hybrid_layer_pattern))
         if not self.moe_layers:
             object.__setattr__(self, "moe_layers", (self.num_experts is not None,) * self.num_layers)
         if self.mixer is not None and not self.mixer_layers:
@@ -125,11 +132,16 @@ class DecoderShape:
 
     @property
     def num_attention_layers(self) -> int:
-        return self.num_layers - sum(map(self.is_recurrent, range(self.num_layers)))
+        return sum(map(self.has_attention, range(self.num_layers)))
+
+    def part_share(self) -> float:
+        """Share of the parts that layers with attention or a mixer, and a feed-forward part, would have."""
+        layers = range(self.num_layers)
+        return (sum(map(self.mixes, layers)) + sum(map(self.feeds_forward, layers))) / (2 * self.num_layers)
 
     def attention_share(self, layers: Sequence[int] | None = None) -> float:
         """Share of ``layers`` that have attention; of all layers if None or empty."""
-        with_attention = [not self.is_recurrent(layer) for layer in layers or range(self.num_layers)]
+        with_attention = [self.has_attention(layer) for layer in layers or range(self.num_layers)]
         return sum(with_attention) / len(with_attention)
 
     @property
@@ -151,13 +163,27 @@ class DecoderShape:
         """Whether a layer keeps states at forks instead of keys and values."""
         return self.has_mixer(layer) and self.mixer.is_recurrent
 
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer keeps keys and values."""
+        return self.mixes(layer) and not self.is_recurrent(layer)
+
+    def mixes(self, layer: int) -> bool:
+        """Whether a layer has attention or ``mixer``."""
+        return self.hybrid_layer_pattern is None or self.hybrid_layer_pattern[layer] in "M*"
+
+    def feeds_forward(self, layer: int) -> bool:
+        """Whether a layer has a feed-forward part or experts."""
+        return self.hybrid_layer_pattern is None or self.hybrid_layer_pattern[layer] in "-E"
+
     def has_mixer(self, layer: int) -> bool:
         """Whether a layer has ``mixer`` instead of attention."""
         return bool(self.mixer_layers) and self.mixer_layers[layer]
 
     def mixer_weights(self, layer: int) -> int:
         """Matrix entries of a layer's attention or other mixer."""
-        return self.mixer.weights(self.hidden_size) if self.has_mixer(layer) else self.attention_weights
+        if self.has_mixer(layer):
+            return self.mixer.weights(self.hidden_size)
+        return self.attention_weights if self.mixes(layer) else 0
 
     @property
     def expert_width(self) -> int:
@@ -174,21 +200,24 @@ class DecoderShape:
         """(index of a layer, number of such layers) for the ``layers`` without and with experts, each with attention or
         with the other mixer.
         """
-        by_kind: dict[tuple[bool, bool], list[int]] = {}
+        by_kind: dict[tuple, list[int]] = {}
         for layer in layers:
-            by_kind.setdefault((self.moe_layers[layer], self.has_mixer(layer)), []).append(layer)
+            by_kind.setdefault((self.moe_layers[layer], self.has_mixer(layer), self.mixes(layer)), []).append(layer)
         return [(by_kind[kind][0], len(by_kind[kind])) for kind in sorted(by_kind)]
 
     def layer_parameters(self, layer: int, tensor: int = 1, experts: int = 1, expert_tensor: int = 1) -> RankParameters:
         """Parameters of a layer (from 0) on one rank."""
+        norms = (self.mixes(layer) + self.feeds_forward(layer)) * self.hidden_size
         if self.has_mixer(layer):
             divided, undivided = self.mixer.vectors
-            divided, undivided = divided + self.mixer.weights(self.hidden_size), undivided + 2 * self.hidden_size
+            divided, undivided = divided + self.mixer.weights(self.hidden_size), undivided + norms
+        elif not self.mixes(layer):
+            divided, undivided = 0, norms
         else:
-            undivided = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
+            undivided = norms + (2 * self.kv_channels if self.qk_layernorm else 0)
             divided = self.attention_weights + (self.query_width + 2 * self.kv_width) * self.add_qkv_bias
         if not self.moe_layers[layer]:
-            return RankParameters(undivided + (divided + self._ffn(self.ffn_hidden_size)) // tensor)
+            return RankParameters(undivided + (divided + self._ffn(self.layer_width(layer))) // tensor)
         undivided += self.num_experts * self.hidden_size + self.hidden_size * self.moe_shared_expert_gate
         routed = self.num_experts // experts * self._ffn(self.expert_width) // expert_tensor
         return RankParameters(undivided + (divided + self._shared) // tensor, routed)
@@ -224,7 +253,7 @@ class DecoderShape:
     def token_weights(self, layer: int) -> int:
         """Matrix entries that a token is multiplied with in a layer."""
         if not self.moe_layers[layer]:
-            return self.mixer_weights(layer) + self._ffn(self.ffn_hidden_size)
+            return self.mixer_weights(layer) + self._ffn(self.layer_width(layer))
         router = self.num_experts * self.hidden_size
         return self.mixer_weights(layer) + router + self._shared + self.routed_weights
 
@@ -236,7 +265,7 @@ class DecoderShape:
     def layer_width(self, layer: int) -> int:
         """Width of the feed-forward part of a layer that a token passes through."""
         if not self.moe_layers[layer]:
-            return self.ffn_hidden_size
+            return self.ffn_hidden_size if self.feeds_forward(layer) else 0
         return self.moe_router_topk * self.expert_width + (self.moe_shared_expert_intermediate_size or 0)
 
 

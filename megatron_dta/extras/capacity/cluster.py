@@ -103,7 +103,7 @@ class Cluster:
 def elementwise_channels(shape: DecoderShape, layer: int) -> tuple[float, float, float]:
     """Channels read and written per token: of hidden states, attention and the feed-forward layer."""
     passes = ELEMENTWISE_PASSES
-    hidden = shape.hidden_size
+    hidden = shape.hidden_size * (shape.mixes(layer) + shape.feeds_forward(layer)) / 2
     if shape.moe_layers[layer]:
         # Tokens are permuted into the order of their experts and back.
         hidden += shape.moe_router_topk * shape.hidden_size / 2
@@ -116,6 +116,7 @@ def elementwise_channels(shape: DecoderShape, layer: int) -> tuple[float, float,
             (3 * LINEAR_PASSES + rule) * shape.recurrent_channels,
             passes["ffn"] * shape.layer_width(layer),
         )
+    attention *= shape.mixes(layer)
     return passes["hidden"] * hidden, passes["attention"] * attention, passes["ffn"] * shape.layer_width(layer)
 
 

@@ -82,7 +82,7 @@ def stage_time(
     again = 1 + recomputed * FORWARD_PART
     grouped = sum(n for layer, n in kinds if shape.moe_layers[layer]) * shape.routed_weights
     plain = sum(n * shape.token_weights(layer) for layer, n in kinds) - grouped
-    with_attention = sum(not shape.is_recurrent(layer) for layer in layers)
+    with_attention = sum(map(shape.has_attention, layers))
     attention_flops = 4.0 * ATTENTION_PASSES * with_attention * shape.query_width * work.pairs
     logit_flops = 0.0
     if (len(mesh.layers) - 1) % mesh.pipeline == stage:
@@ -148,7 +148,7 @@ def _token_communication(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, l
     if mesh.context > 1:
         # Queries, keys, values and outputs are exchanged; in the backward their gradients, and attention's once more.
         with_states = sum(map(shape.is_recurrent, layers))
-        channels = 3.0 * (len(layers) - with_states) * (2 * shape.query_width + 2 * shape.kv_width)
+        channels = 3.0 * sum(map(shape.has_attention, layers)) * (2 * shape.query_width + 2 * shape.kv_width)
         channels += 2.0 * with_states * shape.recurrent_exchanged
         link = cluster.link(mesh.context, tensor)
         seconds += 2.0 * channels / tensor * (mesh.context - 1) / mesh.context / link

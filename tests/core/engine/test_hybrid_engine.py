@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import seed_all
-from hybrid_cases import EXPERTS, HYBRID, spread
+from hybrid_cases import EXPERTS, HYBRID, NEMOTRON, NEMOTRON_EXPERTS, spread
 from lora_cases import LORA, is_adapter, lora_weights
 from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.engine.stage_run import StageRun
@@ -28,12 +28,15 @@ from tree_engine_cases import (
     weights_of,
 )
 
+CUTS = (("dense", 9), ("packed", 45, 0), ("dta", 1, 12), ("dta", 6), ("dta", 6, 0))
+_MODELS = {"dense": HYBRID, "experts": HYBRID | EXPERTS, "mamba": NEMOTRON, "mamba-experts": NEMOTRON_EXPERTS}
+
 
 @pytest.fixture(scope="module")
 def references():
     samples = random_training_samples(branching_sequences(seed_all(13), count=8, longest=16), seed=13)
     cases = {}
-    for name, settings in (("dense", HYBRID), ("experts", HYBRID | EXPERTS)):
+    for name, settings in _MODELS.items():
         model = model_config(**settings)
         weights = spread(weights_of(model, seed=5), seed=3)
         cases[name] = (model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE))
@@ -43,8 +46,13 @@ def references():
 @pytest.mark.parametrize(
     ("name", "cut"),
     [
-        *(("dense", cut) for cut in (("dense", 9), ("packed", 45, 0), ("dta", 1, 12), ("dta", 6), ("dta", 6, 0))),
-        *(("dense", ("dta", 1000)), ("experts", ("dta", 7, 0)), ("experts", ("packed", 50))),
+        *((name, cut) for name in ("dense", "mamba") for cut in CUTS),
+        *(
+            ("dense", ("dta", 1000)),
+            ("experts", ("dta", 7, 0)),
+            ("experts", ("packed", 50)),
+            ("mamba-experts", ("dta", 7, 0)),
+        ),
     ],
     ids=str,
 )
@@ -72,8 +80,9 @@ def test_adapters_equal_adapted_weights(references):
     assert adapter_parameters(model) == sum(values.numel() for values in adapters.values())
 
 
-def test_a_sibling_changes_no_bit_of_another_sequence():
-    model = model_config(torch.bfloat16, **HYBRID)
+@pytest.mark.parametrize("settings", [HYBRID, NEMOTRON], ids=["delta", "mamba"])
+def test_a_sibling_changes_no_bit_of_another_sequence(settings):
+    model = model_config(torch.bfloat16, **settings)
     weights = weights_of(model, seed=8)
     for segment_tokens in (4, 200):
         before, after = (

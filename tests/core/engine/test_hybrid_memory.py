@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import seed_all
-from hybrid_cases import HYBRID, spread
+from hybrid_cases import HYBRID, NEMOTRON, spread
 from live_bytes import LiveBytes, Scales
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.core.common.errors import InputError
@@ -67,6 +67,7 @@ def test_a_comb_of_many_forks_within_a_limit_has_the_same_gradients() -> None:
 @pytest.mark.parametrize(
     ("layers", "dtype", "more", "heads"),
     [
+        ("M*-M", torch.float64, {}, {}),
         ("[1,0]", torch.float64, {}, dict(linear_num_value_heads=8)),
         ("[1,0]", torch.bfloat16, dict(kv_channels=24), dict(linear_key_head_dim=48)),
     ],
@@ -74,6 +75,9 @@ def test_a_comb_of_many_forks_within_a_limit_has_the_same_gradients() -> None:
 def test_no_op_holds_more_than_is_counted(layers: str, dtype: torch.dtype, more: dict, heads: dict) -> None:
     shape = dict(num_layers=layers.count(",") + 1, mixer_layer_freq=layers)
     settings = HYBRID | SIZES | more | shape | dict(mixer=replace(HYBRID["mixer"], **HEADS | heads))
+    if "M" in layers:
+        mixer = replace(NEMOTRON["mixer"], mamba_head_dim=8, mamba_state_dim=16)
+        settings = NEMOTRON | SIZES | dict(num_layers=len(layers), hybrid_layer_pattern=layers, mixer=mixer)
     model, tokens = model_config(dtype, **settings), 256
     wrapped = Wrapped(model, weights_of(model, seed=3), DIRECT)
     engine, rng, tree = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16), seed_all(4), tree_config("dta", tokens)
@@ -91,5 +95,5 @@ def test_no_op_holds_more_than_is_counted(layers: str, dtype: torch.dtype, more:
     activations, working = sizes.kept(model.num_layers) * tokens, float(sizes.work(tokens, tokens))
     parts = forward.filled / activations, forward.peak / (activations + working), backward.peak / working
     print("parts of what is counted: kept, most in the forward, most in the backward:", parts)
-    assert 0.93 <= parts[0] <= 1
+    assert (0.85 if "M" in layers else 0.93) <= parts[0] <= 1
     assert max(parts[1:]) <= 1

@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks and the short convolution along paths equal their token-by-token references."""
+"""Gated delta rule and Mamba-2 in chunks, and the short convolution along paths, equal token-by-token references."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dta_kernels.recurrence.contract import Runs
-from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
+from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule, state_space
 from dta_kernels.recurrence.reference import gated_delta_rule_by_token, short_convolution_by_token
 from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution, short_convolution_gradients
 
@@ -24,27 +24,37 @@ def rule_inputs(lengths: list[int], dtype: torch.dtype, strong_decay: float = 1.
     return [x.to(dtype).requires_grad_() for x in (q, k, v, g, beta, entry)]
 
 
+def state_space_by_token(c, b, v, g, entry) -> tuple[torch.Tensor, torch.Tensor]:
+    state, outputs = entry, []
+    for t in range(len(v)):
+        key, query = (x[t].repeat_interleave(J // H, dim=0) for x in (b, c))
+        state = g[t].exp()[:, None, None] * state + key.unsqueeze(2) * v[t].unsqueeze(1)
+        outputs.append((query.unsqueeze(2) * state).sum(1))
+    return torch.stack(outputs), state
+
+
 def by_token(inputs: list[torch.Tensor], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     *tokens, entry = inputs
     pieces = zip(*(x.split(lengths) for x in tokens), strict=True)
-    results = [gated_delta_rule_by_token(*piece, entry[r]) for r, piece in enumerate(pieces)]
+    one = gated_delta_rule_by_token if len(tokens) == 5 else state_space_by_token
+    results = [one(*piece, entry[r]) for r, piece in enumerate(pieces)]
     return torch.cat([out for out, _ in results]), torch.stack([state for _, state in results])
 
 
+@pytest.mark.parametrize("rule", [gated_delta_rule, state_space])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_outputs_exits_and_all_gradients_of_the_rule(lengths):
+def test_outputs_exits_and_all_gradients_of_the_rule(lengths, rule):
     inputs = rule_inputs(lengths, torch.float64)
-    out, exits = gated_delta_rule(tuple(inputs[:-1]), inputs[-1], Runs.of_lengths(lengths))
+    inputs = inputs if rule is gated_delta_rule else inputs[:4] + inputs[5:]
+    out, exits = rule(tuple(inputs[:-1]), inputs[-1], Runs.of_lengths(lengths))
     expected, expected_exits = by_token(inputs, lengths)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(exits, expected_exits, rtol=1e-12, atol=1e-13)
     weights = torch.randn_like(out), torch.randn_like(exits)
     actual = torch.autograd.grad([out, exits], inputs, weights)
     wanted = torch.autograd.grad([expected, expected_exits], inputs, weights)
-    for name, gradient, other in zip(("q", "k", "v", "g", "beta", "entry"), actual, wanted, strict=True):
-        torch.testing.assert_close(
-            gradient, other, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    for number, (gradient, other) in enumerate(zip(actual, wanted, strict=True)):
+        torch.testing.assert_close(gradient, other, rtol=1e-11, atol=1e-12, msg=lambda text, n=number: f"{n}: {text}")
         assert other.abs().max() > 0
 
 

@@ -14,6 +14,8 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig) -> None:
     if model.transformer_impl != "local" and (model.apply_layernorm_1p or model.attention_output_gate):
         flag = "apply_layernorm_1p" if model.apply_layernorm_1p else "attention_output_gate"
         raise InputError(f"{flag} needs --transformer-impl local")
+    if model.hybrid_layer_pattern is not None:
+        _check_pattern(model, model.hybrid_layer_pattern)
     if model.mixer is None:
         return
     kind = model.mixer.kind
@@ -25,3 +27,17 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig) -> None:
     refusal = model.mixer.heads_refusal(parallel.tensor_model_parallel_size, parallel.context_parallel_size)
     if refusal is not None:
         raise InputError(refusal)
+
+
+def _check_pattern(model: ModelConfig, pattern: str) -> None:
+    if len(pattern) != model.num_layers or set(pattern) - set("M*-E"):
+        raise InputError(
+            f"hybrid_layer_pattern {pattern}: give one of M, *, - and E for each of --num-layers {model.num_layers}"
+        )
+    if "*" not in pattern:
+        raise InputError(f"hybrid_layer_pattern {pattern}: no layer has attention (*)")
+    for letter, setting in (("M", model.mixer), ("E", model.num_experts)):
+        if (letter in pattern) != (setting is not None):
+            raise InputError(f"hybrid_layer_pattern {pattern}: layers {letter} need sizes, and sizes need such layers")
+    if model.mixer_layer_freq is not None or model.moe_layer_freq != "1" or model.swiglu:
+        raise InputError("hybrid_layer_pattern excludes mixer_layer_freq, --moe-layer-freq and --swiglu")

@@ -1,7 +1,7 @@
 """A layer with a short convolution and a recurrence, in the place of self-attention; families derive theirs from it.
 
-    in_proj    the sections that the sizes name: those that are filtered, adjacent to each other, a gate for each channel
-               of the output, and one number for each head
+    in_proj    the sections that the sizes name: adjacent to each other those that are filtered, a gate for each channel
+               of the output, one number for each head
     conv1d     one filter for each filtered channel
     out_norm   norm of the output, with the gate
     out_proj

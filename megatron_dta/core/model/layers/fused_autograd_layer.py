@@ -259,8 +259,9 @@ def _feed_forward_of(layer: Module) -> type[DirectFeedForward | DirectRouting]:
 def has_plain_modules(layer: Module) -> bool:
     """Whether a dense ``FusedLayer`` with SwiGLU consists of modules whose forward ``FusedAutogradLayer`` computes, up
     to the communication of a tensor group."""
-    linear = (layer.mlp.linear_fc1, layer.mlp.linear_fc2)
-    return _has_plain_attention(layer) and all(type(module) in _SUPPORTED for module in linear)
+    if not _has_plain_attention(layer):
+        return False
+    return all(type(module) in _SUPPORTED for module in (layer.mlp.linear_fc1, layer.mlp.linear_fc2))
 
 
 def _has_plain_attention(layer: Module) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -92,12 +93,17 @@ class FusedLayer(TransformerLayer):
             self.direct = FusedAutogradLayer(self)
         if self.direct is not None and self.direct.takes(hidden_states, context):
             return self.direct(hidden_states, context), None
-        normed, residual = _normed(self.input_layernorm, hidden_states)
-        branch = self.self_attention(
-            normed, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
-        )
-        normed, residual = _normed(self.pre_mlp_layernorm, residual, _with_bias(branch))
-        branch = self._feed_forward(normed, context)
+        residual, branch = hidden_states, None
+        # A layer may have one of the two parts only.
+        if not isinstance(self.self_attention, IdentityOp):
+            normed, residual = _normed(self.input_layernorm, hidden_states)
+            branch = self.self_attention(
+                normed, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
+            )
+        if not isinstance(self.mlp, IdentityOp):
+            added = None if branch is None else _with_bias(branch)
+            normed, residual = _normed(self.pre_mlp_layernorm, residual, added)
+            branch = self._feed_forward(normed, context)
         return residual + _with_bias(branch), None
 
     def _feed_forward(self, normed: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor | None]:

@@ -104,14 +104,15 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     """The cost model of a decoder on a rank's GPU; experts count as products at the layers' rate."""
     peak = gpu.flops_16 if split.is_16_bit else gpu.flops_32
     size, width = split.tensor_size, 2 if split.is_16_bit else 4
-    undivided = 8 * shape.hidden_size / (size if split.sequence_parallel else 1)
-    attention = shape.num_attention_layers / shape.num_layers
+    attention, parts = shape.num_attention_layers / shape.num_layers, shape.part_share()
+    recurrent = sum(map(shape.is_recurrent, range(shape.num_layers))) / shape.num_layers
+    undivided = 8 * parts * shape.hidden_size / (size if split.sequence_parallel else 1)
     mixed = attention * 2 * (shape.query_width + 2 * shape.kv_width)
-    mixed += (1 - attention) * LINEAR_PASSES * shape.recurrent_channels
-    rule = (1 - attention) * width * shape.recurrent_channels / size / (MEMORY_SHARE * gpu.memory)
+    mixed += recurrent * LINEAR_PASSES * shape.recurrent_channels
+    rule = recurrent * width * shape.recurrent_channels / size / (MEMORY_SHARE * gpu.memory)
     widths = sum(map(shape.layer_width, range(shape.num_layers)))
     divided = (mixed + 3 * widths / shape.num_layers) / size
-    summed = 4 * (size - 1) / size * shape.hidden_size
+    summed = 4 * parts * (size - 1) / size * shape.hidden_size
     layer = 2 * shape.layer_weights / shape.num_layers / size / (GEMM_SHARE * peak)
     layer += width * (undivided + divided) / (MEMORY_SHARE * gpu.memory)
     # Two sums over the tensor group in the forward and two in the backward, whose other work takes twice as long. The
@@ -125,7 +126,7 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
     # do, and queries and output once more. Each takes a copy on both sides.
     ranks = split.context_size
     kv_width = max(shape.kv_width, size * ranks * shape.kv_channels)  # each rank has a head
-    channels = attention * (2 * shape.query_width + 2 * kv_width) + (1 - attention) * shape.recurrent_exchanged
+    channels = attention * (2 * shape.query_width + 2 * kv_width) + recurrent * shape.recurrent_exchanged
     exchanged = width * channels / size * (ranks - 1) / ranks
     layer += exchanged * (1 / (LINK_SHARE * gpu.link) + 4 / (MEMORY_SHARE * gpu.memory))
     tokens = [

@@ -185,10 +185,10 @@ class SegmentBytes:
             kept = max(attention + of_experts[0], share * kept)
             work = max(attention, of_experts[1], share * work) + whole_rows
             of_ffn = tuple(max(routed, share * other) for routed, other in zip(of_experts, of_ffn, strict=True))
-        if shape.mixer is not None:
+        if shape.mixer is not None or shape.hybrid_layer_pattern is not None:
             of_ffn = of_ffn[0], of_ffn[1] + whole_rows
             sizes = LayerSizes(element_bytes, tensor_size, hidden, of_ffn)
-            kept, work = mixed_layer_bytes(shape, sizes, fused, attention_share)
+            kept, work = mixed_layer_bytes(shape, sizes, fused, layers or range(shape.num_layers))
         # Input and output of the last norm, rows of logits' hidden states. A fused norm's output is recomputed.
         last = 3 if is_direct else 2 if fused and has_experts else 4
         counted = cls(
@@ -305,7 +305,8 @@ def _is_function(shape: DecoderShape, rank: RankTensors, has_experts: bool) -> b
     """Whether all layers run as a single function each (``layers.fused_autograd_layer``)."""
     is_shared = has_experts and shape.moe_shared_expert_intermediate_size is not None
     on_kernels = rank.fused and rank.fused_attention and rank.in_buffers
-    return on_kernels and rank.tensor_size == 1 and not is_shared and shape.mixer is None
+    is_plain = shape.mixer is None and shape.hybrid_layer_pattern is None
+    return on_kernels and rank.tensor_size == 1 and not is_shared and is_plain
 
 
 def _of_logit(rank: RankTensors, is_direct: bool) -> float:

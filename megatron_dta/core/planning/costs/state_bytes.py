@@ -39,12 +39,23 @@ def _attention_bytes(shape: DecoderShape, sizes: LayerSizes, fused: bool) -> Lay
     return LayerBytes(kept, max(ffn[1], element_bytes * 6 * (query + kv) + 2 * accumulator * query))
 
 
-def mixed_layer_bytes(shape: DecoderShape, sizes: LayerSizes, fused: bool, attention_share: float) -> LayerBytes:
-    """What layers keep on average, and the working memory of the larger kind, where this share has attention."""
-    of_kinds = _attention_bytes(shape, sizes, fused), shape.mixer.layer_bytes(sizes, fused)
-    shares = attention_share, 1 - attention_share
-    kept = sum(share * of_kind.kept for share, of_kind in zip(shares, of_kinds, strict=True))
-    return LayerBytes(kept, max(of_kind.work for share, of_kind in zip(shares, of_kinds, strict=True) if share))
+def mixed_layer_bytes(shape: DecoderShape, sizes: LayerSizes, fused: bool, layers: Sequence[int]) -> LayerBytes:
+    """What ``layers`` keep on average, and the working memory of the largest kind."""
+    counted = []
+    if shape.hybrid_layer_pattern is not None:
+        # A layer of one part has one norm and one residual instead of two.
+        sizes = sizes._replace(hidden=sizes.hidden / 2)
+    for layer, count in shape.kinds(layers):
+        of_layer = sizes if shape.feeds_forward(layer) else sizes._replace(ffn=(0.0, 0.0))
+        if shape.is_recurrent(layer):
+            counted.append((count, shape.mixer.layer_bytes(of_layer, fused)))
+        elif shape.mixes(layer):
+            counted.append((count, _attention_bytes(shape, of_layer, fused)))
+        else:
+            stream = 2 * sizes.element_bytes if fused else 2 * sizes.element_bytes + 4 * max(4, sizes.element_bytes)
+            counted.append((count, LayerBytes(stream * sizes.hidden + sizes.ffn[0], sizes.ffn[1])))
+    kept = sum(count * of_kind.kept for count, of_kind in counted) / len(layers)
+    return LayerBytes(kept, max(of_kind.work for _, of_kind in counted))
 
 
 @dataclass(frozen=True)
