@@ -64,6 +64,9 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", _HYBRID | dict(tie_word_embeddings=True)),
     "qwen3.5-moe": ("Qwen3_5Moe", _HYBRID | _SHARED),
 }
+_MAMBA = dict(mamba_num_heads=8, mamba_head_dim=3, ssm_state_size=6, n_groups=4, head_dim=8, time_step_min=1e-9)
+_MAMBA |= dict(layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"])
+HYBRIDS["nemotron-h"] = ("NemotronH", _MAMBA)
 DENSE = [name for name in CASES if "moe" not in name and name != "mixtral"]
 
 

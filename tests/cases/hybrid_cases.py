@@ -29,6 +29,7 @@ NEMOTRON = dict(
     hybrid_layer_pattern="M-M*M",
     mixer=mamba2.Sizes(mamba_num_heads=8, mamba_head_dim=3, mamba_state_dim=6, mamba_num_groups=4, mamba_conv_kernel=4),
     position_embedding_type="none",
+    untie_embeddings_and_output_weights=True,
     squared_relu=True,
     swiglu=False,
     qk_layernorm=False,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import seed_all
-from hybrid_cases import EXPERTS, HYBRID, spread
+from hybrid_cases import EXPERTS, HYBRID, NEMOTRON, spread
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_tree
 from megatron_dta.extras.parity.huggingface import run_huggingface, to_huggingface
 from megatron_dta.extras.parity.outcome import Outcome
@@ -36,6 +36,7 @@ MODELS = {
     "qwen3": QWEN3,
     "mixtral": MIXTRAL,
     "qwen3-moe": QWEN3_MOE,
+    "nemotron-h": NEMOTRON,
     "qwen3.5": HYBRID,
     "qwen3-next": HYBRID | EXPERTS,
 }
@@ -46,7 +47,7 @@ def test_equals_hugging_face_in_float32(name: str) -> None:
     samples = random_training_samples(branching_sequences(seed_all(13), count=8, longest=24), seed=13)
     model = model_config(**MODELS[name])
     weights = weights_of(model, seed=5)
-    weights = spread(weights, seed=3) if "mixer_layer_freq" in MODELS[name] else weights
+    weights = spread(weights, seed=3) if "mixer" in MODELS[name] else weights
     single = replace(model, params_dtype=torch.float32)
     weights = {key: weight.float() for key, weight in weights.items()}
     expected = run_huggingface(single, weights, samples, GRPO, TEMPERATURE)

@@ -90,8 +90,8 @@ def test_sampling_in_this_process_and_training_agree(model_flags: str, tmp_path:
     assert trainer.engine.mesh.world_size == 1
 
 
-def test_adapters_resume_merge_and_export(rollouts: str, tmp_path: Path) -> None:
-    case = "qwen3-next"
+@pytest.mark.parametrize("case", ["qwen3-next", "nemotron-h"])
+def test_adapters_resume_merge_and_export(case: str, rollouts: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="makes the folders (extra 'test')")
     save_huggingface(tmp_path / "hf", case, seed=len(case))
     adapted = f"{rollouts} --load-hf {tmp_path}/hf --lr 2e-2 --lora-rank 3 --lora-alpha 6 --save-interval 1"
@@ -99,13 +99,16 @@ def test_adapters_resume_merge_and_export(rollouts: str, tmp_path: Path) -> None
     run(f"{adapted} --train-iters 1 --save {tmp_path}/parts", "")
     run(f"{adapted} --train-iters 2 --save {tmp_path}/parts", "")
     expected, resumed = final_tensors(tmp_path / "run"), final_tensors(tmp_path / "parts")
-    assert any(name.endswith("self_attention.in_proj_adapter.lora_B.alpha") for name in expected)
+    section = "alpha" if case == "qwen3-next" else "dt"
+    assert any(name.endswith(f"self_attention.in_proj_adapter.lora_B.{section}") for name in expected)
     for name, values in expected.items():
         assert torch.equal(values, resumed[name]), name
     first, merged = tensors_in(tmp_path / "hf"), tensors_in(tmp_path / "merged")
     from_files = tensors_in(convert(tmp_path / "run", tmp_path / "hf", tmp_path / "from-files"))
     peft = load_file(convert(tmp_path / "run", tmp_path / "hf", tmp_path / "peft", "--adapter-only") / ADAPTER_WEIGHTS)
-    projections = [name for name in first if "linear_attn" in name and "proj" in name]
+    projections = [
+        name for name in first if name.endswith(("in_proj.weight", "in_proj_qkvz.weight", "out_proj.weight"))
+    ]
     assert projections
     for name in projections:
         matrices = (peft[f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"] for part in "BA")

@@ -33,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 5_000_000_000
 # What names of the text model's tensors begin with: beside a vision tower the first ones.
-_PREFIXES = ("model.language_model.", "language_model.model.", PREFIX, "")
+_PREFIXES = ("model.language_model.", "language_model.model.", PREFIX, "backbone.", "")
 # Dtypes that weights may have.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Heads for several tokens, vision towers, and buffers that old versions of transformers saved.
@@ -191,7 +191,8 @@ def _unstacked(name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
 def text_prefix(names: Iterable[str]) -> str:
     """What the names of the text model's tensors begin with; ``PREFIX`` if none of ``names`` tells."""
     known = set(names)
-    return next((prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in known), PREFIX)
+    embeddings = ("embed_tokens.weight", "embeddings.weight")
+    return next((prefix for prefix in _PREFIXES if any(prefix + name in known for name in embeddings)), PREFIX)
 
 
 def prefix_in(folder: str | Path | None) -> str:

@@ -231,7 +231,9 @@ def _parameters(rules: list[Rule], shape: ModelShape) -> list[Parameter]:
     for layer in range(shape.num_layers):
         mixture = shape.moe_layers[layer]
         attention = Place.MIXER if shape.has_mixer(layer) else Place.ATTENTION
-        kinds = {Place.LAYER, attention, Place.MIXTURE if mixture else Place.DENSE}
+        kinds = {Place.LAYER}
+        kinds |= {attention} if shape.mixes(layer) else set()
+        kinds |= {Place.MIXTURE if mixture else Place.DENSE} if shape.feeds_forward(layer) else set()
         parameters += [_parameter(rule, shape, layer) for rule in rules if rule.part in kinds]
         for expert in range(shape.num_experts or 0) if mixture else ():
             parameters += [_parameter(rule, shape, layer, expert) for rule in rules if rule.part is Place.EXPERT]
