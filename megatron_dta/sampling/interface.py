@@ -209,7 +209,7 @@ def check_request(
     """
     where = f"request {request.request_id}"
     token_ids = request.token_ids
-    if not isinstance(token_ids, np.ndarray) or token_ids.ndim != 1 or not np.issubdtype(token_ids.dtype, np.integer):
+    if not isinstance(token_ids, np.ndarray) or token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
         raise ValueError(f"{where}: token_ids must be a one-dimensional integer array")
     if token_ids.size == 0:
         raise ValueError(f"{where}: token_ids is empty; there must be at least one token to continue")

@@ -9,7 +9,7 @@ until all of them have begun, or memory is short. Pages are only numbers here; t
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -27,7 +27,7 @@ class PagePool:
         self._free: list[int] = []
         self._holders: list[int] = []
         self._page_of_digest: dict[bytes, int] = {}
-        self._digests_of_page: defaultdict[int, list[bytes]] = defaultdict(list)
+        self._digests_of_page: dict[int, list[bytes]] = {}
         # Waiting requests by the digests of their prefixes, and pages without holders that are kept for them.
         self._expected: Counter[bytes] = Counter()
         self._kept: dict[int, None] = {}
@@ -70,8 +70,10 @@ class PagePool:
         for page in pages:
             self._holders[page] -= 1
             if self._holders[page] == 0:
-                self._kept[page] = None
-                self._free_unexpected(page)
+                if self._is_useful(page):
+                    self._kept[page] = None
+                else:
+                    self._put_free(page)
 
     def expect(self, digests: Iterable[bytes]) -> None:
         """A request waits that can use the prefixes with ``digests``."""
@@ -83,18 +85,21 @@ class PagePool:
             self._expected[digest] -= 1
             if self._expected[digest] == 0:
                 del self._expected[digest]
-                self._free_unexpected(self._page_of_digest.get(digest))
+                page = self._page_of_digest.get(digest)
+                if page in self._kept and not self._is_useful(page):
+                    self._put_free(page)
 
     def is_expected(self, digest: bytes) -> bool:
         """Whether a waiting request can use the prefix with ``digest``."""
         return digest in self._expected
 
-    def _free_unexpected(self, page: int | None) -> None:
-        if page in self._kept and self._expected.keys().isdisjoint(self._digests_of_page[page]):
-            self._put_free(page)
+    def _is_useful(self, page: int) -> bool:
+        """Whether a waiting request expects a prefix that ends in the page."""
+        digests = self._digests_of_page.get(page)
+        return digests is not None and not self._expected.keys().isdisjoint(digests)
 
     def _put_free(self, page: int) -> None:
-        del self._kept[page]
+        self._kept.pop(page, None)
         self._free.append(page)
         for digest in self._digests_of_page.pop(page, ()):
             del self._page_of_digest[digest]
@@ -108,7 +113,7 @@ class PagePool:
         """Registers ``page`` as the last page of the prefix with ``digest``, unless another page is registered."""
         if digest not in self._page_of_digest:
             self._page_of_digest[digest] = page
-            self._digests_of_page[page].append(digest)
+            self._digests_of_page.setdefault(page, []).append(digest)
 
     def find(self, digest: bytes) -> int | None:
         """The last page of the prefix with ``digest``, or None."""

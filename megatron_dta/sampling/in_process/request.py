@@ -50,6 +50,11 @@ class Request:
         return full + [self.context_digest] * (self.num_computed_tokens < self.context_length)
 
     @property
+    def expected(self) -> list[bytes]:
+        """The ``missing`` digests of a waiting request that its parent, which is held until it starts, does not keep."""
+        return self.missing[self.common_with_parent // self.page_size :]
+
+    @property
     def response(self) -> np.ndarray:
         """Tokens sampled so far."""
         return self.tokens[self.context_length : self.num_tokens]

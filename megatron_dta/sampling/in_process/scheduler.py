@@ -102,7 +102,7 @@ class Scheduler:
         """Add a new or preempted request to the queue."""
         if request.parent is not None:
             request.parent.waiting_children += 1
-        self.pool.expect(request.missing)
+        self.pool.expect(request.expected)
         bisect.insort(self.waiting, request, key=lambda waiting: waiting.arrival)
 
     def next_pass(self) -> Pass:
@@ -255,7 +255,7 @@ class Scheduler:
             # The source may be the target of a copy in this pass. All copies run at once, so read its origin.
             plan.copies[fresh[0]] = plan.copies.get(partial, partial)
         request.add_pages(pages + fresh)
-        self.pool.expect_no_more(request.missing)
+        self.pool.expect_no_more(request.expected)
         request.num_computed_tokens = computed
         self._start(request)
         return True

@@ -189,7 +189,7 @@ class SuffixDrafting(Drafting):
         """Tell the clock of a round, and follow its decision."""
         was_on = clock.is_on
         if done.captured and asked:
-            clock.spend(seconds, 0.0)
+            clock.saved -= seconds
         elif passes and not done.captured:
             clock.took(len(done.rows), passes, sum(map(len, done.appended)), seconds, asked)
         if clock.is_due:

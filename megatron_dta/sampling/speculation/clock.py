@@ -5,9 +5,9 @@ therefore do without, until a *trial*: ``TRIAL_ROUNDS`` rounds with drafts, whos
 many tokens without, at as many running rows. While trials win, the next one follows. After one that loses, rounds
 with about as many rows wait, twice as long each time.
 
-Filling the trees when a trial begins takes time, and so does capturing graphs of passes with drafts. These seconds
-are spent once and do not decide whether drafts win. But no trial begins that may raise all that was spent and lost,
-less what drafts have saved since, above ``LOSS_SHARE`` of the time. (Captures are only known afterwards.)
+Filling the trees when a trial begins takes time. These seconds are spent once and do not decide whether drafts win. But
+no trial begins that may raise all that was spent and lost, less what drafts have saved since, above ``LOSS_SHARE`` of
+the time. Graphs of passes with drafts, which are captured once for each size, are in ``saved`` only.
 
 The ranks of a replica must decide alike. Where there are several, they use the medians of the first rank up to the last
 rollout batch (``share``) in place of the seconds of this round.
@@ -92,7 +92,7 @@ class DraftingClock:
         return self.is_on
 
     def spend(self, seconds: float, expected: float) -> None:
-        """Record what was spent once, and what all ranks expect this to be."""
+        """Record what the trees took, and what all ranks expect this to be."""
         self.saved -= seconds
         self._lost += seconds if self.is_local else expected
 

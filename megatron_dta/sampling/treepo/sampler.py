@@ -95,25 +95,30 @@ class TreeSampler:
     def _submit(self, started: Sequence[tuple[int, int]]) -> None:
         """Submit the requests of new nodes."""
         requests = []
+        contexts: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # of children: tokens, and how many were sampled
         for query, node in started:
             growing = self._growing[query]
             tree = growing.policy.tree
+            above = tree.nodes[node].parent
+            if (query, above) not in contexts:
+                contexts[query, above] = tree.tokens(above), tree.sampled_length(above)
+            tokens, sampled_before = contexts[query, above]
             request_id = len(self._requests)
             self._requests[query, node] = request_id
             self._nodes[request_id] = (query, node)
-            parent = tree.nodes[node].parent
+            parent = above
             while parent > 0 and parent not in growing.held:
                 parent = tree.nodes[parent].parent
             requests.append(
                 GenerationRequest(
                     request_id,
-                    tree.tokens(tree.nodes[node].parent),
+                    tokens,
                     growing.policy.max_tokens(node),
                     tree.nodes[node].key,
                     parent=self._requests[query, parent] if parent > 0 else None,
                     hold=True,
                     prompt_length=tree.nodes[0].length,
-                    sampled_before=tree.sampled_length(tree.nodes[node].parent),
+                    sampled_before=sampled_before,
                 )
             )
         if requests:
@@ -138,8 +143,11 @@ class TreeSampler:
             policy.tree.nodes[node].end = self._end_of(policy.tree, node, ended, outcomes.get((query, node)))
             started += [(query, child) for child in policy.advance(node)]
         self._submit(started)
-        for query in sorted({query for query, _, _ in decoded}):
-            self._release(query)
+        nodes_of: dict[int, list[int]] = {}
+        for query, node, _ in decoded:
+            nodes_of.setdefault(query, []).append(node)
+        for query in sorted(nodes_of):
+            self._release(query, nodes_of[query])
 
     def _end_of(self, tree: SampledTree, node: int, ended: bool, outcome: StepOutcome | None) -> EndReason | None:
         """Why the path ends at ``node``, or None; adds the observation to the tree if the path continues."""
@@ -171,15 +179,16 @@ class TreeSampler:
             self._growing[query].environments[node] = state
         return dict(zip(turns, outcomes, strict=True))
 
-    def _release(self, query: int) -> None:
-        """Release the K/V of nodes that get no more children."""
+    def _release(self, query: int, decoded: Sequence[int]) -> None:
+        """Release the K/V of nodes that get no more children, after the nodes ``decoded``."""
         growing = self._growing[query]
-        nodes = growing.policy.tree.nodes
+        policy, nodes = growing.policy, growing.policy.tree.nodes
+        # With fallback all nodes but leaves are kept until the tree is complete.
+        candidates = decoded if self._settings.fallback != "none" and not policy.complete else growing.held
         over = [
             node
-            for node in sorted(growing.held)
-            if growing.policy.needs_no_more_children(node)
-            and all(nodes[child].reported for child in nodes[node].children)
+            for node in sorted(candidates)
+            if policy.needs_no_more_children(node) and all(nodes[child].reported for child in nodes[node].children)
         ]
         growing.held.difference_update(over)
         if over:
