@@ -51,7 +51,7 @@ class Request:
 
     @property
     def expected(self) -> list[bytes]:
-        """The ``missing`` digests of a waiting request that its parent, which is held until it starts, does not keep."""
+        """The ``missing`` digests of a waiting request but those of its parent, which is held until it starts."""
         return self.missing[self.common_with_parent // self.page_size :]
 
     @property
