@@ -7,7 +7,7 @@ loads it; every batch is sampled in every case by one process after the other, a
 case is a way to sample (plain, das, treepo, treepo-64: segments of 64) and --inference-max-requests (0: without a
 value). Tasks: sums (64 prompts x 16 short answers), lists (32 x 16 answers of about a hundred tokens), edits (2 x 16,
 lists of 40 lines; for a model that has learned lists), functions (2 x 16 at temperature 0.3, over 24 prompts, so in
-epochs of 12 batches) and stories (128 x 16 long answers); --prompts changes how many prompts a batch has. The weights
+epochs of 12 batches) and stories (192 x 16 long answers); --prompts changes how many prompts a batch has. The weights
 stay those of the model. Seconds are those of a batch from its prompts to its rewards: the median without the first
 --skip batches, in which graphs are captured, and the mean of all others. With --random-weights only the tokenizer of
 DIR is read; no answer ends by itself, and no draft is right.
@@ -32,7 +32,7 @@ TASKS = {
     "lists": ["--rollout-batch-size", "32", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "160"],
     "edits": ["--rollout-batch-size", "2", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "400"],
     "functions": ["--rollout-batch-size", "2", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "400"],
-    "stories": ["--rollout-batch-size", "128", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "1024"],
+    "stories": ["--rollout-batch-size", "192", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "768"],
 }
 TASKS["functions"] += ["--rollout-temperature", "0.3"]
 SCRIPTS = {
