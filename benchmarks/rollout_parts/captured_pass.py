@@ -43,7 +43,7 @@ class _Case:
             self.model.attention_layers,
             page_size,
             self.shape.num_groups,
-            self.shape.head_size,
+            self.shape.sizes,
             self.shape.dtype,
             device,
         )
