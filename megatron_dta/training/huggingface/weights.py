@@ -115,7 +115,8 @@ class HfWeights:
             self._held(name, values, adapter, by_name)
             for chunk in chunks
             for name, values, adapter in _global_names(chunk)
-            if not (without_head and name == _OUTPUT)
+            # Other architectures have no place for a bias that balances the load in training.
+            if not (without_head and name == _OUTPUT) and (name in by_name or not name.endswith(_EXPERT_BIAS))
         ]
 
     def load(self, folder: str | Path) -> None:
