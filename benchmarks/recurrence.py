@@ -90,7 +90,11 @@ def main() -> None:
                 ),
             )
     if arguments.tune:
-        report.results["settings_picked"] = library_settings.chosen_settings()
+        report.results["settings_picked"] = {
+            name: library_settings.settings_of(tuner.best_config)
+            for name, tuner in library_settings.tuners().items()
+            if hasattr(tuner, "best_config")
+        }
         for name, chosen in report.results["settings_picked"].items():
             print(f'    "{name}": LaunchSettings{tuple(chosen)},')
         report.write()

@@ -2,7 +2,7 @@
 
 Triton looks up the binary for a call at every launch: it inspects each argument, builds a key from all their types, and
 prepares for the hooks of a profiler. This often takes the host longer than the kernel takes the GPU. Here the key
-contains only what decides about the binary (dtypes, alignment, integers that are compiled in). The binary that an
+contains only what decides about the binary (types, alignment, integers that are compiled in). The binary that an
 ordinary launch returned for a key is launched directly from then on.
 
 The way to launch a binary differs between Triton versions, so direct launches are used only with the tested versions.
@@ -11,6 +11,7 @@ With other versions, in Triton's interpreter and while a profiler has hooks, eve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -35,6 +36,7 @@ class Launcher:
     def __init__(self, kernel: Any, **constants: object) -> None:
         self._kernel, self._constants = kernel, constants
         self._binaries: dict[tuple, tuple] = {}
+        self._readers: dict[tuple[type, ...], Callable[..., tuple] | None] = {}
         self._is_quick = triton.__version__.startswith(_TRIED_VERSIONS) and isinstance(kernel, JITFunction)
         if self._is_quick:
             runtime = [parameter for parameter in kernel.params if parameter.name not in constants]
@@ -44,38 +46,46 @@ class Launcher:
 
     def __call__(self, grid: tuple[int, ...], *arguments: object) -> None:
         """Launch on the current device and stream; ``arguments`` are the runtime arguments, by position."""
-        if not self._is_quick:
+        types = tuple(map(type, arguments))
+        if types not in self._readers:
+            self._readers[types] = _reader(types, self._compiled_in) if self._is_quick else None
+        read = self._readers[types]
+        if read is None:
             self._kernel[grid](*arguments, **self._constants)
             return
         driver = triton.runtime.driver.active
-        device = driver.get_current_device()
-        key, values, is_known = [device], [], True
-        # This loop is most of the cost of a launch.
-        for argument, is_compiled_in in zip(arguments, self._compiled_in, strict=True):
-            kind = type(argument)
-            if kind is Tensor or kind is Parameter:
-                key.append(argument.dtype)
-                argument = argument.data_ptr()
-                if argument & 15:
-                    key.append("unaligned")
-            elif kind is int:
-                key.append(argument if is_compiled_in else int)
-                is_known = is_known and -(2**31) <= argument < 2**31
-            elif kind is float or argument is None:
-                key.append(kind)
-            elif hasattr(argument, "block_shape"):
-                key.append(argument.base.dtype)
-            else:
-                is_known = False
-            values.append(argument)
-        binary = self._binaries.get(tuple(key)) if is_known else None
-        hooks = triton.knobs.runtime
+        *values, key, address_bits = read(*arguments)
+        key = driver.get_current_device(), types, *key
+        if address_bits & 15:
+            key += tuple(argument.data_ptr() & 15 > 0 for argument in arguments if isinstance(argument, Tensor))
+        binary, hooks = self._binaries.get(key), triton.knobs.runtime
         if binary is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             compiled = self._kernel[grid](*arguments, **self._constants)
-            if is_known and compiled is not None:
-                self._binaries[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
+            if compiled is not None:
+                self._binaries[key] = compiled.run, compiled.function, compiled.packed_metadata
             return
         run, function, metadata = binary
         rows, planes = grid[1] if len(grid) > 1 else 1, grid[2] if len(grid) > 2 else 1
-        stream = driver.get_current_stream(device)
+        stream = driver.get_current_stream(key[0])
         run(grid[0], rows, planes, stream, function, metadata, None, None, None, *values, *self._last)
+
+
+def _reader(types: tuple[type, ...], compiled_in: tuple[bool, ...]) -> Callable[..., tuple] | None:
+    """A function that returns the launched values of such arguments, what decides about the binary, and the bits of all
+    addresses; one expression, because a loop would take longer than all else. None if a type is unexpected."""
+    values, key, addresses = [], [], ["0"]
+    for number, (kind, is_compiled_in) in enumerate(zip(types, compiled_in, strict=True)):
+        name = f"a{number}"
+        values.append(name)
+        if kind is Tensor or kind is Parameter:
+            values[-1], key = f"(p{number} := {name}.data_ptr())", [*key, f"{name}.dtype"]
+            addresses.append(f"p{number}")
+        elif kind is int:
+            key.append(name if is_compiled_in else f"{-(2**31)} <= {name} < {2**31}")
+        elif "block_shape" in getattr(kind, "__dataclass_fields__", ()):
+            key.append(f"{name}.base.dtype")
+        elif kind is not float and kind is not type(None):
+            return None
+    names = ", ".join(f"a{number}" for number in range(len(types)))
+    results = [*values, f"[{', '.join(key)}]", " | ".join(addresses)]
+    return eval(f"lambda {names}: ({', '.join(results)})")

@@ -92,7 +92,7 @@ class InvariantProduct(torch.autograd.Function):
 
 def _library(x: Tensor, weight_NK: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype in (None, x.dtype):
-        return torch.matmul(x, weight_NK.t())
+        return F.linear(x, weight_NK)
     return torch.mm(x, weight_NK.t(), out_dtype=dtype) if x.is_cuda else x.to(dtype) @ weight_NK.t().to(dtype)
 
 

@@ -66,8 +66,3 @@ def fix_settings(settings: dict[str, LaunchSettings]) -> None:
 def settings_of(config: Any) -> LaunchSettings:
     """The settings of a candidate (``triton.Config``)."""
     return LaunchSettings(config.num_warps, config.num_stages, dict(config.kwargs))
-
-
-def chosen_settings() -> dict[str, LaunchSettings]:
-    """What the tuners have chosen so far."""
-    return {name: settings_of(tuner.best_config) for name, tuner in tuners().items() if hasattr(tuner, "best_config")}

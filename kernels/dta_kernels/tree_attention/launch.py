@@ -109,14 +109,14 @@ def tree_attention_backward(
     check_inputs(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
     tensors = (grad_out_NHD, q_NHD, k_MGD, v_MGD, out_NHD, lse_HN)
     grad_out_NHD, q_NHD, k_MGD, v_MGD, out_NHD, lse_HN = (tensor.contiguous() for tensor in tensors)
-    shape, backward = plan.shape, plan.config.key_gradients
-    pack = backward.pack(shape.group_size)
+    shape, settings, backward = plan.shape, plan.config.key_gradients, plan.backward()
+    pack = settings.pack(shape.group_size)
     shared = shared or SharedByLayers()
-    tiles = _prepare(grad_out_NHD, out_NHD, lse_HN, q_NHD, pack, backward, shared)
+    tiles = _prepare(grad_out_NHD, out_NHD, lse_HN, q_NHD, pack, settings, shared)
     dq_NHD = torch.empty_like(q_NHD)
     if into is not None:
         check_accumulators(plan, into)
-    if len(plan.parts) > 1 or (into is None and plan.has_shares):
+    if len(backward.parts) > 1 or (into is None and backward.has_shares):
         # Several parts or programs add to the same keys in turn, so the gradients of all keys need accumulators.
         target = into or _zeros_like(k_MGD)
         dk, dv, num_added = None, None, plan.num_keys
@@ -129,13 +129,13 @@ def tree_attention_backward(
     launch = _BackwardLaunch(
         plan, shared, scale, target, num_added, q_NHD, k_MGD, v_MGD, key_end_M, dq_NHD, dk, dv, *tiles
     )
-    dscores = shared.get("dscores", lambda: q_NHD.new_empty(plan.stored_elements))
+    dscores = shared.get("dscores", lambda: q_NHD.new_empty(backward.stored_elements))
     # Whose turn it is to add to the gradients of a block, for each half of it; every launch leaves zeros.
-    blocks = -(-plan.num_keys // backward.keys)
+    blocks = -(-plan.num_keys // settings.keys)
     turns = shared.get("turns", lambda: dscores.new_zeros(blocks * shape.num_groups * 2, dtype=torch.int32))
-    for part in plan.parts:
-        for first_group in range(0, shape.num_groups, plan.stored_groups):
-            groups = min(plan.stored_groups, shape.num_groups - first_group)
+    for part in backward.parts:
+        for first_group in range(0, shape.num_groups, backward.stored_groups):
+            groups = min(backward.stored_groups, shape.num_groups - first_group)
             launch.key_gradients(part, first_group, groups, dscores, turns)
             launch.query_gradients(part, first_group, groups, dscores)
     if dk is not None:
@@ -270,12 +270,7 @@ def _prepare_launcher(H: int, D: int, pack: int, rows: int, copy: bool) -> Launc
 
 @lru_cache
 def _launcher(
-    kernel: object,
-    shape: AttentionShape,
-    settings: KernelConfig,
-    pack: int,
-    tile: KernelConfig,
-    **more: bool,
+    kernel: object, shape: AttentionShape, settings: KernelConfig, pack: int, tile: KernelConfig, **more: bool
 ) -> Launcher:
     """The kernel with its compile-time arguments; ``tile`` sets the tile sizes and may belong to another kernel."""
     constants = {
@@ -297,34 +292,21 @@ def _launcher(
 
 
 def check_inputs(
-    plan: TreeAttentionPlan,
-    scale: float,
-    q_NHD: Tensor,
-    k_MGD: Tensor,
-    v_MGD: Tensor,
-    key_end_M: Tensor,
+    plan: TreeAttentionPlan, scale: float, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, key_end_M: Tensor
 ) -> None:
     """Raise ``ValueError`` if the inputs do not fit the plan."""
-    shape = plan.shape
-    expected = (plan.num_queries, shape.num_heads, shape.head_size)
-    keys = (plan.num_keys, shape.num_groups, shape.head_size)
-    if q_NHD.shape != expected or k_MGD.shape != keys or v_MGD.shape != keys:
-        raise ValueError(
-            f"queries {tuple(q_NHD.shape)}, keys {tuple(k_MGD.shape)} and values {tuple(v_MGD.shape)} do not fit a "
-            f"plan for {expected} and {keys}"
-        )
-    if not q_NHD.dtype == k_MGD.dtype == v_MGD.dtype == shape.dtype:
-        raise ValueError(f"queries, keys and values must be {shape.dtype} as planned")
-    if key_end_M.shape != (plan.num_keys,) or key_end_M.dtype != torch.int32:
-        raise ValueError(f"key_end must be int32 [{plan.num_keys}], got {key_end_M.dtype} {tuple(key_end_M.shape)}")
+    shape, M = plan.shape, plan.num_keys
+    planned = [((plan.num_queries, shape.num_heads, shape.head_size), shape.dtype)]
+    planned += [((M, shape.num_groups, shape.head_size), shape.dtype)] * 2 + [((M,), torch.int32)]
+    given = [(tensor.shape, tensor.dtype) for tensor in (q_NHD, k_MGD, v_MGD, key_end_M)]
+    if given != planned:
+        raise ValueError(f"queries, keys, values and ends of keys {given} do not fit a plan for {planned}")
     if not scale > 0:
         raise ValueError(f"scale {scale}: must be above 0")
 
 
 def check_accumulators(plan: TreeAttentionPlan, into: KeyGradients) -> None:
     """Raise ``ValueError`` if the accumulators do not fit the plan."""
-    for accumulator in (into.keys, into.values):
-        if accumulator.dtype != torch.float32 or not accumulator.is_contiguous():
-            raise ValueError("accumulators of dK and dV must be contiguous float32")
-    if into.slots.shape != (plan.num_keys,) or into.slots.dtype != torch.int64:
-        raise ValueError(f"slots must be int64 [{plan.num_keys}], got {into.slots.dtype} {tuple(into.slots.shape)}")
+    are_sums = all(sums.dtype == torch.float32 and sums.is_contiguous() for sums in (into.keys, into.values))
+    if not are_sums or into.slots.shape != (plan.num_keys,) or into.slots.dtype != torch.int64:
+        raise ValueError(f"dK and dV need contiguous float32 accumulators, and slots int64 [{plan.num_keys}]")

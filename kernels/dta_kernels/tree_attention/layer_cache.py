@@ -28,8 +28,10 @@ class SharedByLayers:
         return cached
 
     def of_tensor(self, name: object, x: Tensor, make: Callable[[Tensor], Made]) -> Made:
-        """Like ``get``, for a descriptor (with ``base``) of a tensor at its address; one shape for each name."""
-        cached = self._made.get(name)
-        if cached is None or cached.base.data_ptr() != x.data_ptr():
-            cached = self._made[name] = make(x)
+        """Like ``get``, for a descriptor (with ``base``) of ``x``; one shape, layout and dtype for each name.
+
+        It is moved from tensor to tensor, because it is read at a launch and checking a new one takes longer.
+        """
+        cached = self._made.get(name) or self._made.setdefault(name, make(x))
+        cached.base = x
         return cached

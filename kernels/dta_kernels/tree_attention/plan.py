@@ -3,11 +3,16 @@
 A ``TreeAttentionPlan`` holds the block tables of one segment (see ``blocks``) for the tile sizes of one configuration.
 The tables do not depend on the layer, so all layers of a step share them. ``key_end`` is not part of the plan: an
 engine that has subtree ends on the device computes it there (``local_key_end_on_device``), without a copy.
+
+The tables of the backward take the host most of the time. They are made at the first backward, while the device
+computes the forward, and not at all in a pass without one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -57,13 +62,26 @@ class DeviceTable:
 
 @dataclass(frozen=True)
 class BackwardPart:
-    """Blocks of keys for dK and dV, and blocks of queries for dQ, of one part of the backward pass.
-
-    ``has_shares`` says whether several programs share a block of keys.
-    """
+    """Blocks of keys for dK and dV, and blocks of queries for dQ, of one part of the backward pass."""
 
     columns: DeviceTable
     rows: DeviceTable
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """The backward pass, usually in one part. If the dS tiles of as many groups as fill the GPU exceed the memory for
+    them, it has several parts, each with some of the query tiles.
+
+    Attributes:
+        stored_groups: key/value heads whose dS tiles are stored at once.
+        stored_elements: elements of the dS buffer.
+        has_shares: whether several programs share a block of keys somewhere.
+    """
+
+    parts: tuple[BackwardPart, ...]
+    stored_groups: int
+    stored_elements: int
     has_shares: bool
 
 
@@ -74,10 +92,7 @@ class TreeAttentionPlan:
     Attributes:
         num_queries, num_keys: N and M = A + N.
         forward: tiles of queries in the forward pass.
-        parts: the backward pass, usually in one part. If the dS tiles of as many groups as fill the GPU exceed the
-            memory for them, it has several parts, each with some of the query tiles.
-        stored_groups: key/value heads whose dS tiles are stored at once.
-        stored_elements: elements of the dS buffer.
+        backward: returns the tables of the backward, which the first call makes.
         paths: for a forward pass that is invariant (``dta_kernels.invariant``); None for the usual one.
     """
 
@@ -86,15 +101,8 @@ class TreeAttentionPlan:
     num_queries: int
     num_keys: int
     forward: DeviceTable
-    parts: tuple[BackwardPart, ...]
-    stored_groups: int
-    stored_elements: int
+    backward: Callable[[], BackwardPlan]
     paths: DeviceTables | None = None
-
-    @property
-    def has_shares(self) -> bool:
-        """Whether several programs share a block of keys somewhere."""
-        return any(part.has_shares for part in self.parts)
 
     @property
     def num_ancestors(self) -> int:
@@ -102,13 +110,10 @@ class TreeAttentionPlan:
 
 
 def plan_tree_attention(
-    key_end: np.ndarray,
-    num_queries: int,
-    shape: AttentionShape,
-    device: torch.device,
+    key_end: np.ndarray, num_queries: int, shape: AttentionShape, device: torch.device,
     config: TreeAttentionConfig | None = None,
-) -> TreeAttentionPlan:
-    """Plan a segment and upload its tables in one copy, without waiting for the device.
+) -> TreeAttentionPlan:  # fmt: skip
+    """Plan a segment and upload the tables of its forward, without waiting for the device.
 
     Args:
         key_end: see ``local_key_end``.
@@ -116,12 +121,30 @@ def plan_tree_attention(
         config: None for the configuration of the table (``default_config``).
     """
     config = config or default_config(shape.head_size, shape.dtype, device)
+    # Programs for each block of rows: tiles of heads.
+    heads = shape.num_heads // config.forward.pack(shape.group_size)
+    rows = _matrix(key_end, num_queries, shape, config.forward).rows(_rows_at_once(config.forward, heads))
+    return TreeAttentionPlan(
+        shape=shape,
+        config=config,
+        num_queries=num_queries,
+        num_keys=len(key_end),
+        forward=_upload_tables([rows], device)[0],
+        backward=cache(partial(_plan_backward, key_end, num_queries, shape, device, config)),
+        paths=_paths(key_end, num_queries, shape, device) if is_batch_invariant() else None,
+    )
 
-    def matrix(settings: KernelConfig) -> BlockMatrix:
-        return block_matrix(key_end, num_queries, settings.rows // settings.pack(shape.group_size), settings.keys)
 
+def _matrix(key_end: np.ndarray, num_queries: int, shape: AttentionShape, settings: KernelConfig) -> BlockMatrix:
+    return block_matrix(key_end, num_queries, settings.rows // settings.pack(shape.group_size), settings.keys)
+
+
+def _plan_backward(
+    key_end: np.ndarray, num_queries: int, shape: AttentionShape, device: torch.device, config: TreeAttentionConfig
+) -> BackwardPlan:
+    """Plan the backward of a segment and upload its tables in one copy, without waiting for the device."""
     backward = config.key_gradients
-    by_keys = matrix(backward)
+    by_keys = _matrix(key_end, num_queries, shape, backward)
     # Elements of a live block over all heads of a group.
     elements = shape.group_size // backward.pack(shape.group_size) * backward.rows * backward.keys
     most_tiles = config.stored_scores_bytes // (elements * shape.dtype.itemsize)
@@ -141,24 +164,16 @@ def plan_tree_attention(
         # No program has more than an equal share for each of as many as fill the GPU.
         return max(config.least_tiles, -(-num_blocks * stored_groups // _LEAST_PROGRAMS))
 
-    # Programs for each block of rows: heads, or tiles of heads whose dS is stored at once.
-    heads = shape.num_heads // config.forward.pack(shape.group_size)
+    # Programs for each block of rows: tiles of heads whose dS is stored at once.
     chunks = stored_groups * shape.group_size // backward.pack(shape.group_size)
     last = _rows_at_once(config.query_gradients, chunks)
     parts = [by_keys.tables(chunk_rows, most_blocks, together, last) for chunk_rows in rows]
-    tables = [matrix(config.forward).rows(_rows_at_once(config.forward, heads))]
-    tables += [table for part in parts for table in (part.columns, part.rows)]
-    forward, *by_part = _upload_tables(tables, device)
-    return TreeAttentionPlan(
-        shape=shape,
-        config=config,
-        num_queries=num_queries,
-        num_keys=len(key_end),
-        forward=forward,
-        parts=tuple(map(BackwardPart, by_part[::2], by_part[1::2], (part.has_shares for part in parts))),
+    by_part = _upload_tables([table for part in parts for table in (part.columns, part.rows)], device)
+    return BackwardPlan(
+        parts=tuple(map(BackwardPart, by_part[::2], by_part[1::2])),
         stored_groups=stored_groups,
         stored_elements=stored_groups * elements * max(part.num_tiles for part in parts),
-        paths=_paths(key_end, num_queries, shape, device) if is_batch_invariant() else None,
+        has_shares=any(part.has_shares for part in parts),
     )
 
 

@@ -14,6 +14,7 @@ tokens is padded, too, because Megatron's layers need one token.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,14 +61,14 @@ class TreeGPTModel(GPTModel):
         """A list of this one model chunk; ``StagedModel.model_chunks`` lists several."""
         return [self]
 
-    @property
+    @cached_property
     def attention_rows(self) -> dict[int, int]:
         """Index of each layer with attention among them, by its number: its place in a pool of keys and values."""
         mixing = [layer for layer in self.decoder.layers if not isinstance(layer.self_attention, IdentityOp)]
         numbers = [layer.layer_number for layer in mixing if not hasattr(layer.self_attention, "recurrent_shape")]
         return {number: row for row, number in enumerate(numbers)}
 
-    @property
+    @cached_property
     def recurrent_layers(self) -> dict[int, RecurrentShape]:
         """Shape of what each layer with a recurrence keeps at a fork, by its number."""
         attentions = {layer.layer_number: layer.self_attention for layer in self.decoder.layers}

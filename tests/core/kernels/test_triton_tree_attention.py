@@ -180,7 +180,7 @@ def test_gradients_are_added_in_place(stored_scores_bytes, least_tiles):
     case = Case.random(segment_of(parent, 47, 86), AttentionShape(4, 2, 16, torch.bfloat16), DEVICE)
     assert case.segment.num_ancestors
     config = tiny_config(stored_scores_bytes=stored_scores_bytes, least_tiles=least_tiles)
-    assert case.plan(config)[0].has_shares == (least_tiles < 16)
+    assert case.plan(config)[0].backward().has_shares == (least_tiles < 16)
     check_accumulation(case, config, generator)
 
 

@@ -91,7 +91,7 @@ class FusedAutogradLayer:
     def _is_free_in(self, step: object | None) -> bool:
         """Whether no parameter is frozen and no module has a hook, which changes between steps only."""
         if step is None or step is not self._step:
-            is_trained = all(parameter.requires_grad for parameter in self.parameters)
+            is_trained = all([parameter.requires_grad for parameter in self.parameters])
             self._step, self._is_free = step, is_trained and not any(self.hooks)
         return self._is_free
 
@@ -108,8 +108,9 @@ class FusedAutogradLayer:
     def forward(self, x: Tensor, context: SegmentContext, is_kept: bool) -> tuple[Tensor, _Kept]:
         """The layer's output, and the tensors that ``backward`` needs; ``is_kept`` if it follows."""
         (N, _, C), (G, P, D) = x.shape, self.layout
+        x = x.view(N, C)
         normed, _, rstd = rms_norm_forward(x, self.norms[0], self.eps[0])
-        mixed = product(normed.view(N, C), self.qkv, self.biases[0])
+        mixed = product(normed, self.qkv, self.biases[0])
         rows, layer = self.mixed_qkv(mixed, context), context.layer_rows[self.index + 1]
         query = x.new_empty(N, G * P, D)
         if context.context_group is None:
@@ -120,9 +121,10 @@ class FusedAutogradLayer:
             rows.write(query, key)
             out, lse = context.attend_exchanged(layer, query, key, rows.values(), self.scale)
         branch = product(out.view(N, -1), self.proj, self.biases[1])
-        normed, stream, stream_rstd = rms_norm_forward(x, self.norms[1], self.eps[1], branch.view(N, 1, C))
-        output, of_feed_forward = self.feed_forward.forward(normed.view(N, C), context, is_kept)
-        return output.view(N, 1, C).add_(stream), _Kept(x, rstd, mixed, out, lse, stream, stream_rstd, of_feed_forward)
+        normed, stream, stream_rstd = rms_norm_forward(x, self.norms[1], self.eps[1], branch)
+        output, of_feed_forward = self.feed_forward.forward(normed, context, is_kept)
+        kept = _Kept(x, rstd, mixed, out, lse, stream, stream_rstd, of_feed_forward)
+        return output.add_(stream).view(N, 1, C), kept
 
     def backward(self, grad: Tensor, kept: _Kept, context: SegmentContext) -> Tensor:
         """The gradient of the layer's input; gradients of the parameters are added to their buffers.
@@ -132,16 +134,16 @@ class FusedAutogradLayer:
         (``planning.costs.segment_bytes`` counts them).
         """
         x, stream, out = kept.x, kept.stream, kept.out
-        (N, _, C), layer = x.shape, context.layer_rows[self.index + 1]
+        (N, C), layer = x.shape, context.layer_rows[self.index + 1]
         qkv_bias, proj_bias = self.biases
         grad_rows = grad.reshape(N, C)
         again = partial(_normed_again, stream, kept.stream_rstd, self.norms[1])
         grad_normed = self.feed_forward.backward(grad_rows, kept.feed_forward, again)
         grad_stream, mlp_norm = rms_norm_partial_gradients(
-            grad_normed.view(N, 1, C), grad_rows, stream, kept.stream_rstd, self.norms[1]
+            grad_normed, grad_rows, stream, kept.stream_rstd, self.norms[1]
         )
         del grad_normed
-        grad_out = _backward(grad_stream.view(N, C), out.view(N, -1), self.proj, proj_bias).view(out.shape)
+        grad_out = _backward(grad_stream, out.view(N, -1), self.proj, proj_bias).view(out.shape)
         rows, query = self.mixed_qkv(kept.mixed, context), torch.empty_like(out)
         rows.write(query)
         inputs = (layer, grad_out, query, out, kept.lse, self.scale)
@@ -155,13 +157,11 @@ class FusedAutogradLayer:
         del grads
         grad_normed = _backward(grad_mixed, _normed_again(x, kept.rstd, self.norms[0]), self.qkv, qkv_bias)
         del grad_mixed
-        grad_x, input_norm = rms_norm_partial_gradients(
-            grad_normed.view(N, 1, C), grad_stream, x, kept.rstd, self.norms[0]
-        )
+        grad_x, input_norm = rms_norm_partial_gradients(grad_normed, grad_stream, x, kept.rstd, self.norms[0])
         add_partial_sums(_buffers(self.norms), (input_norm, mlp_norm))
         if self.has_norms:
             add_partial_sums(_buffers(self.head_norms), head_norms)
-        return grad_x
+        return grad_x.view(N, 1, C)
 
 
 @dataclass(slots=True)
@@ -242,10 +242,10 @@ def _active(gated: Tensor) -> Tensor:
 
 
 def _normed_again(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
-    """The rows [N, C] of a norm's output, recomputed from its input [N, 1, C]."""
+    """A norm's output [N, C], recomputed from its input [N, C]."""
     normed = torch.empty_like(x)
     rms_norm_again(x, rstd, weight, normed)
-    return normed.view(len(x), -1)
+    return normed
 
 
 def _buffers(weights: tuple[Parameter, ...]) -> tuple[Tensor, ...]:

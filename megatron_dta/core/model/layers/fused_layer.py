@@ -67,6 +67,8 @@ class FusedLayer(TransformerLayer):
 
     direct: FusedAutogradLayer | None = None
     decoding: DecodeLayer | None = None
+    # Megatron's looks for CUDA graphs of its own first, and there are none.
+    __call__ = torch.nn.Module.__call__
 
     @property
     def decodes_directly(self) -> bool:
