@@ -65,7 +65,7 @@ def inverse_frequencies(model: ModelConfig) -> Tensor:
 
 
 def _rotated_channels(model: ModelConfig) -> int:
-    return model.rotated_channels
+    return int(model.kv_channels * model.rotary_percent)
 
 
 def _powers(model: ModelConfig) -> Tensor:

@@ -66,6 +66,7 @@ class TrainingOptimizer:
         parallel = parallel or ParallelConfig()
         self.settings = settings
         megatron_patches.handle_tensors_together()
+        megatron_patches.run_adam_without_compiler()
         self._is_distributed = parallel.use_distributed_optimizer
         if self._is_distributed:
             megatron_patches.place_parameters_of_all_buckets()

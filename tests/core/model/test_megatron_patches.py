@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -47,6 +48,32 @@ def test_tensors_handled_together_have_the_same_values() -> None:
     scaled = [tensor * 0.3 for tensor in tensors]
     megatron_patches._scale_together(0, None, [tensors, tensors], 0.3)
     assert all(torch.equal(*pair) for pair in zip(tensors, scaled, strict=True))
+
+
+ADAM = """
+import sys, torch
+from megatron_dta.core.model.parallel import megatron_patches
+megatron_patches.run_adam_without_compiler()
+weight = torch.nn.Parameter(torch.arange(5.0))
+adam = torch.optim.AdamW([weight], lr=0.1)
+for step in range(3):
+    adam.zero_grad()
+    (weight**2).sum().backward()
+    adam.step()
+adam.load_state_dict(adam.state_dict())
+print(*weight.tolist(), "torch._dynamo" in sys.modules)
+"""
+
+
+def test_adam_steps_without_the_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", ADAM], capture_output=True, text=True, check=True)
+    weight = torch.nn.Parameter(torch.arange(5.0))
+    adam = torch.optim.AdamW([weight], lr=0.1)
+    for _ in range(3):
+        adam.zero_grad()
+        (weight**2).sum().backward()
+        adam.step()
+    assert done.stdout.split() == [*map(str, weight.tolist()), "False"]
 
 
 def test_checkpoint_writers_are_threads() -> None:

@@ -3,8 +3,8 @@
 Megatron-Core 0.16.1 to 0.19 names the CUDA device in code that models, optimizers and checkpoints run. ``install``
 patches exactly this code, and only if CUDA is absent; no result changes. The functions
 ``import_megatron_uncompiled``, ``write_checkpoints_in_process``, ``read_checkpoints_without_running_them``,
-``handle_tensors_together``, ``place_parameters_of_all_buckets``, ``collect_states_by`` and
-``build_latent_attention_without_transformer_engine`` are for every machine.
+``handle_tensors_together``, ``run_adam_without_compiler``, ``place_parameters_of_all_buckets`` and
+``collect_states_by`` are for every machine.
 """
 
 from __future__ import annotations
@@ -67,15 +67,6 @@ def install() -> None:
     _patch_recomputation()
     _patch_token_dispatcher()
     _installed = True
-
-
-def build_latent_attention_without_transformer_engine() -> None:
-    """Let Megatron's own latent attention, a reference, be built where Transformer Engine is missing.
-
-    It asks whether a layer is an instance of a class of that package, which is no class then.
-    """
-    module = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    module.HAVE_TE = module.HAVE_TE and isinstance(module.TELinear, type)
 
 
 def _patch_torch_cuda() -> None:
@@ -267,6 +258,31 @@ def _scale_together(chunk_size: int, flag: Any, lists: list[list[torch.Tensor]],
 def _copy_together(this: list[torch.Tensor], that: list[torch.Tensor], overflow_buf: Any = None) -> None:
     if that:
         torch._foreach_copy_(that, this)
+
+
+def run_adam_without_compiler() -> None:
+    """Construct and step PyTorch's Adam without the import of TorchDynamo, which takes more than a second.
+
+    PyTorch imports it to mark these functions for programs that compile their optimizer, and here none is compiled.
+    """
+    optimizer = torch.optim.Optimizer
+    for marked in (optimizer.add_param_group, optimizer.zero_grad, optimizer.state_dict, optimizer.load_state_dict):
+        plain = getattr(marked, "__wrapped__", None)
+        if plain is not None:
+            # The attribute in which ``torch._disable_dynamo`` keeps the marked function.
+            plain.__dynamo_disable = plain
+    for adam in (torch.optim.Adam, torch.optim.AdamW):
+        step = getattr(vars(adam).get("step"), "__wrapped__", None)
+        if step is not None and step.__module__ == adam.__module__:
+            adam.step = _step_outside_graphs(step)
+
+
+def _step_outside_graphs(step: Callable) -> Callable:
+    def run(self: torch.optim.Optimizer, closure: Callable | None = None) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, closure)
+
+    return run
 
 
 def place_parameters_of_all_buckets() -> None:
