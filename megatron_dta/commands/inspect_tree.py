@@ -6,7 +6,8 @@ FILE is a rollout file (.jsonl, .parquet or .npz). Token reuse is the number of 
 unique tokens; attention reuse is the same ratio of (query, key) pairs of causal attention. Fill is the mean length of a
 segment over the maximum. In-flight tokens are those of a segment and all its ancestors, which a training step holds in
 memory together. Open forks are ends of runs in them that later segments continue: each is a state of every layer with
-gated delta net, with its gradient (--model or --hf-config adds their size in GiB).
+a recurrence, with its gradient. --model or --hf-config adds the size of both in GiB: of the states, and of what a step
+keeps of in-flight tokens, keys and values or latents, with their gradients.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from megatron_dta.core.planning.costs.state_bytes import StateBytes
 from megatron_dta.core.planning.segments.plan import SegmentPlan, plan_segments
 from megatron_dta.core.planning.segments.runs import SegmentRuns
 from megatron_dta.core.rollouts.load import load_chosen_rollouts
+from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.tree import TreeStatistics, build_prefix_tree, tree_statistics
 from megatron_dta.families.named_shapes import SHAPES
 
-HYBRIDS = sorted(name for name, shape in SHAPES.items() if shape.mixer is not None)
 SEGMENT_TOKENS = 2048  # TreeConfig's default; importing it would import torch, which is slower than this command.
 
 
@@ -57,8 +58,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
     parser.add_argument("--max-length", type=int, metavar="N", help="only the first N tokens of each sequence")
-    parser.add_argument("--hf-config", metavar="DIR", help="count the states of this model (its config.json)")
-    parser.add_argument("--model", choices=HYBRIDS, help="count the states of this model")
+    parser.add_argument("--hf-config", metavar="DIR", help="count the bytes of this model (its config.json)")
+    parser.add_argument("--model", choices=sorted(SHAPES), help="count the bytes of this model")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--plot", metavar="PICTURE", help="draw the tree and its segments (.png, .pdf or .svg)")
     arguments = parser.parse_args()
@@ -69,25 +70,27 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def read_states(arguments: argparse.Namespace) -> StateBytes | None:
-    """Return the bytes of a fork of the model that the flags name; None without a model."""
+def read_shape(arguments: argparse.Namespace) -> DecoderShape | None:
+    """Return the shape of the model that the flags name; None without a model."""
     if arguments.model is not None:
-        return StateBytes.of_shape(SHAPES[arguments.model], element_bytes=2)
+        return SHAPES[arguments.model]
     if arguments.hf_config is None:
         return None
     from megatron_dta.extras.capacity.settings import read_hf_config  # Importing torch takes seconds.
 
-    states = StateBytes.of_shape(read_hf_config(arguments.hf_config), element_bytes=2)
-    if states is None:
-        raise InputError(f"--hf-config {arguments.hf_config}: is of a model without a recurrence; leave it out")
-    return states
+    return read_hf_config(arguments.hf_config)
 
 
-def state_figures(plan: SegmentPlan, states: StateBytes | None) -> dict[str, int | float]:
-    """Return the figures about states at forks; their bytes if those of a fork are given."""
+def state_figures(plan: SegmentPlan, shape: DecoderShape | None) -> dict[str, int | float]:
+    """Return the figures about states at forks; with ``shape``, also the bytes that a step in bfloat16 keeps."""
     runs = SegmentRuns.of(plan)
     most = int(runs.forks_in_flight.max(initial=0))
     values: dict[str, int | float] = {"peak_open_forks": most, "run_levels": int(runs.num_levels.max(initial=0))}
+    if shape is None:
+        return values
+    slot = shape.num_attention_layers * shape.slot_width(1) * (2 + 4)
+    values["peak_kv_gib"] = int(plan.peak_in_flight_tokens) * slot / GIB
+    states = StateBytes.of_shape(shape, element_bytes=2)
     if states is not None:
         values["peak_state_gib"] = states.open_fork * most / GIB
     return values
@@ -135,6 +138,7 @@ LABELS = {
     "peak_in_flight_tokens": "peak in-flight tokens",
     "peak_open_forks": "peak open forks",
     "run_levels": "levels of a segment (most)",
+    "peak_kv_gib": "keys and values, or latents (GiB, bfloat16 model)",
     "peak_state_gib": "states at forks (GiB, bfloat16 model)",
     "build_seconds": "tree build (seconds)",
 }
@@ -166,7 +170,7 @@ def main() -> None:
     plan = plan_segments(tree, arguments.tree_segment_tokens, arguments.tree_memory_tokens)
     title = f"{Path(arguments.file).name}, one sequence per {arguments.sample_granularity}"
     values = figures(tree_statistics(tree), plan, build_seconds)
-    values |= state_figures(plan, read_states(arguments))
+    values |= state_figures(plan, read_shape(arguments))
     print_table(values, title)
     if arguments.plot:
         from megatron_dta.extras.report.plots.figures import write_figure  # matplotlib takes a second to import.

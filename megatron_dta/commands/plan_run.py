@@ -151,7 +151,10 @@ def read_shape(arguments: argparse.Namespace) -> DecoderShape:
         shape = SHAPES[arguments.model]
         if "num_layers" in sizes:
             sizes["mixer_layers"] = shape.mixer_layers[: sizes["num_layers"]]
-        return replace(shape, **sizes | ({"moe_layers": ()} if sizes else {}))
+        if sizes:
+            is_cut = sizes.get("num_layers", shape.num_layers) <= shape.num_layers
+            sizes["moe_layers"] = shape.moe_layers[: sizes["num_layers"]] if "num_layers" in sizes and is_cut else ()
+        return replace(shape, **sizes)
     if arguments.hf_config is not None:
         if sizes:
             raise InputError(f"{_flag(next(iter(sizes)))} has no effect with --hf-config; leave it out")

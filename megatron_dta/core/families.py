@@ -21,6 +21,7 @@ from megatron_dta.core.shapes.mixer import Mixer
 FOLDERS: Mapping[str, tuple[str, ...]] = {
     "gated_delta_net": ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
     "mamba2": ("NemotronHForCausalLM",),
+    "latent_attention": ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
 }
 
 

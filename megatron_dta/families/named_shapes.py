@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.families.gated_delta_net import sizes as gated_delta_net
+from megatron_dta.families.latent_attention import sizes as latent_attention
 
 _QWEN3 = dict(
     vocab_size=151936, kv_channels=128, num_query_groups=8, qk_layernorm=True, norm_epsilon=1e-6, rotary_base=1e6
@@ -77,6 +78,33 @@ SHAPES: dict[str, DecoderShape] = {
         moe_shared_expert_intermediate_size=512,
         moe_shared_expert_gate=True,
     ),
+    "moonlight-16b-a3b": _shape(
+        dict(kv_channels=192),
+        *(27, 2048, 11264, 16),
+        num_query_groups=16,
+        vocab_size=163840,
+        mixer=latent_attention.Sizes(num_heads=16),
+        num_experts=64,
+        moe_router_topk=6,
+        moe_ffn_hidden_size=1408,
+        moe_shared_expert_intermediate_size=2816,
+        moe_layers=(False,) + (True,) * 26,
+        norm_epsilon=1e-5,
+        rotary_base=5e4,
+    ),
+    "deepseek-v3": _shape(
+        dict(kv_channels=192),
+        *(61, 7168, 18432, 128),
+        num_query_groups=128,
+        vocab_size=129280,
+        mixer=latent_attention.Sizes(q_lora_rank=1536),
+        moe_ffn_hidden_size=2048,
+        moe_shared_expert_intermediate_size=2048,
+        moe_layers=(False,) * 3 + (True,) * 58,
+        num_experts=256,
+        moe_router_topk=8,
+        norm_epsilon=1e-6,
+    ),
     "qwen2.5-7b": _shape(_QWEN25 | dict(num_query_groups=4, norm_epsilon=1e-6), 28, 3584, 18944, 28),
     "qwen2.5-32b": _shape(_QWEN25, 64, 5120, 27648, 40),
     "qwen2.5-72b": _shape(_QWEN25, 80, 8192, 29568, 64),
@@ -95,6 +123,8 @@ HUB_NAMES = {
     "qwen3.5-9b": "Qwen/Qwen3.5-9B",
     "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B",
     "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B",
+    "deepseek-v3": "unsloth/DeepSeek-V3-bf16",  # deepseek-ai's own weights are FP8
     "qwen2.5-7b": "Qwen/Qwen2.5-7B",
     "qwen2.5-32b": "Qwen/Qwen2.5-32B",
     "qwen2.5-72b": "Qwen/Qwen2.5-72B",

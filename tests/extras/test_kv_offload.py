@@ -15,6 +15,7 @@ from fused_layers_cases import fused
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.engine import StepPart, TreeEngine, prepare_batch
+from megatron_dta.core.model.attention.kv_pool import SlotShape
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.objectives.weights import count_trained
 from megatron_dta.core.planning.costs.gpus import gpu_named, least_offload_tokens
@@ -143,7 +144,7 @@ def test_the_pool_takes_the_bytes_that_are_counted(fraction):
     shape = DecoderShape(5, 64, 128, 8, 4, 16, 100)
     segment_bytes = SegmentBytes.of_shape(shape, RankTensors(4, kv_offload_fraction=fraction))
     host = HostSlots(fraction, torch.device("cpu"))
-    sizes = dict(num_slots=7, num_kv_heads=4, head_size=16, dtype=torch.float32, device=torch.device("cpu"))
+    sizes = dict(num_slots=7, slot=SlotShape(4, 16, 16), dtype=torch.float32, device=torch.device("cpu"))
     pool = OffloadedKVPool(host, 0, 5, **sizes, with_gradients=True)
     held = (pool.keys_LSGD, pool.values_LSGD, pool.grad_keys_LSGD, pool.grad_values_LSGD, *pool.gathered)
     assert sum(tensor.nbytes for tensor in held) == 7 * segment_bytes.slot(5)

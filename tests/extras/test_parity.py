@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import latent_cases
 from conftest import seed_all
 from hybrid_cases import EXPERTS, HYBRID, NEMOTRON, spread
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_tree
@@ -39,6 +40,7 @@ MODELS = {
     "nemotron-h": NEMOTRON,
     "qwen3.5": HYBRID,
     "qwen3-next": HYBRID | EXPERTS,
+    **{f"latent {name}": settings for name, settings in latent_cases.MODELS.items()},
 }
 
 
@@ -46,8 +48,8 @@ MODELS = {
 def test_equals_hugging_face_in_float32(name: str) -> None:
     samples = random_training_samples(branching_sequences(seed_all(13), count=8, longest=24), seed=13)
     model = model_config(**MODELS[name])
-    weights = weights_of(model, seed=5)
-    weights = spread(weights, seed=3) if "mixer" in MODELS[name] else weights
+    weights = (latent_cases.latent_weights if name.startswith("latent") else weights_of)(model, seed=5)
+    weights = spread(weights, seed=3) if "mixer" in MODELS[name] and not name.startswith("latent") else weights
     single = replace(model, params_dtype=torch.float32)
     weights = {key: weight.float() for key, weight in weights.items()}
     expected = run_huggingface(single, weights, samples, GRPO, TEMPERATURE)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_dta.core.model.decode.paged_cache import PagedCache
+from megatron_dta.sampling.in_process.cache_size import head_shape
 from megatron_dta.sampling.in_process.drafting import Drafting
 from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEngine
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, generate
@@ -113,9 +114,8 @@ def children_of(drive: Drive, request: GenerationRequest, result: GenerationResu
 
 def pool_gb(model: Any, block_size: int, pages: int) -> float:
     """A budget of ``pages`` pages and a half."""
-    parameter, config = next(model.parameters()), model.config
-    heads = config.num_query_groups // config.tensor_model_parallel_size
-    size = PagedCache.page_bytes(len(model.attention_layers), block_size, heads, config.kv_channels, parameter.dtype)
+    shape = head_shape(model)
+    size = PagedCache.page_bytes(len(model.attention_layers), block_size, shape.num_groups, shape.sizes, shape.dtype)
     return (pages + 0.5) * size / 2**30
 
 

@@ -24,6 +24,8 @@ _ROWS += ("in_proj.weight", "conv1d.weight", "conv1d.bias", "dt_bias", "A_log", 
 _COLUMNS = ("linear_proj.weight", "linear_fc2.weight", "linear_proj_adapter.lora_A", "linear_fc2_adapter.lora_A")
 _ROWS += ("in_proj_adapter.lora_B",)
 _COLUMNS += ("out_proj.weight", "out_proj_adapter.lora_A")
+# Of latent attention; products down to latents are divided, too.
+_ROWS += tuple(f"linear_{name}_proj.weight" for name in ("q", "q_down", "q_up", "kv_down", "kv_up"))
 
 
 def shard_weights(weights: dict[str, Tensor], model: ModelConfig, rank: int, size: int) -> dict[str, Tensor]:
@@ -70,7 +72,7 @@ def _sections(name: str, tensor: Tensor, model: ModelConfig, size: int = 1) -> t
     """The parts of a tensor (or of one of its ``size`` shards) that the ranks divide separately."""
     if model.swiglu and "linear_fc1" in name:
         return tensor.chunk(2)
-    sections = {} if model.mixer is None else model.mixer.sections
+    sections = getattr(model.mixer, "sections", {})
     inputs, filters = list(sections.values()), [sections[name] for name in sections and model.mixer.filtered]
     rows = {"in_proj.weight": inputs, "in_proj_adapter.lora_B": inputs, "conv1d": filters}
     rows_of = next((rows[part] for part in rows if part in name), None)

@@ -278,6 +278,12 @@ class ModelConfig:
         return LORA_TARGETS + (tuple(self.mixer.projections(self.hidden_size)) if any(self.mixer_layers) else ())
 
     @property
+    def rotated_channels(self) -> int:
+        """Channels of a head that rotary positions rotate."""
+        of_mixer = None if self.mixer is None else self.mixer.rotated_channels
+        return of_mixer or int(self.kv_channels * self.rotary_percent)
+
+    @property
     def moe_layers(self) -> list[bool]:
         """For each layer, whether it has experts according to ``num_experts`` and ``moe_layer_freq``."""
         if self.hybrid_layer_pattern is not None:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_dta.core.engine.cost_inputs import decoder_shape
 from megatron_dta.core.extensions import KVOnHost
+from megatron_dta.core.model.attention.kv_pool import SlotShape, latent_size
 from megatron_dta.core.model.attention.segment_attention import choose_attention
 from megatron_dta.core.model.parallel.context_group import context_group
 from megatron_dta.core.model.parallel.mesh import training_mesh
@@ -76,6 +77,12 @@ class RankModel:
         """Key/value heads of a layer's attention on this rank; context ranks may hold the same one."""
         of_tensor_rank = self.config.num_query_groups // self.config.tensor_model_parallel_size
         return max(1, of_tensor_rank // self.mesh.context_size)
+
+    @property
+    def slot(self) -> SlotShape:
+        """A token's slot in a ``KVPool``."""
+        latent, size = latent_size(self.config), self.config.kv_channels
+        return SlotShape(1, latent, 0) if latent else SlotShape(self.num_kv_heads, size, size)
 
     def own_tokens(self, num_tokens: int) -> range:
         """The tokens of a segment of ``num_tokens`` that this rank computes outside the attention."""

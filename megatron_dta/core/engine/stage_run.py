@@ -84,8 +84,7 @@ class StageRun:
         self.states = self._step_states(step)
         self.attention_plans = None
         if model.uses_kernels:
-            _, _, groups, head_size = self.pools[0].keys_LSGD.shape
-            shape = AttentionShape(model.num_heads, groups, head_size, model.dtype)
+            shape = AttentionShape(model.num_heads, model.num_kv_heads, model.config.kv_channels, model.dtype)
             self.attention_plans = SegmentAttentionPlans(step.segments, step.paths, shape, model.device)
         self.paths = step.paths
         self.lengths = step.segments.lengths.tolist()
@@ -124,14 +123,12 @@ class StageRun:
         return [ExpertPass(part, batch, self.plan, self.training, replays) for part in self.model.tree_models]
 
     def _pool(self, chunk: int) -> KVPool:
-        config = self.model.config
         num_layers, on_host = len(self.model.tree_models[chunk].attention_rows), self.model.kv_on_host
         create = KVPool if on_host is None else partial(on_host.pool, chunk)
         return create(
             num_layers=num_layers,
             num_slots=self.program.num_slots[chunk],
-            num_kv_heads=self.model.num_kv_heads,
-            head_size=config.kv_channels,
+            slot=self.model.slot,
             dtype=self.model.dtype,
             device=self.model.device,
             with_gradients=self.training,

@@ -65,7 +65,7 @@ def inverse_frequencies(model: ModelConfig) -> Tensor:
 
 
 def _rotated_channels(model: ModelConfig) -> int:
-    return int(model.kv_channels * model.rotary_percent)
+    return model.rotated_channels
 
 
 def _powers(model: ModelConfig) -> Tensor:

@@ -175,6 +175,29 @@ class DecoderShape:
         """Whether a layer has a feed-forward part or experts."""
         return self.hybrid_layer_pattern is None or self.hybrid_layer_pattern[layer] in "-E"
 
+    @property
+    def _keeps_rows(self) -> bool:
+        """Whether a pool keeps rows of the mixer's own kind in place of keys and values."""
+        return self.mixer is not None and self.mixer.slot is not None
+
+    @property
+    def pair_width(self) -> float:
+        """Half of the channels of scores and values that a pair of tokens takes in the attention of a layer."""
+        return self.mixer.pair_width if self._keeps_rows else self.query_width
+
+    def slot_width(self, tensor_size: int) -> float:
+        """Numbers that the pool of a tensor rank keeps of a token in a layer with attention."""
+        return self.mixer.slot if self._keeps_rows else 2 * (self.kv_width // tensor_size)
+
+    @property
+    def expansion(self) -> int:
+        """Matrix entries that each token on a segment's path is multiplied with in a layer's attention."""
+        return self.mixer.expansion if self._keeps_rows else 0
+
+    def path_bytes(self, element_bytes: int, tensor_size: int, on_kernels: bool) -> float:
+        """Working memory for each token on a segment's path, besides its slots."""
+        return self.mixer.path_bytes(element_bytes, tensor_size, on_kernels) if self._keeps_rows else 0
+
     def has_mixer(self, layer: int) -> bool:
         """Whether a layer has ``mixer`` instead of attention."""
         return bool(self.mixer_layers) and self.mixer_layers[layer]

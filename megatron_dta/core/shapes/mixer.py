@@ -73,6 +73,32 @@ class Mixer:
         """Bytes of a token in a layer of this kind, its feed-forward part included; ``fused`` as in ``RankTensors``."""
         raise NotImplementedError
 
+    # Of kinds without a recurrence.
+
+    @property
+    def slot(self) -> int | None:
+        """Channels of the one row that a pool keeps of a token, on every tensor rank, in place of keys and values."""
+        return None
+
+    @property
+    def rotated_channels(self) -> int | None:
+        """Channels of a head with rotary positions; None for the share that ``rotary_percent`` says."""
+        return None
+
+    @property
+    def pair_width(self) -> float:
+        """Mean of the channels of all queries and of all outputs: what a pair of tokens takes in attention."""
+        return 0
+
+    @property
+    def expansion(self) -> int:
+        """Matrix entries that each token on a segment's path is multiplied with once more, in every segment."""
+        return 0
+
+    def path_bytes(self, element_bytes: int, tensor_size: int, on_kernels: bool) -> float:
+        """Working memory of a segment for each token on its path."""
+        return 0
+
     # Of kinds with a recurrence.
 
     @property

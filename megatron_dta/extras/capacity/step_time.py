@@ -83,7 +83,7 @@ def stage_time(
     grouped = sum(n for layer, n in kinds if shape.moe_layers[layer]) * shape.routed_weights
     plain = sum(n * shape.token_weights(layer) for layer, n in kinds) - grouped
     with_attention = sum(map(shape.has_attention, layers))
-    attention_flops = 4.0 * ATTENTION_PASSES * with_attention * shape.query_width * work.pairs
+    attention_flops = 4.0 * ATTENTION_PASSES * with_attention * shape.pair_width * work.pairs
     logit_flops = 0.0
     if (len(mesh.layers) - 1) % mesh.pipeline == stage:
         logit_flops = 2.0 * LOGIT_PASSES * shape.hidden_size * shape.vocab_size * work.edges
@@ -93,10 +93,10 @@ def stage_time(
         2.0 * count * (hidden / rows + (attention + ffn) / mesh.tensor) for count, (hidden, attention, ffn) in channels
     )
     # Keys and values of ancestors are gathered in forward and backward; their gradients are added in float32.
-    gathered = with_attention * 2.0 * shape.kv_width / mesh.tensor * (2 * 2 * 2 + 2 * 4)
+    gathered = with_attention * shape.slot_width(mesh.tensor) * (2 * 2 * 2 + 2 * 4)
     longer, ranks = 1 + cluster.short_segment_tokens * mesh.context / work.segment_tokens, mesh.tensor * mesh.context
     weights = plain * longer + (grouped and grouped * grouped_factor(shape, mesh, work.segment_tokens))
-    gemm_flops = GEMM_PASSES * 2.0 * weights * work.tokens
+    gemm_flops = GEMM_PASSES * 2.0 * (weights * work.tokens + with_attention * shape.expansion * work.path_tokens)
     moved_bytes = (moved * work.tokens + gathered * work.path_tokens) / mesh.context
     time = StepTime(
         gemm=gemm_flops / ranks / cluster.gemm_rate * again_gemm,

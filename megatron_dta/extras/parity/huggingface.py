@@ -73,7 +73,7 @@ def load_huggingface(folder: str | Path) -> torch.nn.Module:
         # Beside a vision tower, transformers looks for it in the configuration of the text model only.
         config.tie_word_embeddings = config.tie_word_embeddings if tied is None else tied
         config._experts_implementation = "eager"  # grouped products do not take float64
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=torch.float64,
@@ -82,6 +82,9 @@ def load_huggingface(folder: str | Path) -> torch.nn.Module:
             local_files_only=True,
             trust_remote_code=False,
         )
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()  # some classes keep routers in float32
+        return model
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{folder}: Hugging Face transformers cannot load it: {reason}") from error

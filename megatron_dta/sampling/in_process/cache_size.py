@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dta.core.model.attention.kv_pool import latent_size
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.decode.paged_context import HeadShape
 from megatron_dta.core.model.kernel_types import accumulation_dtype
@@ -29,7 +30,10 @@ def head_shape(model: Model) -> HeadShape:
     config = model.config
     size = config.tensor_model_parallel_size
     dtype = next(model.parameters()).dtype
-    return HeadShape(config.num_attention_heads // size, config.num_query_groups // size, config.kv_channels, dtype)
+    heads, latent = config.num_attention_heads // size, latent_size(config)
+    if latent:
+        return HeadShape(heads, 1, latent, dtype, value_size=0)
+    return HeadShape(heads, config.num_query_groups // size, config.kv_channels, dtype)
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ def max_pages(
         budget = (memory or DeviceMemory.now()).cache_bytes(needed, layers)
     if budget is None:
         return None
-    page_bytes = PagedCache.page_bytes(layers, block_size, shape.num_groups, shape.head_size, parameter.dtype)
+    page_bytes = PagedCache.page_bytes(layers, block_size, shape.num_groups, shape.sizes, parameter.dtype)
     # A stage of an uneven pipeline may have no layers.
     rank_pages = budget // page_bytes if page_bytes else None
     pages = min(pages for pages in current_mesh().gather_over_replica(rank_pages) if pages is not None)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_dta.common.keyed_random import keyed_uniform
+from megatron_dta.core.model.attention.kv_pool import latent_size
 from megatron_dta.core.model.attention.segment_attention import choose_attention
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.decode.paged_context import HeadShape, PassRows, StaticPass, pass_rows, static_tiles
@@ -72,6 +73,8 @@ def why_not_captured(model: Model, attention_impl: str = "auto") -> str | None:
 
 def _why_not_on_this_rank(model: Model, attention_impl: str) -> str | None:
     config, parameter = model.config, next(model.parameters())
+    if latent_size(config):
+        return "cannot capture latent attention, which decodes in plain PyTorch"
     if config.sequence_parallel and not model.decodes_directly:
         return (
             "cannot capture layers made of modules with --sequence-parallel, for which Megatron switches random states "

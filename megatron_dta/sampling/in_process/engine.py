@@ -75,8 +75,8 @@ class InProcessEngine(RolloutEngine):
         self._settings = settings = settings or EngineSettings()
         self._model, self._passes, self._states = model, DecodingPasses(model), RowStates(model)
         self._shape, self._device = head_shape(model), next(model.parameters()).device
-        head_size, dtype = self._shape.head_size, self._shape.dtype
-        self._is_paged = choose_attention(settings.attention_impl, head_size, dtype, self._device)
+        sizes = self._shape.head_size, self._shape.dtype, self._device
+        self._is_paged = self._shape.has_kernels and choose_attention(settings.attention_impl, *sizes)
         self._steps: DecodeSteps | None = None
         self._flight: Flight | None = None  # launched ahead of the tokens that were read
         # The states of many requests would take the memory of their K and V.
@@ -390,7 +390,7 @@ class InProcessEngine(RolloutEngine):
         """The cache, grown to all pages of the pool, after the page copies of the plan."""
         if self._cache is None:
             shape, size, layers = self._shape, self._settings.block_size, self._model.attention_layers
-            self._cache = PagedCache(layers, size, shape.num_groups, shape.head_size, shape.dtype, self._device)
+            self._cache = PagedCache(layers, size, shape.num_groups, shape.sizes, shape.dtype, self._device)
         self._cache.grow(self._scheduler.pool.num_pages)
         self._cache.copy(list(plan.copies.values()), list(plan.copies))
         return self._cache

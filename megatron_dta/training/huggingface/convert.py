@@ -63,6 +63,7 @@ _FORMAT = {
 }
 # Settings of a run that do not change the meaning of any weight.
 _FREE_SETTINGS = ("max_position_embeddings", "init_method_std", "make_vocab_size_divisible_by")
+_FREE_SETTINGS += ("moe_router_bias_update_rate",)
 
 
 class MetaModel:
@@ -113,7 +114,7 @@ class CheckpointReader:
         check_parts(path)
         megatron_patches.read_checkpoints_without_running_them(read_metadata)
         self._path, self._shards = path, model.shards
-        self._parameters = dict(model.model.named_parameters())
+        self._parameters = dict(model.model.named_parameters()) | dict(model.model.named_buffers())
         self._reader = FileSystemReader(path)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, True)

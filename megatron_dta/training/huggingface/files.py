@@ -36,7 +36,9 @@ MAX_SHARD_BYTES = 5_000_000_000
 _PREFIXES = ("model.language_model.", "language_model.model.", PREFIX, "backbone.", "")
 # Dtypes that weights may have.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Heads for several tokens, vision towers, and buffers that old versions of transformers saved.
+# Heads for several tokens, vision towers, and buffers that old versions of transformers saved; and what marks a layer
+# behind the last one as such a head.
+_NEXT_TOKEN = re.compile(r"(?P<part>model\.layers\.\d+\.)eh_proj\.weight")
 _CARRIED = re.compile(r"(?P<part>(model\.)?(mtp|visual)\.).*|.*\.(?P<buffer>rotary_emb\.inv_freq)")
 # Last parts of the names of tensors that only quantized checkpoints have.
 _QUANTIZED = re.compile(
@@ -80,6 +82,7 @@ class SafetensorsFolder:
         self.folder = Path(folder)
         self.weight_map = _weight_map(self.folder)
         self.tensors: dict[str, StoredTensor] = {}
+        self._carried = carried_parts(self.weight_map)
         # A file's pages count as resident memory while it is open.
         self._open = lru_cache(maxsize=2)(open_file)
         for file in sorted(set(self.weight_map.values())):
@@ -90,7 +93,8 @@ class SafetensorsFolder:
                 raise InputError(f"{self.folder / file}: {fault} {INDEX}{' places there' * (name in listed)}")
             for name in listed:
                 part = opened.get_slice(name)
-                self.tensors |= _unstacked(name, StoredTensor(file, part.get_dtype(), tuple(part.get_shape())))
+                stored = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
+                self.tensors |= {name: stored} if name in self._carried else _unstacked(name, stored)
 
     @property
     def prefix(self) -> str:
@@ -99,7 +103,7 @@ class SafetensorsFolder:
 
     def check(self, expected: dict[str, tuple[int, ...]], ignored: Callable[[str], bool] = lambda name: False) -> None:
         """Refuse a checkpoint whose tensors differ from ``expected`` in name or shape or are not of a weight dtype."""
-        quantized = [name for name in self.tensors if _QUANTIZED.fullmatch(name) and not is_carried(name)]
+        quantized = [name for name in self.tensors if _QUANTIZED.fullmatch(name) and name not in self._carried]
         if quantized:
             raise InputError(
                 f"{self.folder}: holds quantized weights ({shown(quantized[0])}), which cannot be trained; use the "
@@ -108,7 +112,8 @@ class SafetensorsFolder:
         missing = [name for name in expected if name not in self.tensors]
         if missing:
             raise InputError(f"{self.folder}: {_some(missing)} missing; the model in config.json needs it")
-        surplus = [name for name in self.tensors if name not in expected and not ignored(name) and not is_carried(name)]
+        known = expected.keys() | self._carried.keys()
+        surplus = [name for name in self.tensors if name not in known and not ignored(name)]
         if surplus:
             raise InputError(f"{self.folder}: {_some(surplus)} not known to the architecture in config.json")
         for name, shape in expected.items():
@@ -175,7 +180,7 @@ def open_file(path: Path) -> Any:
 def _unstacked(name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
     """The matrices in a tensor that stacks experts, or the tensor itself."""
     stack = _STACK.fullmatch(name)
-    if stack is None or is_carried(name) or len(stored.shape) != 3:
+    if stack is None or len(stored.shape) != 3:
         return {name: stored}
     parts = ("gate", "up") if stack["matrix"] == "gate_up" else ("down",)
     experts, rows, columns = stored.shape[0], stored.shape[1] // len(parts), stored.shape[2]
@@ -200,19 +205,24 @@ def prefix_in(folder: str | Path | None) -> str:
     return PREFIX if folder is None else text_prefix(weight_map_of(Path(folder)))
 
 
-def is_carried(name: str) -> bool:
-    """Whether a tensor lies beside the text model, which is all that is trained."""
-    return _CARRIED.fullmatch(name) is not None
+def carried_parts(names: Iterable[str]) -> dict[str, str]:
+    """The tensors among ``names`` that lie beside the text model, which is all that is trained, each with its part."""
+    all_names = list(names)
+    heads = tuple(match["part"] for match in map(_NEXT_TOKEN.fullmatch, all_names) if match)
+    parts = {}
+    for name in all_names:
+        carried = _CARRIED.fullmatch(name)
+        if carried is not None:
+            parts[name] = f"{carried['part']}*" if carried["part"] else carried["buffer"]
+        elif name.startswith(heads):
+            parts[name] = f"{next(head for head in heads if name.startswith(head))}*"
+    return parts
 
 
 def carried_text(names: Iterable[str]) -> str | None:
     """How many of these tensors are carried, and of which parts; None if none is."""
-    parts: Counter[str] = Counter()
-    for name in names:
-        carried = _CARRIED.fullmatch(name)
-        if carried is not None:
-            parts[f"{carried['part']}*" if carried["part"] else carried["buffer"]] += 1
-    counted = [f"{count} tensor{'s' if count > 1 else ''} {part}" for part, count in sorted(parts.items())]
+    parts = sorted(Counter(carried_parts(names).values()).items())
+    counted = [f"{count} tensor{'s' if count > 1 else ''} {part}" for part, count in parts]
     return ", ".join(counted) or None
 
 
@@ -222,8 +232,9 @@ def carried_in(folder: Path) -> str | None:
     Raises:
         InputError: a file that holds some of them is missing or damaged.
     """
-    files = {name: file for name, file in weight_map_of(folder).items() if is_carried(name)}
-    text = carried_text(files)
+    weight_map = weight_map_of(folder)
+    files = {name: weight_map[name] for name in carried_parts(weight_map)}
+    text = carried_text(weight_map)
     try:
         for file in sorted(set(files.values())):
             open_file(folder / file)
@@ -291,7 +302,7 @@ def lay_out(tensors: Shapes, template: Mapping[str, str]) -> dict[str, dict[str,
     Raises:
         InputError: the other checkpoint lacks a tensor.
     """
-    parts: dict[str, list[str]] = {name: [] for name in template if is_carried(name)}
+    parts: dict[str, list[str]] = {name: [] for name in carried_parts(template)}
     for name in tensors:
         parts.setdefault(_stack_of(name) if _stack_of(name) in template else name, []).append(name)
     files: dict[str, dict[str, list[str]]] = {}

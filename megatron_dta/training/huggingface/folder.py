@@ -96,8 +96,9 @@ def write_folder(
 
 def _write_surroundings(template: Path, folder: Path, shapes: Shapes) -> None:
     """Copy all files of the template but its weights, and write the dtype of the weights into config.json."""
+    weights = tuple(ending for ending in _WEIGHTS if ending != ".py" or not _names_code(template))
     for path in template.iterdir():
-        if path.is_file() and not path.name.endswith(_WEIGHTS) and not path.name.startswith("."):
+        if path.is_file() and not path.name.endswith(weights) and not path.name.startswith("."):
             shutil.copyfile(path, folder / path.name)
     counts: dict[torch.dtype, int] = {}
     for shape, dtype in shapes.values():
@@ -111,6 +112,11 @@ def _write_surroundings(template: Path, folder: Path, shapes: Shapes) -> None:
         holder[key] = name
     if wrong:
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _names_code(template: Path) -> bool:
+    """Whether config.json names code in the folder, without which others may be unable to read the folder."""
+    return "auto_map" in json.loads((template / CONFIG_FILE).read_text(encoding="utf-8"))
 
 
 def _write_index(template: Path, folder: Path, files: dict[str, dict[str, list[str]]], total: int) -> None:

@@ -227,6 +227,8 @@ def _prefixed(tensor: str, prefix: str) -> str:
 
 
 def _parameters(rules: list[Rule], shape: ModelShape) -> list[Parameter]:
+    # A table may name tensors that some models of the architecture lack.
+    rules = [rule for rule in rules if rule.part is Place.EMBEDDING or all(map(shape.size_of, rule.shape))]
     parameters = [_parameter(rule, shape) for rule in rules if rule.part is Place.EMBEDDING]
     for layer in range(shape.num_layers):
         mixture = shape.moe_layers[layer]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -26,7 +27,7 @@ from megatron_dta.training.huggingface.parameters import PREFIX, Parameter, Part
 
 _EXPERT = re.compile(r"local_experts\.(\d+)\.")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_ADAPTER = "_adapter.lora_"
+_ADAPTER, _EXPERT_BIAS = "_adapter.lora_", ".router.expert_bias"
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 _HF_OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
 
@@ -114,7 +115,8 @@ class HfWeights:
             self._held(name, values, adapter, by_name)
             for chunk in chunks
             for name, values, adapter in _global_names(chunk)
-            if not (without_head and name == _OUTPUT)
+            # Other architectures have no place for a bias that balances the load in training.
+            if not (without_head and name == _OUTPUT) and (name in by_name or not name.endswith(_EXPERT_BIAS))
         ]
 
     def load(self, folder: str | Path) -> None:
@@ -265,13 +267,15 @@ def _joined(pieces: list[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
 
 
 def _global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor, Adapter | None]]:
-    """Parameters of a model chunk, named by layer and expert numbers in the whole model, and their adapters."""
+    """Parameters of a model chunk, and biases of experts, with the numbers of layers and experts in the whole model,
+    and their adapters."""
     modules = dict(chunk.named_modules())
     layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
     matches = (_EXPERT.search(name) for name, _ in chunk.named_parameters())
     experts = [int(match[1]) for match in matches if match]
     first_expert = parallel_state.get_expert_model_parallel_rank() * (max(experts, default=-1) + 1)
-    for name, values in chunk.named_parameters():
+    biases = ((name, values) for name, values in chunk.named_buffers() if name.endswith(_EXPERT_BIAS))
+    for name, values in chain(chunk.named_parameters(), biases):
         if _ADAPTER in name:
             continue
         adapter = modules.get(name.removesuffix(".weight") + "_adapter") if name.endswith(".weight") else None

@@ -68,7 +68,7 @@ def passes(
     rng = seed_all(9)
     shape = head_shape(model)
     device = next(model.parameters()).device
-    cache = PagedCache(model.attention_layers, PAGE, shape.num_groups, shape.head_size, shape.dtype, device)
+    cache = PagedCache(model.attention_layers, PAGE, shape.num_groups, shape.sizes, shape.dtype, device)
     cache.grow(9)
     tables = [np.array([0, 4, 7]), np.array([1, 5, 8]), np.array([2, 3, 6])]
     outputs, contexts, starts = [], [], np.zeros(3, np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dta.core.config import ModelConfig, ParallelConfig
-from megatron_dta.core.model.attention.kv_pool import KVPool
+from megatron_dta.core.model.attention.kv_pool import KVPool, SlotShape
 from megatron_dta.core.model.attention.segment_context import SegmentContext
 from megatron_dta.core.model.tree_model import TreeGPTModel
 from megatron_dta.core.planning.costs.segment_bytes import RankTensors, SegmentBytes
@@ -20,9 +20,8 @@ def fused(dtype: torch.dtype = torch.float32, **settings: object) -> ModelConfig
 def segment_context(model: TreeGPTModel, tokens: int, device: torch.device) -> SegmentContext:
     """The context of a lone segment of one sequence, on the plain attention."""
     config, positions = model.config, torch.arange(tokens, device=device)
-    pool = KVPool(
-        config.num_layers, tokens, config.num_query_groups, config.kv_channels, config.params_dtype, device, True
-    )
+    slot = SlotShape(config.num_query_groups, config.kv_channels, config.kv_channels)
+    pool = KVPool(config.num_layers, tokens, slot, config.params_dtype, device, True)
     pool.open(slice(0, tokens))
     return SegmentContext(
         position_ids=positions,

@@ -65,6 +65,15 @@ _IMAGE_ROPE = _ROPE | dict(mrope_interleaved=True, mrope_section=[1, 1, 0])
 _EXPERTS = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=WIDTH, shared_expert_intermediate_size=WIDTH
 )
+_LATENT: dict[str, Any] = dict(
+    attention_bias=False, attention_dropout=0.0, eos_token_id=257, first_k_dense_replace=1, hidden_act="silu",
+    hidden_size=HIDDEN, initializer_range=0.02, intermediate_size=48, kv_lora_rank=16, max_position_embeddings=512,
+    moe_intermediate_size=WIDTH, n_routed_experts=8, n_shared_experts=2, norm_topk_prob=True, num_attention_heads=4,
+    num_experts_per_tok=4, num_hidden_layers=2, num_key_value_heads=4, num_nextn_predict_layers=1, q_lora_rank=12,
+    qk_nope_head_dim=8, qk_rope_head_dim=4, rms_norm_eps=1e-5, rope_theta=10000, routed_scaling_factor=2.5,
+    tie_word_embeddings=False, topk_method="noaux_tc", torch_dtype="bfloat16", v_head_dim=8, vocab_size=VOCABULARY,
+)  # fmt: skip
+_YARN = dict(type="yarn", factor=4, beta_fast=32, beta_slow=1, original_max_position_embeddings=128)
 _VISION = dict(
     depth=1,
     hidden_act="gelu_pytorch_tanh",
@@ -109,6 +118,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_parameters=_ROPE,
         **_EXPERTS,
     ),
+    "deepseek-v3": _LATENT
+    | dict(
+        architectures=["DeepseekV3ForCausalLM"],
+        auto_map={"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+        model_type="deepseek_v3",
+        **dict(n_group=4, topk_group=2, moe_layer_freq=1, scoring_func="sigmoid"),
+        rope_scaling=_YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "glm-4.7-flash": _LATENT
+    | dict(architectures=["Glm4MoeLiteForCausalLM"], model_type="glm4_moe_lite", rope_scaling=None)
+    | dict(n_group=1, topk_group=1, partial_rotary_factor=1.0),
 }
 
 
@@ -122,7 +142,7 @@ def save_published(folder: Path, case: str, seed: int = 1) -> dict[str, Tensor]:
     names = list(tensors)
     for number, part in enumerate((names[::2], names[1::2]), start=1):
         # Qwen3.5's shards have such names, Qwen3-Next's those of transformers.
-        stem = "model" if case == "qwen3-next" else "model.safetensors"
+        stem = "model.safetensors" if "text_config" in config else "model"
         file = f"{stem}-{number:05d}-of-00002.safetensors"
         save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
@@ -132,11 +152,14 @@ def save_published(folder: Path, case: str, seed: int = 1) -> dict[str, Tensor]:
     (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n")
     for name in ("preprocessor_config", "video_preprocessor_config") if "vision_config" in config else ():
         (folder / f"{name}.json").write_text('{"image_processor_type": "Qwen2VLImageProcessorFast"}\n')
+    if "auto_map" in config:
+        (folder / "modeling_deepseek.py").write_text("raise RuntimeError('nobody runs this')\n")
     return tensors
 
 
 def _dtype(name: str) -> torch.dtype:
-    return torch.float32 if name.endswith(("linear_attn.A_log", "linear_attn.norm.weight")) else torch.bfloat16
+    wide = ("linear_attn.A_log", "linear_attn.norm.weight", "e_score_correction_bias")
+    return torch.float32 if name.endswith(wide) else torch.bfloat16
 
 
 def _tensors(config: dict[str, Any]) -> dict[str, Tensor]:
@@ -148,8 +171,13 @@ def _tensors(config: dict[str, Any]) -> dict[str, Tensor]:
     tensors = {name: torch.randn(values.shape) * 0.1 for name, values in model.state_dict().items()}
     if config["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
-    if config["model_type"] == "qwen3_next":
+    if config["model_type"] not in ("qwen3_5", "qwen3_5_moe"):
         tensors = _separate_experts(tensors)
+    if "kv_lora_rank" in config:
+        head = {name.replace(".layers.1.", ".layers.2."): torch.randn_like(values) for name, values in tensors.items()}
+        tensors |= {name: values for name, values in head.items() if ".layers.2." in name}
+        tensors |= {f"model.layers.2.{name}.weight": torch.randn(HIDDEN) for name in ("enorm", "hnorm")}
+        return tensors | {"model.layers.2.eh_proj.weight": torch.randn(HIDDEN, 2 * HIDDEN)}
     layer = {name.split(".layers.1.")[1]: values.shape for name, values in tensors.items() if ".layers.1." in name}
     for name, shape in layer.items():
         tensors[f"mtp.layers.0.{name}"] = torch.randn(shape)
@@ -196,7 +224,7 @@ def assert_carried(folder: Path, source: Path) -> None:
         json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
         == (json.loads((source / "model.safetensors.index.json").read_text())["weight_map"])
     )
-    beside = [name for name in expected if name.startswith(("mtp.", "model.visual."))]
+    beside = [name for name in expected if name.startswith(("mtp.", "model.visual.", "model.layers.2."))]
     assert len(beside) >= 15
     for name in beside:
         assert tensors[name].dtype is expected[name].dtype
@@ -219,7 +247,9 @@ def test_training_and_both_converters(case: str, tmp_path: Path, monkeypatch, ca
     sent = hf_weights(trainer.config, trainer.model).shapes()
     prefix = "model.language_model." if "text_config" in CONFIGS[case] else "model."
     assert f"{prefix}embed_tokens.weight" in sent
-    assert (f"{prefix}layers.0.mlp.experts.3.gate_proj.weight" in sent) == ("num_experts" in str(CONFIGS[case]))
+    assert (f"{prefix}layers.0.mlp.experts.3.gate_proj.weight" in sent) == (
+        "num_experts" in str(CONFIGS[case]) and "kv_lora_rank" not in CONFIGS[case]
+    )
 
     run_tool(monkeypatch, "convert_hf_to_megatron", f"--hf-checkpoint {source} --save {tmp_path}/megatron")
     assert f"not in it: {beside}; " in capsys.readouterr().out.replace("\n", " ")

@@ -11,7 +11,7 @@ from megatron_dta.core.config.parallel import ParallelConfig
 
 def check_rotary(model: ModelConfig) -> None:
     """Raise ``InputError`` for rotary positions of half a channel and for bounds of YaRN in the wrong order."""
-    rotated = int(model.kv_channels * model.rotary_percent)
+    rotated = model.rotated_channels
     if rotated == 0 or rotated % 2:
         raise InputError(
             f"rotary_percent {model.rotary_percent} rotates {rotated} of {model.kv_channels} channels per head; this "

@@ -17,13 +17,27 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dta_kernels.tree_attention.reference import accumulation_dtype
 
 
+def latent_size(config: TransformerConfig) -> int:
+    """Channels of the latent and the key for positions that latent attention keeps of a token; 0 for other models."""
+    return 0 if config.mixer is None else config.mixer.slot or 0
+
+
+class SlotShape(NamedTuple):
+    """What a rank keeps of a token in a layer: its key/value heads, and the channels of a key and of a value."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
+
+
 class LayerSlots(NamedTuple):
-    """One layer's part of a pool, [S, G, D] each."""
+    """One layer's part of a pool, [S, G, D] each; of latent attention, values have no channels."""
 
     keys: Tensor
     values: Tensor
@@ -72,18 +86,19 @@ class KVPool:
         self,
         num_layers: int,
         num_slots: int,
-        num_kv_heads: int,
-        head_size: int,
+        slot: SlotShape,
         dtype: torch.dtype,
         device: torch.device,
         with_gradients: bool,
     ) -> None:
-        shape = (num_layers, num_slots, num_kv_heads, head_size)
-        self.keys_LSGD = torch.empty(shape, dtype=dtype, device=device)
-        self.values_LSGD = torch.empty(shape, dtype=dtype, device=device)
-        gradient_dtype = accumulation_dtype(dtype)
-        self.grad_keys_LSGD = torch.empty(shape, dtype=gradient_dtype, device=device) if with_gradients else None
-        self.grad_values_LSGD = torch.empty(shape, dtype=gradient_dtype, device=device) if with_gradients else None
+        (num_heads, key_size, value_size), numbers = slot, (num_layers, num_slots)
+        self.keys_LSGD = torch.empty(*numbers, num_heads, key_size, dtype=dtype, device=device)
+        self.values_LSGD = torch.empty(*numbers, num_heads, value_size, dtype=dtype, device=device)
+        self.grad_keys_LSGD = self.grad_values_LSGD = None
+        if with_gradients:
+            gradients = dict(dtype=accumulation_dtype(dtype), device=device)
+            self.grad_keys_LSGD = torch.empty(*numbers, num_heads, key_size, **gradients)
+            self.grad_values_LSGD = torch.empty(*numbers, num_heads, value_size, **gradients)
 
     @cached_property
     def layers(self) -> list[LayerSlots]:

@@ -95,7 +95,7 @@ class SegmentContext(AttentionContext):
             keys, values = pool.keys[self.slots], pool.values[self.slots]
             values.copy_(value)
         plan, ends = self.attention_plan, self.local_key_end
-        out, lse = tree_attention_forward(query, keys, values, ends, plan, scale, self._shared)
+        out, lse = tree_attention_forward(query, keys, values, ends, plan, scale, self.shared)
         self.pool.finish(layer, gradients=False)
         return out, lse
 
@@ -115,7 +115,7 @@ class SegmentContext(AttentionContext):
         plan, ends = self.attention_plan, self.local_key_end
         into = KeyGradients(pool.grad_keys, pool.grad_values, self.key_slots)
         gradients = tree_attention_backward(
-            grad_out, query, keys, values, out, lse, ends, plan, scale, into, self._shared
+            grad_out, query, keys, values, out, lse, ends, plan, scale, into, self.shared
         )
         self.pool.finish(layer, gradients=True)
         return gradients
@@ -168,7 +168,7 @@ class SegmentContext(AttentionContext):
         return keys[:num_keys], values[:num_keys]
 
     @cached_property
-    def _shared(self) -> SharedByLayers:
+    def shared(self) -> SharedByLayers:
         from dta_kernels.tree_attention.layer_cache import SharedByLayers
 
         return SharedByLayers()

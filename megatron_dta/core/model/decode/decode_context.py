@@ -75,6 +75,10 @@ class DecodeContext(AttentionContext):
         keys_PSGD, values_PSGD = self.cache.keys[layer_number], self.cache.values[layer_number]
         if is_batch_invariant():
             return self._attend_runs(query, keys_PSGD, values_PSGD, scale)
+        return self.attend_pages(query, keys_PSGD, values_PSGD, scale)
+
+    def attend_pages(self, query: Tensor, keys_PSGD: Tensor, values_PSGD: Tensor, scale: float) -> Tensor:
+        """``attend`` after the new tokens were written to the pages; a value may have another size than a key."""
         outputs = [_attend_group(group, query[group.tokens], keys_PSGD, values_PSGD, scale) for group in self.groups]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -112,7 +116,7 @@ def _attend_group(group: RowGroup, query: Tensor, keys_PSGD: Tensor, values_PSGD
         attn_mask=visible,
         scale=scale,
     )
-    out = out.view(num_rows, kv_heads, group.run, shared, head_size).transpose(1, 2).reshape(padded.shape)
+    out = out.view(num_rows, kv_heads, group.run, shared, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
     return out if group.row_index is None else out[group.row_index]
 
 

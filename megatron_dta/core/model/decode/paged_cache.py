@@ -34,21 +34,24 @@ class PagedCache:
         layer_numbers: Sequence[int],
         page_size: int,
         num_kv_heads: int,
-        head_size: int,
+        sizes: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (0, page_size, num_kv_heads, head_size)
-        self.keys = {number: torch.empty(shape, dtype=dtype, device=device) for number in layer_numbers}
-        self.values = {number: torch.empty(shape, dtype=dtype, device=device) for number in layer_numbers}
+        self.keys, self.values = (
+            {n: torch.empty(0, page_size, num_kv_heads, size, dtype=dtype, device=device) for n in layer_numbers}
+            for size in sizes
+        )
         self.page_size, self.num_pages, self.device = page_size, 0, torch.device(device)
         self.layer_rows = {number: row for row, number in enumerate(layer_numbers)}
         self.addresses = torch.zeros(len(self.layer_rows), 2, dtype=torch.int64, device=self.device)
 
     @staticmethod
-    def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
-        """Memory of one page in all layers of the rank."""
-        return 2 * num_layers * page_size * num_kv_heads * head_size * dtype.itemsize
+    def page_bytes(
+        num_layers: int, page_size: int, num_kv_heads: int, sizes: tuple[int, int], dtype: torch.dtype
+    ) -> int:
+        """Memory of one page in all layers of the rank; ``sizes`` are those of a key and of a value."""
+        return num_layers * page_size * num_kv_heads * sum(sizes) * dtype.itemsize
 
     def grow(self, num_pages: int) -> None:
         """Enlarge the cache to ``num_pages`` and keep its contents; one layer's tensor is copied at a time."""

@@ -41,12 +41,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Numbers of heads on a rank, and their size and dtype."""
+    """Numbers of heads on a rank, their size and dtype, and the size of a value if it is another one."""
 
     num_heads: int
     num_groups: int
     head_size: int
     dtype: torch.dtype
+    value_size: int | None = None
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels read the pages: they take no latents."""
+        return self.value_size is None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Channels of a key and of a value in the cache."""
+        return self.head_size, self.head_size if self.value_size is None else self.value_size
 
     def config(self, run: int) -> PagedConfig:
         """The kernels' settings for runs of up to ``run`` tokens."""

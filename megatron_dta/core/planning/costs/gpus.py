@@ -134,9 +134,13 @@ def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tok
         for passes, of_rule in zip((1, 2), RULE_PASSES, strict=True)
     ]
     size *= ranks
-    pair = 4 * shape.num_attention_layers * shape.query_width / size / peak
+    pair = 4 * shape.num_attention_layers * shape.pair_width / size / peak
+    # A segment expands the latents of its path, once more in its backward.
+    expansion = 2 * shape.num_attention_layers * shape.expansion / segment_tokens / size / (GEMM_SHARE * peak)
     shares = ATTENTION_SHARES if shape.kv_channels <= 128 else WIDE_ATTENTION_SHARES
-    pairs = [pair * passes / share for passes, share in zip((1, 2.5), shares, strict=True)]
+    pairs = [
+        pair * passes / share + expansion * times for passes, share, times in zip((1, 2.5), shares, (1, 3), strict=True)
+    ]
     edge = 2 * shape.hidden_size * shape.vocab_size / size / peak
     edges = [edge * passes / share for passes, share in zip((1, 2), LOGIT_SHARES, strict=True)]
     per_layer = DIRECT_FLOORS_PER_LAYER if split.direct else (FORWARD_FLOOR_PER_LAYER, BACKWARD_FLOOR_PER_LAYER)

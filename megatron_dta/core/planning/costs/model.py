@@ -71,7 +71,9 @@ class CostModel:
         """
         return cls(
             seconds_per_token=GEMM_PASSES * (2 * shape.layer_weights + shape.recurrent_operations) / GEMM_RATE,
-            seconds_per_pair=ATTENTION_PASSES * 4 * shape.num_attention_layers * shape.query_width / ATTENTION_RATE,
+            seconds_per_pair=ATTENTION_PASSES * 4 * shape.num_attention_layers * shape.pair_width / ATTENTION_RATE
+            # A segment expands the latents of its path, which has as many tokens as pairs for each token of it.
+            + GEMM_PASSES * 2 * shape.num_attention_layers * shape.expansion / segment_tokens / GEMM_RATE,
             seconds_per_edge=GEMM_PASSES * 2 * shape.hidden_size * shape.vocab_size / GEMM_RATE,
             floor_seconds=FLOOR_SECONDS_PER_LAYER * shape.num_layers,
             segment_tokens=segment_tokens,

@@ -165,7 +165,7 @@ class SegmentBytes:
                 + element_bytes * (7 * query + 5 * groups + wide)
                 + 2 * statistics
             )
-        kv, spread = 2 * groups * (element_bytes + accumulator), 0.0
+        kv, spread = shape.slot_width(tensor_size) * (element_bytes + accumulator), 0.0
         table, has_experts = hidden_size * shape.vocab_size / tensor_size, any(moe_layers)
         is_function = _is_function(shape, rank, has_experts)
         is_direct = is_function and not has_experts
@@ -189,23 +189,23 @@ class SegmentBytes:
             of_ffn = of_ffn[0], of_ffn[1] + whole_rows
             sizes = LayerSizes(element_bytes, tensor_size, hidden, of_ffn)
             kept, work = mixed_layer_bytes(shape, sizes, fused, layers or range(shape.num_layers))
-        # Input and output of the last norm, rows of logits' hidden states. A fused norm's output is recomputed.
+        path = shape.path_bytes(element_bytes, tensor_size, fused_attention)
+        # Input and output of the last norm (recomputed if fused), rows of logits' hidden states; tables of positions.
         last = 3 if is_direct else 2 if fused and has_experts else 4
         counted = cls(
             kept_per_token_and_layer=kept,
             spread_per_token=spread,
-            # Includes tables of positions.
             kept_per_token=element_bytes * last * hidden_size + (4 * shape.kv_channels if fused else 0),
             kv_per_token_and_layer=kv * attention_share,
             input_per_token=element_bytes * hidden,
             work_per_token=work,
-            work_per_path_token=_INDEX_BYTES if fused_attention else kv * (attention_share > 0),
+            work_per_path_token=path + (_INDEX_BYTES if fused_attention else kv * (attention_share > 0)),
             work_fixed=rank.logit_rows * shape.vocab_size / tensor_size * _of_logit(rank, is_direct) + largest_gradient,
             kv_offload_fraction=rank.kv_offload_fraction,
             attention_share=attention_share,
         )
         if fused_attention:
-            counted = counted._with_scores(query, groups, heads, element_bytes)
+            counted = counted._with_scores(query, 0 if path else groups, heads, element_bytes)
         return counted._over_context(rank, shape, is_function) if rank.context_size > 1 else counted
 
     @classmethod

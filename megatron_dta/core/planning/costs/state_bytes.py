@@ -47,7 +47,7 @@ def mixed_layer_bytes(shape: DecoderShape, sizes: LayerSizes, fused: bool, layer
         sizes = sizes._replace(hidden=sizes.hidden / 2)
     for layer, count in shape.kinds(layers):
         of_layer = sizes if shape.feeds_forward(layer) else sizes._replace(ffn=(0.0, 0.0))
-        if shape.is_recurrent(layer):
+        if shape.has_mixer(layer):
             counted.append((count, shape.mixer.layer_bytes(of_layer, fused)))
         elif shape.mixes(layer):
             counted.append((count, _attention_bytes(shape, of_layer, fused)))

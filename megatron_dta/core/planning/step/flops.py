@@ -40,6 +40,6 @@ class StepCounts:
     def flops(self, shape: DecoderShape) -> float:
         """Operations of forward and backward of a decoder."""
         gemm = 6.0 * shape.layer_weights * self.tokens
-        attention = 12.0 * shape.num_attention_layers * shape.query_width * self.pairs
+        attention = 12.0 * shape.num_attention_layers * shape.pair_width * self.pairs
         recurrence = 3.0 * shape.recurrent_operations * self.tokens
         return gemm + attention + recurrence + 6.0 * shape.hidden_size * shape.vocab_size * self.rows

@@ -24,7 +24,7 @@ from megatron_dta.training.huggingface.config.values import CONFIG_FILE, HfValue
 __all__ = ["Family", "architecture", "model_settings", "read_hf_config", "settings_from_hf", "text_model"]
 
 # Fields that the run may choose; config.json's value is their default.
-_CHOICES = ("max_position_embeddings", "init_method_std")
+_CHOICES = ("max_position_embeddings", "init_method_std", "moe_router_bias_update_rate")
 # The key of config.json that each field comes from, for messages; other fields come from the architecture.
 _KEYS = {
     "num_layers": "num_hidden_layers",
@@ -150,7 +150,10 @@ def _refuse_unsupported(values: HfValues, family: Family) -> None:
     """Refuse keys that change the result and that this project's models do not support."""
     for key in ("quantization_config", "compression_config"):
         if key in values:
-            raise values.error(f"{key}: quantized weights are not supported; use the checkpoint in bfloat16 or float32")
+            raise values.error(
+                f"{key}: quantized weights are not supported; use the checkpoint in bfloat16 or float32 (FP8 by "
+                "inference/fp8_cast_bf16.py of DeepSeek-V3's repository, without this key)"
+            )
     if values.text("hidden_act") not in ("silu", "swish"):
         raise values.error(f"hidden_act {values.text('hidden_act')} is not supported; supported is silu")
     for key in ("attention_bias", "qkv_bias", "mlp_bias"):

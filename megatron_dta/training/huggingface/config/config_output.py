@@ -26,8 +26,8 @@ _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.jinja", "generation_config.json"),
 )
-# Fields that are redundant with other fields.
-_SAID_OTHERWISE = ("moe_layer_freq", "mixer_layer_freq")
+# Fields that are redundant with other fields, and one that only training reads.
+_SAID_OTHERWISE = ("moe_layer_freq", "mixer_layer_freq", "moe_router_bias_update_rate")
 
 
 def config_from_settings(model: ModelConfig) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def huggingface_config(model: ModelConfig) -> dict[str, Any]:
         max_position_embeddings=model.max_position_embeddings,
         rms_norm_eps=model.norm_epsilon,
         rope_theta=float(model.rotary_base),
-        rope_scaling=_rope_scaling(model),
+        rope_scaling=rope_scaling(model),
         tie_word_embeddings=not model.untie_embeddings_and_output_weights,
         attention_dropout=0.0,
     )
@@ -117,7 +117,7 @@ def write_template(folder: Path, config: dict[str, Any], tokenizer: str | None) 
                 shutil.copyfile(beside / name, folder / name)
 
 
-def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
     """``rope_scaling`` of a config.json."""
     if model.rotary_seq_len_interpolation_factor is not None:
         return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}

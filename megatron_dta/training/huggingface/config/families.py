@@ -28,6 +28,8 @@ class Family:
         window: condition for sliding-window attention: "none", "set" (``sliding_window`` is set) or "use" (also
             ``use_sliding_window`` must be true).
         mixer: the folder of the kind of layer that it has besides plain attention (``core.families``); None if none.
+        published_as: values of ``model_type`` with which folders also name code of their own (``auto_map``), which
+            computes the same and is not run.
         own_defaults: defaults of the keys whose default differs between families.
     """
 
@@ -38,6 +40,7 @@ class Family:
     experts: bool = False
     window: str = "none"
     mixer: str | None = None
+    published_as: tuple[str, ...] = ()
     own_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -144,8 +147,6 @@ def architecture(config: Mapping[str, Any], origin: str = CONFIG_FILE) -> Family
         InputError: the configuration names no family or an unsupported one.
     """
     values = HfValues(text_model(config), origin)
-    if "auto_map" in values:
-        raise values.error("auto_map: models with code of their own are not supported")
     names = values.get("architectures")
     if names is None:
         by_type = {family.model_type: name for name, family in families().items()}
@@ -161,6 +162,10 @@ def architecture(config: Mapping[str, Any], origin: str = CONFIG_FILE) -> Family
     if names[0] not in families():
         raise values.error(f"the architecture {names[0]} is not supported; supported are {', '.join(families())}")
     family = families()[names[0]]
+    if "auto_map" in values:
+        if values.get("model_type") in family.published_as:
+            return family
+        raise values.error("auto_map: models with code of their own are not supported")
     if "model_type" in values and values.text("model_type") != family.model_type:
         raise values.error(f"model_type {values.text('model_type')} does not belong to the architecture {names[0]}")
     return family

@@ -1,0 +1,116 @@
+"""Latent attention on trees equals Megatron's own layer one sequence at a time, in every mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import seed_all
+from latent_cases import MODELS, latent_weights
+from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, distance
+from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.engine.stage_run import StageRun
+from megatron_dta.core.model.attention.kv_pool import KVPool
+from megatron_dta.core.model.build import build_model
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from tree_engine_cases import (
+    GRPO,
+    TEMPERATURE,
+    branching_sequences,
+    check_siblings,
+    model_config,
+    siblings,
+    tree_config,
+)
+from triton_device import interpreter
+
+CUTS = [("dense", 9), ("dense", 64, 0), ("packed", 45), ("packed", 45, 0), ("dta", 1, 12), ("dta", 6), ("dta", 6, 0)]
+
+
+@pytest.fixture(scope="module")
+def references():
+    samples = random_training_samples(branching_sequences(seed_all(13), count=8, longest=24), seed=13)
+    cases = {}
+    for name, settings in MODELS.items():
+        model = model_config(**settings)
+        weights = latent_weights(model, seed=5)
+        cases[name] = (model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE))
+    return cases
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_equals_one_sequence_at_a_time_in_float64(references, name, cut):
+    model, weights, samples, expected = references[name]
+    outcome, _ = run_tree(model, weights, samples, GRPO, tree_config(*cut), TEMPERATURE)
+    assert outcome.gradients.keys() == expected.gradients.keys() == {n for n in weights if "expert_bias" not in n}
+    errors = compare_outcomes(outcome, expected)
+    assert errors.largest() < 1e-12, errors
+
+
+def test_layers_recompute_themselves(references):
+    _, weights, samples, expected = references["deepseek"]
+    model = model_config(**MODELS["deepseek"], recompute_granularity="full")
+    outcome, _ = run_tree(model, weights, samples, GRPO, tree_config("dta", 6), TEMPERATURE)
+    assert compare_outcomes(outcome, expected).largest() < 1e-12
+
+
+def test_a_sibling_changes_no_bit_of_another_sequence():
+    model = model_config(torch.bfloat16, **MODELS["experts"])
+    weights = latent_weights(model, seed=8)
+    for segment_tokens in (4, 200):
+        before, after = (
+            run_tree(model, weights, siblings(changed), GRPO, tree_config("dta", segment_tokens))[0].logprobs
+            for changed in (False, True)
+        )
+        check_siblings(before, after)
+
+
+@pytest.mark.parametrize("name", ["moonlight", "experts"])
+def test_gradients_in_megatrons_buffers_are_those_of_autograd(references, name):
+    """The expansion's weight is used within a backward, in a graph of its own."""
+    model, weights, samples, _ = references[name]
+    tree = tree_config("dta", 6, 12)
+    expected = Wrapped(model, weights, BY_AUTOGRAD).gradients(samples, tree)
+    assert distance(Wrapped(model, weights, DIRECT).gradients(samples, tree), expected) < 1e-12
+
+
+@interpreter
+def test_kernels_agree_with_plain_pytorch_in_float32(references):
+    samples = references["deepseek"][2]
+    model = model_config(torch.float32, **MODELS["deepseek"])
+    weights = latent_weights(model, seed=5)
+    expected, _ = run_tree(model, weights, samples, GRPO, tree_config("dta", 6), TEMPERATURE)
+    kernels = replace(model, fused_layer_impl="triton")
+    for segment_tokens in (6, 40):
+        tree = tree_config("dta", segment_tokens, tree_attention_impl="triton")
+        outcome, _ = run_tree(kernels, weights, samples, GRPO, tree, TEMPERATURE)
+        assert compare_outcomes(outcome, expected).largest() < 1e-5
+
+
+def test_a_lost_gradient_would_be_seen(references, monkeypatch):
+    """The control of the tests above: without the gradients that descendants leave, the error is large."""
+    model, weights, samples, expected = references["deepseek"]
+    begin = KVPool.begin
+
+    def forgetful(pool: KVPool, runs: object, descending: bool) -> None:
+        begin(pool, runs, descending)
+        if descending:
+            pool.grad_keys_LSGD.zero_()
+
+    monkeypatch.setattr(KVPool, "begin", forgetful)
+    outcome, _ = run_tree(model, weights, samples, GRPO, tree_config("dta", 6), TEMPERATURE)
+    errors = compare_outcomes(outcome, expected)
+    assert errors.logprob < 1e-12
+    assert errors.gradient > 1e-4
+
+
+def test_the_pool_keeps_latents_only(references):
+    model, _, samples, _ = references["deepseek"]
+    batch = prepare_batch(samples, tree_config("dta", 6))
+    (pool,) = StageRun(TreeEngine(build_model(model, torch.device("cpu"))), batch, GRPO).pools
+    slots = pool.keys_LSGD.shape[1]
+    assert pool.keys_LSGD.shape == pool.grad_keys_LSGD.shape == (2, slots, 1, 12 + 4)
+    assert pool.values_LSGD.numel() == pool.grad_values_LSGD.numel() == 0
