@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--temperature", type=float, default=0.8, help="divides the logits (default 0.8)")
     parser.add_argument(
-        "--num-layers", type=int, help="layers of the random model (default 2, or until attention of both kinds occurs)"
+        "--num-layers", type=int, help="layers of the random model (default 2, or until every kind of layer occurs)"
     )
     parser.add_argument(
         "--hf-checkpoint", metavar="DIR", help="the rest of its shape and its positions are those of DIR/config.json"
@@ -153,18 +153,22 @@ def model_config(arguments: argparse.Namespace, vocab_size: int) -> ModelConfig:
 
 
 def _first_layers(settings: dict[str, object], arguments: argparse.Namespace) -> dict[str, object]:
-    """The settings of the first ``--num-layers`` layers; by default 2, or as many as have attention of both kinds."""
-    pattern = settings.get("mixer_layer_freq")
-    if pattern is None:
+    """The settings of the first ``--num-layers`` layers; by default 2, or as many as have layers of every kind."""
+    pattern, letters = settings.get("mixer_layer_freq"), settings.get("hybrid_layer_pattern")
+    if pattern is None and letters is None:
         return {"num_layers": arguments.num_layers or DEFAULT_LAYERS}
-    layers = parse_mixer_layer_freq(str(pattern), int(str(settings["num_layers"])))
-    least = max(layers.index(False), layers.index(True)) + 1
+    layers = list(str(letters))
+    if letters is None:
+        layers = parse_mixer_layer_freq(str(pattern), int(str(settings["num_layers"])))
+    least = max(map(layers.index, layers)) + 1
     count = arguments.num_layers or least
     if not least <= count <= len(layers):
         raise InputError(
             f"--num-layers {count}: {arguments.hf_checkpoint} has {len(layers)} layers, of which the first {least} are "
-            f"needed for attention of both kinds; give {least} to {len(layers)}"
+            f"needed for layers of every kind; give {least} to {len(layers)}"
         )
+    if letters is not None:
+        return {"num_layers": count, "hybrid_layer_pattern": str(letters)[:count]}
     return {"num_layers": count, "mixer_layer_freq": str(list(map(int, layers[:count])))}
 
 

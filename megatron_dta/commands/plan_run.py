@@ -150,6 +150,8 @@ def read_shape(arguments: argparse.Namespace) -> DecoderShape:
     if arguments.model is not None:
         shape = SHAPES[arguments.model]
         if "num_layers" in sizes:
+            if shape.hybrid_layer_pattern is not None:
+                sizes["hybrid_layer_pattern"] = shape.hybrid_layer_pattern[: sizes["num_layers"]]
             sizes["mixer_layers"] = shape.mixer_layers[: sizes["num_layers"]]
         if sizes:
             is_cut = sizes.get("num_layers", shape.num_layers) <= shape.num_layers

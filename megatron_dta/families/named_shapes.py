@@ -7,6 +7,7 @@ from typing import Any
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.families.gated_delta_net import sizes as gated_delta_net
 from megatron_dta.families.latent_attention import sizes as latent_attention
+from megatron_dta.families.mamba2 import sizes as mamba2
 
 _QWEN3 = dict(
     vocab_size=151936, kv_channels=128, num_query_groups=8, qk_layernorm=True, norm_epsilon=1e-6, rotary_base=1e6
@@ -105,6 +106,16 @@ SHAPES: dict[str, DecoderShape] = {
         moe_router_topk=8,
         norm_epsilon=1e-6,
     ),
+    "nemotron-3-nano-30b-a3b": DecoderShape(
+        *(52, 2688, 1856, 32, 2, 128, 131072),
+        swiglu=False,
+        mixer=mamba2.Sizes(mamba_num_heads=64),
+        hybrid_layer_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        num_experts=128,
+        moe_router_topk=6,
+        moe_ffn_hidden_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+    ),
     "qwen2.5-7b": _shape(_QWEN25 | dict(num_query_groups=4, norm_epsilon=1e-6), 28, 3584, 18944, 28),
     "qwen2.5-32b": _shape(_QWEN25, 64, 5120, 27648, 40),
     "qwen2.5-72b": _shape(_QWEN25, 80, 8192, 29568, 64),
@@ -125,6 +136,7 @@ HUB_NAMES = {
     "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
     "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B",
     "deepseek-v3": "unsloth/DeepSeek-V3-bf16",  # deepseek-ai's own weights are FP8
+    "nemotron-3-nano-30b-a3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "qwen2.5-7b": "Qwen/Qwen2.5-7B",
     "qwen2.5-32b": "Qwen/Qwen2.5-32B",
     "qwen2.5-72b": "Qwen/Qwen2.5-72B",

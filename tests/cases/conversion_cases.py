@@ -67,6 +67,9 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 _MAMBA = dict(mamba_num_heads=8, mamba_head_dim=3, ssm_state_size=6, n_groups=4, head_dim=8, time_step_min=1e-9)
 _MAMBA |= dict(layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"])
 HYBRIDS["nemotron-h"] = ("NemotronH", _MAMBA)
+_MAMBA_EXPERTS = dict(layers_block_type=["linear_attention", "moe", "full_attention", "moe"], n_routed_experts=4)
+_MAMBA_EXPERTS |= dict(moe_intermediate_size=20, moe_shared_expert_intermediate_size=12, routed_scaling_factor=2.5)
+HYBRIDS["nemotron-3"] = ("NemotronH", _MAMBA | _MAMBA_EXPERTS)
 DENSE = [name for name in CASES if "moe" not in name and name != "mixtral"]
 
 

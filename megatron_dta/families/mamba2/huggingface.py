@@ -49,6 +49,7 @@ FAMILIES = (
         "NemotronHForCausalLM",
         "nemotron_h",
         mixer="mamba2",
+        published_as=("nemotron_h",),
         own_defaults={
             **_FIXED,
             **{key: getattr(Sizes(), name) for name, key in _SIZES.items()},
@@ -95,8 +96,6 @@ def _pattern(values: HfValues) -> str:
 
 
 def _experts(values: HfValues) -> dict[str, object]:
-    # The bias of the router would not be read.
-    raise values.error("layers with experts (E) are not supported")
     experts, chosen = values.integer("n_routed_experts"), values.integer("num_experts_per_tok")
     groups, of_token = values.integer("n_group"), values.integer("topk_group")
     if chosen == 1 or (groups > 1 and chosen != 2 * of_token):

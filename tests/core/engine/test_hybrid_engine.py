@@ -64,9 +64,10 @@ def test_equals_one_sequence_at_a_time_in_float64(references, name, cut):
     assert errors.largest() < 1e-12, errors
 
 
-def test_adapters_equal_adapted_weights(references):
+@pytest.mark.parametrize("settings", [HYBRID, NEMOTRON], ids=["delta", "mamba"])
+def test_adapters_equal_adapted_weights(references, settings):
     samples = references["dense"][2]
-    model = model_config(**HYBRID, **LORA)
+    model = model_config(**settings, **LORA)
     weights = spread(lora_weights(model, seed=5), seed=3)
     expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)
     for segment_tokens, activation_tokens in ((6, 0), (13, None)):

@@ -213,6 +213,8 @@ class SegmentBytes:
         """``of_shape`` with layers of each kind counted apart: coefficients per layer are means over ``layers``, and
         working memory is that of the largest kind.
         """
+        if shape.hybrid_layer_pattern is not None:
+            return cls.of_shape(shape, rank, layers)
         kept = work = spread = 0.0
         for layer, count in shape.kinds(layers):
             if shape.moe_layers[layer]:

@@ -15,9 +15,13 @@ def adapter_parameters(model: ModelConfig) -> int:
     projections = {} if model.mixer is None else model.mixer.projections(model.hidden_size)
     of_mixer = {name: inputs + outputs for name, (inputs, outputs) in projections.items()}
     total = 0
-    for has_experts, has_mixer in zip(model.moe_layers, model.mixer_layers, strict=True):
-        widths = of_mixer if has_mixer else of_attention
-        total += sum(widths.get(name, 0) for name in model.lora_target_modules)
+    for layer, (has_experts, has_mixer) in enumerate(zip(model.moe_layers, model.mixer_layers, strict=True)):
+        letters = model.hybrid_layer_pattern[layer] if model.hybrid_layer_pattern else "M-"
+        if letters[0] in "M*":
+            widths = of_mixer if has_mixer else of_attention
+            total += sum(widths.get(name, 0) for name in model.lora_target_modules)
+        if letters[-1] in "M*":
+            continue
         inner = [(1, model.ffn_hidden_size)]
         if has_experts:
             inner = [(model.num_experts, model.moe_ffn_hidden_size), (1, model.moe_shared_expert_intermediate_size)]
