@@ -1,4 +1,4 @@
-"""Converts layers with experts to Hugging Face's names: Mixtral, and Qwen3-MoE if queries and keys are normalized.
+"""Converts layers with experts to Hugging Face's names.
 
 transformers 4 keeps every expert's kinds separate; transformers 5 stacks those of a layer.
 """
@@ -10,7 +10,7 @@ import re
 import torch
 from torch import Tensor
 
-_EXPERT = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<kind>\w+)\.weight")
+_EXPERT = re.compile(r"(?P<layer>.*\.(mlp|mixer)\.experts)\.(?P<expert>\d+)\.(?P<kind>\w+)\.weight")
 _KINDS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
@@ -35,6 +35,10 @@ def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             of_expert[_KINDS[parts["kind"]]] = tensor
     for layer, experts in of_layers.items():
         ordered = [experts[expert] for expert in range(len(experts))]
-        stacked[f"{layer}.gate_up_proj"] = torch.stack([torch.cat([kinds["gate"], kinds["up"]]) for kinds in ordered])
+        if "gate" in ordered[0]:
+            both = [torch.cat([kinds["gate"], kinds["up"]]) for kinds in ordered]
+            stacked[f"{layer}.gate_up_proj"] = torch.stack(both)
+        else:
+            stacked[f"{layer}.up_proj"] = torch.stack([kinds["up"] for kinds in ordered])
         stacked[f"{layer}.down_proj"] = torch.stack([kinds["down"] for kinds in ordered])
     return stacked

@@ -73,6 +73,20 @@ _LATENT: dict[str, Any] = dict(
     qk_nope_head_dim=8, qk_rope_head_dim=4, rms_norm_eps=1e-5, rope_theta=10000, routed_scaling_factor=2.5,
     tie_word_embeddings=False, topk_method="noaux_tc", torch_dtype="bfloat16", v_head_dim=8, vocab_size=VOCABULARY,
 )  # fmt: skip
+# Nemotron 3's file has both names of some sizes.
+_MAMBA: dict[str, Any] = dict(
+    architectures=["NemotronHForCausalLM"], auto_map={"AutoModel": "modeling_nemotron_h.NemotronHModel"},
+    attention_bias=False, attention_dropout=0.0, conv_kernel=4, eos_token_id=2, expand=2, head_dim=8,
+    hidden_dropout=0.0, hidden_size=HIDDEN, hybrid_override_pattern="MEM*", intermediate_size=48,
+    layer_norm_epsilon=1e-5, mamba_head_dim=8, mamba_hidden_act="silu", mamba_num_heads=4, mamba_proj_bias=False,
+    max_position_embeddings=512, mlp_bias=False, mlp_hidden_act="relu2", model_type="nemotron_h",
+    moe_intermediate_size=WIDTH, moe_shared_expert_intermediate_size=24, n_group=1, n_groups=2, n_routed_experts=4,
+    n_shared_experts=1, norm_eps=1e-5, norm_topk_prob=True, num_attention_heads=4, num_experts_per_tok=2,
+    num_hidden_layers=4, num_key_value_heads=2, partial_rotary_factor=1.0, residual_in_fp32=False, rope_theta=10000,
+    routed_scaling_factor=2.5, sliding_window=None, ssm_state_size=16, tie_word_embeddings=False,
+    time_step_floor=0.0001, time_step_limit=[0.0, float("inf")], time_step_max=0.1, time_step_min=1e-9, topk_group=1,
+    torch_dtype="bfloat16", use_bias=False, use_cache=True, use_conv_bias=True, vocab_size=VOCABULARY,
+)  # fmt: skip
 _YARN = dict(type="yarn", factor=4, beta_fast=32, beta_slow=1, original_max_position_embeddings=128)
 _VISION = dict(
     depth=1,
@@ -126,6 +140,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **dict(n_group=4, topk_group=2, moe_layer_freq=1, scoring_func="sigmoid"),
         rope_scaling=_YARN | dict(mscale=1.0, mscale_all_dim=1.0),
     ),
+    "nemotron-3": _MAMBA,
     "glm-4.7-flash": _LATENT
     | dict(architectures=["Glm4MoeLiteForCausalLM"], model_type="glm4_moe_lite", rope_scaling=None)
     | dict(n_group=1, topk_group=1, partial_rotary_factor=1.0),
@@ -173,6 +188,8 @@ def _tensors(config: dict[str, Any]) -> dict[str, Tensor]:
         del tensors["lm_head.weight"]
     if config["model_type"] not in ("qwen3_5", "qwen3_5_moe"):
         tensors = _separate_experts(tensors)
+    if config["model_type"] == "nemotron_h":
+        tensors = {name.replace("model.", "backbone.", 1): values for name, values in tensors.items()}
     if "kv_lora_rank" in config:
         head = {name.replace(".layers.1.", ".layers.2."): torch.randn_like(values) for name, values in tensors.items()}
         tensors |= {name: values for name, values in head.items() if ".layers.2." in name}
@@ -195,9 +212,9 @@ def _separate_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             for expert, (gate, up) in enumerate(matrix.chunk(2) for matrix in values):
                 prefix = name.removesuffix("gate_up_proj") + str(expert)
                 separate |= {f"{prefix}.gate_proj.weight": gate.clone(), f"{prefix}.up_proj.weight": up.clone()}
-        elif name.endswith("experts.down_proj"):
-            prefix = name.removesuffix("down_proj")
-            separate |= {f"{prefix}{expert}.down_proj.weight": matrix.clone() for expert, matrix in enumerate(values)}
+        elif name.endswith(("experts.down_proj", "experts.up_proj")):
+            prefix, _, part = name.rpartition(".")
+            separate |= {f"{prefix}.{expert}.{part}.weight": matrix.clone() for expert, matrix in enumerate(values)}
         else:
             separate[name] = values
     return separate
@@ -245,11 +262,14 @@ def test_training_and_both_converters(case: str, tmp_path: Path, monkeypatch, ca
     assert_carried(tmp_path / "out", source)
     # Rollout servers get the names that they know from the folder, and every expert by itself.
     sent = hf_weights(trainer.config, trainer.model).shapes()
-    prefix = "model.language_model." if "text_config" in CONFIGS[case] else "model."
-    assert f"{prefix}embed_tokens.weight" in sent
-    assert (f"{prefix}layers.0.mlp.experts.3.gate_proj.weight" in sent) == (
-        "num_experts" in str(CONFIGS[case]) and "kv_lora_rank" not in CONFIGS[case]
-    )
+    if case == "nemotron-3":
+        assert sent.keys() == {name for name in expected if not name.startswith("mtp.")}
+    else:
+        prefix = "model.language_model." if "text_config" in CONFIGS[case] else "model."
+        assert f"{prefix}embed_tokens.weight" in sent
+        assert (f"{prefix}layers.0.mlp.experts.3.gate_proj.weight" in sent) == (
+            "num_experts" in str(CONFIGS[case]) and "kv_lora_rank" not in CONFIGS[case]
+        )
 
     run_tool(monkeypatch, "convert_hf_to_megatron", f"--hf-checkpoint {source} --save {tmp_path}/megatron")
     assert f"not in it: {beside}; " in capsys.readouterr().out.replace("\n", " ")
