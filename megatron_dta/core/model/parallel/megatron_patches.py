@@ -3,8 +3,8 @@
 Megatron-Core 0.16.1 to 0.19 names the CUDA device in code that models, optimizers and checkpoints run. ``install``
 patches exactly this code, and only if CUDA is absent; no result changes. The functions
 ``import_megatron_uncompiled``, ``write_checkpoints_in_process``, ``read_checkpoints_without_running_them``,
-``handle_tensors_together``, ``run_adam_without_compiler``, ``place_parameters_of_all_buckets``, ``collect_states_by`` and
-``build_latent_attention_without_transformer_engine`` are for every machine.
+``handle_tensors_together``, ``run_adam_without_compiler``, ``place_parameters_of_all_buckets``, ``collect_states_by``
+and ``build_latent_attention_without_transformer_engine`` are for every machine.
 """
 
 from __future__ import annotations
