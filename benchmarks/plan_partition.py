@@ -19,13 +19,14 @@ import time
 import numpy as np
 from rich.table import Table
 
+from common.partition_bound import least_slowest
 from common.predicted_costs import add_cost_flags, read_costs
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.common.console import Console
 from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.model import CostModel
-from megatron_dta.core.planning.partition.divide import Partition, least_slowest, partition_costs, trained_parts
+from megatron_dta.core.planning.partition.divide import Partition, partition_costs, trained_parts
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.planning.step.search import DEFAULT_SEGMENT_TOKENS

@@ -36,12 +36,6 @@ class DistillationConfig:
         """Whether there are teachers."""
         return bool(self.teacher_load_hf)
 
-    @property
-    def has_served(self) -> bool:
-        """Whether a teacher is served by other processes."""
-        entries = self.teacher_load_hf or []
-        return any(is_address(entry) or is_address(entry.partition("=")[2]) for entry in entries)
-
 
 def is_address(teacher: str) -> bool:
     """Whether a teacher is given by the address of its server."""

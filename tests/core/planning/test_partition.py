@@ -10,15 +10,10 @@ import numpy as np
 import pytest
 
 from common.partition_baselines import contiguous
+from common.partition_bound import least_slowest
 from conftest import rollout_file, seed_all
 from megatron_dta.core.planning.costs.model import CostModel
-from megatron_dta.core.planning.partition.divide import (
-    Partition,
-    least_slowest,
-    partition_costs,
-    partition_sequences,
-    trained_parts,
-)
+from megatron_dta.core.planning.partition.divide import Partition, partition_costs, partition_sequences, trained_parts
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
 from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.tree import build_prefix_tree

@@ -274,24 +274,16 @@ def run_adam_without_compiler() -> None:
 
     PyTorch imports it to mark these functions for programs that compile their optimizer, and here none is compiled.
     """
-    optimizer = torch.optim.Optimizer
-    for marked in (optimizer.add_param_group, optimizer.zero_grad, optimizer.state_dict, optimizer.load_state_dict):
-        plain = getattr(marked, "__wrapped__", None)
-        if plain is not None:
-            # The attribute in which ``torch._disable_dynamo`` keeps the marked function.
-            plain.__dynamo_disable = plain
-    for adam in (torch.optim.Adam, torch.optim.AdamW):
-        step = getattr(vars(adam).get("step"), "__wrapped__", None)
-        if step is not None and step.__module__ == adam.__module__:
-            adam.step = _step_outside_graphs(step)
+    base, step = torch.optim.Optimizer, getattr(torch.optim.Adam.step, "__wrapped__", None)
+    for marked in (base.add_param_group, base.zero_grad, base.state_dict, base.load_state_dict):
+        marked.__wrapped__.__dynamo_disable = marked.__wrapped__  # where ``torch._disable_dynamo`` looks first
+    if step is not None and step.__module__ == "torch.optim.adam":
 
+        def step_outside_graphs(self: torch.optim.Adam, closure: Callable | None = None) -> Any:
+            with torch.set_grad_enabled(self.defaults["differentiable"]):
+                return step(self, closure)
 
-def _step_outside_graphs(step: Callable) -> Callable:
-    def run(self: torch.optim.Optimizer, closure: Callable | None = None) -> Any:
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
-            return step(self, closure)
-
-    return run
+        torch.optim.Adam.step = step_outside_graphs
 
 
 def place_parameters_of_all_buckets() -> None:
