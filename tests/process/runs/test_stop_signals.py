@@ -93,7 +93,7 @@ def test_a_second_signal_ends_a_run_that_waits_for_a_reward(tmp_path: Path) -> N
     )
     program = Program(["-m", "megatron_dta.train", *MODEL.split(), *flags.split()])
     program.wait_until((tmp_path / "called").exists)
-    time.sleep(1.2)
+    time.sleep(1.2)  # a call counts as waiting after a second
     os.kill(program.pid, signal.SIGTERM)
     program.wait_until(lambda: "at once" in program.stderr())
     first = program.stderr()
@@ -111,14 +111,15 @@ def test_job_scripts_pass_slurms_warning_on(tmp_path: Path) -> None:
 say() {{ echo "$*"; }}
 scancel() {{ kill -TERM "$step_process"; }}
 SLURM_JOB_ID=1
-( trap 'sleep 0.5; echo saved; exit 0' TERM; echo ready; while :; do sleep 0.1; done ) &
+wait() {{ touch {tmp_path}/waits; builtin wait "$@"; }}
+( trap 'sleep 0.5; echo saved; exit 0' TERM; echo ready; touch {tmp_path}/ready; while :; do sleep 0.1; done ) &
 step_process=$!
-( sleep 1; kill -USR1 $$ ) &
+( until [ -e {tmp_path}/ready ] && [ -e {tmp_path}/waits ]; do sleep 0.05; done; kill -USR1 $$ ) &
 wait_for_step
 echo "status $step_status warned $warned"
 """
     )
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=300)
     expected = ["ready", "got SIGUSR1: the processes save and end", "saved", "status 0 warned 1"]
     assert done.stdout.splitlines() == expected, done.stderr
 
