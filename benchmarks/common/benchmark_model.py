@@ -21,7 +21,7 @@ TINY = {
     ),
 }
 _NAMES = ("qwen3-1.7b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "llama3-70b")
-_NAMES += ("qwen3.5-9b", "qwen3.5-35b-a3b")
+_NAMES += ("qwen3.5-9b", "qwen3.5-35b-a3b", "nemotron-3-nano-30b-a3b")
 MODELS: dict[str, DecoderShape] = TINY | {name: SHAPES[name] for name in _NAMES}
 # Settings taken from the shape; the others are those of all benchmarks.
 _COPIED = (
@@ -57,7 +57,19 @@ def settings_of(shape: DecoderShape, num_layers: int | None = None) -> dict[str,
     settings |= dict(disable_bias_linear=True, qk_layernorm=True)
     if num_layers is not None:
         settings["num_layers"] = num_layers
+    if shape.hybrid_layer_pattern is not None:
+        return settings | _single_parts(shape, settings["num_layers"])
     return settings | (_hybrid(shape, settings["num_layers"]) if shape.mixer is not None else {})
+
+
+def _single_parts(shape: DecoderShape, num_layers: int) -> dict[str, object]:
+    """The settings of Nemotron 3, for the first layers of a shape."""
+    pattern = shape.hybrid_layer_pattern[:num_layers]
+    settings = dict(mixer=shape.mixer, hybrid_layer_pattern=pattern, swiglu=False, squared_relu=True)
+    settings |= dict(qk_layernorm=False, position_embedding_type="none", moe_layer_freq="1")
+    if "E" not in pattern:
+        return settings | dict(num_experts=None, moe_shared_expert_intermediate_size=None)
+    return settings | dict(moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5)
 
 
 def _hybrid(shape: DecoderShape, num_layers: int) -> dict[str, object]:

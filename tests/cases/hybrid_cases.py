@@ -64,9 +64,9 @@ def hybrid_model(vocab_size: int, **changes: Any) -> ModelConfig:
     return ModelConfig(**(HYBRID | shape | plain | dict(vocab_size=vocab_size) | changes))
 
 
-def hybrid_flags(folder: Path, vocab_size: int) -> str:
+def hybrid_flags(folder: Path, vocab_size: int, **changes: Any) -> str:
     """Flags of a run of such a model, whose config.json is written to ``folder``."""
-    write_template(folder, config_from_settings(hybrid_model(vocab_size)), None)
+    write_template(folder, config_from_settings(hybrid_model(vocab_size, **changes)), None)
     return f"--hf-checkpoint {folder} --lr 1e-2"
 
 

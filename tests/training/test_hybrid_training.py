@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from conftest import seed_all
 from conversion_cases import save_huggingface, tensors_in
-from hybrid_cases import SIZES, hybrid_flags, hybrid_model
+from hybrid_cases import NEMOTRON_EXPERTS, SIZES, hybrid_flags, hybrid_model
 from lora_training_cases import convert
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config.checks.hybrid import check_hybrid
@@ -22,10 +22,15 @@ from megatron_dta.training.huggingface.convert import ADAPTER_WEIGHTS
 from resume_cases import final_tensors, rows_without_timing
 from trainer_cases import VOCABULARY, make_rollouts, run
 
+MAMBA = NEMOTRON_EXPERTS | dict(
+    mixer_layer_freq=None, attention_output_gate=False, apply_layernorm_1p=False, rotary_percent=1.0,
+    moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0,
+)  # fmt: skip
 
-@pytest.fixture
-def model_flags(tmp_path: Path) -> str:
-    return hybrid_flags(tmp_path / "shape", VOCABULARY)
+
+@pytest.fixture(params=[{}, MAMBA], ids=["delta", "mamba"])
+def model_flags(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    return hybrid_flags(tmp_path / "shape", VOCABULARY, **request.param)
 
 
 @pytest.fixture
@@ -43,7 +48,8 @@ def test_a_continued_run_is_the_unbroken_one(rollouts: str, model_flags: str, tm
     expected, resumed = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "parts")
     assert expected.keys() == resumed.keys()
     # Megatron's names: the sections of fused projections are stored apart.
-    assert any(name.endswith("decoder.layers.0.self_attention.in_proj.weight.alpha") for name in expected)
+    sections = ("self_attention.in_proj.weight.alpha", "self_attention.in_proj.weight.dt")
+    assert any(name.endswith(sections) for name in expected)
     for name, values in expected.items():
         assert torch.equal(values, resumed[name]), name
     assert rows_without_timing(tmp_path / "parts") == rows_without_timing(tmp_path / "whole")
@@ -55,10 +61,17 @@ def test_a_run_from_scratch_exports_a_folder_that_transformers_loads(
     transformers = pytest.importorskip("transformers", reason="loads the folder (extra 'test')")
     trainer, _ = run(f"{rollouts} --train-iters 1 --save-hf {tmp_path}/hf", model_flags)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    weight = trainer.model.decoder.layers[0].self_attention.conv1d.weight
-    assert torch.equal(loaded.model.layers[0].linear_attn.conv1d.weight, weight)
+    first, layer = loaded.model.layers[0], trainer.model.decoder.layers[0].self_attention
+    assert torch.equal(
+        (first.mixer if hasattr(first, "mixer") else first.linear_attn).conv1d.weight, layer.conv1d.weight
+    )
     settings = settings_from_hf(tmp_path / "hf", {})
-    assert (settings["rotary_percent"], settings["mixer_layer_freq"]) == (0.5, "[1,0,1]")
+    if hasattr(first, "mixer"):
+        assert (settings["hybrid_layer_pattern"], settings["position_embedding_type"]) == ("MEM*-E", "none")
+        expert = trainer.model.decoder.layers[1].mlp.experts.local_experts[3].linear_fc1.weight
+        assert torch.equal(loaded.model.layers[1].mixer.experts.up_proj[3], expert)
+    else:
+        assert (settings["rotary_percent"], settings["mixer_layer_freq"]) == (0.5, "[1,0,1]")
 
 
 THREE_HEADS = replace(SIZES, linear_num_value_heads=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,7 +18,7 @@ from dta_kernels.recurrence.decode_kernels import convolution_step, recurrence_s
 from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
 from dta_kernels.recurrence.head_norms import gated_norm, unit_heads
 from dta_kernels.recurrence.short_convolution import PathLayout, short_convolution, short_convolution_gradients
-from hybrid_cases import HYBRID, spread
+from hybrid_cases import HYBRID, NEMOTRON, NEMOTRON_EXPERTS, spread
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.kernels import choose_recurrence
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_tree
@@ -28,14 +29,16 @@ from triton_device import interpreter
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
     """Memory that a kernel must fill starts as NaN."""
-    empty, empty_like = torch.empty, torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(float("nan")))
 
-    def poisoned(*arguments: object, **options: object) -> torch.Tensor:
-        tensor = empty(*arguments, **options)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+    def poisoned(make: Callable) -> Callable:
+        def poison(*arguments: object, **options: object) -> torch.Tensor:
+            tensor = make(*arguments, **options)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        return poison
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
 
 
 @interpreter
@@ -103,9 +106,10 @@ def test_unit_heads_equal_their_formula(N, H, K):
 
 
 @interpreter
-def test_a_hybrid_model_on_fused_layers_equals_the_plain_one():
+@pytest.mark.parametrize("settings", [HYBRID, NEMOTRON, NEMOTRON_EXPERTS], ids=["delta", "mamba", "experts"])
+def test_a_hybrid_model_on_fused_layers_equals_the_plain_one(settings):
     samples = random_training_samples(branching_sequences(seed_all(5), count=6, longest=16), seed=5)
-    model = model_config(torch.float32, **HYBRID, fused_layer_impl="reference")
+    model = model_config(torch.float32, **settings, fused_layer_impl="reference")
     weights = spread(weights_of(model, seed=5), seed=3)
     tree = tree_config("dta", 9, 0)
     expected, _ = run_tree(model, weights, samples, GRPO, tree)
