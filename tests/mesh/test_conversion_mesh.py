@@ -24,6 +24,7 @@ from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.config import TrainConfig
+from megatron_dta.training.huggingface.files import prefix_in
 from megatron_dta.training.huggingface.weights import HfWeights
 from mesh_worker import run_on_ranks
 from trainer_cases import make_rollouts
@@ -37,6 +38,8 @@ SP2 = replace(EP2, tensor_model_parallel_size=2, sequence_parallel=True)
 EXPERTS = [
     ("mixtral", replace(EP2, pipeline_model_parallel_size=2)),
     ("qwen3-moe-some", SP2),
+    ("nemotron-3", SP2),
+    ("nemotron-3", PP2),
     ("qwen3-moe-some", replace(SP2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)),
 ]
 
@@ -58,6 +61,7 @@ def on_mesh(rank: int, jobs: list[tuple[Path, ParallelConfig]]) -> list[dict[str
             architecture_in(folder / "hf"),
             shape_of(folder / "hf"),
             current_mesh().host_group,
+            prefix=prefix_in(folder / "hf"),
         )
         with torch.no_grad():
             for parameter in model.parameters():
@@ -122,7 +126,7 @@ def test_two_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
 def test_experts_on_four_ranks(tmp_path: Path) -> None:
     """Divided among data-parallel ranks, tensor ranks and stages, in the model that is trained."""
     folders = {}
-    for index, case in enumerate(("mixtral", "qwen3-moe-some")):
+    for index, case in enumerate(("mixtral", "qwen3-moe-some", "nemotron-3")):
         folders[case] = tmp_path / case
         save_huggingface(folders[case] / "hf", case, 40 + index)
         to_megatron(folders[case] / "hf", folders[case] / "megatron")
