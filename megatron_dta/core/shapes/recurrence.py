@@ -21,6 +21,7 @@ class RecurrentMixer(Mixer):
         of_heads: sections with a number for each head.
         head_vectors: parameters with a number for each head.
         has_filter_bias: whether the convolution has a bias.
+        recomputes_norm: whether the norm in plain PyTorch keeps its inputs only.
         passes: products of a token with its state: reads, and updates.
     """
 
@@ -30,6 +31,7 @@ class RecurrentMixer(Mixer):
     of_heads: ClassVar[tuple[str, ...]]
     head_vectors: ClassVar[tuple[str, ...]]
     has_filter_bias: ClassVar[bool] = False
+    recomputes_norm: ClassVar[bool] = False
     passes: ClassVar[int]
 
     @property
@@ -131,6 +133,7 @@ class RecurrentMixer(Mixer):
         # The norm computes in float64 unless the model is in 16 bits.
         of_norm = 4 if element_bytes < 4 else 8
         around = (2 * element_bytes + 4 * accumulator) * hidden + ffn[0]
-        kept = around + 2 * element_bytes * channels + 6 * of_norm * values + (6 * accumulator + of_norm) * heads
+        norm = (4 * element_bytes if self.recomputes_norm else 6 * of_norm) * values
+        kept = around + 2 * element_bytes * channels + norm + (6 * accumulator + of_norm) * heads
         rule = accumulator * (11 * (_CHUNK * heads + keys) + 6 * values + 4 * chunk_states)
-        return LayerBytes(kept + 64, max(rule + 8 * element_bytes * rows, ffn[1]))
+        return LayerBytes(kept + 64, max(rule + 8 * element_bytes * rows, 8 * of_norm * values, ffn[1]))

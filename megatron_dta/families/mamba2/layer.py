@@ -67,9 +67,30 @@ class Mamba2(RecurrentLayer):
 
     def gated(self, out: Tensor, gate: Tensor) -> Tensor:
         """Output [n, J, P] times ``silu(gate)``, normed by groups."""
-        # The norm divides small outputs, so rounding to float32 on the way would show in the gradients.
-        dtype = torch.float64 if out.dtype == torch.float32 else accumulation_dtype(out.dtype)
         groups = self.sizes.mamba_num_groups // self.tp_size
-        x = (out.to(dtype) * F.silu(gate.to(dtype))).flatten(1).unflatten(1, (groups, -1))
-        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.out_norm.eps)
-        return (normed.flatten(1) * self.out_norm.weight.to(dtype)).to(out.dtype).view(out.shape)
+        return _GroupNorm.apply(out, gate, self.out_norm.weight, groups, self.out_norm.eps)
+
+
+def _normed(out: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    # The norm divides small outputs, so rounding to float32 on the way would show in the gradients.
+    dtype = torch.float64 if out.dtype == torch.float32 else accumulation_dtype(out.dtype)
+    x = (out.to(dtype) * F.silu(gate.to(dtype))).flatten(1).unflatten(1, (groups, -1))
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (normed.flatten(1) * weight.to(dtype)).to(out.dtype).view(out.shape)
+
+
+class _GroupNorm(torch.autograd.Function):
+    """Keeps its inputs only, and computes once more in the backward: half a dozen wide tensors are in between."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+        ctx.save_for_backward(out, gate, weight)
+        ctx.settings = groups, eps
+        return _normed(out, gate, weight, groups, eps)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            normed = _normed(*inputs, *ctx.settings)
+        return *torch.autograd.grad(normed, inputs, grad), None, None

@@ -18,6 +18,7 @@ class Sizes(RecurrentMixer):
     of_heads: ClassVar[tuple[str, ...]] = ("dt",)
     head_vectors: ClassVar[tuple[str, ...]] = ("dt_bias", "A_log", "D")
     has_filter_bias: ClassVar[bool] = True
+    recomputes_norm: ClassVar[bool] = True
     passes: ClassVar[int] = 2
 
     mamba_num_heads: int = 128

@@ -95,5 +95,5 @@ def test_no_op_holds_more_than_is_counted(layers: str, dtype: torch.dtype, more:
     activations, working = sizes.kept(model.num_layers) * tokens, float(sizes.work(tokens, tokens))
     parts = forward.filled / activations, forward.peak / (activations + working), backward.peak / working
     print("parts of what is counted: kept, most in the forward, most in the backward:", parts)
-    assert (0.85 if "M" in layers else 0.93) <= parts[0] <= 1
+    assert (0.8 if "M" in layers else 0.93) <= parts[0] <= 1
     assert max(parts[1:]) <= 1
