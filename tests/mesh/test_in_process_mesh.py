@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from latent_cases import DEEPSEEK, EXPERTS, latent_weights
 from megatron_dta.core.config import ModelConfig, ParallelConfig
+from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from mesh_worker import copy_shards, named_parameters, run_on_ranks
 from rollout_forest import NEVER, SETTINGS, Drive, assert_same, pool_gb, run_forest, run_long, started
 from sampling_cases import SHAPES, make_model, sampling_config
@@ -81,3 +84,20 @@ def test_meshes_give_the_samples_of_one_process(tmp_path):
         for request_id in expected:
             first, second = (rank[name][0][request_id][1] for rank in ranks)
             assert name == "dp2" or np.array_equal(first.logprobs, second.logprobs)
+
+
+def test_latents_give_the_samples_of_one_process(tmp_path):
+    config = sampling_config(**DEEPSEEK, **EXPERTS, disable_bias_linear=True)
+    weights = latent_weights(config, seed=9)
+    model = build_model(config, initialize_parallel(9))
+    copy_shards(model, weights, config)
+    expected, expected_long = run_forest(started(model), DRIVE), run_long(started(model, NEVER), LONG)
+    meshes = {
+        "tp2-sp": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+        "pp2": ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|tL"),
+    }
+    jobs = {name: MeshJob(parallel, SETTINGS["small pages"]) for name, parallel in meshes.items()}
+    for rank in run_on_ranks(forest_on_rank, (config, weights, jobs), 2, tmp_path / "mesh"):
+        for actual, actual_long, _ in rank.values():
+            assert_same(actual, expected, 1e-12)
+            assert_same(actual_long, expected_long, 1e-12)

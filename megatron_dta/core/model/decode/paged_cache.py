@@ -71,7 +71,8 @@ class PagedCache:
         if len(sources) == 0:
             return
         pairs = torch.from_numpy(np.array([sources, targets], dtype=np.int64)).to(self.device, non_blocking=True)
-        if self.device.type == "cuda" and self.keys:
+        # The kernel copies as much of values as of keys; pages of latents have no values.
+        if self.device.type == "cuda" and self.keys and next(iter(self.values.values())).numel():
             # Two launches in total instead of two for K and V of each layer: these copies run between short passes.
             page = next(iter(self.keys.values()))[0]
             copy_pages(pairs[0], pairs[1], self.addresses, page.numel(), page.dtype)
