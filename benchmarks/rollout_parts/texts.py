@@ -33,15 +33,15 @@ def reward(prompt: dict[str, Any], response: str, response_token_ids: list[int])
 
 def functions() -> list[str]:
     """Functions of 300 to 900 characters."""
-    found = []
+    prompts = []
     for name in MODULES.split():
         source = inspect.getsource(import_module(name))
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
                 text = textwrap.dedent(ast.get_source_segment(source, node, padded=True) or "")
                 if 300 < len(text) < 900:
-                    found.append(f"Write this function again, with a comment above every line.\n\n{text}")
-    return found
+                    prompts.append(f"Write this function again, with a comment above every line.\n\n{text}")
+    return prompts
 
 
 def stories() -> list[str]:
