@@ -13,44 +13,26 @@ from megatron_dta.families.latent_attention.sizes import Sizes
 
 SIZES = Sizes(num_heads=4, kv_lora_rank=12, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=5)
 LATENT = dict(
-    mixer=SIZES,
-    num_query_groups=4,
-    kv_channels=10,
-    untie_embeddings_and_output_weights=True,
-    norm_epsilon=1e-5,
-)
+    mixer=SIZES, num_query_groups=4, kv_channels=10, untie_embeddings_and_output_weights=True, norm_epsilon=1e-5
+)  # fmt: skip
 # Queries of low rank, and positions beyond the original length, which also sharpen the softmax.
 DEEPSEEK = LATENT | dict(
-    mixer=replace(SIZES, q_lora_rank=8),
-    position_embedding_type="yarn",
-    rotary_scaling_factor=4.0,
-    yarn_original_max_position_embeddings=16,
-    mscale_all_dim=1.0,
-)
+    mixer=replace(SIZES, q_lora_rank=8), position_embedding_type="yarn", rotary_scaling_factor=4.0,
+    yarn_original_max_position_embeddings=16, mscale_all_dim=1.0,
+)  # fmt: skip
 EXPERTS = dict(
-    num_layers=3,
-    num_experts=8,
-    moe_router_topk=4,
-    moe_layer_freq="[0]*1+[1]*2",
-    moe_ffn_hidden_size=12,
-    moe_shared_expert_intermediate_size=24,
-    moe_router_score_function="sigmoid",
-    moe_router_topk_scaling_factor=2.5,
-    moe_router_num_groups=4,
-    moe_router_group_topk=2,
-    moe_router_enable_expert_bias=True,
-)
+    num_layers=3, num_experts=8, moe_router_topk=4, moe_layer_freq="[0]*1+[1]*2", moe_ffn_hidden_size=12,
+    moe_shared_expert_intermediate_size=24, moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5,
+    moe_router_num_groups=4, moe_router_group_topk=2, moe_router_enable_expert_bias=True,
+)  # fmt: skip
 MODELS = {"moonlight": LATENT, "deepseek": DEEPSEEK, "experts": DEEPSEEK | EXPERTS}
 
 
 # The sizes of DeepSeek V3's heads.
 WIDE = DEEPSEEK | dict(
-    mixer=Sizes(num_heads=4, q_lora_rank=64, kv_lora_rank=96),
-    hidden_size=128,
-    ffn_hidden_size=192,
-    kv_channels=192,
+    mixer=Sizes(num_heads=4, q_lora_rank=64, kv_lora_rank=96), hidden_size=128, ffn_hidden_size=192, kv_channels=192,
     init_method_std=0.06,
-)
+)  # fmt: skip
 
 
 def latent_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:

@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 
 from conftest import seed_all
 from in_process_engine_cases import trainers_logprobs
-from latent_cases import EXPERTS, MODELS, WIDE, latent_weights
+from latent_cases import EXPERTS, WIDE, latent_weights
 from megatron_dta.core.config import TreeConfig
-from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_tree
 from precision import tree_over_dense
 from rollout_forest import Drive, run_forest, started
 from sampling_cases import make_model
@@ -27,18 +27,6 @@ from tree_engine_cases import (
     siblings,
     tree_config,
 )
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("cut", [("dense", 16), ("packed", 50, 0), ("dta", 7)], ids=str)
-def test_equals_stock_megatron_in_float64(name, cut):
-    samples = random_training_samples(branching_sequences(seed_all(61)), seed=61)
-    model = model_config(**MODELS[name])
-    weights = latent_weights(model, seed=5)
-    expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)
-    outcome, _ = run_tree(model, weights, samples, GRPO, tree_config(*cut), TEMPERATURE)
-    errors = compare_outcomes(outcome, expected)
-    assert errors.largest() < 1e-12, errors
 
 
 @pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])

@@ -19,18 +19,18 @@ L of a latent, R of a key for positions.
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings import _yarn_get_mscale
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -49,13 +49,23 @@ from megatron_dta.families.latent_attention.path_attention import attend_on_path
 LATENT_NORM_EPSILON = 1e-6
 
 
+@dataclass
+class LatentSubmodules:
+    """Classes of the layer's modules, under Megatron's names."""
+
+    linear_q_proj: type = ColumnParallelLinear
+    linear_q_down_proj: type = ColumnParallelLinear
+    linear_q_up_proj: type = ColumnParallelLinear
+    linear_kv_down_proj: type = ColumnParallelLinear
+    linear_kv_up_proj: type = ColumnParallelLinear
+    linear_proj: type = RowParallelLinear
+    q_layernorm: type = WrappedTorchNorm
+    kv_layernorm: type = WrappedTorchNorm
+
+
 def spec() -> ModuleSpec:
     """The spec of the layer in place of self-attention."""
-    names = [f"linear_{name}_proj" for name in ("q", "q_down", "q_up", "kv_down", "kv_up")]
-    linear = dict.fromkeys(names, ColumnParallelLinear)
-    norms = dict(q_layernorm=WrappedTorchNorm, kv_layernorm=WrappedTorchNorm)
-    parts = MLASelfAttentionSubmodules(**linear, **norms, linear_proj=RowParallelLinear)
-    return ModuleSpec(module=LatentAttention, submodules=parts)
+    return ModuleSpec(module=LatentAttention, submodules=LatentSubmodules())
 
 
 def use_kernels(chunk: torch.nn.Module, model: ModelConfig, device: torch.device) -> None:
@@ -72,7 +82,7 @@ class LatentAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: MLASelfAttentionSubmodules,
+        submodules: LatentSubmodules,
         layer_number: int,
         pg_collection: Any = None,
         **_: Any,
@@ -81,8 +91,9 @@ class LatentAttention(MegatronModule):
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
         self.num_heads = config.num_attention_heads // self.tp_group.size()
         self.sizes = sizes = config.mixer
-        scaling = getattr(config, "yarn_rotary_scaling_factor", 1.0), getattr(config, "yarn_mscale_all_dim", 0.0)
-        self.softmax_scale = _yarn_get_mscale(*scaling) ** 2 * sizes.query_size**-0.5
+        growth = math.log(max(1.0, getattr(config, "yarn_rotary_scaling_factor", 1.0)))
+        mscale = 1 + 0.1 * getattr(config, "yarn_mscale_all_dim", 0.0) * growth
+        self.softmax_scale = mscale**2 * sizes.query_size**-0.5
         # Latents are complete on every rank, so what follows them must not gather them as parts of a sequence.
         complete = copy.copy(config)
         complete.sequence_parallel = False

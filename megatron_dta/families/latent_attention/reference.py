@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_dta.core.model.parallel import megatron_patches
-from megatron_dta.families.latent_attention.layer import LATENT_NORM_EPSILON
+from megatron_dta.families.latent_attention.layer import LATENT_NORM_EPSILON, LatentSubmodules
 
 
 class _CoreAttention(DotProductAttention):
@@ -44,7 +43,7 @@ class Plain(MLASelfAttention):
     """Latent attention for a forward over one whole sequence, in the precision of its parameters."""
 
     def __init__(
-        self, config: TransformerConfig, submodules: MLASelfAttentionSubmodules, layer_number: int, **options: Any
+        self, config: TransformerConfig, submodules: LatentSubmodules, layer_number: int, **options: Any
     ) -> None:
         megatron_patches.build_latent_attention_without_transformer_engine()
         latent = copy.copy(config)
@@ -59,7 +58,8 @@ class Plain(MLASelfAttention):
         latent.original_max_position_embeddings, latent.beta_fast, latent.beta_slow = 4096, 32.0, 1.0
         # Megatron's core attention derives the width of its output from this.
         latent.kv_channels = sizes.v_head_dim
-        super().__init__(latent, replace(submodules, core_attention=_CoreAttention), layer_number, **options)
+        parts = MLASelfAttentionSubmodules(**vars(submodules), core_attention=_CoreAttention)
+        super().__init__(latent, parts, layer_number, **options)
         self.rotary_pos_emb = _Angles(_yarn_get_concentration_factor_from_config(config))
         for norm in (self.kv_layernorm, getattr(self, "q_layernorm", None)):
             if norm is not None:

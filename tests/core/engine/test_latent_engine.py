@@ -50,13 +50,6 @@ def test_equals_one_sequence_at_a_time_in_float64(references, name, cut):
     assert errors.largest() < 1e-12, errors
 
 
-def test_layers_recompute_themselves(references):
-    _, weights, samples, expected = references["deepseek"]
-    model = model_config(**MODELS["deepseek"], recompute_granularity="full")
-    outcome, _ = run_tree(model, weights, samples, GRPO, tree_config("dta", 6), TEMPERATURE)
-    assert compare_outcomes(outcome, expected).largest() < 1e-12
-
-
 def test_a_sibling_changes_no_bit_of_another_sequence():
     model = model_config(torch.bfloat16, **MODELS["experts"])
     weights = latent_weights(model, seed=8)
