@@ -33,7 +33,7 @@ BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-6}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("ratio", [1, 4, 8])
 def test_random_forests(dtype, head_size, ratio):
     generator = seed_all(head_size + ratio)
