@@ -7,6 +7,7 @@ from typing import Any
 from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.families.gated_delta_net.sizes import Sizes
+from megatron_dta.families.mamba2 import sizes as mamba2
 from megatron_dta.families.named_shapes import SHAPES
 
 # The tiny shapes are for trying things on a laptop; their vocabulary size follows from the data.
@@ -20,6 +21,16 @@ TINY = {
         mixer=Sizes(linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4),
     ),
 }
+TINY["tiny-mamba"] = DecoderShape(
+    *(6, 64, 192, 4, 2, 16, 1),
+    swiglu=False,
+    mixer=mamba2.Sizes(mamba_num_heads=8, mamba_head_dim=16, mamba_state_dim=16, mamba_num_groups=2),
+    hybrid_layer_pattern="MEM*-M",
+    num_experts=8,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=48,
+    moe_shared_expert_intermediate_size=64,
+)
 _NAMES = ("qwen3-1.7b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "llama3-70b")
 _NAMES += ("qwen3.5-9b", "qwen3.5-35b-a3b", "nemotron-3-nano-30b-a3b")
 MODELS: dict[str, DecoderShape] = TINY | {name: SHAPES[name] for name in _NAMES}

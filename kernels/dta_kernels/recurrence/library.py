@@ -96,17 +96,59 @@ def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs)
 
 def state_space(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     """The same for Mamba-2; arguments as in ``gated_delta_rule.state_space``."""
-    from fla.ops.simple_gla import chunk_simple_gla
+    return _StateSpace.apply(*(x.contiguous() for x in (*inputs, entry_RJKV)), runs)
 
-    q, k, v, g = inputs
-    # Its gradients are those of as many keys as values.
-    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
-    output, exits = chunk_simple_gla(
-        *(x.unsqueeze(0) for x in (q, k, v, g)),
-        scale=1.0,
-        initial_state=entry_RJKV,
-        output_final_state=True,
-        cu_seqlens=runs.on_device,
-        cu_seqlens_cpu=torch.tensor(runs.offsets),
+
+class _StateSpace(torch.autograd.Function):
+    """The library's kernels of the gated delta rule with nothing to correct, ``w`` = 0.
+
+    Its own ``simple_gla`` keeps states in float32, which its backward for Hopper GPUs by TileLang does not take, waits
+    for the device, and needs as many keys as values.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor, entry: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+        from fla.ops.common.chunk_o import chunk_fwd_o
+        from fla.ops.utils import chunk_local_cumsum
+        from fla.ops.utils.constant import RCP_LN2
+
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        pieces = dict(cu_seqlens=runs.on_device, chunk_indices=runs.chunks, chunk_size=CHUNK)
+        total = chunk_local_cumsum(g.unsqueeze(0), scale=RCP_LN2, **pieces)
+        h, exits = _chunk_states(k, v, total, entry, pieces)
+        ctx.save_for_backward(q, k, v, total, entry)
+        ctx.pieces, ctx.dtype = pieces, g.dtype
+        return chunk_fwd_o(q=q, k=k, v=v, h=h, g=total, scale=1.0, **pieces).squeeze(0), exits
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, grad_exits: Tensor) -> tuple:
+        from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
+        from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local
+        from fla.ops.utils import chunk_local_cumsum
+
+        (q, k, v, total, entry), pieces = ctx.saved_tensors, ctx.pieces
+        grad, common = grad.contiguous().unsqueeze(0), dict(g=total, scale=1.0, **pieces)
+        h, _ = _chunk_states(k, v, total, entry, pieces)
+        dv = chunk_bwd_dv_local(q=q, k=k, do=grad, **common)
+        zero = _zero(k, v)
+        dh, grad_entry, dv = chunk_gated_delta_rule_bwd_dhu(
+            q=q, k=k, w=zero, do=grad, dv=dv, h0=entry, dht=grad_exits.contiguous(), **common
+        )
+        dq, dk, _, dg = chunk_bwd_dqkwg(q=q, k=k, v=v, do=grad, h=h, dh=dh, **common)
+        dg = chunk_local_cumsum(dg, reverse=True, **pieces).to(ctx.dtype)
+        return *(x.squeeze(0) for x in (dq.to(q.dtype), dk.to(k.dtype), dv, dg)), grad_entry, None
+
+
+def _zero(k: Tensor, v: Tensor) -> Tensor:
+    """``w``, [1, T, J, K]."""
+    return k.new_zeros(*v.shape[:3], k.shape[3])
+
+
+def _chunk_states(k: Tensor, v: Tensor, total: Tensor, entry: Tensor, pieces: dict) -> tuple[Tensor, Tensor]:
+    """States before each chunk, in 16 bits, and after each run."""
+    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
+
+    h, _, exits = chunk_gated_delta_rule_fwd_h(
+        k=k, w=_zero(k, v), u=v, g=total, initial_state=entry, output_final_state=True, save_new_value=False, **pieces
     )
-    return output.squeeze(0), exits
+    return h, exits

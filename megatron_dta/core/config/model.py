@@ -239,8 +239,8 @@ class ModelConfig:
     )
     lora_target_modules: list[str] | None = option(
         None,
-        "Linear layers with adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, and of gated delta net in_proj, "
-        "out_proj (default: all).",
+        "Linear layers with adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, and in_proj and out_proj of "
+        "layers with a recurrence (default: all).",
         needs="lora_rank",
     )
 

@@ -1,1 +1,1 @@
-"""Layers that carry a state along each path: gated delta net, its states at forks, and gated attention."""
+"""Layers that carry a state along each path and their states at forks, layers of one part, and gated attention."""

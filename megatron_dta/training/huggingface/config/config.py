@@ -1,8 +1,7 @@
 """Converts a Hugging Face ``config.json`` to the fields of ``ModelConfig``, for families that Megatron can compute.
 
 A key that changes the model's result is either converted or refused by name; nothing is guessed. An absent key has
-transformers' default for the family. Supported are Llama 2 and 3.x, Mistral, Mixtral, Qwen2 and 2.5, Qwen3, Qwen3-MoE,
-Qwen3-Next and Qwen3.5, as ``*ForCausalLM``.
+transformers' default for the family. ``families`` lists what is supported.
 """
 
 from __future__ import annotations

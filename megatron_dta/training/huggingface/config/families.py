@@ -1,7 +1,7 @@
 """Lists the supported Hugging Face architectures and their differences.
 
-They are Llama 2 and 3.x, Mistral, Mixtral, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Qwen3-Next and the text models of Qwen3.5,
-also inside a model with a vision tower (``Qwen3_5ForConditionalGeneration``), whose config.json nests them.
+They are Llama 2 and 3.x, Mistral, Mixtral, Qwen2 and 2.5, Qwen3 and Qwen3-MoE, and those of the folders of
+``core.families``, also inside a model with a vision tower, whose config.json nests the text model.
 """
 
 from __future__ import annotations
