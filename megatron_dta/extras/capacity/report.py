@@ -207,6 +207,9 @@ def placeholders(planner: Planner, arguments: argparse.Namespace) -> list[str]:
         notes.append(f"{folder} is the folder of `hf download {hub_name} --local-dir {folder}`")
     elif "--load-hf" not in flags and arguments.args_file is None:
         notes.append("without --load-hf or --load the run starts from random weights")
+        if planner.shape.mixer is not None:
+            kind = planner.shape.mixer.kind
+            notes.append(f"flags cannot say the sizes of {kind}: give a config.json of this shape by --hf-checkpoint")
     return notes
 
 
