@@ -275,7 +275,8 @@ class ModelConfig:
     @property
     def lora_targets(self) -> tuple[str, ...]:
         """Names of the linear layers that can have adapters."""
-        return LORA_TARGETS + (tuple(self.mixer.projections(self.hidden_size)) if any(self.mixer_layers) else ())
+        of_mixer = self.mixer.projections(self.hidden_size) if any(self.mixer_layers) else ()
+        return tuple(dict.fromkeys((*LORA_TARGETS, *of_mixer)))
 
     @property
     def rotated_channels(self) -> int:

@@ -68,8 +68,7 @@ def load_huggingface(folder: str | Path) -> torch.nn.Module:
 
     tied = text_model(read_hf_config(folder)).get("tie_word_embeddings")
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        config = config.get_text_config()
+        config = _text_config(transformers, folder)
         # Beside a vision tower, transformers looks for it in the configuration of the text model only.
         config.tie_word_embeddings = config.tie_word_embeddings if tied is None else tied
         config._experts_implementation = "eager"  # grouped products do not take float64
@@ -88,6 +87,21 @@ def load_huggingface(folder: str | Path) -> torch.nn.Module:
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{folder}: Hugging Face transformers cannot load it: {reason}") from error
+
+
+def _text_config(transformers: ModuleType, folder: str | Path) -> Any:
+    """The settings of the text model, of which those that only transformers obeys have no effect."""
+    values = read_hf_config(folder)
+    family = architecture(values)
+    if values.get("model_type") in family.published_as:
+        # transformers does not know every name that folders with code of their own have.
+        mapped = transformers.CONFIG_MAPPING[family.model_type]
+        config = mapped.from_dict(values | {"model_type": family.model_type})
+    else:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if hasattr(config, "time_step_min"):
+        config.time_step_min = 1e-12  # see families.mamba2.huggingface
+    return config.get_text_config()
 
 
 def train_padding(reference: torch.nn.Module) -> int | None:

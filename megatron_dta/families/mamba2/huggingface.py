@@ -75,7 +75,7 @@ def settings(values: HfValues, family: Family) -> dict[str, object]:
     return {
         "num_layers": len(pattern),
         "hybrid_layer_pattern": pattern,
-        "mixer": sizes if "M" in pattern else None,
+        "mixer": sizes,
         "norm_epsilon": values.number("layer_norm_epsilon"),
         "swiglu": False,
         "squared_relu": True,
@@ -92,6 +92,8 @@ def _pattern(values: HfValues) -> str:
         pattern = values.text("hybrid_override_pattern")
     if not pattern or set(pattern) - set(_LETTERS.values()):
         raise values.error(f"the layers {pattern or '(none)'} are not supported: supported are M, *, - and E")
+    if not {"M", "*"} <= set(pattern):
+        raise values.error(f"the layers {pattern} are not supported: both M and * must be among them")
     return pattern
 
 

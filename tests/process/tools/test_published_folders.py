@@ -84,7 +84,7 @@ _MAMBA: dict[str, Any] = dict(
     n_shared_experts=1, norm_eps=1e-5, norm_topk_prob=True, num_attention_heads=4, num_experts_per_tok=2,
     num_hidden_layers=4, num_key_value_heads=2, partial_rotary_factor=1.0, residual_in_fp32=False, rope_theta=10000,
     routed_scaling_factor=2.5, sliding_window=None, ssm_state_size=16, tie_word_embeddings=False,
-    time_step_floor=0.0001, time_step_limit=[0.0, float("inf")], time_step_max=0.1, time_step_min=1e-9, topk_group=1,
+    time_step_floor=0.0001, time_step_limit=[0.0, float("inf")], time_step_max=0.1, time_step_min=0.001, topk_group=1,
     torch_dtype="bfloat16", use_bias=False, use_cache=True, use_conv_bias=True, vocab_size=VOCABULARY,
 )  # fmt: skip
 _YARN = dict(type="yarn", factor=4, beta_fast=32, beta_slow=1, original_max_position_embeddings=128)
@@ -189,6 +189,8 @@ def _tensors(config: dict[str, Any]) -> dict[str, Tensor]:
     if config["model_type"] not in ("qwen3_5", "qwen3_5_moe"):
         tensors = _separate_experts(tensors)
     if config["model_type"] == "nemotron_h":
+        # Steps below ``time_step_min``, which bounds them in transformers only.
+        tensors |= {name: values - 8 for name, values in tensors.items() if name.endswith("dt_bias")}
         tensors = {name.replace("model.", "backbone.", 1): values for name, values in tensors.items()}
     if "kv_lora_rank" in config:
         head = {name.replace(".layers.1.", ".layers.2."): torch.randn_like(values) for name, values in tensors.items()}
@@ -285,6 +287,19 @@ def test_training_and_both_converters(case: str, tmp_path: Path, monkeypatch, ca
         assert status == 0, out
         assert f"not compared: {beside}" in out
         assert summary["tokens"] == 80
+
+
+def test_a_name_that_transformers_does_not_know_is_compared_all_the_same(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Kimi K2: the architecture of DeepSeek V3 under a name of its own."""
+    source = tmp_path / "hf"
+    save_published(source, "deepseek-v3")
+    kimi = CONFIGS["deepseek-v3"] | dict(model_type="kimi_k2", n_group=1, topk_group=1)
+    del kimi["auto_map"]
+    kimi["rope_scaling"] = kimi["rope_scaling"] | dict(beta_fast=1.0, beta_slow=1.0)
+    (source / "config.json").write_text(json.dumps(kimi))
+    to_megatron(source, tmp_path / "megatron")
+    status, _, out = verify(monkeypatch, capsys, source, tmp_path / "megatron", "--seq-length", "20")
+    assert status == 0, out
 
 
 def test_an_export_names_the_file_that_it_lacks(tmp_path: Path) -> None:

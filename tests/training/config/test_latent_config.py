@@ -36,6 +36,8 @@ def test_published_sizes_are_the_named_ones(name: str, config: dict) -> None:
     assert DecoderShape.of(ModelConfig(**settings)) == SHAPES[name]
     assert round(SHAPES[name].num_parameters / 1e9, 1) == {"deepseek-v3": 671.0, "moonlight-16b-a3b": 16.0}[name]
     assert settings["moe_router_bias_update_rate"] == 0.0
+    targets = ModelConfig(**settings).lora_targets
+    assert len(set(targets)) == len(targets)
 
 
 REFUSED = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from megatron_dta.core.config.checks.hybrid import check_hybrid
 from megatron_dta.core.config.parallel import ParallelConfig
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.families.named_shapes import SHAPES
-from megatron_dta.training.huggingface.config.config import model_settings
+from megatron_dta.training.huggingface.config.config import model_settings, settings_from_hf
 from megatron_dta.training.huggingface.config.config_output import config_from_settings
 
 NANO: dict[str, Any] = dict(
@@ -45,6 +47,8 @@ def test_settings_become_a_config_that_says_the_same(settings):
     [
         (dict(quantization_config={"quant_method": "modelopt"}), "quantized weights are not supported"),
         (dict(hybrid_override_pattern="MX*"), "supported are M, *, - and E"),
+        (dict(hybrid_override_pattern="*-"), "the layers *- are not supported: both M and *"),
+        (dict(hybrid_override_pattern="M-"), "the layers M- are not supported: both M and *"),
         (dict(layers_block_type=["mamba", "lstm"]), "supported are M, *, - and E"),
         (dict(time_step_limit=[0.0, 0.1]), "supported is [0, Infinity]"),
         (dict(moe_latent_size=64), "moe_latent_size 64 is not supported"),
@@ -57,6 +61,16 @@ def test_what_is_not_supported_is_refused_in_one_line(changes, message):
     with pytest.raises(InputError) as caught:
         model_settings(NANO | changes)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [(dict(num_experts=16), "n_routed_experts 128"), (dict(norm_epsilon=1e-6), "layer_norm_epsilon 1e-05")],
+)
+def test_a_flag_that_contradicts_names_the_key(flag: dict, said: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(NANO))
+    with pytest.raises(InputError, match=f"contradicts .*: {said}; leave the flag out"):
+        settings_from_hf(tmp_path, flag)
 
 
 @pytest.mark.parametrize(

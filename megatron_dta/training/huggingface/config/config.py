@@ -24,7 +24,7 @@ __all__ = ["Family", "architecture", "model_settings", "read_hf_config", "settin
 
 # Fields that the run may choose; config.json's value is their default.
 _CHOICES = ("max_position_embeddings", "init_method_std", "moe_router_bias_update_rate")
-# The key of config.json that each field comes from, for messages; other fields come from the architecture.
+# The keys of config.json that each field comes from, for messages; other fields come from the architecture.
 _KEYS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -33,14 +33,15 @@ _KEYS = {
     "num_query_groups": "num_key_value_heads",
     "kv_channels": "head_dim",
     "vocab_size": "vocab_size",
-    "norm_epsilon": "rms_norm_eps",
+    "norm_epsilon": "layer_norm_epsilon rms_norm_eps",
     "untie_embeddings_and_output_weights": "tie_word_embeddings",
+    "num_experts": "num_experts n_routed_experts num_local_experts",
     "moe_router_topk": "num_experts_per_tok",
     "moe_ffn_hidden_size": "moe_intermediate_size",
     "moe_router_pre_softmax": "norm_topk_prob",
     "moe_layer_freq": "decoder_sparse_step",
     "mixer_layer_freq": "layer_types",
-    "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size shared_expert_intermediate_size",
 }
 _ROPE_FIELDS = ("rotary", "rope", "yarn", "mscale", "position_embedding", "no_yarn", "use_rope")
 
@@ -133,9 +134,8 @@ def _source(name: str, config: Mapping[str, Any], settings: Mapping[str, object]
     """The entry of ``config`` that determined the field ``name``, as written there."""
     family = architecture(config)
     values = HfValues(text_model(config), CONFIG_FILE, family.defaults)
-    key = _KEYS.get(name)
-    if name == "num_experts":
-        key = "num_experts" if "num_experts" in values else "num_local_experts"
+    keys = _KEYS.get(name, "").split()
+    key = next((key for key in keys if values.get(key) is not None), keys[-1] if keys else None)
     if name == "rotary_base":
         return f"rope_theta {settings[name]:g}"
     if name.startswith(_ROPE_FIELDS):

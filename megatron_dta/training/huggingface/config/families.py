@@ -162,10 +162,8 @@ def architecture(config: Mapping[str, Any], origin: str = CONFIG_FILE) -> Family
     if names[0] not in families():
         raise values.error(f"the architecture {names[0]} is not supported; supported are {', '.join(families())}")
     family = families()[names[0]]
-    if "auto_map" in values:
-        if values.get("model_type") in family.published_as:
-            return family
+    if "auto_map" in values and values.get("model_type") not in family.published_as:
         raise values.error("auto_map: models with code of their own are not supported")
-    if "model_type" in values and values.text("model_type") != family.model_type:
+    if "model_type" in values and values.text("model_type") not in (family.model_type, *family.published_as):
         raise values.error(f"model_type {values.text('model_type')} does not belong to the architecture {names[0]}")
     return family
