@@ -151,7 +151,7 @@ def test_ops_of_an_expert_group_are_those_of_training():
     even = step.partition(4)
     assert [part.tolist() for part in parts] != [even.sequences_of(rank).tolist() for rank in range(4)]
     steps = [plan_step([TrainingSample(sequences[i], masks[i]) for i in part], "dta", budget, shape) for part in parts]
-    training = synchronized_plan(steps[0], [RankPlan.of(other) for other in steps], 0, shape).training
+    training = synchronized_plan(steps[0], [RankPlan.of(other, shape) for other in steps], 0, shape).training
     stage = zip(training.schedule.ops[0], training.most_tokens[0], strict=True)
     most = sorted(tokens for op, tokens in stage if op.kind is OpKind.FORWARD)
     assert sorted(prediction.work.planned[1][0].tolist()) == most

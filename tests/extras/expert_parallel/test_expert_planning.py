@@ -54,7 +54,7 @@ def tokens_of_training(step: GroupStep, rank: np.ndarray, group: int) -> int:
     memory = max(3 * longest // 2, 8 * budget.segment_tokens)
     budget = StepBudget(budget.segment_tokens, memory, budget.activation_tokens)
     plans = [plan_step(rank_samples, "dta", budget, shape) for rank_samples in samples]
-    training = synchronized_plan(plans[0], [RankPlan.of(plan) for plan in plans], 0, shape).training
+    training = synchronized_plan(plans[0], [RankPlan.of(plan, shape) for plan in plans], 0, shape).training
     ops, most = training.schedule.ops[0], training.most_tokens[0]
     times = {op: 1 if op.kind is OpKind.FORWARD else 2 + (not training.kept[0, op.segment]) for op in ops}
     return sum(tokens * times[op] for op, tokens in zip(ops, most, strict=True))
@@ -174,6 +174,23 @@ def test_every_rank_runs_its_own_tree_in_a_right_order(seed: int) -> None:
         _, num_slots = allocate_slots(alone, rank_ops)  # refuses a wrong order
         assert len(rank_ops) == 2 * len(forest.lengths)
         assert num_slots >= peak_of(forest)
+
+
+def test_segments_of_equal_time_run_together() -> None:
+    shorter = 0
+    for seed in range(20):
+        generator = seed_all(300 + seed)
+        forests = [random_forest(generator, 20) for _ in range(2)]
+        times = [generator.integers(1, 1000, 20).tolist() for _ in forests]
+        trees = [build_merged_segment_tree(forests, 600, given) for given in (times, None)]
+        check_embedding(forests, trees[0], 600)
+        # As the planner weighs them: an op has a fixed cost, too.
+        fixed = [sum(of_rank) // 160 + 1 for of_rank in times]
+        costs = [[time + more for time in of_rank] for of_rank, more in zip(times, fixed, strict=True)]
+        by_time, by_tokens = (int(tree.largest(costs).sum()) for tree in trees)
+        assert by_time <= by_tokens
+        shorter += by_time < by_tokens
+    assert shorter > 10
 
 
 def test_equal_trees_cost_nothing_more() -> None:

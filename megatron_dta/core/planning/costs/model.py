@@ -117,6 +117,10 @@ class CostModel:
             backward += seconds * (1 - share) * np.asarray(count, dtype=np.float64)
         return forward, backward
 
+    def nanoseconds(self, tokens: np.ndarray, pairs: np.ndarray, edges: np.ndarray) -> list[int]:
+        """Forward and backward together, without the floor."""
+        return (1e9 * sum(self.linear_seconds(tokens, pairs, edges))).astype(np.int64).tolist()
+
     @property
     def floors(self) -> tuple[float, float]:
         """Minimum seconds of a segment's forward and of its backward."""

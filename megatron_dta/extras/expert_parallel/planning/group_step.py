@@ -80,7 +80,8 @@ class GroupStep:
             longest = max((len(self.sequences[i]) for part in parts for i in part), default=0)
             budget = replace(budget, memory_tokens=default_in_flight(longest, budget.segment_tokens))
         replicas = [replace(self, budget=budget).replica(part) for part in parts]
-        tree = build_merged_segment_tree([segments for segments, _ in replicas], budget.memory_tokens)
+        times = [self.shape.cost_model.nanoseconds(*counts) for _, counts in replicas]
+        tree = build_merged_segment_tree([segments for segments, _ in replicas], budget.memory_tokens, times)
         largest = tuple(tree.largest([counts[kind] for _, counts in replicas]) for kind in range(3))
         return GroupPlan(replicas, tree, largest, budget.memory_tokens)
 

@@ -26,8 +26,8 @@ How the tree is built: all ranks walk their trees depth first, at the same time,
 3. Every other rank adds a segment whose parent is open and whose subtree fits into the budget: the largest one whose
    cost is at most the opened subtree's times a factor. A larger one would keep the other ranks waiting.
 
-Several factors are tried, each with the largest or the smallest child first, and the cheapest tree is returned. The
-result is deterministic, so every rank builds the same tree.
+Several factors are tried, each with the largest or the smallest child first, with costs by tokens and by predicted
+time, and the tree of the least time is returned. The result is deterministic, so every rank builds the same tree.
 
 Legend: R ranks, C nodes of the merged tree.
 """
@@ -37,6 +37,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -72,25 +73,29 @@ class MergedSegmentTree(SegmentTree):
         return largest_of_ranks(counts, self.segment_of)
 
 
-def build_merged_segment_tree(forests: Sequence[SegmentTree], memory_tokens: int = 0) -> MergedSegmentTree:
+def build_merged_segment_tree(
+    forests: Sequence[SegmentTree], memory_tokens: int = 0, times: Sequence[Sequence[int]] | None = None
+) -> MergedSegmentTree:
     """Build the cheapest merged tree found for the forests of the ranks. Deterministic.
 
     Args:
         forests: segment forest of each rank.
         memory_tokens: limit on the tokens in flight on a rank; raised to the longest root path of any rank.
+        times: predicted time of each segment of each rank, in any unit; None for its tokens.
     """
-    trees = [CostedTree(forest) for forest in forests]
+    kinds = [times] * (times is not None) + [[forest.lengths for forest in forests]]
+    by_kind = [[CostedTree(*both) for both in zip(forests, work, strict=True)] for work in kinds]
+    trees = by_kind[0]
     budget = max([memory_tokens, *(tree.peak for tree in trees)])
     best: tuple[tuple[int, int], list[int], list[list[int]]] | None = None
-    for factor in FACTORS:
-        for largest_first in (True, False):
-            parents, members = _MergedWalk(trees, budget, factor, largest_first).run()
-            cost = (
-                sum(max(tree.costs[s] for tree, s in zip(trees, node, strict=True) if s >= 0) for node in members),
-                len(parents),
-            )
-            if best is None or cost < best[0]:
-                best = cost, parents, members
+    for costed, factor, largest_first in product(by_kind, FACTORS, (True, False)):
+        parents, members = _MergedWalk(costed, budget, factor, largest_first).run()
+        cost = (
+            sum(max(tree.costs[s] for tree, s in zip(trees, node, strict=True) if s >= 0) for node in members),
+            len(parents),
+        )
+        if best is None or cost < best[0]:
+            best = cost, parents, members
     _, parents, members = best
     lengths = [max(tree.lengths[s] for tree, s in zip(trees, node, strict=True) if s >= 0) for node in members]
     return MergedSegmentTree(
@@ -111,8 +116,8 @@ def largest_of_ranks(counts: Sequence[Sequence[int]], segments: Sequence[np.ndar
 class CostedTree:
     """The segment tree of a rank, with the cost and height of every subtree.
 
-    A segment costs its tokens plus a fixed cost of one token and an eighth of the mean segment length, which stands for
-    the time to launch a segment.
+    A segment costs its ``work``, tokens or predicted time, plus an eighth of the mean, which stands for the time to
+    launch a segment.
 
     Attributes:
         parents, lengths: parent and tokens of each segment.
@@ -122,11 +127,11 @@ class CostedTree:
         peak: tokens of the longest root path.
     """
 
-    def __init__(self, forest: SegmentTree) -> None:
+    def __init__(self, forest: SegmentTree, work: Sequence[int]) -> None:
         self.parents = [int(parent) for parent in forest.segment_parent]
         self.lengths = [int(length) for length in forest.lengths]
-        fixed = sum(self.lengths) // (8 * max(1, len(self.lengths))) + 1
-        self.costs = [length + fixed for length in self.lengths]
+        fixed = int(sum(work)) // (8 * max(1, len(work))) + 1
+        self.costs = [int(segment) + fixed for segment in work]
         self.subtree_costs, self.heights = list(self.costs), list(self.lengths)
         self.children: list[list[int]] = [[] for _ in self.parents]
         self.roots = [segment for segment, parent in enumerate(self.parents) if parent < 0]

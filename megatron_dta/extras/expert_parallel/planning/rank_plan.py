@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_dta.core.planning.costs.model import DEFAULT_COSTS
 from megatron_dta.core.planning.segments.runs import ForkCounts
 from megatron_dta.core.planning.step.passes import PipelineShape
 from megatron_dta.core.planning.step.plan import StepPlan
@@ -21,6 +22,7 @@ class RankPlan:
     Attributes:
         forest: segments of the rank.
         pairs, edges: attention pairs and trained edges of each segment.
+        times: predicted nanoseconds of each segment, by the rank's costs.
         memory_tokens: limit on the tokens in flight.
         available_bytes: what a step's tensors may take on each pipeline rank; infinite without a limit.
         forks: numbers of states of each segment, if their bytes are limited.
@@ -29,6 +31,7 @@ class RankPlan:
     forest: SegmentForest
     pairs: list[int]
     edges: list[int]
+    times: list[int]
     memory_tokens: int
     available_bytes: tuple[float, ...] = (math.inf,)
     forks: ForkCounts | None = None
@@ -37,11 +40,13 @@ class RankPlan:
     def of(cls, step: StepPlan, shape: PipelineShape | None = None) -> RankPlan:
         """Extract the counts from ``step``, which is planned for ``shape``."""
         memory = None if shape is None else shape.memory
-        segments = step.segments
+        segments, edges = step.segments, np.diff(step.segment_edges)
+        model = DEFAULT_COSTS if shape is None else shape.cost_model
         return cls(
             SegmentForest(segments.segment_parent, segments.lengths),
             segments.attention_pairs.tolist(),
-            np.diff(step.segment_edges).tolist(),
+            edges.tolist(),
+            model.nanoseconds(segments.lengths, segments.attention_pairs, edges),
             step.memory_tokens,
             (math.inf,) if memory is None else tuple(memory.available(stage) for stage in range(shape.num_stages)),
             step.runs.counts if memory is not None and memory.has_states else None,

@@ -49,7 +49,8 @@ def synchronized_plan(step: StepPlan, ranks: Sequence[RankPlan], rank_index: int
     min_segments = 0 if shape.group is None else shape.group.min_segments
     if len(ranks) == 1 and step.segments.num_segments >= min_segments:
         return step
-    tree = build_merged_segment_tree([rank.forest for rank in ranks], memory_tokens_of(ranks))
+    forests, times = [rank.forest for rank in ranks], [rank.times for rank in ranks]
+    tree = build_merged_segment_tree(forests, memory_tokens_of(ranks), times)
     kept, missing = kept_nodes(tree, step, ranks, shape)
     num_forwards = max([min_segments, *(len(rank.edges) for rank in ranks)])
     if kept is None:
