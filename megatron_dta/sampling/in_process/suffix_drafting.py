@@ -35,6 +35,8 @@ from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.speculator import Proposal, Speculator
 
 _STATE = "speculation"
+_CALIBRATED = 16
+"""Rollout batches between two calibrations."""
 _INSERT_SECONDS = 3e-6
 """Assumed seconds to insert a token."""
 
@@ -83,6 +85,7 @@ class SuffixDrafting(Drafting):
         self._proposal: Proposal | None = None
         # Passes as (tokens, seconds, has drafts).
         self._measured: list[tuple[int, float, bool]] = []
+        self._uncalibrated = _CALIBRATED  # rollout batches
         self._last: Round | None = None
         self._inserted = 0, 0.0  # tokens and seconds in this round
         self._last_prompt: tuple[np.ndarray | None, str] = None, ""
@@ -191,7 +194,7 @@ class SuffixDrafting(Drafting):
         if done.captured and asked:
             clock.saved -= seconds
         elif passes and not done.captured:
-            clock.took(len(done.rows), passes, sum(map(len, done.appended)), seconds, asked)
+            clock.took(len(done.rows), passes if done.drafted is None else self._phase.progress, seconds, asked)
         if clock.is_due:
             clock.begin(self._insert_seconds())
             self._begins = False
@@ -266,12 +269,15 @@ class SuffixDrafting(Drafting):
         """Let the ranks of a replica, which must make the same drafts, use the first rank's measurements."""
         mesh, gate = current_mesh(), self.speculator.gate
         clock.begin_batch()
-        if not any(is_drafted for _, _, is_drafted in self._measured) and mesh.tensor_size * mesh.pipeline_size == 1:
-            return
-        costs = self.measured_cost(), self.measured_cost(False), self.measured_cost(True)
-        (both, plain, drafted), rates = mesh.gather_over_replica((costs, clock.rates()))[0]
         gate.is_measured = mesh.tensor_size * mesh.pipeline_size == 1
+        self._uncalibrated += 1
+        costs = None, None, None
+        # A fit takes milliseconds, and costs hardly change.
+        if self._uncalibrated > _CALIBRATED and any(is_drafted for _, _, is_drafted in self._measured):
+            costs, self._uncalibrated = (self.measured_cost(), self.measured_cost(False), self.measured_cost(True)), 0
+        both, plain, drafted = costs
         if not gate.is_measured:
+            (both, plain, drafted), rates = mesh.gather_over_replica((costs, clock.rates()))[0]
             clock.share(rates)
         if both is not None or (plain is not None and drafted is not None):
             gate.calibrate(plain or both, drafted or both)

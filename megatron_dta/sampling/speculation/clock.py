@@ -1,9 +1,12 @@
 """Decides by measured seconds which rounds of decoding may have drafts.
 
 Without drafts the engine launches bursts ahead, so whoever asks for drafts has lost time even if there are none. Rounds
-therefore do without, until a *trial*: ``TRIAL_ROUNDS`` rounds with drafts, whose seconds are compared with those of as
-many tokens without, at as many running rows. While trials win, the next one follows. After one that loses, rounds
-with about as many rows wait, twice as long each time.
+therefore do without, until a *trial*: ``TRIAL_ROUNDS`` rounds with drafts, whose seconds are compared with those of the
+passes without that they replace, at as many running rows. While trials win, the next one follows. After one that loses,
+rounds with about as many rows wait, twice as long each time.
+
+A round replaces as many passes as the likely last rows have got tokens (the mean, weighted by each row's probability of
+being the last one), since other rows do not shorten the phase.
 
 Filling the trees when a trial begins takes time. These seconds are spent once and do not decide whether drafts win. But
 no trial begins that may raise all that was spent and lost, less what drafts have saved since, above ``LOSS_SHARE`` of
@@ -12,7 +15,7 @@ the time. Graphs of passes with drafts, which are captured once for each size, a
 The ranks of a replica must decide alike. Where there are several, they use the medians of the first rank up to the last
 rollout batch (``share``) in place of the seconds of this round.
 
-Example: 200 rows take 2 ms a pass, 10 us a token. Six rounds with drafts take 30 ms and give 4,000 tokens, for which
+Example: a pass of 200 rows takes 2 ms. Six rounds with drafts take 30 ms and give the slowest rows 20 tokens, for which
 passes without drafts would have taken 40 ms: the trial saves 10 ms, and the next six rounds may have drafts, too.
 """
 
@@ -49,36 +52,36 @@ class DraftingClock:
         self._recent: dict[tuple[bool, int], deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._shared: Rates = {}
         self._waits: dict[int, int] = defaultdict(lambda: _FIRST_WAIT)
-        self._passes: dict[int, int] = defaultdict(int)
+        self._passes: dict[int, float] = defaultdict(float)
 
     def begin_batch(self) -> None:
         """Begin a rollout batch."""
         self.saved, self._gained, self._last_gained, self._price = 0.0, 0.0, self._gained, 0.0
 
     def rates(self) -> Rates:
-        """Median seconds a token by (with drafts, size of the batch)."""
+        """Median seconds a pass by (with drafts, size of the batch)."""
         return {key: median(recent) for key, recent in self._recent.items() if len(recent) >= _FEWEST}
 
     def share(self, rates: Rates) -> None:
         """Decide by ``rates`` until the next call."""
         self.is_local, self._shared = False, rates
 
-    def took(self, live: int, passes: int, tokens: int, seconds: float, asked: bool) -> None:
-        """Record a round of ``live`` rows, which gave ``tokens`` tokens. ``asked``: it could have drafts."""
+    def took(self, live: int, passes: float, seconds: float, asked: bool) -> None:
+        """Record a round of ``live`` rows. ``asked``: it could have drafts, and took the place of ``passes`` passes."""
         size = live.bit_length()
-        self._recent[asked, size].append(seconds / tokens)
+        self._recent[asked, size].append(seconds / passes)
         plain = self._rate(False, size)
         if plain is None:
             return
         if not self.is_local:
-            seconds = tokens * (plain if not asked else self._shared.get((True, size), _UNKNOWN * plain))
-        self._elapsed += tokens * plain
+            seconds = passes * (plain if not asked else self._shared.get((True, size), _UNKNOWN * plain))
+        self._elapsed += passes * plain
         if asked:
-            self._tried(size, tokens * plain - seconds, plain * live)
+            self._tried(size, passes * plain - seconds, plain)
             return
         self._passes[size] += passes
         # A round that was launched before a trial began is none of it.
-        self._risk = TRIAL_ROUNDS * (_UNKNOWN - 1) * plain * live
+        self._risk = TRIAL_ROUNDS * (_UNKNOWN - 1) * plain
         self.is_due = not self.is_on and self._passes[size] >= self._waits[size] and self._affords(self._price)
 
     def begin(self, seconds: float) -> None:

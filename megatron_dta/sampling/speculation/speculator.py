@@ -81,12 +81,13 @@ class Proposal:
 
 
 class Speculator:
-    """Drafter, gate and report of one engine. ``budget`` is one of ``BUDGETS``."""
+    """Drafter, gate and report of one engine. ``budget`` is one of ``BUDGETS``; ``progress``: tokens that the likely
+    last samples got in the last recorded forward with drafts."""
 
     def __init__(self, drafter: DrafterParams, gate: SpeculationGate, budget: str = "straggler") -> None:
         self.drafter, self.gate, self.budget = Drafter(drafter), gate, budget
         self.table, self.history = AcceptanceTable(), LengthHistory()
-        self.report = SpeculationReport()
+        self.report, self.progress = SpeculationReport(), 1.0
         self._step = self._forwards = 0
         self._next_plan, self._last_round = 0, (0, 0, 0, 0.0)
         self._free: list[int] = []
@@ -178,7 +179,8 @@ class Speculator:
         if count > live:
             sharers = self._sharers(proposal.slots, live)
             gain = self.gate.saved(accepted, sharers, live)
-            self.gate.record_progress(float(np.average(1 + accepted, weights=1 / sharers)))
+            self.progress = float(np.average(1 + accepted, weights=1 / sharers))
+            self.gate.record_progress(self.progress)
         self._last_round = live, count, 1, gain
         self.report.add_forward(live, count, seconds)
         self.report.draft_seconds += time.perf_counter() - begin

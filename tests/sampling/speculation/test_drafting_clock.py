@@ -18,10 +18,10 @@ def run(clock: DraftingClock, seconds: float, drafted: float, gain: float, token
             clock.begin(20e-3)
             time += 20e-3 * clock.is_on
             clock.spend(20e-3 * clock.is_on, 0.0)
-        passes, count, cost = (1, round(60 * gain), drafted) if clock.is_on else (8, 480, 8 * seconds)
+        count, cost = (round(60 * gain), drafted) if clock.is_on else (480, 8 * seconds)
         cost *= rng.uniform(0.9, 1.1)
         asked += clock.is_on
-        clock.took(60, passes, count, cost, clock.is_on)
+        clock.took(60, count / 60, cost, clock.is_on)
         done, time = done + count, time + cost
     return time, done / 60 * seconds, asked
 
@@ -46,7 +46,7 @@ def test_drafts_that_pay_stay_until_they_do_not() -> None:
     assert time < 0.55 * plain
     assert clock.saved == pytest.approx(plain - time, rel=0.1)
     for _ in range(2 * TRIAL_ROUNDS):  # the present trial may have saved enough to win
-        clock.took(60, 1, 60, 2e-3, True)
+        clock.took(60, 1, 2e-3, True)
     assert not clock.is_on
 
 
@@ -54,8 +54,8 @@ def test_ranks_that_decide_together_use_no_seconds_of_theirs() -> None:
     """Two ranks with other clocks and the rates of one of them ask in the same rounds."""
     first = DraftingClock()
     for _ in range(5):
-        first.took(60, 8, 480, 8e-3, False)
-        first.took(60, 1, 240, 2e-3, True)
+        first.took(60, 8, 8e-3, False)
+        first.took(60, 4, 2e-3, True)
     ranks = [DraftingClock(), DraftingClock()]
     for clock in ranks:
         clock.share(first.rates())
@@ -63,7 +63,7 @@ def test_ranks_that_decide_together_use_no_seconds_of_theirs() -> None:
     for index in range(800):
         for clock, slow in zip(ranks, (1.0, 50.0), strict=True):
             on = clock.is_on
-            clock.took(60, 1 if on else 8, 240 if on else 480, slow * (1 + index % 3), on)
+            clock.took(60, 4 if on else 8, slow * (1 + index % 3), on)
             if clock.is_due:
                 clock.begin(1e-3)
         assert ranks[0].is_on == ranks[1].is_on

@@ -61,7 +61,7 @@ class Coin(DraftingClock):
 
     rng = np.random.default_rng(5)
 
-    def took(self, live: int, passes: int, tokens: int, seconds: float, asked: bool) -> None:
+    def took(self, live: int, passes: float, seconds: float, asked: bool) -> None:
         self.is_on = self.is_on and self.rng.random() < 0.9
         self.is_due = not self.is_on and self.rng.random() < 0.5
 
