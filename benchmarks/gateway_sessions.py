@@ -257,12 +257,14 @@ def main() -> None:
         torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         arguments.output,
     )
-    context = multiprocessing.get_context("spawn")
+    # Forked before the gateway's threads start.
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    clients = context.Process(target=run_clients, args=(theirs, arguments), daemon=True)
+    clients.start()
+    theirs.close()
     with tempfile.TemporaryDirectory() as name, served(Path(name), config) as wave:
-        ours, theirs = context.Pipe()
-        clients = context.Process(target=run_clients, args=(theirs, wave.url, arguments), daemon=True)
-        clients.start()
-        theirs.close()
+        ours.send(wave.url)
         ours.recv()
         try:
             report.add({"what": "sessions", **run_waves(arguments, wave, ours, Path(name))})

@@ -110,8 +110,8 @@ class Client:
             return await reply.json()
 
 
-def run_clients(pipe: Connection, url: str, arguments: argparse.Namespace) -> None:
-    """Runs a wave for every (first, last) that the pipe gives."""
+def run_clients(pipe: Connection, arguments: argparse.Namespace) -> None:
+    """Runs a wave for every (first, last) that the pipe gives after the gateway's address."""
     import aiohttp
 
     async def wave(first: int, last: int) -> Seen:
@@ -120,6 +120,7 @@ def run_clients(pipe: Connection, url: str, arguments: argparse.Namespace) -> No
             await asyncio.gather(*(Client(http, number, arguments, seen).run() for number in range(first, last)))
         return seen
 
+    url = pipe.recv()
     pipe.send("ready")
     while (numbers := pipe.recv()) is not None:
         pipe.send(asyncio.run(wave(*numbers)))

@@ -68,11 +68,11 @@ class Preset:
 
 SMALLEST = Preset(
     "tiny",
-    steps.StepSettings(1, 64, (16, 256), 64, 256, None, longest_warm_up=0.0),
+    steps.StepSettings(1, 64, (32, 256), 64, 256, None, longest_warm_up=0.0),
     (),
     (),
     (2, 4),
-    (2, 4, 4, 4),
+    (2, 2, 4, 4),
 )
 SMALL = Preset(
     "tiny",

@@ -1,7 +1,7 @@
 """Runs parts of an experiment in processes of their own, and keeps their results for the next call of the experiment.
 
-Processes have imported the project before they are needed, which saves 5 s each: on a CPU they are forked off a
-server, with a GPU, which does not survive a fork, started ahead. Their output goes to ``log.txt`` in the part's folder,
+Processes have imported the project before they are needed, which saves 5 s each: on a CPU they are forked off this one,
+with a GPU, which does not survive a fork, started ahead. Their output goes to ``log.txt`` in the part's folder,
 and ``result.json`` appears when it has ended. A part whose ``result.json`` was made with the same arguments is not
 repeated; what an interrupted part has left is removed.
 """
@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,11 +61,10 @@ class Processes:
         self._results: dict[str, Any] = {}
         self._running: dict[str, tuple[BaseProcess, float]] = {}
         self._waiting: list[tuple[BaseProcess, Connection]] = []
-        # Python 3.11 does not tell the server where to find the modules.
-        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         self._on_gpu = torch.cuda.is_available()
-        self._context = multiprocessing.get_context("spawn" if self._on_gpu else "forkserver")
-        self._context.set_forkserver_preload(list(preload))
+        self._context = multiprocessing.get_context("spawn" if self._on_gpu else "fork")
+        if not self._on_gpu:
+            _import_all(preload)
         for _ in range(jobs if self._on_gpu else 0):
             self._start()
 
@@ -141,8 +139,7 @@ class Processes:
 
 def _in_process(preload: Sequence[str], jobs: Connection) -> None:
     """Run a part with its output in ``log.txt``, and write what it returns to ``value.json``."""
-    for name in preload:
-        importlib.import_module(name)
+    _import_all(preload)
     try:
         function, folder, arguments = jobs.recv()
     except EOFError:
@@ -158,6 +155,11 @@ def _in_process(preload: Sequence[str], jobs: Connection) -> None:
         print(f"{time.process_time():.1f} s of CPU time")
 
     run_entry_point(run)
+
+
+def _import_all(names: Sequence[str]) -> None:
+    for name in names:
+        importlib.import_module(name)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

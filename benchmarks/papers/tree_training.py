@@ -72,7 +72,7 @@ class Scale:
 
 
 SCALES = {
-    "smallest": Scale("tiny", 8, 32, 128, (64, 128), 0, 0, 1, CurveSettings(2, 1, 4, 4)),
+    "smallest": Scale("tiny", 4, 16, 64, (32, 64), 0, 0, 1, CurveSettings(1, 1, 2, 2)),
     "small": Scale("tiny", 32, 128, 512, (8192, 16384, 32768), 4000, 4000, 3, CurveSettings(40, 10)),
     "full": Scale("qwen3-1.7b", 32, 4096, 16384, (8192, 16384, 32768), 120_000, 20_000, 3, CurveSettings(300, 100)),
 }

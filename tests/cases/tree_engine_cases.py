@@ -56,8 +56,8 @@ def branching_sequences(generator: np.random.Generator, count: int = 12, longest
 def siblings(changed: bool) -> list:
     """Three branches of one trunk, of odd length; ``changed`` gives the middle one other tokens."""
     generator = np.random.default_rng(31)
-    trunk = generator.integers(0, VOCABULARY, size=21)
-    tails = [np.append([first], generator.integers(0, VOCABULARY, size=n)) for first, n in ((0, 12), (1, 9), (2, 30))]
+    trunk = generator.integers(0, VOCABULARY, size=11)
+    tails = [np.append([first], generator.integers(0, VOCABULARY, size=n)) for first, n in ((0, 6), (1, 5), (2, 14))]
     if changed:
         tails[1][1:] = (tails[1][1:] + 1) % VOCABULARY
     return random_training_samples([np.append(trunk, tail).astype(np.int32) for tail in tails], seed=1)

@@ -39,9 +39,8 @@ COMMAND = (
 )
 # What a kind of run adds to the command; asynchronous rollouts have a command of their own.
 RUNS = {
-    "async-save": "--entropy-coef 0.05 --async-save",
     "treepo-das": "--rollout-method treepo --treepo-segment-length 2 --advantage-estimator treepo "
-    "--rollout-speculation das",
+    "--rollout-speculation das --entropy-coef 0.05 --async-save",
     "async-rollouts": None,
 }
 MOMENTS = ("starting", "stepping", "saving")
@@ -98,7 +97,7 @@ class Run:
             if time.monotonic() > deadline:
                 self.kill(0)
                 raise SystemExit(f"the run has hung: nothing happened for {PATIENCE_S:.0f} s")
-            time.sleep(0.001)
+            time.sleep(0.002)
         return True
 
 

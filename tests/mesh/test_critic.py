@@ -36,7 +36,7 @@ MODELS = {
 def critic_case(name: str) -> tuple[Any, dict[str, torch.Tensor], list]:
     """A model, weights (a value head that is not near 0, biases of experts that differ), samples with old values."""
     generator = seed_all(71)
-    samples = random_training_samples(branching_sequences(generator, count=7, longest=20), seed=71)
+    samples = random_training_samples(branching_sequences(generator, count=7, longest=10), seed=71)
     model = model_config(**MODELS[name])
     built = build_model(model, initialize_parallel(71), value_head=True)
     weights = {name: p.detach().clone() for name, p in built.named_parameters()}

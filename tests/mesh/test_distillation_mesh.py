@@ -68,7 +68,7 @@ def test_meshes_agree(kind: str, task: Path, tmp_path: Path) -> None:
     assert all(np.isfinite(row["teacher_kl"]) and row["teacher_kl"] != 0 for row in expected)
     meshes = {"data": []}
     if kind == "full-vocabulary":
-        meshes |= {
+        meshes = {
             "tensor": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
             "pipeline": ["--pipeline-model-parallel-size", "2", "--offload-reference"],
             "context": ["--context-parallel-size", "2"],

@@ -113,7 +113,7 @@ def test_rows_beyond_the_expected_number_are_computed_again():
 def test_layers_as_one_function_exchange_tokens(tmp_path, mesh, name):
     settings = {"qwen3": QWEN3_MOE, "balanced": QWEN3_BALANCED}
     models = {key: grouped(fused(vocab_size=8, **options)) for key, options in settings.items()}
-    samples = random_training_samples(branching_sequences(seed_all(61), count=6, longest=9), seed=61)
+    samples = random_training_samples(branching_sequences(seed_all(61), count=6, longest=6), seed=61)
     ep2 = ParallelConfig(expert_model_parallel_size=2)
     meshes = {"ep2-idle": (2, ep2, [0, 0])}
     meshes["cp2-ep2"] = (2, replace(ep2, context_parallel_size=2), [0])

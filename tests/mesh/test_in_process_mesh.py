@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ class MeshJob:
 
 def forest_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor], dict[str, MeshJob]]) -> dict:
     from megatron_dta.core.model.build import build_model
-    from megatron_dta.core.model.parallel.mesh import current_mesh, destroy_parallel, initialize_parallel
+    from megatron_dta.core.model.parallel.mesh import destroy_parallel, initialize_parallel
 
     config, weights, jobs = argument
     results = {}
@@ -40,10 +40,8 @@ def forest_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tenso
         destroy_parallel()
         model = build_model(config, initialize_parallel(5, job.parallel), job.parallel)
         copy_shards(model, weights, config)
-        # Each replica calls in an order of its own.
-        drive = replace(DRIVE, order=DRIVE.order + current_mesh().data_rank)
         engine = started(model, **job.settings, drafting=suffix_drafting() if job.drafts else None)
-        forest = run_forest(engine, drive)
+        forest = run_forest(engine, DRIVE)
         engine.start(NEVER, 4)
         if job.drafts:
             engine.update_weights(1)
@@ -60,15 +58,15 @@ def test_meshes_give_the_samples_of_one_process(tmp_path):
     stages = dict(pipeline_model_parallel_size=2)
     meshes = {
         "tp2-sp": ParallelConfig(**tensor, sequence_parallel=True),
-        "pp2-uneven": ParallelConfig(**stages, pipeline_model_parallel_layout="Ettt|tL"),
-        "pp2-vpp2": ParallelConfig(**stages, num_virtual_stages_per_pipeline_rank=2),
-        "dp2": ParallelConfig(),
+        "pp2-vpp2": ParallelConfig(
+            **stages, num_virtual_stages_per_pipeline_rank=2, pipeline_model_parallel_layout="Ett|t|t|L"
+        ),
     }
     jobs = {name: MeshJob(parallel, SETTINGS["small pool"]) for name, parallel in meshes.items()}
     # In this memory the stage with one layer could hold three times as many pages as the other; both take the fewer.
     small = {name: value for name, value in SETTINGS["small pool"].items() if name != "pages"}
     gib = 0.75 * pool_gb(model, small["block_size"], SETTINGS["small pool"]["pages"])
-    jobs["pp2-uneven"] = MeshJob(meshes["pp2-uneven"], small | {"buffer_size_gb": gib})
+    jobs["pp2-vpp2"] = MeshJob(meshes["pp2-vpp2"], small | {"buffer_size_gb": gib})
     # Ranks draft alike, after each has measured its own passes too.
     jobs["tp2"] = MeshJob(ParallelConfig(**tensor), SETTINGS["small pages"], drafts=True)
     ranks = run_on_ranks(forest_on_rank, (config, weights, jobs), 2, tmp_path / "mesh")
@@ -78,12 +76,11 @@ def test_meshes_give_the_samples_of_one_process(tmp_path):
             assert_same(actual, expected, 1e-12)
             assert_same(found_long, expected_long, 1e-12)
             assert statistics["accepted_drafts" if job.drafts else "preemptions"] > 0
-        if name != "dp2":
-            counts = [{k: v for k, v in rank[name][2].items() if not k.endswith("seconds")} for rank in ranks]
-            assert counts[0] == counts[1]
+        counts = [{k: v for k, v in rank[name][2].items() if not k.endswith("seconds")} for rank in ranks]
+        assert counts[0] == counts[1]
         for request_id in expected:
             first, second = (rank[name][0][request_id][1] for rank in ranks)
-            assert name == "dp2" or np.array_equal(first.logprobs, second.logprobs)
+            assert np.array_equal(first.logprobs, second.logprobs)
 
 
 def test_latents_give_the_samples_of_one_process(tmp_path):

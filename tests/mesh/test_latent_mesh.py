@@ -17,19 +17,16 @@ MESHES = {
     "tp2": (2, sizes(tp=2), [0]),
     "tp2-sp": (2, sizes(**SP), [0]),
     "dp2-idle-overlap": (2, sizes(overlap_grad_reduce=True, ddp_bucket_size=900), [0, 0]),
-    "dp2": (2, sizes(), [4, 0]),
     "pp2": (2, sizes(pp=2, layout="Et*2|tL"), [0]),
     "pp2-vp2": (2, sizes(pp=2, vpp=2), [0]),
     "ep2": (2, sizes(ep=2), [4, 0]),
-    "ep2-idle": (2, sizes(ep=2), [0, 0]),
     "tp2-ep2": (2, sizes(ep=2, etp=1, **SP), [0]),
 }
 COMBINATIONS = [
     *(("tp2", "moonlight", "dta-mixed"), ("tp2", "deepseek", "packed")),
-    *(("tp2-sp", "moonlight", "dta"), ("tp2-sp", "deepseek", "dta-mixed"), ("tp2-sp", "recompute", "dta-mixed")),
-    *(("dp2", "deepseek", "dta"), ("dp2-idle-overlap", "moonlight", "dta")),
-    *(("pp2", "experts", "dta"), ("pp2-vp2", "four-layers", "dta-mixed")),
-    *(("ep2", "experts", "dta-mixed"), ("ep2-idle", "experts", "dta"), ("tp2-ep2", "experts", "dta-mixed")),
+    *(("tp2-sp", "moonlight", "dta"), ("tp2-sp", "recompute", "dta-mixed")),
+    *(("dp2-idle-overlap", "moonlight", "dta"), ("pp2-vp2", "four-layers", "dta-mixed")),
+    *(("ep2", "experts", "dta-mixed"), ("tp2-ep2", "experts", "dta-mixed")),
 ]
 
 

@@ -37,17 +37,15 @@ MESHES = {
     "ep2-over-tp2": (2, sizes(ep=2, etp=1, **SP), [0]),
     "etp1-tp2": (2, sizes(etp=1, **SP), [0]),
     "etp2": (2, sizes(ep=1, **SP), [0]),
-    "tp2-sp-pp2": (4, sizes(pp=2, **SP), [0]),
     "tp2-dp2-overlap": (4, sizes(tp=2, **OVERLAP), [5, 0]),
 }
 COMBINATIONS = [
-    *(("tp2-sp", "qwen3", cut) for cut in ("dense", "dta-mixed")),
-    *(("tp2", "gpt", "dta"), ("tp2-sp", "qwen2", "dta")),
-    *(("pp2", "qwen3", "dense"), ("pp2", "qwen2", "dta-mixed"), ("pp2-alone", "qwen2", "packed-recomputed")),
+    *(("tp2-sp", "qwen3", "dta-mixed"), ("tp2", "gpt", "dta"), ("tp2-sp", "qwen2", "dta")),
+    *(("pp2", "qwen2", "dta-mixed"), ("pp2-alone", "qwen2", "packed-recomputed")),
     ("dp2-idle-overlap", "qwen3", "dta"),
     *(("ep2", "experts", "dense"), ("cp2", "experts", "dta"), ("ep2-overlap", "experts", "dta")),
     *(("ep2-over-tp2", "experts", "dta"), ("etp2", "attention", "dta"), ("etp1-tp2", "experts", "dta")),
-    *(("tp2-sp-pp2", "qwen2", "dta-mixed"), ("tp2-dp2-overlap", "recompute", "dta-recomputed")),
+    ("tp2-dp2-overlap", "recompute", "dta-recomputed"),
 ]
 SEED = 19
 

@@ -33,7 +33,6 @@ CUTS = {
     "packed": ("packed", 45, 0),
     "dta": ("dta", 6, None),
     "dta-mixed": ("dta", 7, 12),
-    "dta-recomputed": ("dta", 9, 0),
     "dta-slots": ("dta", 2, 0),
 }
 SEED = 17
@@ -57,14 +56,11 @@ MESHES = {
 
 def _combinations() -> list[tuple[str, ...]]:
     """(mesh, model, cut), and the forest if it is another one."""
-    cases = [("ep2", "qwen3", cut) for cut in ("dense", "packed", "dta-recomputed")]
-    cases += [("ep2", name, "dta-mixed") for name in ("deepseek", "recompute")]
+    cases = [("ep2", "qwen3", "dense"), ("ep2", "deepseek", "dta-mixed")]
     cases += [("ep2-shapes", "deepseek", "dta-slots", "shapes"), ("ep2-idle", "deepseek", "dta")]
-    cases += [("etp1-tp2", "qwen3-balanced", "dta-mixed"), ("ep2-overlap", "qwen3", "dta")]
-    cases += [("ep2-etp2", "qwen3-balanced", "dta-mixed"), ("ep2-over-tp2", "qwen3", "dta")]
+    cases += [("etp1-tp2", "qwen3-balanced", "dta-mixed"), ("ep2-over-tp2", "qwen3", "dta")]
     cases += [("ep2-dp4-overlap", "qwen3", "dta"), ("ep2-tp2", "deepseek", "dense"), ("ep2-dp4", "deepseek", "packed")]
-    cases += [(mesh, "deepseek", "dta-mixed") for mesh in ("ep2-over-tp2", "ep2-etp2")]
-    cases += [("ep2-overlap", "recompute", "dta")]
+    cases += [("ep2-etp2", "deepseek", "dta-mixed"), ("ep2-overlap", "recompute", "dta-mixed")]
     cases += [("ep2", "qwen3", "dta", "unlike"), ("ep4", "deepseek", "dta-mixed")]
     return cases
 

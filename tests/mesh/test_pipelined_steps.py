@@ -155,8 +155,7 @@ def test_four_ranks_give_the_samples_of_one_process(tmp_path):
     both = ParallelConfig(**STAGES, **TENSOR)
     jobs = {
         "PP 4": Job(ParallelConfig(pipeline_model_parallel_size=4)),
-        "SP": Job(replace(both, sequence_parallel=True, pipeline_model_parallel_layout="Ettt|tL")),
-        "virtual stages, DP": Job(ParallelConfig(**STAGES, num_virtual_stages_per_pipeline_rank=2)),
+        "virtual stages, SP": Job(replace(both, sequence_parallel=True, num_virtual_stages_per_pipeline_rank=2)),
     }
     compare(case_of(model, num_layers=4, **TIED), jobs, expected_of(model), 4, tmp_path / "mesh")
 

@@ -25,8 +25,8 @@ from triton_device import interpreter
 GROUPED = SHAPES["grouped queries, QK-norm, untied"]
 MODELS = {
     "tied": SHAPES["tied, one head size"],
-    "grouped": GROUPED | dict(add_qkv_bias=True),
-    "experts": GROUPED | dict(disable_bias_linear=True, num_experts=6, moe_router_topk=2, moe_ffn_hidden_size=20),
+    "experts": GROUPED
+    | dict(add_qkv_bias=True, disable_bias_linear=True, num_experts=6, moe_router_topk=2, moe_ffn_hidden_size=20),
 }
 SETTINGS = (
     dict(block_size=4, max_tokens=9), dict(block_size=16, max_requests=4), dict(block_size=5, max_tokens=33, pages=40),
@@ -39,15 +39,7 @@ def the_mode_ends() -> Iterator[None]:
     set_batch_invariant(False)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        *((shape, torch.bfloat16) for shape in ("grouped", "experts")),
-        ("tied", torch.float32),
-        ("experts", torch.float32),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "dtype"), [("experts", torch.bfloat16), ("tied", torch.float32)], ids=str)
 def test_sampler_and_trainer_agree_bit_for_bit(shape: str, dtype: torch.dtype):
     """For engines that cut prompts and batches differently, and for segments of all sizes."""
     seed_all(len(shape))

@@ -39,7 +39,7 @@ CUTS = [("dense", 9, 12), ("packed", 45, None), ("dta", 6, 0), ("dta", 1000, Non
 @pytest.fixture(scope="module")
 def references():
     """Samples, weights and the outcome of training each sequence alone for each kind of model, computed once."""
-    samples = random_training_samples(branching_sequences(seed_all(23), count=8, longest=24), seed=23)
+    samples = random_training_samples(branching_sequences(seed_all(23), count=6, longest=12), seed=23)
     outcomes = {}
     for name, settings in MODELS.items():
         model = lora_config(**settings)
@@ -71,7 +71,7 @@ def test_a_wrong_scale_is_noticed(references):
     ("name", "dtype"), [("qwen3", torch.bfloat16), ("experts", torch.float32), ("grouped experts", torch.bfloat16)]
 )
 def test_a_new_model_and_one_without_its_adapters_are_the_base_bit_for_bit(name, dtype):
-    samples = random_training_samples(branching_sequences(seed_all(29), count=8), seed=29)
+    samples = random_training_samples(branching_sequences(seed_all(29), count=6, longest=12), seed=29)
     plain = lora_config(dtype, **MODELS[name], lora_rank=None, lora_alpha=None)
     base = build_model(plain, initialize_parallel(7))
     adapted = build_model(lora_config(dtype, **MODELS[name]), initialize_parallel(7))

@@ -85,14 +85,11 @@ def folder(tmp_path_factory) -> Path:
     even = f"{stored} --make-vocab-size-divisible-by 2"
     on_one_rank = [job("stored-1", even), job("sampled-1", SAMPLED)]
     twos = [
-        job("stored-sp2", stored, SP),
         job("stored-dp2", even),
         job("sampled-tp2", SAMPLED, SP),
-        job("sampled-dp2", SAMPLED),
         job("sharded-dp2", SAMPLED, SHARDED),
         job("sharded-dp2-cut", SAMPLED, f"{SHARDED} --save-interval 1", "1"),
         job("sharded-dp2-cut", SAMPLED, f"{SHARDED} --save-interval 1"),
-        job("stored-cp2", even, CP),
         job("sampled-cp2", SAMPLED, f"{CP} {SHARDED}"),
         job("moved", even.replace("--train-iters 4", "--train-iters 2"), f"{CP} --use-distributed-optimizer"),
         job("moved", even, f"{SP} --use-distributed-optimizer"),

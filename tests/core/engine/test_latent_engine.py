@@ -31,7 +31,7 @@ CUTS = [("dense", 9), ("dense", 64, 0), ("packed", 45), ("packed", 45, 0), ("dta
 
 @pytest.fixture(scope="module")
 def references():
-    samples = random_training_samples(branching_sequences(seed_all(13), count=8, longest=24), seed=13)
+    samples = random_training_samples(branching_sequences(seed_all(13), count=6, longest=12), seed=13)
     cases = {}
     for name, settings in MODELS.items():
         model = model_config(**settings)
@@ -40,8 +40,11 @@ def references():
     return cases
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [*(("deepseek", cut) for cut in CUTS), *((name, CUTS[i]) for name in MODELS if name != "deepseek" for i in (3, 5))],
+    ids=str,
+)
 def test_equals_one_sequence_at_a_time_in_float64(references, name, cut):
     model, weights, samples, expected = references[name]
     outcome, _ = run_tree(model, weights, samples, GRPO, tree_config(*cut), TEMPERATURE)

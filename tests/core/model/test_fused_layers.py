@@ -139,11 +139,11 @@ def test_auto_takes_triton_on_a_gpu_for_what_it_takes():
 def test_tensor_and_sequence_parallelism_equal_one_process(tmp_path):
     pytest.importorskip("triton")
     objective = {"objective": "grpo", "kl_loss_coef": 0.05, "entropy_coef": 0.02, "dual_clip": 3.0}
-    samples = random_training_samples(branching_sequences(seed_all(29), count=6, longest=20), seed=29)
+    samples = random_training_samples(branching_sequences(seed_all(29), count=6, longest=12), seed=29)
     reference = model_config(torch.float32, **QWEN3, fused_layer_impl="reference")
     weights = weights_of(reference, seed=3)
     # Odd segments, which sequence parallelism must fill up.
-    cuts = {"dta": tree_config("dta", 21, None), "recomputed": tree_config("dta", 33, 0)}
+    cuts = {"dta": tree_config("dta", 13, None), "recomputed": tree_config("dta", 17, 0)}
     partition = [list(range(len(samples)))]
     meshes = {
         "tp2": ParallelConfig(tensor_model_parallel_size=2),

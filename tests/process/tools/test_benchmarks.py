@@ -16,13 +16,13 @@ from megatron_dta.core.rollouts.record import Rollout
 
 SMALL_PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tL"
 RUNS = {
-    "rollout": "decode --batch 3 --requests 7 --samples-per-prompt 2 --prompt-tokens 37 --response-tokens 10 "
+    "rollout": "decode --batch 3 --requests 5 --samples-per-prompt 2 --prompt-tokens 21 --response-tokens 6 "
     "--max-tokens 16 --runs 1 --memory-bandwidth-gbs 10",
     "rollout das-noise": "das-noise --batch 4 --response-tokens 12 --prompt-tokens 9 --memory-bandwidth-gbs 10",
     "rollout tree-tokens": "tree-tokens --queries 9 --max-length 300 --mean-length 50 --segment-length 64",
     "train": "ROLLOUTS --model tiny --steps 1 --tree-mode packed dta dense --timeline-dir FOLDER",
-    "gateway_sessions": "--sessions 12 --calls 6 --at-once 6",
-    "server_requests": "--servers 2 --requests-per-server 3 --response-tokens 40 --seconds 0.01 --responses 20",
+    "gateway_sessions": "--sessions 4 --calls 4 --at-once 2",
+    "server_requests": "--servers 2 --requests-per-server 3 --response-tokens 40 --seconds 0.01 --responses 6",
     "weight_transfer": "--ways folder --folder FOLDER --repeats 1",
 }
 ON_TWO_RANKS = {"rollout": SMALL_PIPELINE, "train": "--pipeline-model-parallel-size 2"}

@@ -73,17 +73,15 @@ class Coin(DraftingClock):
         return self.is_on
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_p", "seed"), [(0.0, 1.0, 0), (0.6, 1.0, 1), (1.0, 1.0, 2), (1.0, 0.9, 3), (0.6, 0.9, 4)]
-)
+@pytest.mark.parametrize(("temperature", "top_p", "seed"), [(0.0, 1.0, 0), (0.6, 1.0, 1), (1.0, 0.9, 3)])
 def test_thousands_of_sequences_in_float32(temperature: float, top_p: float, seed: int) -> None:
-    """Over the five cases: 960 sequences of repeated prompts over several steps, in the order of training; in two
+    """Over the three cases: 576 sequences of repeated prompts over several steps, in the order of training; in two
     cases drafts come and go."""
     seed_all(seed)
     model = make_model(20 + seed, torch.float32, num_layers=2)
     params = SamplingParams(1, EOS, temperature, top_p, seed=5, other_eos_ids=(3,))
     prompts = random_prompts(np.random.default_rng(seed), [1, 5, 9, 14] * 2)
-    drafting = suffix_drafting(follows_clock=seed in (0, 4))
+    drafting = suffix_drafting(follows_clock=seed in (0, 3))
     if drafting.follows_clock:
         drafting._clock = Coin()
     plain, engine = started(model, params), started(model, params, drafting=drafting)
