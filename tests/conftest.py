@@ -1,7 +1,5 @@
 """Shared fixtures and hooks: seeds, real rollouts, one torch thread, Triton's interpreter without a GPU."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """Batches in AReaL's form, and AReaL's combination of micro-batches written out over rows that run alone in float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Command lines of small runs, on stored and on sampled rollouts."""
 
-from __future__ import annotations
-
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.config import TrainConfig
 

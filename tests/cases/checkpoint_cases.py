@@ -1,7 +1,5 @@
 """A small model with an optimizer that takes steps, saves and loads; its loss depends on the weights alone."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small random Hugging Face checkpoints of every architecture, and stock Megatron models with the same weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs that try to get a reward, to hang, to end the run or to leave something behind; none solves anything."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Engines on local servers that sample from one table, and the checks that every result must pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path

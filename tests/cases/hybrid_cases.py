@@ -1,7 +1,5 @@
 """Small hybrid models that tests share: gated delta net beside gated attention, as in Qwen3-Next and Qwen3.5."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The logprobs that training computes for the results of an engine."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_dta.core.config import TreeConfig

@@ -1,7 +1,5 @@
 """Follows every storage that an op makes from its birth to its end."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Models with LoRA adapters for the tests: weights whose B is not zero, so that both matrices have a gradient."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dta.core.config import ModelConfig

@@ -1,7 +1,5 @@
 """Conversion of a LoRA run's last checkpoint to Hugging Face, and the rollouts to train on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -2,8 +2,6 @@
 one autograd graph, and the loss of the step is written out over lists of sequences from the formulas of the papers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

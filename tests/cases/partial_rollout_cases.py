@@ -1,7 +1,5 @@
 """Runs with ``--rollout-max-staleness``: what they train, with servers that are killed and restarted."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Random forests with loss masks, and their costs by sets of prefixes, for the tests of partitions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 

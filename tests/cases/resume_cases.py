@@ -1,7 +1,5 @@
 """Prompts, rewards, metrics and final tensors of runs that are interrupted and resumed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

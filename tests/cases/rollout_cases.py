@@ -1,7 +1,5 @@
 """Random rollouts and their exact comparison, for the tests of rollout files."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_dta.core.rollouts.record import FIELD_NAMES, Rollout

@@ -1,7 +1,5 @@
 """Values and byte edits that make rollout files invalid."""
 
-from __future__ import annotations
-
 import random
 
 VALUES = [None, True, False, 0, 1, -1, 3, 2**31, 10**25, 0.5, -2.5, 1e39, float("nan"), float("inf"), "", "a", "\ud800"]

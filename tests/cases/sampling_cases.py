@@ -1,7 +1,5 @@
 """Models and the slow twin of sampling: the whole prefix again for every token, attention and draw in plain loops."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

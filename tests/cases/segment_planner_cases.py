@@ -1,7 +1,5 @@
 """Random sequences with shared prefixes, and the rollout sets to plan."""
 
-from __future__ import annotations
-
 import numpy as np
 
 ROLLOUTS = (

@@ -1,7 +1,5 @@
 """Rollouts in the form of slime and Miles, and their policy loss over samples that run alone in float64."""
 
-from __future__ import annotations
-
 import sys
 import types
 from contextlib import ExitStack, nullcontext

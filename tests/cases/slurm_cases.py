@@ -1,7 +1,5 @@
 """Runs ``slurm/submit.sh``, and skips tests that need Slurm where it is not installed."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafters that are right, wrong or random, and gates that do not depend on a clock."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_dta.sampling.in_process.drafting import Drafting

@@ -1,7 +1,5 @@
 """Command lines of runs with speculation."""
 
-from __future__ import annotations
-
 TREES = "--rollout-method treepo --treepo-segment-length 3 --advantage-estimator treepo"
 DATA_PARALLEL = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 48 --task arithmetic "

@@ -1,7 +1,5 @@
 """Metadata as PyTorch writes it, and pickles that would run code."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A byte-level BPE tokenizer file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Random rollouts and a small trainer to run on them."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

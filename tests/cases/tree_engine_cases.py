@@ -1,7 +1,5 @@
 """Small model configurations, and sequences that share prefixes."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

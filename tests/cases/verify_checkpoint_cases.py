@@ -1,7 +1,5 @@
 """Runs ``tools/verify_checkpoint.py`` in the test's process, and plants faults in models of transformers."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs unmodified clients, each in an environment of its own, against a gateway whose engine is scripted."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

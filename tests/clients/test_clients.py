@@ -1,7 +1,5 @@
 """Unmodified clients at the gateway: ten turns with tools, recorded exactly. ``bash tests/run.sh clients [NAME]``."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

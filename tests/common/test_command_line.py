@@ -1,7 +1,5 @@
 """The console command and helpers of command lines: commands, limits of flags, files, JSON without NaN."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

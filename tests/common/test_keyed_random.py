@@ -1,7 +1,5 @@
 """Keyed random numbers: published vectors, the same bits everywhere, independent of the batch, uniform."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

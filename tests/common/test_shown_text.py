@@ -1,7 +1,5 @@
 """What users see: errors in one line, text as it is, and no credentials."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

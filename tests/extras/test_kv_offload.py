@@ -1,7 +1,5 @@
 """K, V and their gradients on the host: the same loss, logprobs and gradients, bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from math import ceil

@@ -1,7 +1,5 @@
 """Trees equal Hugging Face's models of the same weights in float32; relative errors between outcomes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

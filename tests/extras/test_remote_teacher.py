@@ -1,7 +1,5 @@
 """The client of served teachers believes nothing: every lie ends in one line with the address and the reason."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator

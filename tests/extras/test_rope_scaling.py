@@ -2,8 +2,6 @@
 length, trees and sampling like the stock model.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

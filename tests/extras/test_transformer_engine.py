@@ -1,7 +1,5 @@
 """``--transformer-impl transformer_engine`` where Transformer Engine is not installed: the refusal, and the spec."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace

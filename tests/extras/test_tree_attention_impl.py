@@ -1,7 +1,5 @@
 """``tree_attention_impl``: what it chooses, what it refuses, and the tree engine's step on Triton's kernels."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Training steps on a GPU: the CPU's gradients, also in bfloat16, and none that a sibling changes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

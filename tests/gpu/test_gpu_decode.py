@@ -1,7 +1,5 @@
 """Decoding on a GPU: the compiled paged kernels, CUDA graphs, and samples equal to those of the plain path."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

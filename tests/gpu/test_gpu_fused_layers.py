@@ -1,7 +1,5 @@
 """The compiled fused layer kernels at training sizes, and properties that need a GPU."""
 
-from __future__ import annotations
-
 import gc
 import math
 

@@ -1,7 +1,5 @@
 """Grouped experts on a GPU in bfloat16: as close to float32 as ungrouped experts, and faster."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

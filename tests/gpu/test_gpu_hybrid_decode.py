@@ -1,7 +1,5 @@
 """Decoding of hybrid models on a GPU: CUDA graphs against eager passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

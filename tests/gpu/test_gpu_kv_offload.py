@@ -1,7 +1,5 @@
 """K, V and their gradients offloaded from a GPU: the same step bit for bit, without waiting for the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

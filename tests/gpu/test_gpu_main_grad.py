@@ -1,7 +1,5 @@
 """Weight gradients written directly to float32 buffers on a GPU: correct, repeatable, without waiting, small."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizer states offloaded from a GPU: the same training in less memory, and exact resumption."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Decoding on pipeline stages of two GPUs (or four): CUDA graphs on each stage, with messages between them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Context ranks and expert ranks on two GPUs, with NCCL and the kernels: float32 against one process, repeatable."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

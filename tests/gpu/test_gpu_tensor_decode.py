@@ -1,7 +1,5 @@
 """Decoding on a tensor group of two GPUs: sums that read peer memory, and CUDA graphs with sums inside."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

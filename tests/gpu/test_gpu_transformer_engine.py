@@ -1,7 +1,5 @@
 """Transformer Engine's layers and its Adam beside a real GPU: gradients, recomputation, FP8, adapters, checkpoints."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace

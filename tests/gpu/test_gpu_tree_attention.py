@@ -1,7 +1,5 @@
 """The compiled tree attention kernels: the interpreter's checks at training sizes, and properties of GPUs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights that another process on the same GPU copies out of the trainer's buffer, as vLLM's IPC engine does."""
 
-from __future__ import annotations
-
 import base64
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Weights over NCCL between two GPUs, received as by vLLM and SGLang, also with a receiver that is gone."""
 
-from __future__ import annotations
-
 import base64
 import json
 import subprocess

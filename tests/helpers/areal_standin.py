@@ -3,8 +3,6 @@
 ``TrainEngine`` has the abstract methods of ``areal.api.TrainEngine`` of AReaL 1.0.4.
 """
 
-from __future__ import annotations
-
 import abc
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """A tokenizer like Llama 2's and Mistral's: a blank before the first word of a text, and pairs of letters merged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

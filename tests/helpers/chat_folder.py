@@ -1,7 +1,5 @@
 """A folder with a byte tokenizer and a chat template, as models have them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 A step's gradient depends on each weight alone, so its result must be the same bit for bit on every mesh.
 """
 
-from __future__ import annotations
-
 import random
 import resource
 import signal

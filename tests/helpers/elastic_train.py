@@ -3,8 +3,6 @@
 python elastic_train.py NUM_PROCESSES MAX_RESTARTS [training flags]
 """
 
-from __future__ import annotations
-
 import sys
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -4,8 +4,6 @@ The server runs no other thread, which makes forking safe. Programs see their ow
 output as a fresh interpreter would; what a program does while it imports the project is not tested this way.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import multiprocessing

@@ -8,8 +8,6 @@ must be those of the unbroken run, bit for bit. Status 0 if so. A run that ends 
 Training processes are forked off this one, which has imported everything, so a start takes a fraction of a second.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

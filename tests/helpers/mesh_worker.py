@@ -1,7 +1,5 @@
 """Runs cases on several processes and returns what every rank has found; the tests compare it."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import multiprocessing

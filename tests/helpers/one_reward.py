@@ -1,7 +1,5 @@
 """The reward of one response, without a scorer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

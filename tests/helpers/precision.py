@@ -1,7 +1,5 @@
 """Distances of bfloat16 gradients from float32 ones, trained as trees and dense, on the GPU or CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

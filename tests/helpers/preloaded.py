@@ -2,8 +2,6 @@
 and writes to pages that the processes share.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -3,8 +3,6 @@ builds dtypes, types of blocks and shapes of tensors at every operation, and loo
 sum. Nine tenths of its time are that. Other versions of Triton than those tried here keep their interpreter.
 """
 
-from __future__ import annotations
-
 import builtins
 import gc
 import inspect

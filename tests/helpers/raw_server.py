@@ -1,7 +1,5 @@
 """A server on the loopback whose replies are any bytes, at any time."""
 
-from __future__ import annotations
-
 import socketserver
 import threading
 from collections.abc import Callable, Iterable
@@ -53,7 +51,7 @@ class RawServer:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
-    def __enter__(self) -> RawServer:
+    def __enter__(self) -> "RawServer":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,8 +6,6 @@ returns the token again, and a context that was spliced, shifted or cut elsewher
 returned a few at a time in a shuffled order, as from continuous batching.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Callable, Sequence

@@ -16,8 +16,6 @@ once more to the end. Kills, each at its n-th occurrence in that run:
 Prints one JSON list of exit statuses for each scenario, negative for signals.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A reward server on the loopback that answers as a test asks it to."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Random forests of requests for rollout engines: forks, continuations, cuts, in any order of calls."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs that train on rollouts of the local servers, and what their tests compare."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import ExitStack

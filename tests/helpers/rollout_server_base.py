@@ -4,8 +4,6 @@ The logits of the next token depend on the last one only, so a test can compute 
 the table from its embedding.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -67,7 +65,7 @@ class RolloutServer:
         self._cache_is_old = False
         self._loop, self._port, self._stopped = asyncio.new_event_loop(), port, False
 
-    def __enter__(self) -> RolloutServer:
+    def __enter__(self) -> "RolloutServer":
         ready = threading.Event()
 
         async def start() -> None:

@@ -1,7 +1,5 @@
 """What vLLM's and SGLang's servers take: the fields of their requests; and the numbers of a table they sample from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ Unlike the real servers, which ignore most unknown fields, any field that the re
 so is a missing or mistyped one, in the form of each server. How they sample is in ``rollout_server_base``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

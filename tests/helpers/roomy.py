@@ -5,8 +5,6 @@ of them: that was half of the time of some tests. A frame that needs much gets a
 the frames of what it calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

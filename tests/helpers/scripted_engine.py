@@ -1,7 +1,5 @@
 """A rollout engine whose answers are scripted: a function of the context gives the tokens of a whole answer."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Checks of recorded sessions: every token as it was sampled, trained once; and a training step on their trees."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ Functions have the signatures of slime at commit 624b824 and of Miles at commit 
 without context parallelism.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

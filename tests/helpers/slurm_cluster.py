@@ -4,8 +4,6 @@ Everything it needs and writes lies in one folder: keys, sockets, state, logs. I
 ids, and nothing of the machine's own Slurm, if there is one, is touched.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil

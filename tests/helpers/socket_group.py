@@ -5,8 +5,6 @@ rank sends its part to the others at once and reads theirs when it waits. Sums a
 ranks compute them. Ranks that call different collectives, or with tensors of other sizes, fail and say so.
 """
 
-from __future__ import annotations
-
 import ctypes
 import pickle
 import select

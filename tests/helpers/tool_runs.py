@@ -1,7 +1,5 @@
 """Runs the commands in ``tools/`` as a user does, and loads scripts as modules."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

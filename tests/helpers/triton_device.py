@@ -1,7 +1,5 @@
 """Where the Triton kernels run in tests: on the GPU if there is one, else in Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

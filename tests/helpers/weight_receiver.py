@@ -1,7 +1,5 @@
 """The receiving side of weight transfer, as the local servers have it: groups on gloo, and buckets of bytes."""
 
-from __future__ import annotations
-
 import atexit
 import base64
 import math

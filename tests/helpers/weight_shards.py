@@ -5,8 +5,6 @@ and the matrices that follow them by columns; the rest is the same on every rank
 projection one below the other, and a rank has its part of each. For tests: checkpoints are resharded by Megatron.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

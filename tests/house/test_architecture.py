@@ -1,7 +1,5 @@
 """Rules of the code base that a program can check: layers, file and function lengths, docstrings, formatting."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The pages in docs/: flags, files and tools that they name exist, their Python runs, their pictures are current."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -2,8 +2,6 @@
 its checks accept. What a page leaves open (``...``) is filled in; names of models become shipped configurations.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

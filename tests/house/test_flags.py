@@ -1,7 +1,5 @@
 """The command line of training has at most 200 flags."""
 
-from __future__ import annotations
-
 from megatron_dta.training.arguments import build_parser
 
 MOST_FLAGS = 200

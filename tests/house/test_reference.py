@@ -1,7 +1,5 @@
 """docs/reference.md is up to date and lists every metric."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/results.md: every figure in its tables is in the file that its row, or the text above the table, names."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

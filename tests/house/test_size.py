@@ -1,7 +1,5 @@
 """Ceilings of lines and modules, of what a first day needs; and no circle of imports between files."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -11,7 +9,7 @@ from pathlib import Path
 from conftest import REPOSITORY
 
 PACKAGE = REPOSITORY / "megatron_dta"
-MOST_LINES = {"megatron_dta/core": 20_150, "megatron_dta": 61_600, "kernels": 7_115, "tests": 42_760}
+MOST_LINES = {"megatron_dta/core": 20_150, "megatron_dta": 61_600, "kernels": 7_115, "tests": 42_000}
 MOST_MODULES = 16
 # Loaded by a loop with a dense model on one device.
 FIRST_DAY_LINES = 12_000

@@ -1,7 +1,5 @@
 """Variables and arguments are named by what they hold: no vague nouns."""
 
-from __future__ import annotations
-
 import ast
 
 from conftest import REPOSITORY

@@ -3,8 +3,6 @@
 Where AReaL is installed, its own ``TrainEngine``, ``PPOActor`` and loss run; elsewhere those of a stand-in.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Where slime or Miles is importable, its own losses and advantages run; elsewhere those of a stand-in.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Checkpoints of several ranks, also with experts: loaded on any mesh, all or nothing, written while training."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints that all data-parallel ranks write: the same tensors as from the first alone, in about equal shares."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Context parallelism against one process that trains each sequence alone: float64, every mode and mesh."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

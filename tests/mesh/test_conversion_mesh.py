@@ -1,7 +1,5 @@
 """Hugging Face weights on a mesh: every rank reads its parts, all ranks export the whole, training saves it."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

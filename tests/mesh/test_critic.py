@@ -1,7 +1,5 @@
 """The critic on a tree: values and gradients against single sequences in float64, on meshes, and with experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """PPO and DPO on several processes, also with experts: one process's metrics; checkpoints that move between meshes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Distillation on several ranks against one process: divided vocabularies, stages, replicas; killed and continued."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tokens drawn from logits that two ranks divide are those drawn from the whole, in Triton's interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts as grouped products: gradients in buffers, adapters, checkpoints, kernels and exchanged tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

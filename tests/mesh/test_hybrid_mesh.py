@@ -1,7 +1,5 @@
 """Hybrid models divided among processes: float64, against one process that trains each sequence alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Latent attention divided among processes: float64, against one process that trains each sequence alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from conftest import seed_all

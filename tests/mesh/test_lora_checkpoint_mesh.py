@@ -1,7 +1,5 @@
 """Adapter checkpoints continued on other meshes, with and without the distributed optimizer, bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """LoRA on meshes against the stock model with adapted weights on one process: float64, parts of A and B joined."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tensor, sequence and data parallelism against one process that trains each sequence alone: float64, every mode."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The trainer on several processes: same rollouts, same metrics, same weights as one; checkpoints; SIGTERM."""
 
-from __future__ import annotations
-
 import pytest
 
 import mesh_trainer_cases

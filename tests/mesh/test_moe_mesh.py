@@ -1,7 +1,5 @@
 """Experts divided among processes whose trees differ: float64, against one process that trains each sequence alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

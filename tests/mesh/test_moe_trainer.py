@@ -1,7 +1,5 @@
 """The trainer with divided experts: same samples, metrics and weights as one process; checkpoints over another mesh."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Logprobs and entropies over a divided vocabulary against the op of one rank: unequal parts, one of them empty."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

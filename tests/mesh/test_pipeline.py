@@ -1,7 +1,5 @@
 """Pipeline parallelism against one process that trains each sequence alone: float64, every mode, mixed meshes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A pipeline stage that fails or is lost ends all of them, with the op, the segment and the stage named."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

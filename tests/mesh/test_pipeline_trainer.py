@@ -1,7 +1,5 @@
 """The trainer on pipeline stages: same rollouts, metrics and checkpoints as in one process."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

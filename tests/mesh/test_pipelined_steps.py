@@ -1,8 +1,6 @@
 """Decoding on all pipeline stages at once gives the samples of one process, in Triton's interpreter: groups of rows of
 any sizes, ends of sequences inside bursts, drafts, stages of any layers, tensor groups inside the stages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

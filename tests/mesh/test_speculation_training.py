@@ -1,7 +1,5 @@
 """A training run with speculation is the run without it: rollouts, weights, metrics; resumed, with trees."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Channels between stages and the device's queues: one direction on each channel, outputs gone once they are sent."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 from unittest import mock

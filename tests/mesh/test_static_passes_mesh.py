@@ -1,8 +1,6 @@
 """Decoding on a tensor group with kernels: passes at fixed addresses (captured on a GPU) give the samples of one
 process. In Triton's interpreter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

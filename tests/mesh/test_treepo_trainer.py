@@ -1,7 +1,5 @@
 """Training on sampled trees: the loop on one and several processes, resuming, and every engine that samples."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

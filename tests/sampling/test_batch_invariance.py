@@ -1,7 +1,5 @@
 """``--batch-invariant-mode``: bits of logprobs do not depend on what else is computed, in sampler and trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

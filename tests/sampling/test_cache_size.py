@@ -1,7 +1,5 @@
 """How many pages the in-process engine's cache may have when no size is given."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

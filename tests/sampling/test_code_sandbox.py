@@ -1,7 +1,5 @@
 """``code_tests``: what programs may not do, what counts as right, and where programs run."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Decoding passes without modules equal the modules bit for bit, and leave other passes to them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 samples: bursts, drafts, ends of sequence inside both, pools that preempt. In the interpreter; see ``test_gpu_decode``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The kernels that draw tokens against their PyTorch twin, and against the sampler's own chain of operations."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Multi-turn rollouts as trees: turns, branching, copies of environments, rewards, time-outs and failures."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rewards that can fail (programs, servers, functions that raise) are never silently 0."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

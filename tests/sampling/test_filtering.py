@@ -1,7 +1,5 @@
 """Dynamic sampling, overlong shaping and rejection sampling on sources whose rewards are known."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import numpy as np

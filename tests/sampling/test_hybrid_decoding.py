@@ -1,7 +1,5 @@
 """The in-process engine with recurrences: states of running requests, against the trainer's logprobs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -2,8 +2,6 @@
 so small that running requests lose their pages, and against the trainer's logprobs.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The in-process engine with latent attention: a paged cache of latents, against the trainer's logprobs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

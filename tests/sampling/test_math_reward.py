@@ -4,8 +4,6 @@ Most tests run against a stand-in for the package math-verify that does what its
 package itself, where it is installed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from pathlib import Path

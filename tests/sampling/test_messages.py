@@ -1,7 +1,5 @@
 """Messages in all forms that files and clients have: what templates see, what is trained, and which ids it has."""
 
-from __future__ import annotations
-
 import json
 from datetime import datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rewards and their forms, the arithmetic task, and the sampling source and evaluation."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

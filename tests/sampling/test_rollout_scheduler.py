@@ -5,8 +5,6 @@ position that a row attends to must hold the row's own prefix, no row may write 
 the pool must count exactly what the tables say.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sampling on the training weights: logprobs equal the trainer's, independent of the cache and of the batch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

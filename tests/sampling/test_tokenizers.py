@@ -1,7 +1,5 @@
 """Tokenizers and prompt files of all forms: round trips, ends of sequence, order of prompts, one line for bad input."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

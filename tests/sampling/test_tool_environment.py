@@ -1,7 +1,5 @@
 """Environments with tools: calls in both forms, their answers, and how many went wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar
 

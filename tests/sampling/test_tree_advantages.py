@@ -1,7 +1,5 @@
 """Advantage estimators on sampled trees against plain loops over leaves, the worked example, and leaf weights."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from dataclasses import replace

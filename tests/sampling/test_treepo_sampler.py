@@ -1,7 +1,5 @@
 """Trees sampled on a recording engine: contexts, width, weights, order of results, the rule against a slow twin."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A toy decision process with exact expectations: leaf weights make tree estimates unbiased, equal weights do not."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 

@@ -1,7 +1,5 @@
 """Weights over NCCL to a real vLLM on another GPU: every byte, with a server that is killed and started again."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 ``DTA_REAL_MODEL`` names the folder: the model itself, or what a run wrote with ``--save-hf``.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 ``DTA_VLLM_STEPS`` makes the runs longer.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import time

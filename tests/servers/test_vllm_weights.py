@@ -1,7 +1,5 @@
 """Weights that a real vLLM on CPUs receives by its own weight transfer engine: bytes, logprobs, servers killed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field

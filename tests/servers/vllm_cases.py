@@ -1,7 +1,5 @@
 """A model that vLLM's CPU kernels can run, what its servers must have of it, and what they must sample from it."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

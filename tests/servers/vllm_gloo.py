@@ -6,8 +6,6 @@ current device. With ``DTA_PLAIN_LINEAR`` in the environment linear layers keep 
 instead of packed for the CPU, so their checksums can be compared.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Real vLLM servers on this machine, for tests; ``DTA_VLLM_PYTHON`` names an interpreter that has vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Runs with ``--batch-invariant-mode``: TreePO and drafts leave no gap, a gap ends the run, limits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The best checkpoint, also across a restart."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

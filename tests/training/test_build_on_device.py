@@ -4,8 +4,6 @@ The "meta" device stands for a GPU here: whatever is made on it takes no memory,
 is counted as it is made.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 

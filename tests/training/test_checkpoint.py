@@ -1,7 +1,5 @@
 """Checkpoints: saves that are interrupted, weights alone, and files that are damaged or that others may write."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a continued run reads again: the date that a chat template writes, and which of its files were edited."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Distillation on trees in float64 against one sequence at a time, with whole logits of student and teachers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

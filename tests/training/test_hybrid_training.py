@@ -1,7 +1,5 @@
 """Runs of hybrid models: from and to Hugging Face folders, interrupted and continued, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

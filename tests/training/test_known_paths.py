@@ -1,7 +1,5 @@
 """Forests built from known nodes equal those built from the token lists."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """LoRA in every tree mode against the stock model whose weights hold the adapters, one sequence at a time, float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

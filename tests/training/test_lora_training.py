@@ -1,7 +1,5 @@
 """Runs with LoRA: checkpoints of adapters, resume, the base as the reference, merged and PEFT exports, the sampler."""
 
-from __future__ import annotations
-
 import json
 from io import StringIO
 from pathlib import Path

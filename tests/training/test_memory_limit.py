@@ -1,7 +1,5 @@
 """Memory limits: bytes that stay, gradients that do not depend on them, what a trainer decides on a GPU by itself."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Metrics files: one record a step, cut back exactly, never NaN; TensorBoard, Weights & Biases and the plot."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types

@@ -1,7 +1,5 @@
 """Optimizer steps cut along the tree: against all cuts and the rollout batch's order; in the trainer, with a critic."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The trainer with every objective: epochs, penalties in the reward, critic, pairs, filters, alarms; and it learns."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

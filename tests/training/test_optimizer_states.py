@@ -4,8 +4,6 @@ Megatron's offloading optimizer needs a GPU. Here bfloat16 tensors pass for a GP
 which is how that optimizer uses the two when everything is offloaded; its own code runs unchanged.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

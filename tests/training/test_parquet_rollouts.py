@@ -1,7 +1,5 @@
 """Rollouts as Parquet: exact round trips, columns of other widths, bad columns and damage refused in one line."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

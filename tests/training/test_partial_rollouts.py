@@ -1,7 +1,5 @@
 """Rollouts that continue on newer weights during training, and decoupled PPO on those that were sampled ahead."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Steps of a stopped and continued rollout batch: their statistics, and the files of what they train."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

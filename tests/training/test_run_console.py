@@ -1,7 +1,5 @@
 """Console output of a run: the description before step 1, lines of steps, warnings, token reuse at the end."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The line at the end of a run: where the seconds went, and what to change first."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_dta.training.monitor.seconds import seconds_sentence, start_sentence

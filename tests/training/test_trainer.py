@@ -1,7 +1,5 @@
 """The training loop and its parts, in one process: data order, samples, modes, skipped steps, where a run starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

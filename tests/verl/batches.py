@@ -1,7 +1,5 @@
 """Random batches in the two forms of verl's trainers: nested, and padded on the left and right."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from tensordict import TensorDict

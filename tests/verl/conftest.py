@@ -1,7 +1,5 @@
 """Tests of the integration with verl; they run where verl is installed (``bash tests/run.sh verl``)."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket

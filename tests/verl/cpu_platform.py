@@ -3,8 +3,6 @@
 Chosen by ``VERL_PLATFORM=cpu`` with ``VERL_USE_EXTERNAL_MODULES=cpu_platform``.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Registered with verl by ``VERL_USE_EXTERNAL_MODULES``. As verl's servers do, it 
 ``+actor_rollout_ref.rollout.custom.record=FOLDER`` every server writes the weights that it receives to that folder.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

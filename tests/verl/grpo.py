@@ -1,7 +1,5 @@
 """Starts verl's trainer for reinforcement learning on CPUs, with arithmetic prompts and the stand-in rollout."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """The reference: every row alone through Megatron's stock model in float64, or through transformers in float32, and
 verl's loss function on the whole rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """verl's ``TrainingWorker`` with our engine against rows trained one by one: every gradient, metric and output."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

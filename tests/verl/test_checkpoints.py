@@ -1,7 +1,5 @@
 """Checkpoints of the engine: a loaded run continues exactly as the saved one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """verl's trainer for reinforcement learning with our engine: a GRPO loop on two processes, with a stand-in rollout."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

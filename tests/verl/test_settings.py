@@ -1,7 +1,5 @@
 """verl's settings become this project's, and what has no counterpart is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """verl's own trainer for supervised training with ``engine=megatron_dta``, in processes like those of torchrun."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

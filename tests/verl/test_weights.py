@@ -1,7 +1,5 @@
 """Weights for rollout servers: whole tensors equal the checkpoint, and shards and deltas put together equal them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

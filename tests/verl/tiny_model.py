@@ -1,7 +1,5 @@
 """Writes a tiny Qwen3 with random weights and a byte-level tokenizer, as a Hugging Face folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """What the forked ranks of these tests find imported: verl's trainers and the engine."""
 
-from __future__ import annotations
-
 import gc
 
 import verl.trainer.sft_trainer  # noqa: F401

@@ -6,8 +6,6 @@ CASES is a JSON file with a list of cases, which the same processes run one afte
 Rank 0 writes the results of ``run_case`` to OUTPUT.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

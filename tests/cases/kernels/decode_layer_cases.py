@@ -1,7 +1,5 @@
 """Models of several shapes with fused layers, and decoding passes over a few prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

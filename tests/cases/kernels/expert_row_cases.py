@@ -1,7 +1,5 @@
 """Rows of grouped experts: their order, and rows beyond the number for which there was room."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Products of few rows and what reads their terms, against float64, for the interpreter and for a GPU."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Random inputs of the fused layer kernels, and plain references of their outputs and gradients in any precision."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

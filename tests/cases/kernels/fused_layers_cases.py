@@ -1,7 +1,5 @@
 """Models on the fused layer kernels: the context of one segment, and the bytes that a layer keeps."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dta.core.config import ModelConfig, ParallelConfig

@@ -1,7 +1,5 @@
 """Random inputs of the chunked logprobs, and the sizes of chunks to try."""
 
-from __future__ import annotations
-
 import torch
 
 from conftest import seed_all

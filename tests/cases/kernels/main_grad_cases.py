@@ -1,7 +1,5 @@
 """Models in Megatron's gradient buffers, and checks of weight gradients that are accumulated in place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

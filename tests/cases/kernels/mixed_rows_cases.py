@@ -1,7 +1,5 @@
 """Attention of mixed rows of decoding sequences, beside the two kernels that it replaces and beside float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

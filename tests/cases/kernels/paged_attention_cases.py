@@ -1,7 +1,5 @@
 """Random passes over a paged K/V cache, for the interpreter and for a GPU: poisoned memory, shuffled shared pages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,7 +46,7 @@ class PagedCase:
         device: torch.device,
         page_size: int = 16,
         strided: bool = True,
-    ) -> PagedCase:
+    ) -> "PagedCase":
         """``shape``: query heads, key/value heads, head size."""
         H, G, D = shape
         starts, counts = np.array(starts, np.int64), np.array(counts, np.int64)

@@ -1,7 +1,5 @@
 """Random segments for tree attention, and the checks that run both in the interpreter and on a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar, Self

@@ -1,7 +1,5 @@
 """Runs on several meshes, each continuing another one's checkpoint, and the tensors of their checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

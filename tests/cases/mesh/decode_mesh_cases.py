@@ -1,7 +1,5 @@
 """Decoding on several ranks against one: what the tests of tensor groups and of pipeline stages share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers as one autograd function against the same layers made of modules, on the ranks of a mesh."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """Random segment forests, and the paths and peaks of their segments."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_dta.extras.expert_parallel.planning.merged_segment_tree import SegmentForest

@@ -1,7 +1,5 @@
 """Training steps on meshes, compared with one process that trains each sequence alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training commands on one and two processes, and comparisons of their metrics and weights."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

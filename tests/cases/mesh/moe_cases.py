@@ -1,7 +1,5 @@
 """Small models with experts, and the outcome of training each sample alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

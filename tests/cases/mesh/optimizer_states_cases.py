@@ -1,7 +1,5 @@
 """A small bfloat16 model with a distributed optimizer, whose loss depends on the weights alone."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_dta.core.config import ModelConfig, ParallelConfig

@@ -1,7 +1,5 @@
 """Random segment trees and costs, and slow twins of the pipeline's simulation and search."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """All models and forests on all pipeline meshes, each compared with one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Compares the pools of a step on a rank with the bytes that its plan has counted."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Which layers a pipeline stage gets, and which layouts are refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_dta.core.common.errors import InputError

@@ -1,7 +1,5 @@
 """Hybrid models on trees equal the same model one sequence at a time, token by token, in every mode."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

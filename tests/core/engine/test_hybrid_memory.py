@@ -1,7 +1,5 @@
 """Counted bytes of hybrid models in plain PyTorch against their tensors, and steps within a limit of memory."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ The interpreter runs the same kernels as a GPU on the same tensors; every storag
 birth to its end (``live_bytes``).
 """
 
-from __future__ import annotations
-
 import gc
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """A loss function of whole sequences (``SequenceLoss``) gives the gradients of the same loss written per token."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

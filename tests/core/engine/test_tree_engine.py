@@ -1,7 +1,5 @@
 """The engine against training each sequence alone: every mode, segment size, budget and kind of recomputation."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

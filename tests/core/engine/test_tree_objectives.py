@@ -3,8 +3,6 @@
 Sequences that share tokens have other advantages, old, reference and sampler's logprobs and masks there.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """``examples/tree_step_from_scratch.py`` equals separate sequences, as its ``main`` asserts, and the tree engine."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Products of few rows in Triton's interpreter, the kernels that read their terms, and the choice of tiles."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """RMSNorm, QK-norm with rotary positions and SwiGLU in Triton's interpreter against plain twins: values, gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Products of groups of rows in Triton's interpreter and as a loop: against float64, groups without rows, odd sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The fast launcher gives the results of Triton's own, whatever changes between two launches."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

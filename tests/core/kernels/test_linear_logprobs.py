@@ -3,8 +3,6 @@
 On a CPU the kernels run in Triton's interpreter, on a GPU compiled.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

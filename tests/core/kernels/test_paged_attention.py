@@ -1,7 +1,5 @@
 """The paged attention kernels in the interpreter against their plain twins; on a GPU see ``test_gpu_decode``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Gated delta rule and Mamba-2 in chunks, and the short convolution along paths, equal token-by-token references."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

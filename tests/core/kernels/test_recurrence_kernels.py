@@ -1,7 +1,5 @@
 """The kernels of gated delta net's convolution and norm in Triton's interpreter, and what they need to be chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The chunked divergence from a teacher against autograd on whole logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tree attention against the plainest possible twin: one softmax per query over the keys on its own root path."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

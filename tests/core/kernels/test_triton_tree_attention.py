@@ -3,8 +3,6 @@
 The interpreter is slow, so tiles and inputs are small; tiles small against the input give every kind of block.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

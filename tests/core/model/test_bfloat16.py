@@ -1,7 +1,5 @@
 """bfloat16 training: tree gradients are as close to float32 as dense ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

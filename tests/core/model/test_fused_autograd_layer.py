@@ -1,7 +1,5 @@
 """Whole layers as one autograd function against the same layers made of modules: every output and every gradient."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

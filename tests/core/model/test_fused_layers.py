@@ -1,7 +1,5 @@
 """Models on the fused layer kernels against Megatron's modules: losses, logprobs, every gradient, and what is kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

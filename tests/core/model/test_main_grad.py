@@ -1,7 +1,5 @@
 """Weight gradients that go straight into Megatron's buffers, against those that autograd makes: one process."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The patches for machines without CUDA are applied once, affect only Megatron, and change no result."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Mixture of experts on one process: the tree against the stock model, one sequence at a time, router included."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Auxiliary losses of experts: loads, balancing loss, z-loss, and routing that is kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Replayed routing of rollouts: exact, resolved where rollouts share tokens, stored in files."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

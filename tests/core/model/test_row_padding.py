@@ -1,7 +1,5 @@
 """Padding rows for FP8 products changes neither the loss nor any gradient."""
 
-from __future__ import annotations
-
 import pytest
 
 from conftest import seed_all

@@ -1,7 +1,5 @@
 """Group advantages against plain loops, and the invariances of the loss of a step."""
 
-from __future__ import annotations
-
 import statistics
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The critic's advantages, returns and metrics by their definitions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

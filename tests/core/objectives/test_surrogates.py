@@ -1,7 +1,5 @@
 """Surrogates, corrections, pairs and the value loss as functions: GRPO token by token, masks, extreme numbers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

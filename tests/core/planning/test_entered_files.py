@@ -1,7 +1,5 @@
 """Planning for one rank enters few files, so that it is read in an hour; the others serve meshes and limits."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Costs from data sheets, and their correction by the ops of a step."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Partitions of a forest: against all others on small forests, counted by sets of prefixes, and on real rollouts."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Layers of pipeline stages against all divisions."""
 
-from __future__ import annotations
-
 import pytest
 
 from conftest import seed_all

@@ -1,7 +1,5 @@
 """The order of messages: ranks with blocking, unbuffered sends and receives never deadlock."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

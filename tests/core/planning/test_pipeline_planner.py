@@ -1,7 +1,5 @@
 """The pipeline's planner and simulation against slow twins, brute force, bounds and closed forms."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

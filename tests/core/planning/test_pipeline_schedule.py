@@ -1,7 +1,5 @@
 """Schedules of pipelines: the static rule's closed form, forward-only ones, the check."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Segments for pipelines: their size by rule, and their counts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

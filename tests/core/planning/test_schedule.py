@@ -1,7 +1,5 @@
 """Schedules of segments, the slots of their keys and values, and which of them keep their activations."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

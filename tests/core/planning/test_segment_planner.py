@@ -1,7 +1,5 @@
 """The segment planner: invariants of every plan, distance from the best plan, results on real rollouts."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

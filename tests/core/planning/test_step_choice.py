@@ -1,7 +1,5 @@
 """The planner's choice by costs and memory, against all choices on small cases and within its budget."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The operations of a step are those of every product written out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

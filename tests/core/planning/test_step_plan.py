@@ -1,7 +1,5 @@
 """The plan of a step against slow twins: packs, root paths, edges, pairs and loss batches."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Rollout files: exact round trips, both sample granularities against loops, bad records refused with their place."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

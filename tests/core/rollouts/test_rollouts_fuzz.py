@@ -1,7 +1,5 @@
 """Damaged and random rollout files give records, or one ``InputError`` that names the file."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every bad rollout file is refused in one line that names the file, the row, the field and the reason."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The prefix forest against a slow twin made of nested dictionaries, and at the extremes of depth and width."""
 
-from __future__ import annotations
-
 import sys
 import time
 import tracemalloc

@@ -1,7 +1,5 @@
 """Nothing that an agent's program has started outlives it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Agents whose calls vLLM and SGLang servers answer: training, rewards by a function, counts."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Why calls begin branches, as the gateway counts it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

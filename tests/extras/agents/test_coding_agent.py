@@ -1,7 +1,5 @@
 """The coding agent of ``examples/real_model/repairs.py``, at the gateway and in the sandbox."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The gateway's interfaces over raw HTTP: replies to clients, and the calls that it records."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

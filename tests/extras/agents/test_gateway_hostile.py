@@ -1,7 +1,5 @@
 """Hostile and careless clients of the gateway: nothing leaks between sessions, nothing crashes, memory is bounded."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The gateway's messages as families write them: ids after a known prefix, continued words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The file of a gateway and its key: where they cannot be, and that they belong to one gateway at a time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

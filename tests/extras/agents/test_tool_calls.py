@@ -1,7 +1,5 @@
 """Calls of tools in every form: what a template writes is read back, whole, in pieces, and where it is broken."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

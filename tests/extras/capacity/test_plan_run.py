@@ -1,7 +1,5 @@
 """Planning a run: parameters and states are those of the real model, times add up, and what does not fit is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

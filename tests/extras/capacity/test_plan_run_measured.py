@@ -5,8 +5,6 @@ within 3%, as pipelines are scheduled by the costs that training knows: seconds 
 flight follows from the schedule.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

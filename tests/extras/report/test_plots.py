@@ -1,7 +1,5 @@
 """Charts of runs: values, boxes and files; statistics and curves of speculation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

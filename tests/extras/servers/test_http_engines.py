@@ -1,7 +1,5 @@
 """Rollout engines behind vLLM's and SGLang's servers: forms, logprobs, routing of requests and experts, failures."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The stream of groups at all speeds: bounds of their age, and every group taken once."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The command that starts a rollout server, with drafts."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

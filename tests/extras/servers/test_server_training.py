@@ -1,7 +1,5 @@
 """Training on rollouts of servers: weights pushed and loaded back, staleness, resuming, servers and replays ending."""
 
-from __future__ import annotations
-
 import io
 import os
 import threading

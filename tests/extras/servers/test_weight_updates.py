@@ -1,7 +1,5 @@
 """Weight updates of servers, by folder and through a process group: bytes, calls, servers that fail, restart or lag."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -3,8 +3,6 @@
 ``bash tests/run.sh real`` makes the model's folder and names it in ``DTA_REAL_MODEL``.
 """
 
-from __future__ import annotations
-
 import filecmp
 import json
 import os

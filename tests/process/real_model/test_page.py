@@ -1,7 +1,5 @@
 """The commands of docs/real_model.md, with fewer steps, samples and questions, and the folder that they export."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

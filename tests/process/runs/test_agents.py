@@ -1,7 +1,5 @@
 """Agents in whole runs: commands that fail, hang or are killed with their run; and the gateway command."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """``--dry-run`` describes the run, writes nothing, and reports the same errors as training."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

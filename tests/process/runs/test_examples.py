@@ -1,7 +1,5 @@
 """The examples: the library without the trainer, the quickstarts and the scratchpad in miniature, and their reports."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

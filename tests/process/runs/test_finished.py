@@ -1,7 +1,5 @@
 """A command whose last step is already saved reports this and exits with status 0."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Output folders that cannot be written, disks that fill up, and clocks that may be set."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

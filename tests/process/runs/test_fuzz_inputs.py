@@ -1,7 +1,5 @@
 """Random damage to prompt files and command lines: each is used, or refused by one line that says where."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """Invalid replies of rollout servers: the error names the server and the field, and memory stays bounded."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import resource

@@ -1,7 +1,5 @@
 """A few random kills of one of two processes, in every kind of run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from conftest import REPOSITORY, seed_all

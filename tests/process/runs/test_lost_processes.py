@@ -1,7 +1,5 @@
 """A process that dies or hangs is named in time and the job starts again; a wrong flag is named in the last line."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Training killed at any moment and restarted by the same command has the metrics and weights of an unbroken run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

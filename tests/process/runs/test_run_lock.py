@@ -1,7 +1,5 @@
 """The lock of a run's folder: one job at a time, dead jobs' locks are taken over, on one machine and across several."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -4,8 +4,6 @@ The jobs of all tests run at the same time, so that their waiting overlaps. Wher
 slurm-wlm and munge) only what needs none is tested.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

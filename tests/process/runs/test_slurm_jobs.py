@@ -1,7 +1,5 @@
 """The other job scripts on a real Slurm of two nodes: what they start, with which arguments, and how they end."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

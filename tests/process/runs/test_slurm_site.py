@@ -1,7 +1,5 @@
 """Site files as a Slurm job reads them: what they may do, and how a failure in one ends the job. Needs no Slurm."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

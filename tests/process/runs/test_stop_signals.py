@@ -1,7 +1,5 @@
 """SIGTERM and similar signals: the run ends after its step, saves its state, and resumes exactly."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Text data from files to losses: prompts in Parquet, conversations and preferences."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each benchmark runs once at its smallest size and writes its rows, or says what it needs."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The parity tool on real rollouts, in all modes, against both references; and what it does when it fails."""
 
-from __future__ import annotations
-
 import json
 import sys
 

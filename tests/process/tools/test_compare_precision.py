@@ -1,7 +1,5 @@
 """Distances between steps in different precisions, and the script that reports them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

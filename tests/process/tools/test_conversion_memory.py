@@ -1,7 +1,5 @@
 """Memory of a conversion does not grow with the model: twelve times the layers, the same memory."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Invalid input of the conversion: one line names it and nothing is written; also on full disks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

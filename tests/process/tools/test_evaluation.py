@@ -1,7 +1,5 @@
 """Pass@k and maj@k against enumeration, and the tool that compares trees with independent rollouts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Models trained from random weights are exported to Hugging Face without a given config.json."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 from io import StringIO

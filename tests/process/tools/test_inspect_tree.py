@@ -1,7 +1,5 @@
 """``tools/inspect_tree.py`` as a user runs it: its figures, its pictures, and bad input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``benchmarks/plan_partition.py`` as a user runs it: its figures, its table, and bad input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``tools/plan_run.py`` as a user runs it, and the argument files of large models through the real parser."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

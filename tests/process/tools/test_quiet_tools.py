@@ -1,7 +1,5 @@
 """Importing a tool that needs Megatron prints no warnings about packages that Megatron misses."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

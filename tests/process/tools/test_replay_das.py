@@ -1,7 +1,5 @@
 """``benchmarks/replay_das.py`` as a user runs it, and the replay against plain loops."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

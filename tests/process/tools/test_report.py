@@ -1,7 +1,5 @@
 """``megatron-dta report-run``: the page of a run in a real browser, its texts, and damaged files."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -1,7 +1,5 @@
 """Every flag that a tool accepts has an effect: training flags that it does not read are refused."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """The tool that compares converted checkpoints accepts equal models and names a single changed number."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

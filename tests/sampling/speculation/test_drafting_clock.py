@@ -1,7 +1,5 @@
 """Which rounds may have drafts is decided by their seconds, and costs a percent where drafts do not pay."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Budgets, length classes, and the stop of degenerate samples, against brute force and by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The drafter, the speculator and their connection to the engine: windows, bursts, deferred work, shared clocks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

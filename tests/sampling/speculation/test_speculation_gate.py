@@ -1,7 +1,5 @@
 """The gates for tokens and for passes, and the estimates that they use."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

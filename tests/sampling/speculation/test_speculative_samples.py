@@ -1,7 +1,5 @@
 """Speculation gives the samples of plain decoding, and the drafter learns from whole responses of training alone."""
 
-from __future__ import annotations
-
 import re
 from contextlib import ExitStack
 from dataclasses import replace

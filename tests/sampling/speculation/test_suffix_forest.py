@@ -1,7 +1,5 @@
 """Suffix forests against a naive counter of suffixes: counts, drafts, removal."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The command line: every flag sets its field and is used; what contradicts, and what nothing reads, is refused."""
 
-from __future__ import annotations
-
 import ast
 import random
 from dataclasses import MISSING

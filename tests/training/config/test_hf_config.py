@@ -3,8 +3,6 @@
 The configurations are those of the published checkpoints, without the keys that say nothing of the architecture.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """config.json of DeepSeek V3 and Moonlight: the named shapes, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

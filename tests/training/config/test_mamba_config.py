@@ -1,7 +1,5 @@
 """config.json of Nemotron-H and Nemotron 3: the named shape, what is written, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Flags of tree sampling: every setting reaches the sampler."""
 
-from __future__ import annotations
-
 from conftest import REPOSITORY
 from megatron_dta.sampling.task import build_task
 from megatron_dta.sampling.treepo.settings import TreeSettings

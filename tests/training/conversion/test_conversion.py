@@ -1,7 +1,5 @@
 """Every architecture to Megatron and back: same logits and gradients, then the same bytes; end tokens of exports."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 from pathlib import Path

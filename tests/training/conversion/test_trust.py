@@ -1,7 +1,5 @@
 """Files that may be hostile: others may write them, or checkpoint metadata names code to run."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
