@@ -34,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
         start = path / ("start-moe" if objective == moe else "start")
         weights = f"--load {start} --finetune" + ("" if objective == DPO else f" --critic-load {start}")
         if objective == PPO:
-            weights += f" --eval-rollouts {path}/train.jsonl --eval-interval 2 --eval-iters 2"
+            weights += f" --eval-rollouts {path}/train.jsonl --eval-interval 1 --eval-iters 2"
         return f"{common} {objective} {flags} {weights} --train-iters {iters} --save {path}/{name}", None
 
     on_one_rank = [(f"{common} {PPO} --train-iters 1 --save {path}/start", None), job("ppo-1", "", iters=4)]
