@@ -1,7 +1,5 @@
 """Small models with latent attention that tests share, as DeepSeek V3, Moonlight and Kimi K2 have it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Latent attention on a GPU: kernels against plain PyTorch, gradients in bfloat16, decoding against the trainer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The gated delta rule and Mamba-2 by flash-linear-attention on a GPU, against plain PyTorch in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -53,14 +53,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     first = stretches(folder, WITH_EXPERTS, (ONE, "one", None), (ONE, "one-4", "one"))
     run_on_ranks(run_stretches, first, 1, folder / "a")
-    pairs = stretches(
-        folder,
-        WITH_EXPERTS,
-        (EP2, "ep2-4", "one"),
-        (EP2, "ep2-6", "ep2-4"),
-        (ONE, "ep2-dp2", "ep2-4"),
-    )
-    run_on_ranks(run_stretches, pairs, 2, folder / "b")
+    legs = ((EP2, "ep2-4", "one"), (EP2, "ep2-6", "ep2-4"), (ONE, "ep2-dp2", "ep2-4"))
+    run_on_ranks(run_stretches, stretches(folder, WITH_EXPERTS, *legs), 2, folder / "b")
     alone = stretches(folder, WITH_EXPERTS, (ONE, "one-6", "one-4"), (ONE, "ep2-one", "ep2-4"))
     run_on_ranks(run_stretches, alone, 1, folder / "c")
     return folder

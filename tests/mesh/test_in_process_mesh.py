@@ -1,7 +1,5 @@
 """The in-process engine on meshes gives the samples of one process, also with drafts and when requests lose pages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

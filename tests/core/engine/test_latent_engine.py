@@ -1,7 +1,5 @@
 """Latent attention on trees equals Megatron's own layer one sequence at a time, in every mode."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Planning runs with context parallelism, gated delta net and experts: memory, operations and meshes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

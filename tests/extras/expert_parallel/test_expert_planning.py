@@ -1,7 +1,5 @@
 """Ranks that share experts: partitions, merged segment trees, and plans within a limit of bytes."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Folders as published: the text model is trained, and what lies beside it is exported byte for byte."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 from io import StringIO
