@@ -92,16 +92,17 @@ def test_rejected_drafts_leave_no_trace_in_the_states(kind: str, family: dict, m
 
 
 def test_a_shared_context_is_computed_once():
-    model = hybrid_model(6)
+    """Without end tokens, so that two running requests end together and the next two begin together."""
+    model = hybrid_model(9)
     context = np.arange(13, dtype=np.int32) % 7
     requests = [GenerationRequest(i, context, 5, key=i, parent=None, hold=False) for i in range(4)]
     alone = {}
     for request in requests:
-        engine = started(model)
+        engine = started(model, NEVER)
         engine.submit([request])
         alone[request.request_id] = (request, engine.poll()[0])
     for settings in (dict(), dict(max_tokens=5, block_size=4), dict(max_requests=2)):
-        engine, samples = started(model, **settings), {}
+        engine, samples = started(model, NEVER, **settings), {}
         engine.submit(requests)
         while len(samples) < len(requests):
             samples |= {result.request_id: (requests[result.request_id], result) for result in engine.poll()}
