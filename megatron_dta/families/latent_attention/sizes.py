@@ -95,6 +95,7 @@ class Sizes(Mixer):
             ("layers with plain attention", not all(model.mixer_layers)),
             ("models without --swiglu, RMSNorm and --disable-bias-linear", not _is_plain(model)),
             ("--qk-layernorm", model.qk_layernorm),
+            ("rotary_percent below 1", model.rotary_percent != 1),
             ("--add-qkv-bias", model.add_qkv_bias),
             ("attention_output_gate or apply_layernorm_1p", model.attention_output_gate or model.apply_layernorm_1p),
             ("--lora-rank", model.lora_rank is not None),

@@ -72,6 +72,8 @@ def test_what_is_not_supported_is_refused_by_name(change: dict, message: str) ->
         (dict(batch_invariant_mode=True), {}, "--batch-invariant-mode does not support"),
         (dict(kv_channels=8), {}, "needs --num-attention-heads .* and --kv-channels 10"),
         (dict(mixer_layer_freq="[1,0]"), {}, "does not support layers with plain attention"),
+        (dict(rotary_percent=0.5), {}, "does not support rotary_percent below 1"),
+        (dict(mixer=replace(LATENT["mixer"], v_head_dim=0)), {}, "latent_attention: v_head_dim is 0; it must be at le"),
     ],
 )
 def test_models_that_cannot_be_built(change: dict, mesh: dict, message: str) -> None:

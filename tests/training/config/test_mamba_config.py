@@ -12,6 +12,7 @@ from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.config.checks.hybrid import check_hybrid
 from megatron_dta.core.config.parallel import ParallelConfig
 from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.families.mamba2 import sizes as mamba2
 from megatron_dta.families.named_shapes import SHAPES
 from megatron_dta.training.huggingface.config.config import model_settings, settings_from_hf
 from megatron_dta.training.huggingface.config.config_output import config_from_settings
@@ -78,6 +79,8 @@ def test_a_flag_that_contradicts_names_the_key(flag: dict, said: str, tmp_path: 
         (dict(hybrid_layer_pattern="M-M-M"), {}, "no layer has attention"),
         (dict(hybrid_layer_pattern="MEM*M"), {}, "layers E need sizes"),
         (dict(swiglu=True), {}, "excludes mixer_layer_freq"),
+        (dict(swiglu=True, hybrid_layer_pattern=None, mixer_layer_freq="[1,0]*2+[1]"), {}, "excludes --swiglu; leave"),
+        (dict(mixer=mamba2.Sizes(mamba_conv_kernel=0)), {}, "mamba2: mamba_conv_kernel is 0; it must be at least 1"),
         ({}, dict(tensor_model_parallel_size=8), "does not divide mamba_num_groups 4"),
     ],
 )

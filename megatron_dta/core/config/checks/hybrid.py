@@ -16,9 +16,14 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig) -> None:
         raise InputError(f"{flag} needs --transformer-impl local")
     if model.hybrid_layer_pattern is not None:
         _check_pattern(model, model.hybrid_layer_pattern)
+    if model.squared_relu and model.swiglu:
+        raise InputError("squared_relu excludes --swiglu; leave one of them out")
     if model.mixer is None:
         return
     kind = model.mixer.kind
+    for name, size in model.mixer.settings.items():
+        if isinstance(size, int) and size < 1:
+            raise InputError(f"{kind}: {name} is {size}; it must be at least 1")
     if model.mixer.is_recurrent and all(model.mixer_layers):
         raise InputError(f"mixer_layer_freq {model.mixer_layer_freq}: no layer has attention; raise it")
     if model.transformer_impl != "local":
