@@ -47,7 +47,7 @@ MESHES = {
 MEMORY = {
     "pp2 limited": ("pp2", "uneven", 0.5),
     "pp2-vp2 limited": ("pp2-vp2", "uneven", 0.42),
-    "ep2 limited": ("ep2", "experts", 0.35),
+    "ep2 limited": ("ep2", "experts", 0.3),
     "ep2 ample": ("ep2", "experts", 64.0),
 }
 COMBINATIONS = [
