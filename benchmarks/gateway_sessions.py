@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.gateway_clients import ADMIN_KEY, Seen, run_clients
-from common.gateway_recording import CountingPrompts, RecordingLoop, ScriptedEngine, digest
 from common.report import Report
+from common.servers.gateway_clients import ADMIN_KEY, Seen, run_clients
+from common.servers.gateway_recording import CountingPrompts, RecordingLoop, ScriptedEngine, digest
 from megatron_dta.commands.servers import gateway as command
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.entry_point import run_entry_point

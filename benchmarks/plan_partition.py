@@ -19,8 +19,8 @@ import time
 import numpy as np
 from rich.table import Table
 
-from common.partition_bound import least_slowest
-from common.predicted_costs import add_cost_flags, read_costs
+from common.planning.partition_bound import least_slowest
+from common.planning.predicted_costs import add_cost_flags, read_costs
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.common.console import Console
 from megatron_dta.common.entry_point import run_entry_point

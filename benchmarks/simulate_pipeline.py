@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from common.predicted_costs import SHAPE, add_cost_flags, read_costs
-from common.schedule_check import check_schedule
+from common.planning.predicted_costs import SHAPE, add_cost_flags, read_costs
+from common.planning.schedule_check import check_schedule
 from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.common.console import Console
 from megatron_dta.common.entry_point import run_entry_point

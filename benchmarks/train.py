@@ -9,7 +9,7 @@ ones, of which the median counts. Operations are counted once for every token of
 (megatron_dta/core/planning/step/flops.py); the share of the peak is against a measured product of 8192 x 8192
 matrices. The speed-up of a mode over dense cannot be more than the ratio of their operations, the bound. On several
 pipeline stages the ops of the last timed step are timed too: the share of the stages' time that they compute is
-reported with the planned one and that of a replay, the plan in the measured times of its ops (common/plan_accuracy.py).
+reported with the planned one and that of a replay, the plan in the measured times of its ops (common/planning).
 Several files are measured one after another on the same model; each row names its file.
 """
 
@@ -32,7 +32,7 @@ from megatron_dta.common.quiet import quieten_libraries
 quieten_libraries()  # before Megatron is imported, which tells what is not installed
 
 from common.benchmark_model import MODELS, TINY, benchmark_model
-from common.plan_accuracy import replay, stage_seconds
+from common.planning.plan_accuracy import replay, stage_seconds
 from common.profile import profile_step
 from common.report import Report
 from common.training_step import EngineOptions, StepTimer, compared

@@ -5,7 +5,7 @@
 
 The trainer's side is that of a run: a model on the mesh with random weights, the copy or the files that training waits
 for ("write"), and the engine that updates the servers ("update"). The server is another process on the same GPU. The
-stand-in does with the weights what vLLM does, and samples nothing (``common/weight_receiver.py``); with --receiver vllm
+stand-in does with the weights what vLLM does, and samples nothing (``common/servers``); with --receiver vllm
 it is vLLM itself, which this interpreter must be able to import. "pause" is the time in which the server may not
 sample, from the request to pause to the reply that it continues. Afterwards its parameters are compared with the
 trainer's: for vLLM by their SHA-256.
@@ -35,8 +35,8 @@ quieten_libraries()  # before Megatron is imported, which warns of missing packa
 from common.benchmark_model import settings_of
 from common.engine import MODELS
 from common.report import Report
-from common.vllm_server import vllm_server
-from common.weight_receiver import byte_sum
+from common.servers.vllm_server import vllm_server
+from common.servers.weight_receiver import byte_sum
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.common.http.replies import parse_json
@@ -55,7 +55,7 @@ from megatron_dta.training.huggingface.save import hf_weights
 
 # Parameters of vLLM that join several of the model's.
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-RECEIVER = Path(__file__).resolve().parent / "common" / "weight_receiver.py"
+RECEIVER = Path(__file__).resolve().parent / "common" / "servers" / "weight_receiver.py"
 
 
 def parse_arguments() -> argparse.Namespace:

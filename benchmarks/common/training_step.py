@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 
-from common.plan_accuracy import predicted_seconds
+from common.planning.plan_accuracy import predicted_seconds
 from common.profile import gemm_peak, now
 from megatron_dta.core.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.core.config.checks.experts import check_experts

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from common.partition_baselines import contiguous, contiguous_by_cost, first_fit
-from common.partition_bound import least_slowest
+from common.planning.partition_baselines import contiguous, contiguous_by_cost, first_fit
+from common.planning.partition_bound import least_slowest
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.partition.divide import Partition, Trained, partition_costs, trained_parts
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts

@@ -37,11 +37,13 @@ Rates = dict[tuple[bool, int], float]
 
 
 class DraftingClock:
-    """Attributes:
-    is_on: whether the next rounds may have drafts.
-    is_due: whether a trial may begin as soon as the time for its trees is affordable (``begin``).
-    is_local: whether this rank decides alone, by the seconds of this round.
-    saved: seconds saved by drafts since ``begin_batch``; negative: lost.
+    """Counts what rounds with and without drafts take, and decides which come next.
+
+    Attributes:
+        is_on: whether the next rounds may have drafts.
+        is_due: whether a trial may begin as soon as the time for its trees is affordable (``begin``).
+        is_local: whether this rank decides alone, by the seconds of this round.
+        saved: seconds saved by drafts since ``begin_batch``; negative: lost.
     """
 
     def __init__(self) -> None:

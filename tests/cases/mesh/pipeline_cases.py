@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from common.schedule_check import needs_of
+from common.planning.schedule_check import needs_of
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.schedule import PipelineOp, PipelineSchedule, backward_order, children_of
 from megatron_dta.core.planning.segments.plan import OpKind, SegmentPlan

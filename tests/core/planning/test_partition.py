@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from common.partition_baselines import contiguous
-from common.partition_bound import least_slowest
+from common.planning.partition_baselines import contiguous
+from common.planning.partition_bound import least_slowest
 from conftest import rollout_file, seed_all
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.partition.divide import Partition, partition_costs, partition_sequences, trained_parts

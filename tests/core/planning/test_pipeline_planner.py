@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from common.schedule_check import check_schedule
+from common.planning.schedule_check import check_schedule
 from conftest import seed_all
 from megatron_dta.core.planning.pipeline.bounds import makespan_bound
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts

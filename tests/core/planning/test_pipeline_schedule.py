@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.schedule_check import check_schedule
+from common.planning.schedule_check import check_schedule
 from conftest import seed_all
 from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.planner import plan_pipeline

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from common.plan_accuracy import predicted_seconds
+from common.planning.plan_accuracy import predicted_seconds
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.memory_budget import GIB, ChunkTensors, MemoryBudget, StageBytes, peak_bytes

@@ -1,6 +1,6 @@
 """A stand-in for a vLLM server that takes weights and samples nothing; run as a process of its own.
 
-    python benchmarks/common/weight_receiver.py DEVICE
+    python benchmarks/common/servers/weight_receiver.py DEVICE
 
 It prints its URL. Like vLLM it copies what arrives into parameters that it keeps: from the trainer's buffer on the GPU
 (the ``ipc`` engine of weight transfer, each tensor copied out before it is loaded), or from the files of a folder. GET

@@ -1,0 +1,1 @@
+"""Plans by other methods, checks of schedules, and predicted costs."""
