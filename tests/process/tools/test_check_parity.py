@@ -71,7 +71,7 @@ def test_hybrid_models_on_real_rollouts(tool, monkeypatch, capsys, tmp_path):
     assert status == 0, summary
     assert all(0 <= summary[key] < 1e-12 for key in KEYS)
     assert all(0 <= summary[f"hf_{key}"] < 1e-5 for key in KEYS[:2])
-    with pytest.raises(InputError, match=r"--num-layers 3: .* the first 4 are needed for attention of both kinds"):
+    with pytest.raises(InputError, match=r"--num-layers 3: .* the first 4 are needed for layers of every kind"):
         run(tool, monkeypatch, capsys, rollouts, *cut, "--num-layers", "3")
 
 
