@@ -7,6 +7,7 @@ from typing import Any
 from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.families.gated_delta_net.sizes import Sizes
+from megatron_dta.families.latent_attention import sizes as latent_attention
 from megatron_dta.families.mamba2 import sizes as mamba2
 from megatron_dta.families.named_shapes import SHAPES
 
@@ -31,8 +32,19 @@ TINY["tiny-mamba"] = DecoderShape(
     moe_ffn_hidden_size=48,
     moe_shared_expert_intermediate_size=64,
 )
+TINY["tiny-latent"] = DecoderShape(
+    *(3, 64, 192, 4, 4, 24, 1),
+    mixer=latent_attention.Sizes(
+        num_heads=4, q_lora_rank=32, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16
+    ),
+    num_experts=8,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=48,
+    moe_shared_expert_intermediate_size=48,
+    moe_layers=(False, True, True),
+)
 _NAMES = ("qwen3-1.7b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "llama3-70b")
-_NAMES += ("qwen3.5-9b", "qwen3.5-35b-a3b", "nemotron-3-nano-30b-a3b")
+_NAMES += ("qwen3.5-9b", "qwen3.5-35b-a3b", "nemotron-3-nano-30b-a3b", "moonlight-16b-a3b", "deepseek-v3")
 MODELS: dict[str, DecoderShape] = TINY | {name: SHAPES[name] for name in _NAMES}
 # Settings taken from the shape; the others are those of all benchmarks.
 _COPIED = (
@@ -70,7 +82,10 @@ def settings_of(shape: DecoderShape, num_layers: int | None = None) -> dict[str,
         settings["num_layers"] = num_layers
     if shape.hybrid_layer_pattern is not None:
         return settings | _single_parts(shape, settings["num_layers"])
-    return settings | (_hybrid(shape, settings["num_layers"]) if shape.mixer is not None else {})
+    if shape.mixer is None:
+        return settings
+    family = _latent if isinstance(shape.mixer, latent_attention.Sizes) else _hybrid
+    return settings | family(shape, settings["num_layers"])
 
 
 def _single_parts(shape: DecoderShape, num_layers: int) -> dict[str, object]:
@@ -94,3 +109,12 @@ def _hybrid(shape: DecoderShape, num_layers: int) -> dict[str, object]:
         "rotary_percent": 0.25,
         "norm_epsilon": shape.norm_epsilon,
     }
+
+
+def _latent(shape: DecoderShape, num_layers: int) -> dict[str, object]:
+    """The settings of DeepSeek V3 without its extended positions, for the first layers of a shape."""
+    experts = dict(moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5)
+    if not any(shape.moe_layers[:num_layers]):
+        experts = dict(num_experts=None, moe_shared_expert_intermediate_size=None)
+    layers = str(list(map(int, shape.moe_layers[:num_layers]))).replace(" ", "")
+    return dict(mixer=shape.mixer, qk_layernorm=False, moe_layer_freq=layers) | experts

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from common.bandwidth import measured_bandwidth
-from common.benchmark_model import settings_of
+from common.benchmark_model import TINY, settings_of
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.parallel.mesh import current_mesh, initialize_parallel
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.families.latent_attention import sizes as latent_attention
 from megatron_dta.families.named_shapes import SHAPES
 from megatron_dta.sampling.in_process.cache_size import state_bytes
 from megatron_dta.sampling.in_process.cuda_graphs import bucket, why_not_captured
@@ -26,14 +27,16 @@ from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEng
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 
-# "tiny" and "tiny-moe" are for trying things on a laptop.
+# The tiny shapes are for trying things on a laptop.
 MODELS = {
     "tiny": DecoderShape(4, 256, 768, 8, 4, 32, 4096),
     "tiny-moe": DecoderShape(4, 256, 768, 8, 4, 32, 4096, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=192),
     "smollm2-135m": DecoderShape(30, 576, 1536, 9, 3, 64, 49152),
 }
+MODELS |= {name: replace(TINY[name], vocab_size=4096) for name in ("tiny-mamba", "tiny-latent")}
 MODELS |= {name: SHAPES[f"qwen3-{name}"] for name in ("0.6b", "1.7b", "8b", "14b", "32b", "30b-a3b")}
-MODELS |= {name: SHAPES[name] for name in ("qwen3.5-9b", "qwen3.5-35b-a3b")}
+_OTHERS = ("qwen3.5-9b", "qwen3.5-35b-a3b", "nemotron-3-nano-30b-a3b", "moonlight-16b-a3b")
+MODELS |= {name: SHAPES[name] for name in _OTHERS}
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,9 @@ class Setup:
 
     Attributes:
         weight_bytes: bytes that the rank reads in every decoding pass: all parameters except an input embedding that is
-            not the output weight, and of the experts those that the rows of a pass choose on average. States of gated
-            delta net, which a pass reads and writes for each of its rows, count as well.
-        token_bytes: bytes of K and V of one position in the rank's layers.
+            not the output weight, and of the experts those that the rows of a pass choose on average. States of
+            recurrent layers, which a pass reads and writes for each of its rows, count as well.
+        token_bytes: bytes of K and V, or of the latent, of one position in the rank's layers.
         ranks: ``weight_bytes`` and ``token_bytes`` of all ranks.
         groups: groups of rows that pipeline stages run one after the other; 1 without stages.
         bandwidth: bytes per second, measured by a large copy or given.
@@ -125,8 +128,10 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
         embedding = first.embedding.word_embeddings.weight
         weight_bytes -= embedding.numel() * embedding.element_size()
     weight_bytes += 2 * arguments.batch / groups * state_bytes(model)
-    width = shape.kv_width // parallel.tensor_model_parallel_size
-    token_bytes = 2 * len(model.attention_layers) * width * next(model.parameters()).element_size()
+    width = 2 * shape.kv_width // parallel.tensor_model_parallel_size
+    if isinstance(shape.mixer, latent_attention.Sizes):
+        width = shape.mixer.slot
+    token_bytes = len(model.attention_layers) * width * next(model.parameters()).element_size()
     ranks = current_mesh().gather_over_replica((weight_bytes, token_bytes))
     gbs = arguments.memory_bandwidth_gbs
     bandwidth = gbs * 1e9 if gbs is not None else measured_bandwidth(device)
