@@ -7,6 +7,9 @@ ordinary launch returned for a key is launched directly from then on.
 
 The way to launch a binary differs between Triton versions, so direct launches are used only with the tested versions.
 With other versions, in Triton's interpreter and while a profiler has hooks, every launch is an ordinary one.
+
+Launchers are cached by their constants and, where a file has several kernels, by the kernel's name, because hashing a
+kernel takes as long as a launch.
 """
 
 from __future__ import annotations

@@ -208,13 +208,9 @@ class GroupedRows:
     """
 
     def __init__(
-        self,
-        counts_G: Tensor,
-        like: Tensor,
-        num_rows: int,
-        index_R: Tensor | None = None,
+        self, counts_G: Tensor, like: Tensor, num_rows: int, index_R: Tensor | None = None,
         usual_rows: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._counts, self.num_rows, self._num_groups = counts_G, num_rows, len(counts_G)
         self._index = index_R
         size = like.element_size()

@@ -24,8 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dta_kernels.paged_attention.launch import TILE_FIELDS, PagedConfig, tiles_of
-from dta_kernels.tree_attention.config import padded_head_size
+from dta_kernels.paged_attention.launch import LONGEST_SPLIT_RUN, TILE_FIELDS, PagedConfig, paged_config, tiles_of
 from dta_kernels.tree_attention.reference import accumulation_dtype
 from dta_kernels.upload import upload
 
@@ -35,10 +34,8 @@ _CPU_ROWS = 16
 
 
 def invariant_config(group_size: int, head_size: int, dtype: torch.dtype) -> PagedConfig:
-    """Settings of the kernel, the same for runs of all lengths."""
-    is_wide = padded_head_size(head_size) * dtype.itemsize > 256
-    rows = max(64, 1 << (group_size - 1).bit_length())
-    return PagedConfig(rows, 32 if is_wide else _BLOCK_KEYS, 1, _BLOCK_KEYS, 4, 2)
+    """Settings of the kernel for runs of all lengths: those of long runs, whose keys are not divided."""
+    return paged_config(group_size, head_size, dtype, LONGEST_SPLIT_RUN + 1)
 
 
 class PathTables(NamedTuple):
@@ -55,10 +52,6 @@ class PathTables(NamedTuple):
     begins: np.ndarray
     tables: np.ndarray
 
-    def tiles(self, tokens: int) -> np.ndarray:
-        """Tiles of at most ``tokens`` queries, int64 [T, 4]."""
-        return tiles_of(self.starts, self.counts, self.begins, 0, tokens)
-
 
 class DeviceTables(NamedTuple):
     """``PathTables`` on the device: tiles int64 [T, 4], and tables."""
@@ -68,11 +61,12 @@ class DeviceTables(NamedTuple):
 
     @classmethod
     def of(
-        cls, key_end_M: np.ndarray, num_queries: int, config: PagedConfig, J: int, device: torch.device
+        cls, key_end_M: np.ndarray, num_queries: int, J: int, D: int, dtype: torch.dtype, device: torch.device
     ) -> DeviceTables:
         """The tables of a segment, uploaded without waiting for the device."""
-        runs = path_tables(key_end_M, num_queries)
-        tiles, tables = upload([runs.tiles(config.tokens_of(J)), runs.tables], device)
+        runs, tokens = path_tables(key_end_M, num_queries), invariant_config(J, D, dtype).tokens_of(J)
+        tiles = tiles_of(runs.starts, runs.counts, runs.begins, 0, tokens)
+        tiles, tables = upload([tiles, runs.tables], device)
         return cls(tiles.view(-1, TILE_FIELDS), tables)
 
 

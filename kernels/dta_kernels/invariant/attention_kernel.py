@@ -21,8 +21,7 @@ from dta_kernels.tree_attention.config import padded_head_size
 @triton.jit(do_not_specialize=["num_queries"], do_not_specialize_on_alignment=["tiles", "tables"])
 def _kernel(
     q_NHD, k_MGD, v_MGD, out_NHD, lse_HN, tiles, tables, num_queries, scale, H: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles x G)."""
     J: tl.constexpr = H // G
@@ -39,7 +38,7 @@ def _kernel(
     scale_2 = scale * 1.4426950408889634  # log2(e)
     acc, lse = attend_part(
         q, first_position + query, scale_2, k_MGD + group * D, v_MGD + group * D, tables + table_begin, 0,
-        first_position + count, G * D, D, BLOCK_D, 1, BLOCK_M, BLOCK_N, PRECISION, UPCAST,
+        first_position + count, G * D, D, BLOCK_D, 1, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     tl.store(out_NHD + offset, acc.to(out_NHD.dtype.element_ty), mask=stored)
     tl.store(lse_HN + head.to(tl.int64) * num_queries + first + query, lse * 0.6931471805599453, mask=exists)
@@ -47,11 +46,8 @@ def _kernel(
 
 @lru_cache
 def _launcher(H: int, G: int, D: int, dtype: torch.dtype) -> Launcher:
-    from dta_kernels.tree_attention.launch import interpreted
-
     config = invariant_config(H // G, D, dtype)
-    constants = {"H": H, "G": G, "D": D, "BLOCK_D": padded_head_size(D), "BLOCK_M": config.rows}
-    constants |= {"BLOCK_N": config.keys, "PRECISION": "ieee", "UPCAST": interpreted() and dtype == torch.bfloat16}
+    constants = {"H": H, "G": G, "D": D, "BLOCK_D": padded_head_size(D), "BLOCK_M": config.rows, "BLOCK_N": config.keys}
     return Launcher(_kernel, **constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 

@@ -23,7 +23,7 @@ _FLOAT32 = (64, 64, 32, 4, 1)
 @triton.jit(do_not_specialize=["num_rows"])
 def _kernel(
     x_in, weight_in, out, num_rows, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, UPCAST: tl.constexpr,
+    INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of outputs, blocks of rows)."""
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -34,7 +34,7 @@ def _kernel(
         k = begin + inner
         x = tl.load(x_in + row * K + k[None, :], mask=(row < num_rows) & (k < K)[None, :], other=0.0)
         weight = tl.load(weight_in + output * K + k[:, None], mask=(output < N) & (k < K)[:, None], other=0.0)
-        total = product(x, weight, total, "ieee", UPCAST)
+        total = product(x, weight, total)
     tl.store(out + row * N + output, total.to(out.dtype.element_ty), mask=(row < num_rows) & (output < N))
 
 
@@ -43,9 +43,9 @@ def _tiles(N: int, size: int) -> tuple[int, ...]:
 
 
 @lru_cache
-def _launcher(N: int, K: int, size: int, upcast: bool) -> Launcher:
+def _launcher(N: int, K: int, size: int) -> Launcher:
     rows, outputs, inputs, num_warps, num_stages = _tiles(N, size)
-    constants = {"N": N, "K": K, "ROWS": rows, "OUTPUTS": outputs, "INPUTS": inputs, "UPCAST": upcast}
+    constants = {"N": N, "K": K, "ROWS": rows, "OUTPUTS": outputs, "INPUTS": inputs}
     return Launcher(_kernel, **constants, num_warps=num_warps, num_stages=num_stages)
 
 
@@ -56,6 +56,5 @@ def multiply(x_nK: Tensor, weight_NK: Tensor, dtype: torch.dtype | None = None) 
     if n:
         rows, outputs, *_ = _tiles(N, size)
         grid = ceil_div(N, outputs), ceil_div(n, rows)
-        upcast = not x_nK.is_cuda and size == 2
-        _launcher(N, K, size, upcast)(grid, x_nK.contiguous(), weight_NK.contiguous(), out_nN, n)
+        _launcher(N, K, size)(grid, x_nK.contiguous(), weight_NK.contiguous(), out_nN, n)
     return out_nN

@@ -54,7 +54,7 @@ def sum_of_terms(source, mask, size, TERMS: tl.constexpr, element: tl.constexpr)
 @triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x_in, weight_in, out, num_rows, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, TERMS: tl.constexpr, GATED: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
+    INPUTS: tl.constexpr, TERMS: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (N / OUTPUTS, TERMS). GATED: ``silu(gate) * up`` of ``weight`` [2 N, K]."""
     wait_for_previous(OVERLAP)
@@ -69,9 +69,9 @@ def _product_kernel(
     for first in range(0, K // TERMS, INPUTS):
         k = begin + first + inner
         x = tl.load(x_in + row * K + k[None, :], mask=exists, other=0.0)
-        acc = product(x, tl.load(of_output + k[:, None]), acc, "ieee", UPCAST)
+        acc = product(x, tl.load(of_output + k[:, None]), acc)
         if GATED:
-            up = product(x, tl.load(of_output + N * K + k[:, None]), up, "ieee", UPCAST)
+            up = product(x, tl.load(of_output + N * K + k[:, None]), up)
     element = out.dtype.element_ty
     if GATED:
         gate, up = acc.to(element).to(tl.float32), up.to(element).to(tl.float32)
@@ -126,15 +126,15 @@ def gated_product(x_nK: Tensor, weight_NK: Tensor, tiles: Tiles) -> Tensor:
 
 
 def _launch(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles, gated: bool) -> None:
-    N, K, upcast = out.shape[-1], x.shape[1], not x.is_cuda and x.dtype == torch.bfloat16
+    N, K = out.shape[-1], x.shape[1]
     is_even = N % tiles.outputs == K % (tiles.terms * tiles.inputs) == 0
     if not is_even or len(x) > _ROWS or not (x.is_contiguous() and weight.is_contiguous()):
         raise ValueError(f"a product of few rows takes up to {_ROWS}, contiguous tensors, and tiles that divide them")
-    _launcher(N, K, tiles, gated, upcast)((N // tiles.outputs, tiles.terms), x, weight, out, len(x))
+    _launcher(N, K, tiles, gated)((N // tiles.outputs, tiles.terms), x, weight, out, len(x))
 
 
 @lru_cache
-def _launcher(N: int, K: int, tiles: Tiles, gated: bool, upcast: bool) -> Launcher:
+def _launcher(N: int, K: int, tiles: Tiles, gated: bool) -> Launcher:
     constants = {"N": N, "K": K, "ROWS": _ROWS, "OUTPUTS": tiles.outputs, "INPUTS": tiles.inputs, "TERMS": tiles.terms}
-    more = {"GATED": gated, "UPCAST": upcast, **overlap_settings()}
-    return Launcher(_product_kernel, **constants, **more, num_warps=4, num_stages=tiles.stages)
+    constants |= {"GATED": gated, **overlap_settings()}
+    return Launcher(_product_kernel, **constants, num_warps=4, num_stages=tiles.stages)

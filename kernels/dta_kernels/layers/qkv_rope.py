@@ -216,7 +216,6 @@ _KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel}
 
 @lru_cache
 def _launcher(name: str, layout: QKVLayout, num_pairs: int, norm: bool, keys: bool | None = None) -> Launcher:
-    """Takes the kernel's name, because hashing the kernel takes as long as a launch."""
     more = {} if keys is None else {"KEYS": keys}
     return Launcher(_KERNELS[name], **more, **head_blocks(layout, num_pairs), NORM=norm)
 
@@ -257,7 +256,7 @@ class MixedQKV(NamedTuple):
 
     def write(self, q_NHD: Tensor, k_NGD: Tensor | None = None) -> None:
         """Write rotated queries and, unless it is None, keys, without autograd; a repeat gives the same bits."""
-        N, norm, pairs, groups = self.mixed.shape[0], self.q_weight is not None, *self._sizes()
+        (N, pairs), norm, groups = self.cos.shape, self.q_weight is not None, self.layout.num_groups
         if N == 0:
             return
         has_keys = k_NGD is not None
@@ -277,7 +276,7 @@ class MixedQKV(NamedTuple):
         """Gradient of the mixed rows, and those of the two weights as one partial sum of each program, float32
         [programs, D]. Without norms, the partial sums are undefined.
         """
-        N, norm, pairs, groups = self.mixed.shape[0], self.q_weight is not None, *self._sizes()
+        (N, pairs), norm, groups = self.cos.shape, self.q_weight is not None, self.layout.num_groups
         tiles = ceil_div(N, _rows(pairs))
         programs = min(tiles, ceil_div(_MAX_PROGRAMS, groups))
         grad_mixed_NW = torch.empty_like(self.mixed)
@@ -291,9 +290,6 @@ class MixedQKV(NamedTuple):
                 groups, self.eps,
             )  # fmt: skip
         return grad_mixed_NW, partial
-
-    def _sizes(self) -> tuple[int, int]:
-        return self.cos.shape[1], self.layout.num_groups
 
     def inputs(self) -> tuple[Tensor, ...]:
         """The tensors as kernels take them."""

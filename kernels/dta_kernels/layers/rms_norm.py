@@ -109,7 +109,6 @@ _KERNELS = {"again": _again_kernel, "backward": _backward_kernel}
 
 @lru_cache
 def _launcher(name: str, num_columns: int, add: bool | None = None) -> Launcher:
-    """Takes the kernel's name, because hashing the kernel takes as long as a launch."""
     return Launcher(_KERNELS[name], **({} if add is None else {"ADD": add}), **_block(num_columns))
 
 

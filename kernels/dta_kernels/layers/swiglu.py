@@ -99,7 +99,6 @@ _KERNELS = {
 
 @lru_cache
 def _launcher(name: str) -> Launcher:
-    """Takes the kernel's name, because hashing the kernel takes as long as a launch."""
     return Launcher(_KERNELS[name], BLOCK=_BLOCK, num_warps=4)
 
 
@@ -107,10 +106,6 @@ def _launcher(name: str) -> Launcher:
 def _weighted_launcher(name: str, width: int) -> Launcher:
     block = min(_WEIGHTED_BLOCK, triton.next_power_of_2(width))
     return Launcher(_KERNELS[name], WIDTH=width, BLOCK=block, num_warps=4)
-
-
-def _grid(num_rows: int, width: int) -> tuple[int, int]:
-    return num_rows, ceil_div(width, _BLOCK)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -137,7 +132,8 @@ def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     width = x.shape[-1] // 2
     grad_x = torch.empty_like(x)
     if x.numel():
-        _launcher("backward")(_grid(x.numel() // (2 * width), width), grad.contiguous(), x, grad_x, width)
+        grid = x.numel() // (2 * width), ceil_div(width, _BLOCK)
+        _launcher("backward")(grid, grad.contiguous(), x, grad_x, width)
     return grad_x
 
 
@@ -145,7 +141,7 @@ def swiglu_into(x: Tensor, y: Tensor) -> None:
     """Write ``swiglu(x)`` into ``y``, without autograd; both must be contiguous."""
     width = y.shape[-1]
     if y.numel():
-        _launcher("forward")(_grid(y.numel() // width, width), x, y, width)
+        _launcher("forward")((y.numel() // width, ceil_div(width, _BLOCK)), x, y, width)
 
 
 def weighted_swiglu(x_RF: Tensor, weight_R: Tensor) -> Tensor:

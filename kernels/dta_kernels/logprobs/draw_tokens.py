@@ -178,13 +178,9 @@ def _block_sums(logits_BV: Tensor, sizes: tuple[int, int], temperature: float) -
 
 
 def _drawn(
-    logits_BV: Tensor,
-    num_drawn: int,
-    sums: tuple[Tensor, Tensor, Tensor],
-    noise_B: Tensor,
-    temperature: float,
+    logits_BV: Tensor, num_drawn: int, sums: tuple[Tensor, Tensor, Tensor], noise_B: Tensor, temperature: float,
     shard_begin: tuple[int, int] = (0, 0),
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Tokens and logprobs by the ``sums`` of all blocks; ``shard_begin``: the rank's first block and token."""
     (B, V), J = logits_BV.shape, sums[0].shape[1]
     tokens = torch.empty(B, dtype=torch.int64, device=logits_BV.device)

@@ -83,13 +83,9 @@ def row_moments(logits_BV: Tensor, temperature: float) -> tuple[Tensor, Tensor, 
 
 
 def logit_gradient(
-    logits_BV: Tensor,
-    out_BV: Tensor,
-    temperature: float,
-    statistics: RowStatistics,
-    edge_factor_B: Tensor,
+    logits_BV: Tensor, out_BV: Tensor, temperature: float, statistics: RowStatistics, edge_factor_B: Tensor,
     grad_entropy_B: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the gradient of the logits, without the one-hot terms of the targets, to ``out``, which may be ``logits``.
 
     That is ``-p (edge_factor + grad_entropy (logp + entropy)) / temperature``, where ``edge_factor`` is the sum of the

@@ -63,8 +63,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden_RC: Tensor, weight_VC: Tensor, edge_row_E: Tensor, target_E: Tensor, chunks: list[RowChunk],
-        temperature: float, fused: bool, weight_grad_VC: Tensor | None, shard: VocabularyShard | None,
-        in_float32: bool,
+        temperature: float, fused: bool, weight_grad_VC: Tensor | None, shard: VocabularyShard | None, in_float32: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = accumulation_dtype(hidden_RC.dtype)
         moments_of = fused_moments if fused else plain_moments

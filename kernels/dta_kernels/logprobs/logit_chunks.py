@@ -74,7 +74,7 @@ def plain_moments(
 
     The logit of a target that is not the rank's is 0.
     """
-    logits_BV = _tempered_logits(hidden_BC, head, temperature)
+    logits_BV = tempered_logits(hidden_BC, head, temperature)
     chosen_e = _own(logits_BV[edges.row, edges.column], edges)
     largest_B = logits_BV.amax(dim=-1)
     # In place, because allocation is the main cost.
@@ -103,7 +103,7 @@ def plain_gradient(
 
     d logprob(target) / d logits = onehot(target) - p and d entropy / d logits = -p (logprob + entropy).
     """
-    logprobs_BV = _tempered_logits(hidden_BC, head, temperature)
+    logprobs_BV = tempered_logits(hidden_BC, head, temperature)
     logprobs_BV -= statistics.largest[:, None]
     logprobs_BV -= statistics.log_mass[:, None]
     row_sum_B = _row_sums(grad_edges_e, edges, statistics.entropy)
@@ -151,7 +151,8 @@ def fused_gradient(
     return padded[:B]
 
 
-def _tempered_logits(hidden_BC: Tensor, head: Head, temperature: float) -> Tensor:
+def tempered_logits(hidden_BC: Tensor, head: Head, temperature: float) -> Tensor:
+    """``logits / temperature`` [B, V] in at least float32."""
     return head.logits(hidden_BC).to(accumulation_dtype(hidden_BC.dtype)).div_(temperature)
 
 

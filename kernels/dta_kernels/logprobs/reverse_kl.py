@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dta_kernels.layers.weight_gradients import add_weight_gradient, gradient_placeholder
 from dta_kernels.logprobs.linear import VocabularyShard
-from dta_kernels.logprobs.logit_chunks import Head
+from dta_kernels.logprobs.logit_chunks import Head, tempered_logits
 from dta_kernels.tree_attention.reference import accumulation_dtype
 
 
@@ -68,7 +68,7 @@ class _ReverseKL(torch.autograd.Function):
         chunks = _chunks(num_rows, settings.rows_per_chunk) if weight_VC.shape[0] else ()
         for rows in chunks:
             for which, (hidden, head) in enumerate(heads):
-                logits_BV = _logits(hidden[rows], head, settings.temperature, dtype)
+                logits_BV = tempered_logits(hidden[rows], head, settings.temperature).to(dtype)
                 largest_2R[which, rows] = logits_BV.amax(-1)
                 mass_2R[which, rows] = logits_BV.sub_(largest_2R[which, rows, None]).exp_().sum(-1)
         if settings.shard is not None and num_rows:
@@ -136,20 +136,13 @@ def _chunks(num_rows: int, size: int) -> list[slice]:
     return [slice(begin, min(begin + size, num_rows)) for begin in range(0, num_rows, size)]
 
 
-def _logits(hidden_BX: Tensor, head: Head, temperature: float, dtype: torch.dtype) -> Tensor:
-    return head.logits(hidden_BX).to(dtype).div_(temperature)
-
-
 def _gap(
-    rows: slice,
-    heads: tuple[tuple[Tensor, Head], tuple[Tensor, Head]],
-    largest_2R: Tensor,
-    log_mass_2R: Tensor,
+    rows: slice, heads: tuple[tuple[Tensor, Head], tuple[Tensor, Head]], largest_2R: Tensor, log_mass_2R: Tensor,
     settings: ReverseKLSettings,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """p and log p - log q of a chunk, [B, V] each."""
     logprobs = []
     for which, (hidden, head) in enumerate(heads):
-        logits_BV = _logits(hidden[rows], head, settings.temperature, largest_2R.dtype)
+        logits_BV = tempered_logits(hidden[rows], head, settings.temperature).to(largest_2R.dtype)
         logprobs.append(logits_BV.sub_(largest_2R[which, rows, None]).sub_(log_mass_2R[which, rows, None]))
     return logprobs[0].exp(), logprobs[0].sub_(logprobs[1])

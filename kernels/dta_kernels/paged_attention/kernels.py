@@ -42,8 +42,7 @@ def load_tile(tiles, tile):
 @triton.jit
 def attend_part(
     q, position, scale_2, keys_of, values_of, table, begin, stop, STRIDE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    BLOCK_D: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention to the keys ``begin .. stop``: the weighted mean of their values, and the log-sum-exp in base 2. A
     position has ``STRIDE`` elements."""
@@ -65,7 +64,7 @@ def attend_part(
         v = tl.load(values_of + offset[:, None] + channel[None, :], mask=loaded, other=0.0)
         # The pages of the next block are known before its keys are needed.
         page = tl.load(table + (key + BLOCK_N) // S, mask=key + BLOCK_N < stop, other=0)
-        scores = product(q, k.T, None, PRECISION, UPCAST)
+        scores = product(q, k.T, None)
         visible = inside[None, :] & (key[None, :] <= position[:, None])
         scores = tl.where(visible, scores * scale_2, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -75,7 +74,7 @@ def attend_part(
         decay = tl.exp2(largest - shift)
         total = total * decay + tl.sum(probability, 1)
         acc = acc * decay[:, None]
-        acc = product(probability.to(q.dtype), v, acc, PRECISION, UPCAST)
+        acc = product(probability.to(q.dtype), v, acc)
         largest = new_largest
     total = tl.where(total > 0, total, 1.0)
     return acc / total[:, None], largest + tl.log2(total)
@@ -109,7 +108,6 @@ def attend_parts(
     q, position, exists, token, keys_of, values_of, table, head, end, num_tokens, scale, out_NHD, part_out, part_lse,
     arrived, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile's queries: this program's parts of the ``end`` keys, and the merge, if it is the last one.
 
@@ -127,7 +125,6 @@ def attend_parts(
         stop = tl.minimum(begin + length, end)
         acc, lse = attend_part(
             q, position, scale_2, keys_of, values_of, table, begin, stop, G * D, D, BLOCK_D, S, BLOCK_M, BLOCK_N,
-            PRECISION, UPCAST,
         )  # fmt: skip
         if PARTS == 1 or parts == 1:
             tl.store(out_NHD + at[:, None] * D + channel[None, :], acc.to(out_NHD.dtype.element_ty), mask=stored)
@@ -150,8 +147,7 @@ def attend_parts(
 def paged_attention_kernel(
     query, out_NHD, part_out, part_lse, arrived, addresses, tiles, tables, num_tokens, scale, query_stride, head_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles x G, programs of a tile), among which the tile's parts are dealt out; tiles without queries are
     skipped. ``arrived``, int32 [tiles x G], is zero before and after."""
@@ -176,7 +172,7 @@ def paged_attention_kernel(
     attend_parts(
         q, first_position + own_query, exists, first + own_query, keys_of + group * D, values_of + group * D,
         tables + table_begin, group * J + row % J, end, num_tokens, scale, out_NHD, part_out, part_lse, arrived, H, G,
-        D, BLOCK_D, S, BLOCK_M, BLOCK_N, PARTS, MIN_PART, PRECISION, UPCAST,
+        D, BLOCK_D, S, BLOCK_M, BLOCK_N, PARTS, MIN_PART,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dta_kernels.tree_attention.config import padded_head_size, supports
+from dta_kernels.tree_attention.config import padded_head_size, power_of_two, supports
 from dta_kernels.tree_attention.reference import accumulation_dtype
 
 if TYPE_CHECKING:
@@ -71,18 +71,14 @@ def paged_config(group_size: int, head_size: int, dtype: torch.dtype, run: int) 
         raise ValueError(f"no paged attention kernel for head size {head_size}, {dtype}, {group_size} heads of a group")
     is_wide = padded_head_size(head_size) * dtype.itemsize > 256
     keys, stages = (32, 2) if is_wide else (64, 3)
-    least = max(16, _power_of_two(group_size))
+    least = max(16, power_of_two(group_size))
     if run > LONGEST_SPLIT_RUN:
         return PagedConfig(max(64, least), keys, 1, keys, 4, 2)
-    rows = max(least, min(64, _power_of_two(group_size * run)))
+    rows = max(least, min(64, power_of_two(group_size * run)))
     if rows == 16 and not is_wide:
         # Small programs, of which a processor runs four at once.
         return PagedConfig(rows, 64, 16, 256, 2, 2)
     return PagedConfig(rows, keys, 16, 256, 4, stages)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def tiles_of(
@@ -148,7 +144,7 @@ def paged_attention(
         raise ValueError("paged attention needs queries with adjacent channels and a contiguous output")
     grid = attention_grid(tiles, num_groups, config)
     memory = parts.at_least(config, query_NHD, grid[0])
-    _attention_launcher(H, num_groups, D, page_size, config, query_NHD.dtype)(
+    _attention_launcher(H, num_groups, D, page_size, config)(
         grid, query_NHD, out_NHD, *memory, addresses, tiles, tables, n, scale, query_NHD.stride(0), query_NHD.stride(1)
     )
 
@@ -169,18 +165,14 @@ def _attention_launcher(*shape: Any) -> Launcher:
 
 
 def attention_constants(
-    num_heads: int, num_groups: int, head_size: int, page_size: int, config: PagedConfig, dtype: torch.dtype
+    num_heads: int, num_groups: int, head_size: int, page_size: int, config: PagedConfig
 ) -> dict[str, Any]:
     """Constants and settings of a launch."""
     from dta_kernels.overlap import overlap_settings
-    from dta_kernels.tree_attention.launch import interpreted
 
     shape = {"H": num_heads, "G": num_groups, "D": head_size, "BLOCK_D": padded_head_size(head_size), "S": page_size}
     shape |= {"BLOCK_M": config.rows, "BLOCK_N": config.keys, "PARTS": config.parts, "MIN_PART": config.min_part}
-    # "ieee" keeps float32 products exact; the default would round their inputs to 10 bits.
-    numbers = {"PRECISION": "ieee", "UPCAST": interpreted() and dtype == torch.bfloat16, **overlap_settings()}
-    settings = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return shape | numbers | settings
+    return shape | overlap_settings() | {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def write_pages(key_NGD: Tensor, value_NGD: Tensor, addresses: Tensor, slots: Tensor) -> None:
@@ -203,7 +195,7 @@ def _write_launcher(num_groups: int, head_size: int) -> Launcher:
     from dta_kernels.launch import Launcher
     from dta_kernels.paged_attention.kernels import write_pages_kernel
 
-    blocks = {"BLOCK_D": padded_head_size(head_size), "BLOCK_G": _power_of_two(num_groups)}
+    blocks = {"BLOCK_D": padded_head_size(head_size), "BLOCK_G": power_of_two(num_groups)}
     return Launcher(write_pages_kernel, G=num_groups, D=head_size, **blocks, num_warps=4)
 
 
@@ -215,7 +207,7 @@ def copy_pages(sources: Tensor, targets: Tensor, addresses: Tensor, page_element
     """
     from dta_kernels.paged_attention.kernels import move_pages_kernel
 
-    n, block = sources.shape[0], min(2048, _power_of_two(page_elements))
+    n, block = sources.shape[0], min(2048, power_of_two(page_elements))
     if n == 0 or addresses.numel() == 0:
         return
     between = torch.empty(addresses.numel() * n * page_elements, dtype=dtype, device=addresses.device)

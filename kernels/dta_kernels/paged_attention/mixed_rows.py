@@ -42,8 +42,7 @@ def _weights(q_weight_in, k_weight_in, channel, is_query, is_key):
 @triton.jit
 def _turned(
     source, cos_of, sin_of, q_weight_in, k_weight_in, eps, size, element: tl.constexpr, TERMS: tl.constexpr,
-    ROWS: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr,
-    NORM: tl.constexpr,
+    ROWS: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """The ``J`` queries of a token's group and its key, [ROWS, BLOCK_D], normalized and rotated as by ``turn_head``."""
     # All tensors have the same shape, so that none of them changes its layout.
@@ -72,8 +71,7 @@ def _kernel(
     mixed_in, cos_in, sin_in, q_weight_in, k_weight_in, out_NHD, part_out, part_lse, arrived, addresses, slots, tiles,
     tables, num_tokens, scale, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr, TERMS: tl.constexpr, HALF: tl.constexpr,
-    NORM: tl.constexpr,
+    OVERLAP: tl.constexpr, TERMS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """The grid of ``paged_attention_kernel``; a tile has one token or none, and more rows than queries of a group."""
     element: tl.constexpr = out_NHD.dtype.element_ty
@@ -109,7 +107,7 @@ def _kernel(
     attend_parts(
         q, position + head * 0, head < J, token + head * 0, keys_of, values_of, tables + table_begin, group * J + head,
         position + 1, num_tokens, scale, out_NHD, part_out, part_lse, arrived, H, G, D, BLOCK_D, S, BLOCK_M, BLOCK_N,
-        PARTS, MIN_PART, PRECISION, UPCAST,
+        PARTS, MIN_PART,
     )  # fmt: skip
 
 
@@ -138,7 +136,7 @@ def attend_mixed(
     config = replace(config, rows=max(config.rows, triton.next_power_of_2(H // G + 1)))
     rotated = rows.cos.shape[1], rows.q_weight is not None, rows.mixed.shape[0] if rows.mixed.dim() == 3 else 1
     grid = attention_grid(tiles, G, config)
-    _launcher(rotated, H, G, D, page_size, config, out_NHD.dtype)(
+    _launcher(rotated, H, G, D, page_size, config)(
         grid, *rows.inputs(), out_NHD, *parts.at_least(config, out_NHD, grid[0]), addresses, slots, tiles, tables, n,
         scale, rows.eps,
     )  # fmt: skip

@@ -105,7 +105,6 @@ _KERNELS = {"forward": _forward_kernel, "mixed": _mixed_gradient_kernel, "rows":
 
 @lru_cache
 def _launcher(name: str, width: int, has_bias: bool) -> Launcher:
-    """Takes the kernel's name, because hashing the kernel takes as long as a launch."""
     return Launcher(_KERNELS[name], WIDTH=width, HAS_BIAS=has_bias, BT=_TOKENS, BC=_CHANNELS, num_warps=4)
 
 
@@ -135,14 +134,9 @@ def convolution_forward(
 
 
 def convolution_gradients(
-    grad_NC: Tensor,
-    rows_NC: Tensor,
-    before: Tensor,
-    weight_CW: Tensor,
-    taps_NW: Tensor,
-    run_end_N: Tensor,
+    grad_NC: Tensor, rows_NC: Tensor, before: Tensor, weight_CW: Tensor, taps_NW: Tensor, run_end_N: Tensor,
     bias_C: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients in float32: by the convolution before ``silu`` [N, C], by the rows [N, C] as far as they come from
     tokens of the same run, and by the weight [C, W].
 

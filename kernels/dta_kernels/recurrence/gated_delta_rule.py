@@ -11,7 +11,7 @@ sum of g up to a token of the chunk, and E_ij = exp(G_i - G_j) for j <= i:
     O = exp(G) q S + (E_ij q_i k_j) (U - D S) outputs
     S' = exp(G_C) S + (exp(G_C - G) k)^T (U - D S)
 
-Mamba-2 has no beta and corrects nothing: U = v and D = 0.
+Mamba-2 (``state_space``) has no beta and corrects nothing: U = v and D = 0.
 
 ``library.py`` in this folder runs the same on a GPU. ``reference.gated_delta_rule_by_token`` is the definition.
 
@@ -34,21 +34,10 @@ def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs)
 
     Args:
         inputs: queries and keys [T, H, K] of any length, values [T, J, V], decay g [T, J] (at most 0), beta [T, J].
+            Without beta it is Mamba-2: the state decays by ``exp(g)`` and gets ``k v^T``, then the query reads it;
+            queries C, keys B, values dt x and decay dt A.
         entry_RJKV: states before each run, in at least float32.
     """
-    return _by_chunks(inputs, entry_RJKV, runs)
-
-
-def state_space(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
-    """The same for Mamba-2: the state decays by ``exp(g)`` and gets ``k v^T``, then the query reads it.
-
-    Args:
-        inputs: queries C and keys B [T, H, K], values dt x [T, J, V], decay g = dt A [T, J] (at most 0).
-    """
-    return _by_chunks(inputs, entry_RJKV, runs)
-
-
-def _by_chunks(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     q_THK, k_THK, v_TJV = inputs[:3]
     dtype, device = accumulation_dtype(q_THK.dtype), q_THK.device
     order, active, token = (torch.from_numpy(x) if x.ndim else x for x in _chunks(runs.lengths))
@@ -92,6 +81,9 @@ def _by_chunks(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs) -> tu
     position[token.flatten()] = torch.arange(token.numel())
     output = rows.index_select(0, position[: q_THK.shape[0]].to(device))
     return output.to(v_TJV.dtype), state.index_select(0, order.argsort()).to(entry_RJKV.dtype)
+
+
+state_space = gated_delta_rule
 
 
 def _chunks(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -104,7 +104,6 @@ _KERNELS = {
 
 @lru_cache
 def _launcher(name: str, size: int) -> Launcher:
-    """Takes the kernel's name, because hashing the kernel takes as long as a launch."""
     return Launcher(_KERNELS[name], BR=_ROWS, BC=triton.next_power_of_2(size), num_warps=4)
 
 

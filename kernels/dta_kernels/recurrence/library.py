@@ -130,7 +130,7 @@ class _StateSpace(torch.autograd.Function):
         grad, common = grad.contiguous().unsqueeze(0), dict(g=total, scale=1.0, **pieces)
         h, _ = _chunk_states(k, v, total, entry, pieces)
         dv = chunk_bwd_dv_local(q=q, k=k, do=grad, **common)
-        zero = _zero(k, v)
+        zero = k.new_zeros(*v.shape[:3], k.shape[3])
         dh, grad_entry, dv = chunk_gated_delta_rule_bwd_dhu(
             q=q, k=k, w=zero, do=grad, dv=dv, h0=entry, dht=grad_exits.contiguous(), **common
         )
@@ -139,16 +139,12 @@ class _StateSpace(torch.autograd.Function):
         return *(x.squeeze(0) for x in (dq.to(q.dtype), dk.to(k.dtype), dv, dg)), grad_entry, None
 
 
-def _zero(k: Tensor, v: Tensor) -> Tensor:
-    """``w``, [1, T, J, K]."""
-    return k.new_zeros(*v.shape[:3], k.shape[3])
-
-
 def _chunk_states(k: Tensor, v: Tensor, total: Tensor, entry: Tensor, pieces: dict) -> tuple[Tensor, Tensor]:
     """States before each chunk, in 16 bits, and after each run."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
+    zero = k.new_zeros(*v.shape[:3], k.shape[3])  # [1, T, J, K]
     h, _, exits = chunk_gated_delta_rule_fwd_h(
-        k=k, w=_zero(k, v), u=v, g=total, initial_state=entry, output_final_state=True, save_new_value=False, **pieces
+        k=k, w=zero, u=v, g=total, initial_state=entry, output_final_state=True, save_new_value=False, **pieces
     )
     return h, exits

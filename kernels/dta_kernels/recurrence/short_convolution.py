@@ -67,22 +67,15 @@ def short_convolution(
 
 
 def short_convolution_gradients(
-    grad_out_NC: Tensor,
-    rows_NC: Tensor,
-    before: Tensor,
-    weight_CW: Tensor,
-    layout: PathLayout,
+    grad_out_NC: Tensor, rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout: PathLayout,
     bias_C: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of the tokens' rows [N, C] and the rows from outside [S - N, C], in at least float32, of the weight
     [C, W], and of the bias [C] if there is one.
     """
-    arguments = grad_out_NC, rows_NC, before, weight_CW, layout, bias_C
     W, num_tokens = weight_CW.shape[1], rows_NC.shape[0]
-    if layout.uses_kernels:
-        grad_rows, grad_before, grad_weight, mixed = _gradients_by_kernels(*arguments)
-    else:
-        grad_rows, grad_before, grad_weight, mixed = _gradients(*arguments)
+    gradients = _gradients_by_kernels if layout.uses_kernels else _gradients
+    grad_rows, grad_before, grad_weight, mixed = gradients(grad_out_NC, rows_NC, before, weight_CW, layout, bias_C)
     num_rows = num_tokens + before.shape[0]
     grad_x = sum_rows_by_source(grad_before, layout.sources_before(W).flatten(), num_rows + 1, grad_rows)
     grad_bias = None if bias_C is None else mixed.sum(0).to(bias_C.dtype)

@@ -25,8 +25,7 @@ _TABLES = ["key_end", "turns", "programs", "blocks", "tiles", "slots"]
 @triton.jit(do_not_specialize=["num_queries", "chunk_stride"])
 def prepare_kernel(
     grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, packed_grad_out, packed_q, num_queries, chunk_stride,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr,
-    COPY: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of the N * H rows). COPY also writes dO and Q in the order of tiles, [H / PACK, N, PACK, D].
 
@@ -53,11 +52,10 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_TABLES)
 def key_gradients_kernel(
-    grad_out, q, k_MGD, v_MGD, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores,
-    key_end, turns, programs, blocks, tiles, num_queries, num_keys, num_ancestors, num_added, first_group, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    grad_out, q, k_MGD, v_MGD, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores, key_end, turns, programs,
+    blocks, tiles, num_queries, num_keys, num_ancestors, num_added, first_group, scale, H: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, TMA: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """Grid (groups of this launch, blocks of keys or shares of them).
 
@@ -88,17 +86,17 @@ def key_gradients_kernel(
         dk_acc, dv_acc = _collect(
             dk_acc, dv_acc, k, v, key, end_of_key, grad_out, q, delta, lse_2, dscores_chunk, blocks, tiles, run_begin,
             run_end, run_tiles, head, num_queries, num_ancestors, scale, H, G, D, BLOCK_D, PACK, BLOCK_Q, BLOCK_K, TMA,
-            PRECISION, UPCAST, False, False,
+            False, False,
         )  # fmt: skip
         dk_acc, dv_acc = _collect(
             dk_acc, dv_acc, k, v, key, end_of_key, grad_out, q, delta, lse_2, dscores_chunk, blocks, tiles, list_begin,
             list_middle, list_tiles, head, num_queries, num_ancestors, scale, H, G, D, BLOCK_D, PACK, BLOCK_Q, BLOCK_K,
-            TMA, PRECISION, UPCAST, True, False,
+            TMA, True, False,
         )  # fmt: skip
         dk_acc, dv_acc = _collect(
             dk_acc, dv_acc, k, v, key, end_of_key, grad_out, q, delta, lse_2, dscores_chunk, blocks, tiles, list_middle,
             list_end, list_tiles, head, num_queries, num_ancestors, scale, H, G, D, BLOCK_D, PACK, BLOCK_Q, BLOCK_K,
-            TMA, PRECISION, UPCAST, True, True,
+            TMA, True, True,
         )  # fmt: skip
     dk_acc = dk_acc * scale
     channel = tl.arange(0, BLOCK_D)
@@ -137,8 +135,8 @@ def key_gradients_kernel(
 def _collect(
     dk, dv, k, v, key, end_of_key, grad_out, q_source, delta, lse_2, dscores, blocks, tiles, begin, end, first_tile,
     head, num_queries, num_ancestors, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PACK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, LISTED: tl.constexpr, PARTIAL: tl.constexpr,
+    PACK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, LISTED: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients from query tiles ``begin .. end`` (of the list if LISTED). Scores are [keys, rows]."""
     BLOCK_M: tl.constexpr = BLOCK_Q * PACK
@@ -179,16 +177,16 @@ def _collect(
             else:
                 q = tl.load(q_tile + offsets, mask=(channel < D)[None, :], other=0.0)
                 do = tl.load(do_tile + offsets, mask=(channel < D)[None, :], other=0.0)
-        scores = product(k, q.T, None, PRECISION, UPCAST)
+        scores = product(k, q.T, None)
         probability = tl.exp2(scores * scale_2 - lse[None, :])
         if PARTIAL:
             position = num_ancestors + first + row // PACK
             visible = (key[:, None] <= position[None, :]) & (position[None, :] < end_of_key[:, None])
             probability = tl.where(visible, probability, 0.0)
-        dv = product(probability.to(do.dtype), do, dv, PRECISION, UPCAST)
-        dprobability = product(v, do.T, None, PRECISION, UPCAST)
+        dv = product(probability.to(do.dtype), do, dv)
+        dprobability = product(v, do.T, None)
         dscore = (probability * (dprobability - delta_row[None, :])).to(q.dtype)
-        dk = product(dscore, q, dk, PRECISION, UPCAST)
+        dk = product(dscore, q, dk)
         tile = tl.cast(tl.load(tiles + first_tile + index), tl.int64)
         CHUNKS: tl.constexpr = H // G // PACK
         target = dscores + tile * (tl.num_programs(0) * CHUNKS * BLOCK_K * BLOCK_M)
@@ -201,7 +199,7 @@ def _collect(
 def query_gradients_kernel(
     dscores, k_MGD, dq_NHD, programs, blocks, num_queries, num_keys, first_chunk, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks of heads of this launch, blocks of queries); the tiles of a row are consecutive in ``dscores``."""
     BLOCK_M: tl.constexpr = BLOCK_Q * PACK
@@ -220,12 +218,12 @@ def query_gradients_kernel(
     for index in tl.range(run_begin, run_end):
         dscore = tl.load(source + tl.cast(run_tile + index, tl.int64) * stride)
         k = load_rows(k_MGD, index * BLOCK_K, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, False, TMA)
-        acc = product(dscore.T, k, acc, PRECISION, UPCAST)
+        acc = product(dscore.T, k, acc)
     for index in tl.range(list_begin, list_end):
         other = tl.load(blocks + index)
         dscore = tl.load(source + tl.cast(list_tile + index, tl.int64) * stride)
         k = load_rows(k_MGD, other * BLOCK_K, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, True, TMA)
-        acc = product(dscore.T, k, acc, PRECISION, UPCAST)
+        acc = product(dscore.T, k, acc)
     offsets, query = query_row_pointers(block, head, BLOCK_Q, PACK, H, D, BLOCK_D)
     stored = (query < num_queries)[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
     acc = acc * scale

@@ -113,12 +113,9 @@ class BlockMatrix:
         return table if at_once is None else _share_last_rows(table, at_once)
 
     def tables(
-        self,
-        part: slice = slice(None),
-        most_blocks: Callable[[int], int] | None = None,
-        together: int = 1,
+        self, part: slice = slice(None), most_blocks: Callable[[int], int] | None = None, together: int = 1,
         at_once: float | None = None,
-    ) -> BlockTables:
+    ) -> BlockTables:  # fmt: skip
         """Tables of the rows in ``part``; tiles are counted within it.
 
         Args:
@@ -146,7 +143,9 @@ class BlockMatrix:
         if begin:
             works = live.any(0)[columns.programs[:, BLOCK]]
             columns = BlockTable(columns.programs[works], columns.blocks, columns.tiles)
-        shared = columns if most_blocks is None else _share_columns(columns, most_blocks(len(numbers)))
+        shared = columns
+        if most_blocks is not None:
+            shared = _divide(columns, np.maximum(1, -(-_work(columns.programs) // most_blocks(len(numbers)))))
         return BlockTables(rows, shared, len(numbers), len(shared.programs) > len(columns.programs))
 
 
@@ -207,14 +206,10 @@ def _longest_runs(full: np.ndarray) -> np.ndarray:
     return runs
 
 
-def _in_runs(runs: np.ndarray, num_blocks: int) -> np.ndarray:
-    block = np.arange(num_blocks)
-    return (block >= runs[:, :1]) & (block < runs[:, 1:])
-
-
 def _visits(live: np.ndarray, full: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``(row, kind, column)`` of all live pairs, row by row: the run (0), other full blocks (1), partial ones (2)."""
-    in_run = _in_runs(runs, live.shape[1])
+    block = np.arange(live.shape[1])
+    in_run = (block >= runs[:, :1]) & (block < runs[:, 1:])
     # Flat indices, divided afterwards: several times as fast as indices along three axes.
     visit = np.flatnonzero(np.stack([in_run, full & ~in_run, live & ~full], axis=1))
     row_and_kind, column = np.divmod(visit, live.shape[1])
@@ -222,12 +217,9 @@ def _visits(live: np.ndarray, full: np.ndarray, runs: np.ndarray) -> tuple[np.nd
 
 
 def _table(
-    live: np.ndarray,
-    full: np.ndarray,
-    runs: np.ndarray,
-    visits: tuple[np.ndarray, np.ndarray, np.ndarray],
+    live: np.ndarray, full: np.ndarray, runs: np.ndarray, visits: tuple[np.ndarray, np.ndarray, np.ndarray],
     tiles: np.ndarray,
-) -> BlockTable:
+) -> BlockTable:  # fmt: skip
     num_rows = live.shape[0]
     _, kind, column = visits
     work = live.sum(1)
@@ -263,11 +255,6 @@ def _joined_rows(tile: np.ndarray, together: int) -> BlockTable:
 def _work(programs: np.ndarray) -> np.ndarray:
     """Blocks that each program visits."""
     return programs[:, RUN_END] - programs[:, RUN_BEGIN] + programs[:, LIST_END] - programs[:, LIST_BEGIN]
-
-
-def _share_columns(table: BlockTable, most_blocks: int) -> BlockTable:
-    """The table with several programs in place of each one that visits more than ``most_blocks`` blocks."""
-    return _divide(table, np.maximum(1, -(-_work(table.programs) // most_blocks)))
 
 
 def _share_last_rows(table: BlockTable, at_once: float, least_blocks: int = 6) -> BlockTable:

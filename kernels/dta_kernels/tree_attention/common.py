@@ -8,17 +8,27 @@ power of two; the columns past D are zero.
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
 
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on a CPU (environment variable TRITON_INTERPRET)."""
+    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True", "on", "yes")
+
+
+_INTERPRETED = tl.constexpr(interpreted())
+
+
 @triton.jit
-def product(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """acc + a b in float32 (acc None for zero). UPCAST: Triton's interpreter cannot multiply bfloat16."""
-    if UPCAST:
+def product(a, b, acc):
+    """acc + a b in float32 (acc None for zero). "ieee" keeps float32 exact; the default would round it to 10 bits."""
+    if _INTERPRETED:  # it cannot multiply bfloat16
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
+        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

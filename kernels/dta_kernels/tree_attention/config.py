@@ -71,9 +71,14 @@ def supports(head_size: int, dtype: torch.dtype) -> bool:
     return 1 <= head_size <= MAX_HEAD_SIZE and dtype in DTYPES
 
 
+def power_of_two(number: int) -> int:
+    """The next one, where Triton may be missing."""
+    return 1 << (number - 1).bit_length()
+
+
 def padded_head_size(head_size: int) -> int:
     """``BLOCK_D`` of the kernels: a power of two, at least the smallest size of a matrix product."""
-    return max(16, 1 << (head_size - 1).bit_length())
+    return max(16, power_of_two(head_size))
 
 
 # By padded head size, for 16-bit inputs on Hopper: forward, key gradients, query gradients.
@@ -115,17 +120,12 @@ _FLOAT32 = {
 def default_config(
     head_size: int, dtype: torch.dtype, device: torch.device, gluon: bool | None = None
 ) -> TreeAttentionConfig:
-    """The table's settings for these inputs on this device.
+    """The table's settings for these inputs, which the kernels must support, on this device.
 
     Args:
         gluon: whether to use the Gluon kernels if there are settings for them; None uses them with the tested versions
             of Triton.
-
-    Raises:
-        ValueError: the kernels do not support these inputs.
     """
-    if not supports(head_size, dtype):
-        raise ValueError(f"no Triton tree attention for head size {head_size} and {dtype}")
     padded = max(64, padded_head_size(head_size))
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     if dtype == torch.float32:

@@ -19,7 +19,7 @@ _TABLES = ["key_end", "programs", "blocks"]
 def forward_kernel(
     q_NHD, k_MGD, v_MGD, out_NHD, lse_HN, key_end, programs, blocks, num_queries, num_keys, num_ancestors, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Grid (H / PACK, blocks of queries)."""
     BLOCK_M: tl.constexpr = BLOCK_Q * PACK
@@ -38,16 +38,16 @@ def forward_kernel(
     position = num_ancestors + query
     acc, total, largest = _visit(
         acc, total, largest, q, k_MGD, v_MGD, key_end, blocks, tl.load(program + 1), tl.load(program + 2), position,
-        num_keys, scale_2, column, G, D, BLOCK_D, BLOCK_K, TMA, PRECISION, UPCAST, False, False,
+        num_keys, scale_2, column, G, D, BLOCK_D, BLOCK_K, TMA, False, False,
     )  # fmt: skip
     middle = tl.load(program + 4)
     acc, total, largest = _visit(
         acc, total, largest, q, k_MGD, v_MGD, key_end, blocks, tl.load(program + 3), middle, position,
-        num_keys, scale_2, column, G, D, BLOCK_D, BLOCK_K, TMA, PRECISION, UPCAST, True, False,
+        num_keys, scale_2, column, G, D, BLOCK_D, BLOCK_K, TMA, True, False,
     )  # fmt: skip
     acc, total, largest = _visit(
         acc, total, largest, q, k_MGD, v_MGD, key_end, blocks, middle, tl.load(program + 5), position,
-        num_keys, scale_2, column, G, D, BLOCK_D, BLOCK_K, TMA, PRECISION, UPCAST, True, True,
+        num_keys, scale_2, column, G, D, BLOCK_D, BLOCK_K, TMA, True, True,
     )  # fmt: skip
     sees_any = total > 0
     acc = acc / tl.where(sees_any, total, 1.0)[:, None]
@@ -61,8 +61,7 @@ def forward_kernel(
 def _visit(
     acc, total, largest, q, k_MGD, v_MGD, key_end, blocks, begin, end, position, num_keys, scale_2, column,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, LISTED: tl.constexpr,
-    PARTIAL: tl.constexpr,
+    LISTED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key blocks ``begin .. end`` (of the list if LISTED)."""
     for index in tl.range(begin, end):
@@ -71,7 +70,7 @@ def _visit(
             block = tl.load(blocks + index)
         first = block * BLOCK_K
         k = load_rows(k_MGD, first, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, PARTIAL, TMA)
-        scores = product(q, k.T, None, PRECISION, UPCAST)
+        scores = product(q, k.T, None)
         if PARTIAL:
             key, end_of_key = load_key_end(key_end, block, num_keys, BLOCK_K)
             visible = (key[None, :] <= position[:, None]) & (position[:, None] < end_of_key[None, :])
@@ -88,6 +87,6 @@ def _visit(
         total = total * decay + tl.sum(probability, 1)
         acc = acc * decay[:, None]
         v = load_rows(v_MGD, first, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, PARTIAL, TMA)
-        acc = product(probability.to(q.dtype), v, acc, PRECISION, UPCAST)
+        acc = product(probability.to(q.dtype), v, acc)
         largest = new_largest
     return acc, total, largest

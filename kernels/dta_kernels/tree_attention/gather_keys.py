@@ -42,25 +42,17 @@ def _gather_kernel(
 
 
 @lru_cache
-def _rows(num_groups: int, head_size: int) -> int:
-    """Number of keys that a program handles."""
-    return max(1, _ELEMENTS // triton.next_power_of_2(num_groups * head_size))
-
-
-@lru_cache
-def _gather(num_groups: int, head_size: int, has_segment_values: bool) -> Launcher:
+def _gather(num_groups: int, head_size: int, has_segment_values: bool) -> tuple[Launcher, int]:
+    """The launcher, and the number of keys that a program handles."""
     block = triton.next_power_of_2(num_groups * head_size)
-    sizes = dict(D=head_size, WIDTH=num_groups * head_size, BLOCK=block, ROWS=_rows(num_groups, head_size))
-    return Launcher(_gather_kernel, **sizes, OWN=has_segment_values, num_warps=4)
+    sizes = dict(D=head_size, WIDTH=num_groups * head_size, BLOCK=block, ROWS=max(1, _ELEMENTS // block))
+    return Launcher(_gather_kernel, **sizes, OWN=has_segment_values, num_warps=4), sizes["ROWS"]
 
 
 def gather_keys(
-    keys_SGD: Tensor,
-    values_SGD: Tensor,
-    slots_M: Tensor,
-    out_MGD: tuple[Tensor, Tensor],
+    keys_SGD: Tensor, values_SGD: Tensor, slots_M: Tensor, out_MGD: tuple[Tensor, Tensor],
     own_values_NGD: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the keys and values at ``slots`` to ``out``.
 
     Args:
@@ -79,7 +71,8 @@ def gather_keys(
     if values.stride(2) != 1:
         raise ValueError("the channels of a head's values must be neighbors")
     num_ancestors = M - values.shape[0] if has_segment_values else M
-    _gather(G, D, has_segment_values)(
-        (ceil_div(M, _rows(G, D)),), keys_SGD, values_SGD, slots_M, values, *out_MGD, num_ancestors, M,
-        values.stride(0), values.stride(1),
+    launch, rows = _gather(G, D, has_segment_values)
+    launch(
+        (ceil_div(M, rows),), keys_SGD, values_SGD, slots_M, values, *out_MGD, num_ancestors, M, values.stride(0),
+        values.stride(1),
     )  # fmt: skip

@@ -162,8 +162,7 @@ def _consumer(WG: gl.constexpr, q_smem, k_smem, v_smem, k_full, k_empty, v_full,
 )
 def forward_kernel(
     q_NHD, k_desc, v_desc, out_NHD, lse_HN, partial, flags, key_end, programs, blocks, num_queries, num_keys,
-    num_ancestors, scale,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, BLOCK_K: gl.constexpr,
+    num_ancestors, scale, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """Grid (H / PACK, blocks of 128 / PACK queries or shares of them), 4 warps (and 5 more)."""
     DTYPE: gl.constexpr = q_NHD.dtype.element_ty

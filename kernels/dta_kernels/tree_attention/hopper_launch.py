@@ -126,18 +126,16 @@ def _descriptor(x: Tensor, shape: list[int], block: list[int]) -> TensorDescript
 
 def _row_descriptor(x: Tensor) -> TensorDescriptor:
     """Descriptor of a float32 vector of any shape, in blocks of 64."""
-    return TensorDescriptor(x, [x.numel()], [1], [64], _row_layout())
+    return TensorDescriptor(x, [x.numel()], [1], [64], _ROW_LAYOUT)
 
 
 # Making a layout takes the host as long as a launch.
+_ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
 @lru_cache
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
-
-
-@lru_cache
-def _row_layout() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
 def _check(plan: TreeAttentionPlan, settings: KernelConfig, rows: int) -> None:

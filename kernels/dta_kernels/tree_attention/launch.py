@@ -10,7 +10,6 @@ S slots of a K/V pool.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -38,11 +37,6 @@ class KeyGradients:
     keys: Tensor | None
     values: Tensor | None
     slots: Tensor | None
-
-
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on a CPU (environment variable TRITON_INTERPRET)."""
-    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True", "on", "yes")
 
 
 def tree_attention_forward(
@@ -118,7 +112,8 @@ def tree_attention_backward(
         check_accumulators(plan, into)
     if len(backward.parts) > 1 or (into is None and backward.has_shares):
         # Several parts or programs add to the same keys in turn, so the gradients of all keys need accumulators.
-        target = into or _zeros_like(k_MGD)
+        zeros = (torch.zeros_like(k_MGD, dtype=torch.float32) for _ in range(2))
+        target = into or KeyGradients(*zeros, torch.arange(plan.num_keys, device=k_MGD.device))
         dk, dv, num_added = None, None, plan.num_keys
     elif into is not None:
         target, num_added = into, plan.num_ancestors
@@ -144,11 +139,6 @@ def tree_attention_backward(
         return dq_NHD, target.keys, target.values
     segment_slots = into.slots[plan.num_ancestors :]
     return dq_NHD, *(sums.index_select(0, segment_slots).to(q_NHD.dtype) for sums in (into.keys, into.values))
-
-
-def _zeros_like(k_MGD: Tensor) -> KeyGradients:
-    keys, values = (torch.zeros_like(k_MGD, dtype=torch.float32) for _ in range(2))
-    return KeyGradients(keys, values, torch.arange(k_MGD.shape[0], device=k_MGD.device))
 
 
 @dataclass(slots=True)
@@ -190,17 +180,12 @@ class _BackwardLaunch:
                 self.scale,
             )  # fmt: skip
             return
-        accumulate = target.keys is not None
-        launch = self._launcher("key gradients", key_gradients_kernel, settings, settings, ACCUMULATE=accumulate)
+        made = (key_gradients_kernel, plan.shape, settings, self.pack, settings)
+        launch = self.shared.get("key gradients", lambda: _launcher(*made, ACCUMULATE=target.keys is not None))
         launch(
             (groups, part.columns.programs.shape[0]), self.grad_out_tiles, self.q_tiles, *arrays,
             plan.num_queries, plan.num_keys, plan.num_ancestors, self.num_added, first_group, self.scale,
         )  # fmt: skip
-
-    def _launcher(
-        self, name: str, kernel: object, settings: KernelConfig, tile: KernelConfig, **more: bool
-    ) -> Launcher:
-        return self.shared.get(name, lambda: _launcher(kernel, self.plan.shape, settings, self.pack, tile, **more))
 
     def query_gradients(self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor) -> None:
         plan, settings = self.plan, self.plan.config.query_gradients
@@ -213,7 +198,8 @@ class _BackwardLaunch:
                 groups * chunks, self.scale,
             )  # fmt: skip
             return
-        launch = self._launcher("query gradients", query_gradients_kernel, settings, tile)
+        made = (query_gradients_kernel, plan.shape, settings, self.pack, tile)
+        launch = self.shared.get("query gradients", lambda: _launcher(*made))
         launch(
             (groups * chunks, part.rows.programs.shape[0]), dscores,
             _keys(self.shared, "k of tiles", self.k, settings, tile.keys), self.dq, part.rows.programs,
@@ -282,9 +268,6 @@ def _launcher(
         "BLOCK_Q": tile.rows // pack,
         "BLOCK_K": tile.keys,
         "TMA": settings.tma,
-        # "ieee" keeps float32 products exact; the default would round their inputs to 10 bits.
-        "PRECISION": "ieee",
-        "UPCAST": interpreted() and shape.dtype == torch.bfloat16,
         "num_warps": settings.num_warps,
         "num_stages": settings.num_stages,
     }

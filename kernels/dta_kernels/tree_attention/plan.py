@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dta_kernels.invariant.attention import DeviceTables, invariant_config
+from dta_kernels.invariant.attention import DeviceTables
 from dta_kernels.invariant.products import is_batch_invariant
 from dta_kernels.tree_attention.blocks import BlockMatrix, BlockTable, block_matrix
 from dta_kernels.tree_attention.config import KernelConfig, TreeAttentionConfig, default_config, supports
@@ -123,6 +123,7 @@ def plan_tree_attention(
     config = config or default_config(shape.head_size, shape.dtype, device)
     # Programs for each block of rows: tiles of heads.
     heads = shape.num_heads // config.forward.pack(shape.group_size)
+    of_paths = shape.group_size, shape.head_size, shape.dtype
     rows = _matrix(key_end, num_queries, shape, config.forward).rows(_rows_at_once(config.forward, heads))
     return TreeAttentionPlan(
         shape=shape,
@@ -131,7 +132,7 @@ def plan_tree_attention(
         num_keys=len(key_end),
         forward=_upload_tables([rows], device)[0],
         backward=cache(partial(_plan_backward, key_end, num_queries, shape, device, config)),
-        paths=_paths(key_end, num_queries, shape, device) if is_batch_invariant() else None,
+        paths=DeviceTables.of(key_end, num_queries, *of_paths, device) if is_batch_invariant() else None,
     )
 
 
@@ -175,11 +176,6 @@ def _plan_backward(
         stored_elements=stored_groups * elements * max(part.num_tiles for part in parts),
         has_shares=any(part.has_shares for part in parts),
     )
-
-
-def _paths(key_end: np.ndarray, num_queries: int, shape: AttentionShape, device: torch.device) -> DeviceTables:
-    config = invariant_config(shape.group_size, shape.head_size, shape.dtype)
-    return DeviceTables.of(key_end, num_queries, config, shape.group_size, device)
 
 
 def _rows_at_once(settings: KernelConfig, programs: int) -> float | None:

@@ -17,7 +17,7 @@ def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on a CPU."""
     if find_spec("triton") is None:
         return False
-    from dta_kernels.tree_attention.launch import interpreted
+    from dta_kernels.tree_attention.common import interpreted
 
     return interpreted()
 
