@@ -1,4 +1,4 @@
-"""Settings of the tree attention kernels that ``benchmarks/attention.py`` tries in addition to the table's."""
+"""Settings of the tree attention kernels that ``benchmarks/layers/attention.py`` tries in addition to the table's."""
 
 from __future__ import annotations
 

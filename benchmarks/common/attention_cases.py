@@ -1,4 +1,4 @@
-"""The attention calls that ``benchmark_attention.py`` measures, cut from rollout files by the project's own planner.
+"""The attention calls that ``layers/attention.py`` measures, cut from rollout files by the project's own planner.
 
 Pure planning: no GPU and no kernels are needed to make the cases or to count their pairs.
 """

@@ -7,8 +7,8 @@
     ours, ours-dense  this project without flags, on trees and on dense rows
     trl-tree          TRL 1.16's tree rows by its own file, packed as in its asynchronous GRPO, on transformers' layers
     trl-flat          rows without padding on the same layers and kernels, nothing shared
-    verl              verl's actor update on FSDP2 by benchmarks/verl_update.py: the same sequences, but clipped PPO
-                      with a KL term, and its optimizer's step inside the seconds; needs an environment with verl
+    verl              verl's actor update on FSDP2 by ``verl_update.py``: the same sequences, but clipped PPO with a KL
+                      term, and its optimizer's step inside the seconds; needs an environment with verl
 
 Rollouts are those in the folder $DTA_ROLLOUTS or --rollouts. The loss is minus advantage times logprob over the
 recorded mask; no optimizer step is timed (but verl's). Weights are in bfloat16; TRL's rows accumulate gradients in
@@ -152,7 +152,7 @@ class Comparison:
             sequences = workload.load_set(name, self.arguments.rollouts, self.arguments.tokens, config.vocab_size)
             output = self.folder / f"verl-{name}.json"
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
-            command += [str(HERE.parent / "verl_update.py"), "--engine", "fsdp2", "--output", str(output)]
+            command += [str(HERE / "verl_update.py"), "--engine", "fsdp2", "--output", str(output)]
             command += ["--attn-implementation", "packed_fa4", "--fused-kernels-backend", "triton"]
             command += ["--rollouts", str(Path(self.arguments.rollouts) / file), "--sample-granularity", granularity]
             command += ["--max-sequences", str(len(sequences)), "--steps", str(self.arguments.steps)]

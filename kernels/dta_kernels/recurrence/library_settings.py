@@ -2,7 +2,7 @@
 
 The tuner compiles all candidates of every kernel at the first step, which takes minutes, and picks by time, so another
 run may add in another order. The settings here are used on Hopper GPUs for heads of 128, the size of the published
-models; elsewhere the tuner decides. ``benchmarks/recurrence.py --tune`` shows what it picks; enter its winners here.
+models; elsewhere the tuner decides. ``benchmarks/layers/recurrence.py --tune`` shows what it picks; enter that here.
 """
 
 from __future__ import annotations

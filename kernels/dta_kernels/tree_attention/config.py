@@ -1,7 +1,7 @@
 """Selects tile sizes and launch settings of the tree attention kernels from fixed tables.
 
 Nothing is tuned during training. A table by head size and dtype needs no search, and the same settings everywhere keep
-results reproducible bit for bit. ``benchmarks/attention.py`` measures other candidates; enter its winners here.
+results reproducible bit for bit. ``benchmarks/layers/attention.py`` measures other candidates; enter its winners here.
 """
 
 from __future__ import annotations

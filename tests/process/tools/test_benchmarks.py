@@ -73,7 +73,7 @@ def test_the_experiment_of_a_paper_writes_rows_and_tables(name: str, tmp_path: P
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("attention.py any.npz", "measures a CUDA GPU, and there is none here"),
+        ("layers/attention.py any.npz", "measures a CUDA GPU, and there is none here"),
         ("rollout.py decode --batch 0", "--batch must be at least 1"),
         ("papers/das.py --smallest --output-dir /dev/null/x", "/dev/null/x"),
     ],

@@ -18,7 +18,7 @@ from megatron_dta.core.shapes.decoder import DecoderShape
 
 # Achieved shares of the peak: products of layers, attention forward and backward, logits forward and backward.
 GEMM_SHARE, ATTENTION_SHARES, LOGIT_SHARES = 0.62, (0.626, 0.457), (0.454, 0.346)
-# Those of attention with heads of more than 128 channels: 494 and 289 TFLOP/s of an H200 (``benchmarks/attention.py``).
+# With heads of more than 128 channels, 494 and 289 TFLOP/s of an H200 (``benchmarks/layers/attention.py``).
 WIDE_ATTENTION_SHARES = (0.5, 0.292)
 # Achieved shares of the memory's and of the link's bandwidth.
 MEMORY_SHARE, LINK_SHARE = 0.55, 0.65
@@ -27,7 +27,7 @@ HOST_SHARE = 0.8
 # Times that the rows of a recurrence's convolution are read or written in a layer's forward, without the rule.
 LINEAR_PASSES = 4
 # The same for the time of the gated delta rule, forward and backward (which runs it again): 2.07 and 8.51 ms of an H200
-# for 32,768 tokens with 16 key heads and 32 value heads of 128 (``benchmarks/recurrence.py``).
+# for 32,768 tokens with 16 key heads and 32 value heads of 128 (``benchmarks/layers/recurrence.py``).
 RULE_PASSES = (10, 42)
 # Seconds that a host needs to launch a layer that runs as one function, and the rest of a pass: forward, backward.
 DIRECT_FLOORS_PER_LAYER, FLOORS = (0.354e-3, 0.713e-3), (3.2e-3, 2.6e-3)

@@ -1,6 +1,6 @@
 """Measures tree attention on the trees of rollout files: TFLOP/s on visible pairs, forward and backward, on a GPU.
 
-    python benchmarks/attention.py FILE... [--impl triton fa4] [--tokens 32768] [--segment-tokens 2048 4096 8192]
+    python benchmarks/layers/attention.py FILE... [--impl triton fa4] [--tokens 32768] [--segment-tokens 2048 4096 8192]
         [--sweep] [--output benchmarks/results/attention.json] [--json]
 
 From every file the first sequences are taken whose tree has at most --tokens tokens. Measured are the whole tree as
@@ -19,6 +19,7 @@ tree where no sizes are given), prints the best and measures the files with them
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_dta.common.quiet import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which warns of missing packages
@@ -232,13 +234,13 @@ def main() -> None:
     if arguments.sweep and arguments.impl != ["triton"]:
         raise InputError("--sweep tries settings of our kernels only; leave --impl out")
     if not torch.cuda.is_available():
-        raise InputError("benchmarks/attention.py measures a CUDA GPU, and there is none here")
+        raise InputError("benchmarks/layers/attention.py measures a CUDA GPU, and there is none here")
     device = torch.device("cuda")
     shape = AttentionShape(arguments.heads, arguments.groups, arguments.head_size, DTYPES[arguments.dtype])
     if "fa4" in arguments.impl and (refusal := flash_refusal(shape, device)):
         raise InputError(f"--impl fa4 {refusal}; leave it out")
     report = Report(
-        "benchmarks/attention.py: TFLOP/s of attention on visible pairs, forward and backward",
+        "benchmarks/layers/attention.py: TFLOP/s of attention on visible pairs, forward and backward",
         {name: getattr(arguments, name) for name in ("heads", "groups", "head_size", "dtype", "tokens")},
         device,
         arguments.output,

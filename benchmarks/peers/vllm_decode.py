@@ -1,6 +1,6 @@
 """Measures how fast vLLM decodes, in this process, for comparison with ``rollout.py decode``.
 
-    python benchmarks/vllm_decode.py [--shape 1.7b] [--batch 64 256] [--prompt-tokens 128] [--response-tokens 128]
+    python benchmarks/peers/vllm_decode.py [--shape 1.7b] [--batch 64 256] [--prompt-tokens 128] [--response-tokens 128]
         [--logprobs no yes] [--runs 3] [--output FILE.json]
 
 The definitions are those of ``rollout.py decode``. The same requests run with --response-tokens + 1 tokens each and
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from importlib import metadata
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.bandwidth import measured_bandwidth
 from common.benchmark_model import settings_of
 from common.report import Report

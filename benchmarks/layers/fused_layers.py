@@ -1,6 +1,6 @@
 """Measures the fused layer kernels on a GPU: time and memory traffic against a copy, for one segment of a model.
 
-    python benchmarks/fused_layers.py [--model qwen3-1.7b] [--tokens 4096] [--output FILE]
+    python benchmarks/layers/fused_layers.py [--model qwen3-1.7b] [--tokens 4096] [--output FILE]
 
 Bytes are those that must be read and written once; a copy of as large a tensor is the bandwidth that can be had. The
 plain twins are measured as well.
@@ -9,6 +9,7 @@ plain twins are measured as well.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.benchmark_model import MODELS
 from common.report import Report
 from dta_kernels.layers import qkv_rope as qkv

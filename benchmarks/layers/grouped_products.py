@@ -1,6 +1,6 @@
 """Measures the products of a layer's experts on a GPU: grouped kernels against one product for each expert.
 
-    python benchmarks/grouped_products.py [--experts 32 128] [--rows 32768] [--output benchmarks/results/grouped.json]
+    python benchmarks/layers/grouped_products.py [--experts 32 128] [--rows 32768] [--output FILE]
 
 Shapes are those of Qwen3-30B-A3B's first map by default. "by index" reads the rows of the inputs (of the weight
 gradients: one of the two tensors) from those of an eighth as many tokens. Beside our kernels runs PyTorch's
@@ -10,15 +10,17 @@ yet added to float32 buffers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attention import measure_gemm, milliseconds
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.report import Report
 from dta_kernels.experts.reference import PlainRows
+from layers.attention import measure_gemm, milliseconds
 from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.core.common.errors import InputError
@@ -84,10 +86,10 @@ def main() -> None:
         if least < 1:
             raise InputError(f"--{name.replace('_', '-')} {least}: must be at least 1")
     if not torch.cuda.is_available():
-        raise InputError("benchmarks/grouped_products.py measures a CUDA GPU, and there is none here")
+        raise InputError("benchmarks/layers/grouped_products.py measures a CUDA GPU, and there is none here")
     device = torch.device("cuda")
     settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "json")}
-    what = "benchmarks/grouped_products.py: products of a layer's experts"
+    what = "benchmarks/layers/grouped_products.py: products of a layer's experts"
     report = Report(what, settings, device, arguments.output)
     report.results["gemm_tflops"] = measure_gemm(device, torch.bfloat16)
     print(f"GEMM {report.results['gemm_tflops']:.0f} TFLOP/s", flush=True)

@@ -1,7 +1,7 @@
 """Seconds of verl's old-logprob pass and actor update with this project's engine or one of verl's own.
 
-    torchrun --nproc-per-node 1 benchmarks/verl_update.py --engine megatron_dta --rollouts tau1.npz --max-sequences 40
-    torchrun --nproc-per-node 1 benchmarks/verl_update.py --engine fsdp2 --rollouts tau1.npz --max-sequences 40
+    torchrun --nproc-per-node 1 benchmarks/peers/verl_update.py --engine megatron_dta --rollouts FILE --max-sequences 40
+    ... --engine fsdp2 ...
     ... --groups 16 --group-size 16 --prompt-tokens 2048 --response-tokens 1024
 
 Runs in an environment with verl (``pip install ".[verl]"``). The worker, its data and its loss (clipped PPO with a KL
@@ -12,6 +12,7 @@ random, of a published shape. The two engines are compared by two runs on one ma
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from functools import partial
@@ -39,6 +40,7 @@ from verl.workers.config import (
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common.packed_attention  # noqa: F401 (registers them)
 from common.benchmark_model import MODELS, TINY, benchmark_model
 from common.report import Report

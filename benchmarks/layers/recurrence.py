@@ -1,6 +1,6 @@
 """Measures the gated delta rule on a GPU, forward and backward, by the kernels of flash-linear-attention.
 
-    python benchmarks/recurrence.py [--key-heads 16] [--value-heads 32] [--tokens 2048 8192 32768] [--tune]
+    python benchmarks/layers/recurrence.py [--key-heads 16] [--value-heads 32] [--tokens 2048 8192 32768] [--tune]
 
 Heads are those of Qwen3.5-9B by default. Each number of tokens is measured as one run and as runs of --run-tokens. The
 first call compiles the kernels; it is timed too. With --tune the library tunes all its kernels, also those whose
@@ -9,16 +9,18 @@ settings are fixed here, and the settings that it picks are shown (``dta_kernels
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attention import milliseconds
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.report import Report
 from dta_kernels.recurrence import library, library_settings
 from dta_kernels.recurrence.contract import Runs
+from layers.attention import milliseconds
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.core.common.errors import InputError
@@ -73,7 +75,7 @@ def main() -> None:
     if min(arguments.tokens) < 1:
         raise InputError(f"--tokens {min(arguments.tokens)}: must be at least 1")
     if not torch.cuda.is_available():
-        raise InputError("benchmarks/recurrence.py measures a CUDA GPU, and there is none here")
+        raise InputError("benchmarks/layers/recurrence.py measures a CUDA GPU, and there is none here")
     if arguments.tune:
         library_settings.HOPPER.clear()
     settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "json")}
