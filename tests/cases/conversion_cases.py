@@ -68,6 +68,9 @@ HYBRIDS["nemotron-h"] = ("NemotronH", _MAMBA)
 _MAMBA_EXPERTS = dict(layers_block_type=["linear_attention", "moe", "full_attention", "moe"], n_routed_experts=4)
 _MAMBA_EXPERTS |= dict(moe_intermediate_size=20, moe_shared_expert_intermediate_size=12, routed_scaling_factor=2.5)
 HYBRIDS["nemotron-3"] = ("NemotronH", _MAMBA | _MAMBA_EXPERTS)
+_LATENT = dict(q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, n_group=1)
+_LATENT |= dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=20, topk_group=1)
+HYBRIDS["deepseek-v3"] = ("DeepseekV3", _LATENT | dict(num_key_value_heads=4, first_k_dense_replace=1))
 DENSE = [name for name in CASES if "moe" not in name and name != "mixtral"]
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from lora_cases import LORA
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
@@ -24,7 +25,8 @@ EXPERTS = dict(
     moe_router_num_groups=4, moe_router_group_topk=2, moe_router_enable_expert_bias=True,
 )  # fmt: skip
 MODELS = {"moonlight": LATENT, "deepseek": DEEPSEEK, "experts": DEEPSEEK | EXPERTS}
-
+# Biases of experts stay as they are beside adapters.
+ADAPTERS = LORA | dict(moe_router_bias_update_rate=0.0)
 
 # The sizes of DeepSeek V3's heads.
 WIDE = DEEPSEEK | dict(
@@ -34,11 +36,11 @@ WIDE = DEEPSEEK | dict(
 
 
 def latent_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
-    """Parameters with norms away from 1, and biases of experts that differ."""
+    """Parameters with norms away from 1, biases of experts that differ, and adapters that change what they adapt."""
     built = build_model(model, initialize_parallel(seed))
     weights = {name: p.detach() for name, p in built.named_parameters()}
-    for weight in weights.values():
-        if weight.ndim == 1:
+    for name, weight in weights.items():
+        if weight.ndim == 1 or name.endswith("lora_B"):
             weight += 0.3 * torch.randn_like(weight)
     for name, bias in built.named_buffers():
         if name.endswith("expert_bias"):

@@ -359,7 +359,7 @@ def _sabotaged(name: str) -> Any:
     function = {"hidden": "copy_to_tensor_model_parallel_region"}.get(name, "")
     if not function:
         return mock.patch.dict({}, {})
-    return mock.patch.object(tensor_parallel, function, lambda hidden: hidden)
+    return mock.patch.object(tensor_parallel, function, lambda hidden, group=None: hidden)
 
 
 def _with_zeros(_: Any, values: Sequence[torch.Tensor], begins: Sequence[int], lengths: Sequence[int]) -> tuple:

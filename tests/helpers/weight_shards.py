@@ -23,7 +23,8 @@ _COLUMNS = ("linear_proj.weight", "linear_fc2.weight", "linear_proj_adapter.lora
 _ROWS += ("in_proj_adapter.lora_B",)
 _COLUMNS += ("out_proj.weight", "out_proj_adapter.lora_A")
 # Of latent attention; products down to latents are divided, too.
-_ROWS += tuple(f"linear_{name}_proj.weight" for name in ("q", "q_down", "q_up", "kv_down", "kv_up"))
+_LATENT = tuple(f"linear_{name}_proj" for name in ("q", "q_down", "q_up", "kv_down", "kv_up"))
+_ROWS += tuple(f"{name}{part}" for name in _LATENT for part in (".weight", "_adapter.lora_B"))
 
 
 def shard_weights(weights: dict[str, Tensor], model: ModelConfig, rank: int, size: int) -> dict[str, Tensor]:

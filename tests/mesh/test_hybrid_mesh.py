@@ -22,6 +22,7 @@ MODELS = {
     "experts": HYBRID | EXPERTS | {"moe_aux_loss_coeff": 0.3},
     "four-heads": HYBRID | {"num_layers": 4, "mixer_layer_freq": "[1,0,1,1]", "mixer": FOUR_HEADS},
     "mamba": NEMOTRON | {"num_layers": 4, "hybrid_layer_pattern": "M*-M"},
+    "mamba-adapters": NEMOTRON | LORA | {"num_layers": 4, "hybrid_layer_pattern": "M*-M"},
     "mamba-experts": NEMOTRON_EXPERTS,
     # The first stage has no attention, the last one no gated delta net.
     "uneven": HYBRID | {"num_layers": 4, "mixer_layer_freq": "[1,1,1,0]"},
@@ -59,7 +60,7 @@ COMBINATIONS = [
     ("cp2-tp2", "four-heads", "dta-mixed"),
     *(
         ("tp2", "mamba", "dta-mixed"),
-        ("tp2-sp", "mamba", "packed"),
+        ("tp2-sp", "mamba-adapters", "packed"),
         ("pp2-vp2", "mamba", "dta"),
         ("cp2", "mamba", "dta"),
     ),

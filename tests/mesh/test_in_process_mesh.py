@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from latent_cases import DEEPSEEK, EXPERTS, latent_weights
+from latent_cases import ADAPTERS, DEEPSEEK, EXPERTS, latent_weights
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
@@ -82,13 +82,13 @@ def test_meshes_give_the_samples_of_one_process(tmp_path):
 
 
 def test_latents_give_the_samples_of_one_process(tmp_path):
-    config = sampling_config(**DEEPSEEK, **EXPERTS, disable_bias_linear=True)
+    config = sampling_config(**DEEPSEEK, **EXPERTS, **ADAPTERS, disable_bias_linear=True)
     weights = latent_weights(config, seed=9)
     model = build_model(config, initialize_parallel(9))
     copy_shards(model, weights, config)
     expected, expected_long = run_forest(started(model), DRIVE), run_long(started(model, NEVER), LONG)
     meshes = {
-        "tp2-sp": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+        "tp2-sp": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1),
         "pp2": ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|tL"),
     }
     jobs = {name: MeshJob(parallel, SETTINGS["small pages"]) for name, parallel in meshes.items()}

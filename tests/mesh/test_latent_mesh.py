@@ -3,7 +3,7 @@
 import pytest
 
 from conftest import seed_all
-from latent_cases import MODELS, latent_weights
+from latent_cases import ADAPTERS, MODELS, latent_weights
 from megatron_dta.extras.parity import random_training_samples
 from mesh_cases import FULL_RECOMPUTE, MeshSuite, sizes
 from mesh_worker import RankResult
@@ -25,9 +25,12 @@ COMBINATIONS = [
     *(("tp2-sp", "moonlight", "dta"), ("tp2-sp", "recompute", "dta-mixed")),
     *(("dp2-idle-overlap", "moonlight", "dta"), ("pp2-vp2", "four-layers", "dta-mixed")),
     *(("ep2", "experts", "dta-mixed"), ("tp2-ep2", "experts", "dta-mixed")),
+    *(("tp2", "adapters", "dta-mixed"), ("tp2-sp", "adapters", "packed"), ("tp2-ep2", "expert-adapters", "dta")),
+    ("pp2-vp2", "recomputed-adapters", "dta-mixed"),
 ]
 
 
+WITH_FAULTS = ["deepseek", "adapters"]
 # Planned within MiB: what is kept and recomputed follows from the counted bytes. Segments of 6 tokens.
 MEMORY = {"pp2 limited": ("pp2", "experts", 0.2), "pp2 ample": ("pp2", "experts", 64.0)}
 
@@ -38,6 +41,9 @@ def suite() -> MeshSuite:
     settings = MODELS | {
         "recompute": MODELS["deepseek"] | FULL_RECOMPUTE,
         "four-layers": MODELS["deepseek"] | {"num_layers": 4},
+        "adapters": MODELS["deepseek"] | ADAPTERS,
+        "expert-adapters": MODELS["experts"] | ADAPTERS,
+        "recomputed-adapters": MODELS["moonlight"] | ADAPTERS | FULL_RECOMPUTE | {"num_layers": 4},
     }
     models = {name: model_config(vocab_size=8, **more) for name, more in settings.items()}
     return MeshSuite(models, MESHES, {"": samples}, CUTS, latent_weights)
@@ -45,7 +51,7 @@ def suite() -> MeshSuite:
 
 @pytest.fixture(scope="module")
 def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
-    more = {"tp2 hidden": suite.case("tp2", "deepseek", "dta", sabotage="hidden")}
+    more = {f"tp2 {model} lost": suite.case("tp2", model, "dta", sabotage="hidden") for model in WITH_FAULTS}
     for name, (mesh, model, mib) in MEMORY.items():
         more[name] = suite.case(mesh, model, "dta", tree=tree_config("dta", 6, tree_memory_gib=mib / 1024))
     return suite.run(COMBINATIONS, tmp_path_factory.mktemp("latent"), more)
@@ -64,5 +70,6 @@ def test_steps_within_a_limit_of_memory(suite, results, name):
     assert any(rank.recomputed_tokens for rank in results[name]) == ("limited" in name)
 
 
-def test_a_missing_sum_would_be_seen(suite, results):
-    assert suite.sees_fault(results["tp2 hidden"], "tp2", "deepseek")
+@pytest.mark.parametrize("model", WITH_FAULTS)
+def test_a_missing_sum_would_be_seen(suite, results, model):
+    assert suite.sees_fault(results[f"tp2 {model} lost"], "tp2", model)

@@ -8,9 +8,10 @@ import torch
 
 from conftest import seed_all
 from in_process_engine_cases import trainers_logprobs
-from latent_cases import DEEPSEEK, EXPERTS
+from latent_cases import ADAPTERS, DEEPSEEK, EXPERTS
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.model.decode.paged_cache import PagedCache
+from megatron_dta.core.model.layers.lora import adapters_of, without_adapters
 from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
 from rollout_forest import NEVER, SETTINGS, Drive, assert_same, poison_pages, run_forest, run_long, started
 from sampling_cases import make_model
@@ -24,12 +25,18 @@ def latent_model(seed: int, dtype: torch.dtype = torch.float64, **more: object):
 def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls(monkeypatch: pytest.MonkeyPatch):
     seed_all(3)
     poison_pages(monkeypatch)
-    model, drive = latent_model(3), Drive(seed=3, prompts=2, longest=20)
+    model, drive = latent_model(3, **ADAPTERS), Drive(seed=3, prompts=2, longest=20)
+    with torch.no_grad():
+        for adapter in adapters_of([model]):
+            adapter.lora_B.normal_(0, 0.3)
     engine = started(model)
     samples = run_forest(engine, drive)
     trained = trainers_logprobs(model, samples, TreeConfig(tree_segment_tokens=16))
-    for (_, result), expected in zip(samples.values(), trained, strict=True):
-        assert np.allclose(result.logprobs, expected, rtol=0, atol=1e-12)
+    sampled = [result.logprobs for _, result in samples.values()]
+    assert max(np.abs(a - b).max() for a, b in zip(sampled, trained, strict=True)) < 1e-12
+    with without_adapters([layer.self_attention.linear_kv_up_proj_adapter for layer in model.decoder.layers]):
+        others = trainers_logprobs(model, samples, TreeConfig(tree_segment_tokens=16))
+    assert max(np.abs(a - b).max() for a, b in zip(sampled, others, strict=True)) > 1e-3
     assert engine.statistics()["reused_tokens"] > 0
     for number, settings in enumerate((dict(block_size=3, max_tokens=5, max_requests=3), SETTINGS["small pool"]), 1):
         engine = started(model, **settings)

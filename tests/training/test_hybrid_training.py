@@ -101,7 +101,7 @@ def test_sampling_in_this_process_and_training_agree(model_flags: str, tmp_path:
     assert trainer.engine.mesh.world_size == 1
 
 
-@pytest.mark.parametrize("case", ["qwen3-next", "nemotron-h"])
+@pytest.mark.parametrize("case", ["qwen3-next", "nemotron-h", "deepseek-v3"])
 def test_adapters_resume_merge_and_export(case: str, rollouts: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="makes the folders (extra 'test')")
     save_huggingface(tmp_path / "hf", case, seed=len(case))
@@ -110,16 +110,16 @@ def test_adapters_resume_merge_and_export(case: str, rollouts: str, tmp_path: Pa
     run(f"{adapted} --train-iters 1 --save {tmp_path}/parts", "")
     run(f"{adapted} --train-iters 2 --save {tmp_path}/parts", "")
     expected, resumed = final_tensors(tmp_path / "run"), final_tensors(tmp_path / "parts")
-    section = "alpha" if case == "qwen3-next" else "dt"
-    assert any(name.endswith(f"self_attention.in_proj_adapter.lora_B.{section}") for name in expected)
+    stored = {"qwen3-next": "in_proj_adapter.lora_B.alpha", "nemotron-h": "in_proj_adapter.lora_B.dt"}
+    adapter = stored.get(case, "linear_kv_down_proj_adapter.lora_B")
+    assert any(name.endswith(f"self_attention.{adapter}") for name in expected)
     for name, values in expected.items():
         assert torch.equal(values, resumed[name]), name
     first, merged = tensors_in(tmp_path / "hf"), tensors_in(tmp_path / "merged")
     from_files = tensors_in(convert(tmp_path / "run", tmp_path / "hf", tmp_path / "from-files"))
     peft = load_file(convert(tmp_path / "run", tmp_path / "hf", tmp_path / "peft", "--adapter-only") / ADAPTER_WEIGHTS)
-    projections = [
-        name for name in first if name.endswith(("in_proj.weight", "in_proj_qkvz.weight", "out_proj.weight"))
-    ]
+    adapted = ("in_proj.weight", "in_proj_qkvz.weight", "out_proj.weight", "mqa.weight", "kv_b_proj.weight")
+    projections = [name for name in first if name.endswith(adapted)]
     assert projections
     for name in projections:
         matrices = (peft[f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"] for part in "BA")

@@ -13,8 +13,8 @@ from megatron_dta.core.families import mixer_of
 from megatron_dta.core.shapes.mixer import Mixer
 from megatron_dta.core.shapes.moe_layers import parse_mixer_layer_freq, parse_moe_layer_freq
 
-# Megatron's linear layers that can have a LoRA adapter.
-LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+# Megatron's linear layers that can have a LoRA adapter, of attention and of the feed-forward part.
+LORA_TARGETS = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
 
 
 shape_option = partial(option, flag=CONFIG_JSON)
@@ -239,8 +239,9 @@ class ModelConfig:
     )
     lora_target_modules: list[str] | None = option(
         None,
-        "Linear layers with adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, and in_proj and out_proj of "
-        "layers with a recurrence (default: all).",
+        "Linear layers with adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2; in_proj and out_proj of layers "
+        "with a recurrence; of latent attention linear_q_proj or linear_q_down_proj and linear_q_up_proj, "
+        "linear_kv_down_proj, linear_kv_up_proj and linear_proj (default: all).",
         needs="lora_rank",
     )
 
@@ -275,8 +276,9 @@ class ModelConfig:
     @property
     def lora_targets(self) -> tuple[str, ...]:
         """Names of the linear layers that can have adapters."""
+        attention, feed_forward = LORA_TARGETS
         of_mixer = self.mixer.projections(self.hidden_size) if any(self.mixer_layers) else ()
-        return tuple(dict.fromkeys((*LORA_TARGETS, *of_mixer)))
+        return tuple(dict.fromkeys((*(() if all(self.mixer_layers) else attention), *of_mixer, *feed_forward)))
 
     @property
     def rotated_channels(self) -> int:

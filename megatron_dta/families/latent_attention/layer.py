@@ -41,8 +41,9 @@ from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.model.attention.context import AttentionContext, check_context
 from megatron_dta.core.model.attention.segment_context import SegmentContext
 from megatron_dta.core.model.decode.decode_context import DecodeContext
+from megatron_dta.core.model.layers.lora import SUFFIX, LoraAdapter
 from megatron_dta.core.model.rotary import rotary_tables
-from megatron_dta.families.latent_attention.decoding import attend_latents
+from megatron_dta.families.latent_attention.decoding import Expansion, attend_latents
 from megatron_dta.families.latent_attention.path_attention import attend_on_path
 
 # Of the norms of latents: transformers' classes have it fixed, whatever config.json says of the other norms.
@@ -176,7 +177,7 @@ class LatentAttention(MegatronModule):
         """Output [n, H, V] for ``query`` [n, H, K] and the pass's latents [n, 1, L + R]."""
         number, scale = self.layer_number, self.softmax_scale
         if isinstance(context, DecodeContext):
-            return attend_latents(context, number, query, latents, self.up_weights(), scale)
+            return attend_latents(context, number, query, latents, self.expansion(), scale)
         if isinstance(context, SegmentContext):
             out = attend_on_path(context, number, query, latents, self.expanded, scale)
         else:
@@ -214,10 +215,18 @@ class LatentAttention(MegatronModule):
         key = torch.cat([content, position.expand(-1, self.num_heads, -1)], dim=-1)
         return key, F.pad(value, (0, sizes.query_size - sizes.v_head_dim))
 
-    def up_weights(self) -> tuple[Tensor, Tensor]:
-        """The rows of ``linear_kv_up_proj`` for keys [H, K - R, L] and for values [H, V, L]."""
-        weight = self.linear_kv_up_proj.weight.view(self.num_heads, -1, self.sizes.kv_lora_rank)
-        return weight.split([self.sizes.qk_head_dim, self.sizes.v_head_dim], dim=1)
+    def expansion(self) -> Expansion:
+        """``linear_kv_up_proj`` and its adapter, by heads."""
+        adapter: LoraAdapter | None = getattr(self, "linear_kv_up_proj" + SUFFIX, None)
+        weights = self._by_heads(self.linear_kv_up_proj.weight)
+        if adapter is None or not adapter.enabled:
+            return Expansion(*weights)
+        return Expansion(*weights, adapter.lora_A * adapter.scale, *self._by_heads(adapter.lora_B))
+
+    def _by_heads(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """The rows for keys and for values of each head."""
+        rows = matrix.view(self.num_heads, -1, matrix.shape[1])
+        return rows.split([self.sizes.qk_head_dim, self.sizes.v_head_dim], dim=1)
 
 
 def rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

@@ -98,7 +98,6 @@ class Sizes(Mixer):
             ("rotary_percent below 1", model.rotary_percent != 1),
             ("--add-qkv-bias", model.add_qkv_bias),
             ("attention_output_gate or apply_layernorm_1p", model.attention_output_gate or model.apply_layernorm_1p),
-            ("--lora-rank", model.lora_rank is not None),
             ("--recompute-granularity selective (keys and values are recomputed in any case)",
              model.recompute_granularity == "selective"),
         )  # fmt: skip

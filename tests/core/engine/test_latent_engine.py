@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from conftest import seed_all
-from latent_cases import MODELS, latent_weights
+from latent_cases import ADAPTERS, MODELS, latent_weights
+from lora_cases import is_adapter
 from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, distance
 from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.model.attention.kv_pool import KVPool
 from megatron_dta.core.model.build import build_model
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from megatron_dta.training.config.derived.lora_sizes import adapter_parameters
 from tree_engine_cases import (
     GRPO,
     TEMPERATURE,
@@ -24,6 +26,9 @@ from tree_engine_cases import (
 )
 from triton_device import interpreter
 
+ADAPTED = {f"{name}, adapters": settings | ADAPTERS for name, settings in MODELS.items()}
+# In the first layer nothing before it has a gradient but the input.
+ADAPTED["one adapter"] = MODELS["moonlight"] | ADAPTERS | dict(lora_target_modules=["linear_kv_up_proj"])
 CUTS = [("dense", 9), ("dense", 64, 0), ("packed", 45), ("packed", 45, 0), ("dta", 1, 12), ("dta", 6), ("dta", 6, 0)]
 
 
@@ -31,7 +36,7 @@ CUTS = [("dense", 9), ("dense", 64, 0), ("packed", 45), ("packed", 45, 0), ("dta
 def references():
     samples = random_training_samples(branching_sequences(seed_all(13), count=6, longest=12), seed=13)
     cases = {}
-    for name, settings in MODELS.items():
+    for name, settings in (MODELS | ADAPTED).items():
         model = model_config(**settings)
         weights = latent_weights(model, seed=5)
         cases[name] = (model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE))
@@ -40,13 +45,15 @@ def references():
 
 @pytest.mark.parametrize(
     ("name", "cut"),
-    [*(("deepseek", cut) for cut in CUTS), *((name, CUTS[i]) for name in MODELS if name != "deepseek" for i in (3, 5))],
+    [(name, cut) for name in MODELS | ADAPTED for cut in (CUTS if "deepseek" in name else (CUTS[3], CUTS[5]))],
     ids=str,
 )
 def test_equals_one_sequence_at_a_time_in_float64(references, name, cut):
     model, weights, samples, expected = references[name]
     outcome, _ = run_tree(model, weights, samples, GRPO, tree_config(*cut), TEMPERATURE)
-    assert outcome.gradients.keys() == expected.gradients.keys() == {n for n in weights if "expert_bias" not in n}
+    trained = {n for n in weights if (is_adapter(n) if model.lora_rank else "expert_bias" not in n)}
+    assert outcome.gradients.keys() == expected.gradients.keys() == trained
+    assert adapter_parameters(model) in (0, sum(weights[n].numel() for n in trained))
     errors = compare_outcomes(outcome, expected)
     assert errors.largest() < 1e-12, errors
 

@@ -34,8 +34,9 @@ def test_published_sizes_are_the_named_ones(name: str, config: dict) -> None:
     assert DecoderShape.of(ModelConfig(**settings)) == SHAPES[name]
     assert round(SHAPES[name].num_parameters / 1e9, 1) == {"deepseek-v3": 671.0, "moonlight-16b-a3b": 16.0}[name]
     assert settings["moe_router_bias_update_rate"] == 0.0
-    targets = ModelConfig(**settings).lora_targets
-    assert len(set(targets)) == len(targets)
+    queries = ("linear_q_proj",) if name.startswith("moonlight") else ("linear_q_down_proj", "linear_q_up_proj")
+    of_attention = *queries, "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"
+    assert ModelConfig(**settings).lora_targets == (*of_attention, "linear_fc1", "linear_fc2")
 
 
 REFUSED = [
@@ -67,7 +68,7 @@ def test_what_is_not_supported_is_refused_by_name(change: dict, message: str) ->
             dict(tensor_model_parallel_size=2),
             "does not divide kv",
         ),
-        (dict(lora_rank=2), {}, "does not support --lora-rank"),
+        (dict(lora_rank=2, lora_target_modules=["linear_qkv"]), {}, "linear_qkv: choose from linear_q_proj, lin"),
         (dict(recompute_granularity="selective"), {}, "does not support --recompute-granularity selective"),
         (dict(batch_invariant_mode=True), {}, "--batch-invariant-mode does not support"),
         (dict(kv_channels=8), {}, "needs --num-attention-heads .* and --kv-channels 10"),

@@ -39,7 +39,8 @@ def _check_experts(model: ModelConfig, parallel: ParallelConfig, targets: list[s
     feed_forward = [name for name in targets if name.startswith("linear_fc")]
     if not feed_forward:
         return
-    alone = "--lora-target-modules linear_qkv linear_proj"
+    others = [name for name in model.lora_targets if not name.startswith("linear_fc")]
+    alone = f"--lora-target-modules {' '.join(others)}"
     if parallel.expert_tensor_size > 1:
         raise InputError(
             f"--lora-target-modules {feed_forward[0]}: experts divided over {parallel.expert_tensor_size} ranks cannot "

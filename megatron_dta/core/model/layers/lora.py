@@ -3,12 +3,14 @@
 The adapter of a linear layer ``y = W x`` adds ``alpha / rank * B A x``. A [rank, inputs] is drawn at random and B
 [outputs, rank] is zero at first, so the model of the first step equals the base model bit for bit. An adapter is a
 child of the module that owns the linear layer (``linear_qkv_adapter`` beside ``linear_qkv``) and adds to the layer's
-output in a forward hook. The linear layer keeps its class, its name and its place in checkpoints.
+output in a forward hook. The linear layer keeps its class, its name and its place in checkpoints. Code that reads its
+weight instead of calling it, as decoding of latent attention does, adds the adapter itself.
 
 Tensor parallelism divides B's rows of a column-parallel layer and A's columns of a row-parallel layer, as it divides
 the linear layer. The ranks exchange A x, which is ``rank`` numbers a token. The undivided matrix is the same on every
 rank. Under sequence parallelism its gradient on a rank is that of the rank's tokens, and Megatron sums these gradients
-(the mark ``sequence_parallel``). Megatron-Core itself has no LoRA.
+(the mark ``sequence_parallel``). With ``disable_grad_reduce`` a linear layer does not sum the gradient of x over the
+ranks, so its adapter does not sum that of A x either, but that of A. Megatron-Core itself has no LoRA.
 
 Legend: R rank, I inputs, O outputs; for divided matrices, I and O are those of this rank.
 """
@@ -61,9 +63,7 @@ class LoraAdapter(torch.nn.Module):
             part.
     """
 
-    def __init__(
-        self, linear: torch.nn.Module, config: TransformerConfig, rank: int, alpha: float, is_gated: bool, seed: int
-    ) -> None:
+    def __init__(self, linear: torch.nn.Module, rank: int, alpha: float, is_gated: bool, seed: int) -> None:
         super().__init__()
         self.scale, self.enabled = alpha / rank, True
         self.sections: dict[str, int] = {}
@@ -74,7 +74,8 @@ class LoraAdapter(torch.nn.Module):
             raise ValueError("an expert that several ranks share cannot be adapted")
         # Experts receive their tokens from the dispatcher, not from the sequence-parallel ranks.
         self._is_divided = size > 1
-        self._sequence_parallel = config.sequence_parallel and self._is_divided
+        self._sequence_parallel = linear.sequence_parallel and self._is_divided
+        self._sums_a = self._is_divided and getattr(linear, "disable_grad_reduce", False)
         outputs, inputs = linear.weight.shape
         unsharded = _uniform(rank, inputs if self._is_column else inputs * size, seed)
         first = unsharded if self._is_column else unsharded[:, tensor_rank * inputs : (tensor_rank + 1) * inputs]
@@ -93,6 +94,9 @@ class LoraAdapter(torch.nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The addition to the linear layer's output for ``inputs`` [..., I], in the layout of that output."""
+        if self._sums_a:
+            first = tensor_parallel.copy_to_tensor_model_parallel_region(self.lora_A, group=self._group)
+            return F.linear(F.linear(inputs, first) * self.scale, self.lora_B)
         inner = F.linear(inputs, self.lora_A)
         if self._is_divided:
             inner = self._exchange(inner)
@@ -175,7 +179,6 @@ def add_adapters(part: torch.nn.Module, model: ModelConfig, seed: int) -> None:
             digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
             adapter = LoraAdapter(
                 linear,
-                part.config,
                 model.lora_rank,
                 model.lora_alpha,
                 is_gated=model.swiglu and name == "linear_fc1",
