@@ -29,7 +29,6 @@ COMBINATIONS = [
     ("pp2-vp2", "recomputed-adapters", "dta-mixed"),
 ]
 
-
 WITH_FAULTS = ["deepseek", "adapters"]
 # Planned within MiB: what is kept and recomputed follows from the counted bytes. Segments of 6 tokens.
 MEMORY = {"pp2 limited": ("pp2", "experts", 0.2), "pp2 ample": ("pp2", "experts", 64.0)}

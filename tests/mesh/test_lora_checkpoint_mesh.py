@@ -6,27 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_mesh_cases import ONE, TP2, assert_same_tensors, in_bf16, stretches, tensors_of
+from checkpoint_mesh_cases import EXPERTS, ONE, TP2, assert_same_tensors, in_bf16, stretches, tensors_of
 from checkpoint_worker import MODEL, run_stretches
-from megatron_dta.core.config import ModelConfig, ParallelConfig
+from latent_cases import SIZES
+from megatron_dta.core.config import ParallelConfig
 from mesh_worker import run_on_ranks
 
-LORA = replace(MODEL, lora_rank=3, lora_alpha=5.0)
+LORA = replace(MODEL, lora_rank=3, lora_alpha=5.0, mixer=SIZES, kv_channels=SIZES.query_size)
 PP2 = ParallelConfig(pipeline_model_parallel_size=2)
 EP2 = ParallelConfig(expert_model_parallel_size=2)
-EXPERTS = ModelConfig(
-    num_layers=2,
-    hidden_size=24,
-    num_attention_heads=4,
-    vocab_size=37,
-    swiglu=True,
-    disable_bias_linear=True,
-    num_experts=4,
-    moe_ffn_hidden_size=16,
-    moe_layer_freq="[0,1]",
-    lora_rank=2,
-)
-CASES = {"bf16 sharded": (in_bf16(LORA), True), "experts sharded": (EXPERTS, True)}
+ADAPTED_EXPERTS = replace(EXPERTS, lora_rank=2, moe_layer_freq="[0,1]", moe_router_bias_update_rate=0.0)
+CASES = {"bf16 sharded": (in_bf16(LORA), True), "experts sharded": (ADAPTED_EXPERTS, True)}
 
 
 @pytest.fixture(scope="module")

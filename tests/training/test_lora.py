@@ -20,6 +20,7 @@ from tree_engine_cases import GRPO, QWEN2, QWEN3, TEMPERATURE, branching_sequenc
 GPT = {"disable_bias_linear": False, "normalization": "LayerNorm", "swiglu": False}
 FULL_RECOMPUTE = {"recompute_granularity": "full"}
 EXPERTS = {"num_experts": 3, "moe_ffn_hidden_size": 16, "moe_layer_freq": "[0,1]", "moe_aux_loss_coeff": 0.1}
+BIASES = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 MODELS = {
     "qwen3": QWEN3,
     "qwen2": QWEN2,
@@ -94,11 +95,7 @@ def test_a_new_model_and_one_without_its_adapters_are_the_base_bit_for_bit(name,
 @pytest.mark.parametrize(
     ("model", "parallel", "reason"),
     [
-        (
-            EXPERTS | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
-            {},
-            "--moe-router-bias-update-rate 0",
-        ),
+        (EXPERTS | BIASES, {}, "--moe-router-bias-update-rate 0"),
         (EXPERTS, {"tensor_model_parallel_size": 2}, "--expert-tensor-parallel-size 1"),
         ({}, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|ttL"}, "stage 0 has no layer"),
     ],
