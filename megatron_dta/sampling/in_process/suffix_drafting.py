@@ -29,7 +29,7 @@ from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Drafting, Round
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.sampling.speculation.clock import DraftingClock
+from megatron_dta.sampling.speculation.clock import DraftingClock, PlainEnd, PlainSchedule
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.speculator import Proposal, Speculator
@@ -44,7 +44,7 @@ _MEASURED, _FITTED = 512, 8
 """Number of recent passes from which the cost of a pass is measured, and maximum number of sizes that are fitted."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Path:
     """The position of a request on the path of its response.
 
@@ -55,12 +55,14 @@ class _Path:
         above: the request that this one continues.
         length: sampled tokens of the response at the request's end; None while it runs and once it was counted.
         is_continued: another request continues this one from its end.
+        plain: when it would have had its tokens without drafts.
     """
 
     problem: str
     is_branch: bool
     before: int
     above: _Path | None
+    plain: PlainEnd
     length: int | None = None
     is_continued: bool = False
 
@@ -87,6 +89,8 @@ class SuffixDrafting(Drafting):
         self._measured: list[tuple[int, float, bool]] = []
         self._uncalibrated = _CALIBRATED  # rollout batches
         self._last: Round | None = None
+        self._rows: list[PlainEnd] = []  # of the last round
+        self._schedule = PlainSchedule()
         self._inserted = 0, 0.0  # tokens and seconds in this round
         self._last_prompt: tuple[np.ndarray | None, str] = None, ""
         # Complete samples that have not been shared with the other replicas yet.
@@ -102,9 +106,11 @@ class SuffixDrafting(Drafting):
     def started(self, params: SamplingParams) -> None:
         self._evaluates = params.domain is Domain.EVALUATION
         self._phase = self.speculator.unlearned() if self._evaluates else self.speculator
-        self._begins = True
+        self._begins, self._schedule = True, PlainSchedule()
 
     def ended(self) -> None:
+        if self._clock is not None:
+            self._clock.saved += self._schedule.latest - self._schedule.took
         self._end_paths()
         if self._is_shared and not self._evaluates:
             self._share()
@@ -120,7 +126,8 @@ class SuffixDrafting(Drafting):
         else:
             is_branch = length is not None and length < len(generation.token_ids)
             problem = self._problem(generation.token_ids, length)
-        self._paths[request] = _Path(problem, is_branch, generation.sampled_before, above)
+        plain = PlainEnd(None if above is None else above.plain.seconds)
+        self._paths[request] = _Path(problem, is_branch, generation.sampled_before, above, plain)
 
     def _problem(self, token_ids: np.ndarray, length: int | None) -> str:
         """Digest of the prompt; the samples of a group have the same array."""
@@ -153,7 +160,7 @@ class SuffixDrafting(Drafting):
         return [row[:length] for row, length in zip(proposal.tokens, proposal.lengths.tolist(), strict=True)]
 
     def verified(self, done: Round) -> None:
-        self._last = done
+        self._last, self._rows = done, [self._paths[request].plain for request in done.rows]
         if done.drafted is not None:
             self._record(self._proposal, done)
         elif self._clock is None or self._slots:
@@ -190,11 +197,13 @@ class SuffixDrafting(Drafting):
 
     def _tell(self, clock: DraftingClock, done: Round, passes: int, seconds: float, asked: bool) -> None:
         """Tell the clock of a round, and follow its decision."""
-        was_on = clock.is_on
-        if done.captured and asked:
-            clock.saved -= seconds
-        elif passes and not done.captured:
-            clock.took(len(done.rows), passes if done.drafted is None else self._phase.progress, seconds, asked)
+        was_on, live = clock.is_on, len(done.rows)
+        if passes and (asked or not done.captured):
+            counts = [len(tokens) for tokens in done.appended]
+            plain = clock.pass_seconds(live) if asked else None
+            self._schedule.advance(self._rows, counts, plain or seconds / max(counts), seconds)
+        if passes and not done.captured:
+            clock.took(live, passes if done.drafted is None else self._phase.progress, seconds, asked)
         if clock.is_due:
             clock.begin(self._insert_seconds())
             self._begins = False
@@ -215,6 +224,7 @@ class SuffixDrafting(Drafting):
     def finished(self, request: Request) -> None:
         path, response, slot = self._paths[request], request.response, self._slots.pop(request, None)
         path.length = path.before + len(response)
+        self._schedule.ended.append(path.plain)
         # The trees need only the end of a branch's context.
         first = request.context_length - self._phase.drafter.params.depth if path.is_branch else 0
         context = request.tokens[max(0, first) : request.context_length]

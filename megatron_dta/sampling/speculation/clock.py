@@ -6,11 +6,12 @@ passes without that they replace, at as many running rows. While trials win, the
 rounds with about as many rows wait, twice as long each time.
 
 A round replaces as many passes as the likely last rows have got tokens (the mean, weighted by each row's probability of
-being the last one), since other rows do not shorten the phase.
+being the last one), since other rows do not shorten the phase. When the phase has ended it is known which sample would
+have ended last without drafts, and ``PlainSchedule`` says what they have saved.
 
 Filling the trees when a trial begins takes time. These seconds are spent once and do not decide whether drafts win. But
 no trial begins that may raise all that was spent and lost, less what drafts have saved since, above ``LOSS_SHARE`` of
-the time. Graphs of passes with drafts, which are captured once for each size, are in ``saved`` only.
+the time. Graphs of passes with drafts, which are captured once for each size, do not decide either.
 
 The ranks of a replica must decide alike. Where there are several, they use the medians of the first rank up to the last
 rollout batch (``share``) in place of the seconds of this round.
@@ -22,6 +23,8 @@ passes without drafts would have taken 40 ms: the trial saves 10 ms, and the nex
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 TRIAL_ROUNDS = 6
@@ -36,6 +39,44 @@ _UNKNOWN = 2.0
 Rates = dict[tuple[bool, int], float]
 
 
+@dataclass(eq=False)
+class PlainEnd:
+    """A sample, and the seconds after which it would have its tokens without drafts (None before its first round)."""
+
+    seconds: float | None = None
+
+
+@dataclass
+class PlainSchedule:
+    """What the rounds of a phase took, and what they would have taken without drafts.
+
+    Without drafts each running sample gets a token in every pass, so the one that needs most passes ends the phase.
+    Their seconds are those that were measured at as many running rows. A sample that waited for a row begins when the
+    first one has ended.
+
+    Attributes:
+        took: measured seconds of the rounds.
+        latest: seconds without drafts until the last sample has its tokens.
+        ended: complete samples, whose rows others may get.
+    """
+
+    took: float = 0.0
+    latest: float = 0.0
+    ended: list[PlainEnd] = field(default_factory=list)
+
+    def advance(self, samples: Sequence[PlainEnd], counts: Sequence[int], pass_seconds: float, seconds: float) -> None:
+        """Record a round of ``seconds`` in which the samples got ``counts`` tokens."""
+        self.took += seconds
+        for sample, count in zip(samples, counts, strict=True):
+            if sample.seconds is None:
+                first = min(self.ended, key=lambda other: other.seconds, default=None)
+                if first is not None:
+                    self.ended.remove(first)
+                sample.seconds = 0.0 if first is None else first.seconds
+            sample.seconds += count * pass_seconds
+            self.latest = max(self.latest, sample.seconds)
+
+
 class DraftingClock:
     """Counts what rounds with and without drafts take, and decides which come next.
 
@@ -43,7 +84,7 @@ class DraftingClock:
         is_on: whether the next rounds may have drafts.
         is_due: whether a trial may begin as soon as the time for its trees is affordable (``begin``).
         is_local: whether this rank decides alone, by the seconds of this round.
-        saved: seconds saved by drafts since ``begin_batch``; negative: lost.
+        saved: seconds saved by drafts since ``begin_batch``, in phases that have ended; negative: lost.
     """
 
     def __init__(self) -> None:
@@ -67,6 +108,10 @@ class DraftingClock:
     def share(self, rates: Rates) -> None:
         """Decide by ``rates`` until the next call."""
         self.is_local, self._shared = False, rates
+
+    def pass_seconds(self, live: int) -> float | None:
+        """Measured seconds of a pass of ``live`` rows without drafts; None if too few have run."""
+        return self._rate(False, live.bit_length())
 
     def took(self, live: int, passes: float, seconds: float, asked: bool) -> None:
         """Record a round of ``live`` rows. ``asked``: it could have drafts, and took the place of ``passes`` passes."""
@@ -106,7 +151,7 @@ class DraftingClock:
 
     def _tried(self, size: int, net: float, pass_seconds: float) -> None:
         """Record a round of a trial that saved ``net`` seconds; end the trial if it is complete or too expensive."""
-        self.saved, self._gained = self.saved + net, self._gained + net
+        self._gained += net
         self._lost = max(0.0, self._lost - net)
         self._net, self._rounds = self._net + net, self._rounds + 1
         if self._rounds < TRIAL_ROUNDS and self._net > -TRIAL_ROUNDS * pass_seconds:
