@@ -115,14 +115,7 @@ def _flag(name: str) -> str:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    counts = (
-        "max_sequences",
-        "max_length",
-        *STEP_FLAGS,
-        *SHAPE_FLAGS,
-        "tree_memory_tokens",
-        "top",
-    )
+    counts = ("max_sequences", "max_length", *STEP_FLAGS, *SHAPE_FLAGS, "tree_memory_tokens", "top")
     check_at_least(arguments, 1, *counts)
     for name in (*MESH_FLAGS, "tree_segment_tokens"):
         for value in getattr(arguments, name) or []:
@@ -176,10 +169,7 @@ def read_step(arguments: argparse.Namespace) -> tuple[list[np.ndarray], list[np.
     """Return token ids and loss masks of the sequences of the step."""
     if arguments.file is None:
         return made_up_sequences(
-            arguments.sequences,
-            arguments.unique_tokens,
-            arguments.longest_path,
-            arguments.samples_per_prompt or 1,
+            arguments.sequences, arguments.unique_tokens, arguments.longest_path, arguments.samples_per_prompt or 1
         )
     return trained_parts(load_chosen_rollouts(arguments))
 

@@ -41,11 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of random tokens (default 0)")
     parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=1e-9,
-        metavar="X",
-        help="maximum relative difference (default 1e-9)",
+        "--tolerance", type=float, default=1e-9, metavar="X", help="maximum relative difference (default 1e-9)"
     )
     parser.add_argument("--rows", type=int, default=10, metavar="N", help="worst tensors of each kind in the table")
     parser.add_argument("--json", action="store_true", help="print one JSON object with every tensor as the last line")

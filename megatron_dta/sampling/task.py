@@ -93,12 +93,7 @@ def build_task(
         reward_function = load_reward_function(sampling.reward_function, reward)
     template = chat_template(sampling)
     reader = PromptReader(
-        tokenizer,
-        max_prompt_tokens,
-        template,
-        sampling.input_key,
-        sampling.label_key,
-        sampling.filter_overlong_prompts,
+        tokenizer, max_prompt_tokens, template, sampling.input_key, sampling.label_key, sampling.filter_overlong_prompts
     )
     notes: list[str] = []
     drops = sampling.rollout_failure == "drop"

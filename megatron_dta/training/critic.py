@@ -41,10 +41,7 @@ class Critic:
         lr = settings.lr if config.critic.critic_lr is None else config.critic.critic_lr
         optimization = replace(settings, lr=lr, min_lr=min(settings.min_lr, lr))
         self.model, self.optimizer = model, TrainingOptimizer(model, optimization, config.parallel)
-        self.engine = TreeEngine(
-            self.optimizer.chunks,
-            tree_attention_impl=config.tree.tree_attention_impl,
-        )
+        self.engine = TreeEngine(self.optimizer.chunks, tree_attention_impl=config.tree.tree_attention_impl)
         self.engine.offload_kv(config.tree.kv_offload_fraction)
         self._objective = make_value_objective(config.critic.value_clip or None)
 

@@ -35,9 +35,7 @@ def build_drafting(config: TrainConfig) -> SuffixDrafting | None:
     if settings.rollout_speculation == "none":
         return None
     drafter = DrafterParams(
-        depth=settings.das_depth,
-        window=settings.das_window,
-        draft=DraftParams(width=settings.das_draft_tokens),
+        depth=settings.das_depth, window=settings.das_window, draft=DraftParams(width=settings.das_draft_tokens)
     )
     speculator = Speculator(drafter, SpeculationGate(ForwardCost(), ForwardCost()), settings.das_budget)
     return SuffixDrafting(speculator, follows_clock=not config.optimization.deterministic_mode)

@@ -66,12 +66,7 @@ from megatron_dta.training.optimizer.build import TrainingOptimizer
 from megatron_dta.training.teachers import Teachers
 from megatron_dta.training.weights.reference import Reference
 from megatron_dta.wiring.engines import listed_servers
-from megatron_dta.wiring.outputs import (
-    metrics_path,
-    open_metrics,
-    open_rollout_files,
-    tokenizer_of,
-)
+from megatron_dta.wiring.outputs import metrics_path, open_metrics, open_rollout_files, tokenizer_of
 from megatron_dta.wiring.sources import build_sampled_data
 from megatron_dta.wiring.teachers import build_teachers
 
@@ -338,11 +333,7 @@ def _frozen_models(
     return chunks + ([] if teachers is None else list(teachers.models))
 
 
-def _engine(
-    config: TrainConfig,
-    model: Model | list[torch.nn.Module],
-    routing_replay: bool = False,
-) -> TreeEngine:
+def _engine(config: TrainConfig, model: Model | list[torch.nn.Module], routing_replay: bool = False) -> TreeEngine:
     engine = TreeEngine(
         model,
         config.sampling.temperature,

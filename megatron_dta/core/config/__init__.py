@@ -5,10 +5,4 @@ from megatron_dta.core.config.objective import CriticConfig, ObjectiveConfig
 from megatron_dta.core.config.parallel import ParallelConfig
 from megatron_dta.core.config.tree import TreeConfig
 
-__all__ = [
-    "CriticConfig",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "ParallelConfig",
-    "TreeConfig",
-]
+__all__ = ["CriticConfig", "ModelConfig", "ObjectiveConfig", "ParallelConfig", "TreeConfig"]

@@ -102,11 +102,7 @@ class ObjectiveConfig:
         "Center advantages within their group, but do not divide them by the group's standard deviation.",
         needs=("advantage_estimator=grpo", "objective!=dpo,sft"),
     )
-    advantage_estimator: str = policy_option(
-        "grpo",
-        "How rewards become advantages.",
-        choices=ADVANTAGE_ESTIMATORS,
-    )
+    advantage_estimator: str = policy_option("grpo", "How rewards become advantages.", choices=ADVANTAGE_ESTIMATORS)
     advantage_whitening: str | None = policy_option(
         None,
         "Normalize the advantages of all trained tokens of a rollout batch to mean 0 and variance 1 (default: token "

@@ -40,10 +40,7 @@ class ParallelConfig:
         False, "Reduce gradients over the replicas while the last backward of the step is still running."
     )
     ddp_bucket_size: int | None = option(
-        None,
-        "Parameters per bucket of gradients that --overlap-grad-reduce reduces together.",
-        minimum=1,
-        flag=NO_FLAG,
+        None, "Parameters per bucket of gradients that --overlap-grad-reduce reduces together.", minimum=1, flag=NO_FLAG
     )
     no_gradient_accumulation_fusion: bool = option(
         False,

@@ -75,10 +75,7 @@ class RecurrentMixer(Mixer):
         return sum(self.sections[name] for name in self.filtered)
 
     def projections(self, hidden_size: int) -> dict[str, tuple[int, int]]:
-        return {
-            "in_proj": (hidden_size, sum(self.sections.values())),
-            "out_proj": (self.value_width, hidden_size),
-        }
+        return {"in_proj": (hidden_size, sum(self.sections.values())), "out_proj": (self.value_width, hidden_size)}
 
     @property
     def vectors(self) -> tuple[int, int]:

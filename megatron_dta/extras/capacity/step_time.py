@@ -161,10 +161,7 @@ def _token_communication(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, l
 
 
 def mesh_costs(
-    shape: DecoderShape,
-    mesh: RunMesh,
-    cluster: Cluster,
-    segment_tokens: int = CostModel.segment_tokens,
+    shape: DecoderShape, mesh: RunMesh, cluster: Cluster, segment_tokens: int = CostModel.segment_tokens
 ) -> CostModel:
     """Compute the cost model of the whole model on such a mesh; the stages of a simulation take shares of it.
 

@@ -10,11 +10,4 @@ from megatron_dta.extras.parity.outcome import Outcome
 from megatron_dta.extras.parity.references import run_stock
 from megatron_dta.extras.parity.tree_run import run_tree
 
-__all__ = [
-    "Outcome",
-    "ParityErrors",
-    "compare_outcomes",
-    "random_training_samples",
-    "run_stock",
-    "run_tree",
-]
+__all__ = ["Outcome", "ParityErrors", "compare_outcomes", "random_training_samples", "run_stock", "run_tree"]

@@ -197,11 +197,7 @@ RULES: dict[str, list[Rule]] = {
         ),
         replace(_QUERY_KEY_VALUE, huggingface=tuple(f"mixer.{part}_proj.weight" for part in "qkv")),
         _rule(
-            Place.ATTENTION,
-            "self_attention.linear_proj.weight",
-            "o_proj.weight",
-            ("hidden", "query"),
-            Sharding.COLUMNS,
+            Place.ATTENTION, "self_attention.linear_proj.weight", "o_proj.weight", ("hidden", "query"), Sharding.COLUMNS
         ),
         replace(
             _mamba("in_proj.weight", "in_proj.weight", ("projected", "hidden"), Sharding.SECTION_ROWS),
@@ -220,5 +216,5 @@ RULES: dict[str, list[Rule]] = {
         _rule(Place.MIXTURE, "mlp.router.expert_bias", "gate.e_score_correction_bias", ("experts",)),
         *_feed_forward(Place.MIXTURE, "mlp.shared_experts.", "shared_experts.", "shared_experts"),
         *_feed_forward(Place.EXPERT, "mlp.experts.local_experts.{expert}.", "experts.{expert}.", "expert"),
-    ],
+    ]
 }

@@ -4,11 +4,4 @@ from megatron_dta.sampling.config.sampling import EnvironmentConfig, FilterConfi
 from megatron_dta.sampling.config.speculation import SpeculationConfig
 from megatron_dta.sampling.config.treepo import TreePOConfig
 
-__all__ = [
-    "EnvironmentConfig",
-    "FilterConfig",
-    "RewardConfig",
-    "SamplingConfig",
-    "SpeculationConfig",
-    "TreePOConfig",
-]
+__all__ = ["EnvironmentConfig", "FilterConfig", "RewardConfig", "SamplingConfig", "SpeculationConfig", "TreePOConfig"]

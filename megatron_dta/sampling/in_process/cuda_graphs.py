@@ -276,13 +276,7 @@ class DecodeSteps:
             while len(self._passes) >= _MOST_GRAPHS:
                 del self._passes[next(iter(self._passes))]
             static = StaticPass(
-                num_tokens,
-                run,
-                self._shape,
-                self._page_size,
-                self._tables,
-                self._addresses,
-                self._layer_rows,
+                num_tokens, run, self._shape, self._page_size, self._tables, self._addresses, self._layer_rows
             )
             if self._state_rows:
                 arrays = self._state_addresses, self._state_rows, static.state_slots, static.context.position_ids

@@ -26,12 +26,7 @@ import numpy as np
 from megatron_dta.sampling.speculation.calibration import AcceptanceTable
 from megatron_dta.sampling.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.sampling.speculation.gate import SpeculationGate, token_gate
-from megatron_dta.sampling.speculation.lengths import (
-    CANDIDATES,
-    LengthClass,
-    LengthHistory,
-    completion_probability,
-)
+from megatron_dta.sampling.speculation.lengths import CANDIDATES, LengthClass, LengthHistory, completion_probability
 from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.suffix_forest import Drafts
 

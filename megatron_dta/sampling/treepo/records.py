@@ -14,11 +14,7 @@ from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
 
 
-def tree_rollouts(
-    tree: SampledTree,
-    group_id: str,
-    rewards: Mapping[int, float] | None = None,
-) -> list[Rollout]:
+def tree_rollouts(tree: SampledTree, group_id: str, rewards: Mapping[int, float] | None = None) -> list[Rollout]:
     """The rollouts of a complete tree, in the order of its leaves.
 
     Leaves at which the environment failed are left out; the weights of the others are rescaled to sum 1.

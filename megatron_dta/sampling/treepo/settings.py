@@ -38,12 +38,7 @@ class TreeSettings:
         ``segment_tokens`` sets how often the stops that are checked at segment ends apply.
         """
         return cls(
-            width,
-            max_response_tokens,
-            segment_tokens,
-            branching_factor=1,
-            initial_branches=width,
-            fallback="none",
+            width, max_response_tokens, segment_tokens, branching_factor=1, initial_branches=width, fallback="none"
         )
 
     @classmethod

@@ -129,12 +129,7 @@ OUTSIDE_LAYERS = [
     Rule(Place.OUTPUT, "output_layer.weight", ("lm_head.weight",), ("vocabulary", "hidden"), Sharding.VOCABULARY),
 ]
 ATTENTION = [
-    Rule(
-        Place.LAYER,
-        "input_layernorm.weight",
-        ("input_layernorm.weight",),
-        ("hidden",),
-    ),
+    Rule(Place.LAYER, "input_layernorm.weight", ("input_layernorm.weight",), ("hidden",)),
     query_key_value("weight", ("query_key_value", "hidden")),
     Rule(
         Place.ATTENTION,
@@ -143,12 +138,7 @@ ATTENTION = [
         ("hidden", "query"),
         Sharding.COLUMNS,
     ),
-    Rule(
-        Place.LAYER,
-        "pre_mlp_layernorm.weight",
-        ("post_attention_layernorm.weight",),
-        ("hidden",),
-    ),
+    Rule(Place.LAYER, "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), ("hidden",)),
 ]
 QUERY_KEY_VALUE_BIAS = [query_key_value("bias", ("query_key_value",))]
 QUERY_KEY_NORM = [

@@ -43,13 +43,7 @@ class SegmentAttentionPlans:
     so it does not stay idle until all tables are made.
     """
 
-    def __init__(
-        self,
-        segments: SegmentPlan,
-        paths: RootPaths,
-        shape: AttentionShape,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, segments: SegmentPlan, paths: RootPaths, shape: AttentionShape, device: torch.device) -> None:
         self._segments, self._paths, self._shape, self._device = segments, paths, shape, device
         self._made: dict[int, TreeAttentionPlan] = {}
 

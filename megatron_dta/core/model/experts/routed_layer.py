@@ -84,12 +84,7 @@ class TreeMoELayer(MoELayer):
         return self.shared_experts(hidden_states) if self.use_shared_expert else None
 
     def _computed(
-        self,
-        x_RC: Tensor,
-        weights_RK: Tensor,
-        rows: ExpertRows,
-        context: AttentionContext | None,
-        exchange: Any,
+        self, x_RC: Tensor, weights_RK: Tensor, rows: ExpertRows, context: AttentionContext | None, exchange: Any
     ) -> Tensor:
         """Sums [R, C] of this rank's experts for each token."""
         if isinstance(self.experts, GroupedExperts):

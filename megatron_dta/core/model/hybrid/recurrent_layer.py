@@ -198,11 +198,7 @@ class RecurrentLayer(MegatronModule):
         return self.gated(out, parts[sizes.gate].reshape(out.shape)).flatten(1)
 
     def recur(
-        self,
-        kinds: tuple[Tensor, ...],
-        of_heads: list[Tensor],
-        vectors: list[Tensor],
-        paths: tuple[PathStates, int],
+        self, kinds: tuple[Tensor, ...], of_heads: list[Tensor], vectors: list[Tensor], paths: tuple[PathStates, int]
     ) -> Tensor:
         """Output [N, J, V] of the recurrence.
 

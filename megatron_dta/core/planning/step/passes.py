@@ -185,12 +185,7 @@ def plan_training_pass(
     parents, expected = tree.segment_parent, kept_on_stages(kept, tree.segment_parent, len(shape.layers))
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~expected)
     schedule = plan_pipeline(
-        parents,
-        tree.lengths,
-        costs,
-        shape.num_stages,
-        shape.num_model_chunks,
-        shape.max_in_flight_tokens,
+        parents, tree.lengths, costs, shape.num_stages, shape.num_model_chunks, shape.max_in_flight_tokens
     )
     keeps = kept | next_op_is_backward(schedule, tree.num_segments)
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~keeps)
@@ -203,13 +198,7 @@ def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StagePro
     ops = plan.schedule.ops[stage]
     slots = [allocate_slots(segments, of_chunk) for of_chunk in _ops_of_chunks(plan, stage)]
     most = None if plan.most_tokens is None else plan.most_tokens[stage]
-    return StageProgram(
-        ops,
-        [start for start, _ in slots],
-        [number for _, number in slots],
-        plan.messages,
-        most,
-    )
+    return StageProgram(ops, [start for start, _ in slots], [number for _, number in slots], plan.messages, most)
 
 
 def state_slots(runs: SegmentRuns, plan: PassPlan, stage: int) -> list[tuple[np.ndarray, int]]:

@@ -102,10 +102,7 @@ class RolloutStream:
     """
 
     def __init__(
-        self,
-        sampler: GroupSampler,
-        update: Callable[[int, Path | HostWeights | None], None],
-        limits: StreamLimits,
+        self, sampler: GroupSampler, update: Callable[[int, Path | HostWeights | None], None], limits: StreamLimits
     ) -> None:
         self._update = update
         self._changed = threading.Condition()

@@ -16,11 +16,7 @@ from megatron_dta.core.common.errors import caught, raise_all
 from megatron_dta.core.config.checks.experts import check_experts
 from megatron_dta.core.config.checks.hybrid import check_hybrid
 from megatron_dta.core.config.checks.lora import check_lora
-from megatron_dta.core.config.checks.mesh import (
-    check_context_parallel,
-    check_tensor_parallel,
-    check_world_size,
-)
+from megatron_dta.core.config.checks.mesh import check_context_parallel, check_tensor_parallel, check_world_size
 from megatron_dta.core.config.checks.model import check_batch_invariant, check_rotary
 from megatron_dta.core.config.checks.transformer_engine import check_transformer_impl
 from megatron_dta.core.config.derived.pipeline_layout import stage_layers
