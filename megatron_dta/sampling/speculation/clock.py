@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from statistics import median
 
 TRIAL_ROUNDS = 6
@@ -57,22 +58,27 @@ class PlainSchedule:
     Attributes:
         took: measured seconds of the rounds.
         latest: seconds without drafts until the last sample has its tokens.
-        ended: complete samples, whose rows others may get.
+        ended: samples that are complete since the last round.
+        free: heap of the seconds after which rows are free for others.
     """
 
     took: float = 0.0
     latest: float = 0.0
     ended: list[PlainEnd] = field(default_factory=list)
+    free: list[float] = field(default_factory=list)
 
     def advance(self, samples: Sequence[PlainEnd], counts: Sequence[int], pass_seconds: float, seconds: float) -> None:
         """Record a round of ``seconds`` in which the samples got ``counts`` tokens."""
         self.took += seconds
+        # Those that end in this round free their rows after it.
+        ending = set(samples).intersection(self.ended)
+        for sample in self.ended:
+            if sample not in ending:
+                heappush(self.free, sample.seconds or 0.0)
+        self.ended = list(ending)
         for sample, count in zip(samples, counts, strict=True):
             if sample.seconds is None:
-                first = min(self.ended, key=lambda other: other.seconds, default=None)
-                if first is not None:
-                    self.ended.remove(first)
-                sample.seconds = 0.0 if first is None else first.seconds
+                sample.seconds = heappop(self.free) if self.free else 0.0
             sample.seconds += count * pass_seconds
             self.latest = max(self.latest, sample.seconds)
 

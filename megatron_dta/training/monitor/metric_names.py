@@ -172,7 +172,7 @@ METRICS: dict[str, dict[str, str]] = {
         "speculation_tokens_per_forward": "tokens per forward pass of a sequence; 1 without drafts",
         "speculation_tokens_per_forward_longest_4": "the same for the four longest samples",
         "speculation_forwards": "number of forward passes",
-        "speculation_saved_seconds": "measured seconds of the passes that the samples need without drafts, less those of all rounds",
+        "speculation_saved_seconds": "measured seconds of the passes needed without drafts, less those of all rounds",
         "speculation_generated_tokens": "sampled tokens",
         "speculation_makespan_seconds": "seconds of all passes; of servers until the longest sample has ended",
         "speculation_drafted_tokens": "drafted tokens",

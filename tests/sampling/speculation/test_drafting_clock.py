@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_dta.sampling.in_process import suffix_drafting as module
+from megatron_dta.sampling.in_process import suffix_drafting as suffix_drafting_module
 from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
 from megatron_dta.sampling.interface import GenerationRequest, generate, phase
 from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.speculation import clock as clock_module
 from megatron_dta.sampling.speculation.clock import LOSS_SHARE, TRIAL_ROUNDS, DraftingClock
 from rollout_forest import started
 from sampling_cases import SHAPES, make_model
@@ -76,19 +77,6 @@ def test_ranks_that_decide_together_use_no_seconds_of_theirs() -> None:
     assert asked[-1]
 
 
-class Switch(DraftingClock):
-    """Every round may have drafts, or none."""
-
-    drafts = False
-
-    def took(self, live: int, passes: float, seconds: float, asked: bool) -> None:
-        super().took(live, passes, seconds, asked)
-        self.is_on, self.is_due = self.drafts, False
-
-    def goes_on(self, seconds: float) -> bool:
-        return True
-
-
 class Scripted(SuffixDrafting):
     """A pass takes 1 ms without drafts and 1.25 ms with; ``spent`` is the sum."""
 
@@ -105,23 +93,21 @@ class Scripted(SuffixDrafting):
 @pytest.mark.parametrize("rows", [6, 2])
 def test_what_drafts_saved_is_what_the_clock_says(known: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of six prompts, of which ``rows`` run at once, ``known`` were sampled before and are drafted well, others not."""
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(suffix_drafting_module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(clock_module, "TRIAL_ROUNDS", 10**9)  # no trial ends, and none begins by itself
+    monkeypatch.setattr(clock_module, "_FIRST_WAIT", 10**9)
     params, model = SamplingParams(1, -1, 0.0, 1.0, seed=5), make_model(7, **SHAPES["grouped queries, QK-norm, untied"])
     prompts = np.random.default_rng(3).integers(1, 20, (2, 6, 9)).astype(np.int32)
     prompts[1, :known] = prompts[0, :known]
     spent, saved = [], []
     for drafts in (False, True):
         drafting = Scripted(suffix_drafting(follows_clock=True).speculator)
-        drafting._clock = clock = Switch()
         engine = started(model, params, drafting=drafting, max_requests=rows)
         for batch in (0, 1):
             engine.update_weights(batch)
-            drafting.spent, clock.is_on = 0.0, drafts and batch == 1
-            clock.drafts = clock.is_on
+            drafting.spent, drafting._clock.is_on, drafting._clock._elapsed = 0.0, drafts and batch == 1, 1e12
             with phase(engine, params, batch):
-                generate(
-                    engine, [GenerationRequest(i, prompt, 30 + 5 * i, i) for i, prompt in enumerate(prompts[batch])]
-                )
+                generate(engine, [GenerationRequest(i, prompts[batch, i], 30 + 5 * i, i) for i in range(6)])
         spent.append(drafting.spent)
         saved.append(drafting.report().saved_seconds)
     assert saved[0] == pytest.approx(0.0, abs=1e-9)
