@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -14,16 +13,6 @@ import pytest
 
 from conftest import REPOSITORY
 from forked import run_python
-
-REPORT_IMPORTS = """
-import runpy, sys
-sys.argv = sys.argv[1:]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-except SystemExit as stop:
-    assert not stop.code
-print([name for name in ("torch", "megatron", "matplotlib") if name in sys.modules])
-"""
 
 
 def load_script(path: str | Path) -> ModuleType:
@@ -66,9 +55,3 @@ class Tool:
         assert done.stderr.count("\n") == 1, done.stderr
         for part in parts:
             assert part in done.stderr
-
-    def assert_loads_no_torch(self, *arguments: object) -> None:
-        """It runs without PyTorch, Megatron and Matplotlib, and so starts at once."""
-        command = [sys.executable, "-c", REPORT_IMPORTS, self.path, *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, check=True)
-        assert done.stdout.splitlines()[-1] == "[]"
