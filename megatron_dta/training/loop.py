@@ -66,26 +66,23 @@ class Progress:
         rollout_batches: number of rollout batches sampled or read.
         waiting: steps that are prepared but not trained yet.
         best: the best checkpoint so far, if the run selects one.
-        inputs: digests of the files that the run reads, see ``checkpoint.inputs``.
     """
 
     iteration: int = 0
     rollout_batches: int = 0
     waiting: list[StepSamples] = field(default_factory=list)
     best: BestCheckpoint | None = None
-    inputs: dict[str, str] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything except the iteration, which a checkpoint stores separately, as plain values and tensors."""
         best = {} if self.best is None else {"best": asdict(self.best)}
-        state = {"rollout_batches": self.rollout_batches, "waiting": pack_steps(self.waiting), "inputs": self.inputs}
-        return state | best
+        return {"rollout_batches": self.rollout_batches, "waiting": pack_steps(self.waiting)} | best
 
     @classmethod
     def from_state_dict(cls, iteration: int, state: dict[str, Any]) -> Progress:
         """Restore the progress from a checkpoint."""
         best = BestCheckpoint(**state["best"]) if "best" in state else None
-        return cls(iteration, state["rollout_batches"], unpack_steps(state["waiting"]), best, state["inputs"])
+        return cls(iteration, state["rollout_batches"], unpack_steps(state["waiting"]), best)
 
 
 @dataclass

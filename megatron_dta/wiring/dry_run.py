@@ -41,7 +41,6 @@ from megatron_dta.extras.capacity.settings import states_of_run
 from megatron_dta.sampling.environment import load_environment
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.training.checkpoint.files import required_checkpoint, starting_point
-from megatron_dta.training.checkpoint.inputs import changed_inputs, input_digests
 from megatron_dta.training.checkpoint.integrity import check_parts, refuse_foreign_checkpoint
 from megatron_dta.training.checkpoint.reader import read_common
 from megatron_dta.training.checkpoint.save_load import check_continues, check_weights
@@ -243,7 +242,6 @@ def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:
         common = read_common(start)
         if resumes:
             changed = check_continues(start, common, config, objective.needs_critic)
-            changed += changed_inputs(common["megatron_dta"]["progress"]["inputs"], input_digests(config))
             done = "" if common["iteration"] < config.optimization.train_iters else ": nothing is left to train"
             lines.append(f"continues {start} after step {common['iteration']}{done}")
             lines += [f"changed since the checkpoint: {line}" for line in changed if not line.startswith("--dry-run")]

@@ -31,7 +31,6 @@ from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.autotune import Autotuner, build_autotuner
 from megatron_dta.training.checkpoint.files import remove_leftovers, required_checkpoint, starting_point
 from megatron_dta.training.checkpoint.finished import already_at
-from megatron_dta.training.checkpoint.inputs import changed_inputs, input_digests
 from megatron_dta.training.checkpoint.random_state import seed_random_states
 from megatron_dta.training.checkpoint.run_folders import lock_run, run_folders
 from megatron_dta.training.checkpoint.save_load import (
@@ -108,11 +107,10 @@ def _build_trainer(config: TrainConfig, device: torch.device | None, console: Co
     reference = _build_reference(config, objective, model, device, resumes)
     critic = Critic(config, build_critic_model(config, model, device, resumes)) if objective.needs_critic else None
     optimizer = TrainingOptimizer(model, config.optimization, config.parallel)
-    progress, source_state, planning = Progress(inputs=input_digests(config)), {}, {}
+    progress, source_state, planning = Progress(), {}, {}
     if start is not None and resumes:
         iteration, state, changed = load_checkpoint(start, config, model, optimizer, critic)
-        changed += changed_inputs(state["inputs"], progress.inputs)
-        progress = Progress.from_state_dict(iteration, state | {"inputs": progress.inputs})
+        progress = Progress.from_state_dict(iteration, state)
         source_state, planning = state.get("source", {}), state.get("planning", {})
         _report_continuation(start, iteration, changed, config, console)
     mark("model and weights")

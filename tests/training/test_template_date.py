@@ -1,4 +1,4 @@
-"""What a continued run reads again: the date that a chat template writes, and which of its files were edited."""
+"""The date that a chat template writes, also in a continued run."""
 
 from dataclasses import replace
 from datetime import datetime
@@ -11,8 +11,6 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
 from megatron_dta.sampling.config import SamplingConfig
 from megatron_dta.sampling.task import chat_template
-from megatron_dta.training.arguments import parse_arguments
-from megatron_dta.training.checkpoint.inputs import changed_inputs, input_digests
 from megatron_dta.training.config import CheckpointConfig, TrainConfig
 from megatron_dta.training.data import template_date
 from megatron_dta.training.data.template_date import with_date_of, with_template_date
@@ -56,27 +54,3 @@ def test_a_continued_run_keeps_its_date(tmp_path: Path, monkeypatch: pytest.Monk
     assert with_date_of(config, tmp_path).sampling == kept.sampling
     new, _ = with_template_date(replace(config, checkpoint=CheckpointConfig(finetune=True)), lambda line: None)
     assert new.sampling.chat_template_date not in (None, kept.sampling.chat_template_date)
-
-
-def test_every_edited_file_is_named(tmp_path: Path) -> None:
-    folder = make_chat_folder(tmp_path / "model", config_name="chat_template.jinja")
-    files = [tmp_path / name for name in ("p.jsonl", "e.jsonl", "r.py")]
-    files += [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
-    files.append(folder / "generation_config.json")
-    for file in files:
-        file.write_text("0") if not file.exists() else None
-    arguments = (
-        "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64 --apply-chat-template "
-        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder} --prompt-data {files[0]} "
-        f"--eval-prompt-data {files[1]} --eval-interval 1 --reward-function {files[2]}:f"
-    )
-    config = parse_arguments(arguments.split())
-    before = input_digests(config)
-    assert changed_inputs(before, input_digests(config)) == []
-    assert {name.split()[1] for name in before} == set(map(str, files))
-    for file in files:
-        content = file.read_bytes()
-        file.write_bytes(content + b" ")
-        (line,) = changed_inputs(before, input_digests(config))
-        assert line.endswith(f" {file}: its content was edited")
-        file.write_bytes(content)
