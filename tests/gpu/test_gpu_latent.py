@@ -61,11 +61,12 @@ def test_a_sibling_changes_no_bit_of_another_sequence(dtype):
         )
 
 
+@pytest.mark.parametrize("static_passes", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)])
-def test_decoding_has_the_trainers_logprobs(dtype, tolerance):
+def test_decoding_has_the_trainers_logprobs(dtype, tolerance, static_passes):
     sizes = WIDE | dict(hidden_size=32, ffn_hidden_size=48) | EXPERTS
     model = make_model(3, dtype, **sizes, disable_bias_linear=True)
-    samples = run_forest(started(model), Drive(seed=3, prompts=2, longest=20))
+    samples = run_forest(started(model, static_passes=static_passes), Drive(seed=3, prompts=2, longest=20))
     trained = trainers_logprobs(model, samples, TreeConfig(tree_segment_tokens=16))
     difference = max(
         np.abs(result.logprobs - expected).max()

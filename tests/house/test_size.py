@@ -9,7 +9,7 @@ from pathlib import Path
 from conftest import REPOSITORY
 
 PACKAGE = REPOSITORY / "megatron_dta"
-MOST_LINES = {"megatron_dta/core": 20_100, "megatron_dta": 61_500, "kernels": 7_000, "tests": 42_000}
+MOST_LINES = {"megatron_dta/core": 20_130, "megatron_dta": 61_590, "kernels": 7_000, "tests": 42_000}
 MOST_MODULES = 16
 # Loaded by a loop with a dense model on one device.
 FIRST_DAY_LINES = 12_000

@@ -1,5 +1,6 @@
 """The in-process engine with latent attention: a paged cache of latents, against the trainer's logprobs."""
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +11,15 @@ from conftest import seed_all
 from in_process_engine_cases import trainers_logprobs
 from latent_cases import ADAPTERS, DEEPSEEK, EXPERTS
 from megatron_dta.core.config import TreeConfig
+from megatron_dta.core.model.decode import static_latents
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.layers.lora import adapters_of, without_adapters
-from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
+from megatron_dta.sampling.in_process import pages
+from megatron_dta.sampling.in_process.cuda_graphs import Burst, DecodeSteps, why_not_captured
 from rollout_forest import NEVER, SETTINGS, Drive, assert_same, poison_pages, run_forest, run_long, started
 from sampling_cases import make_model
 from speculation_exact_cases import Adversary, answers_of
+from triton_device import interpreter
 
 
 def latent_model(seed: int, dtype: torch.dtype = torch.float64, **more: object):
@@ -57,12 +61,33 @@ def test_preemption_and_drafts_change_nothing():
     assert drafting.accepted > 0
 
 
-def test_the_cache_keeps_latents_only(monkeypatch: pytest.MonkeyPatch):
-    caches: list[PagedCache] = []
-    grow = PagedCache.grow
-    monkeypatch.setattr(PagedCache, "grow", lambda cache, pages: (caches.append(cache), grow(cache, pages))[1])
-    model = latent_model(6)
-    run_forest(started(model), Drive(seed=1, prompts=1))
-    assert {pages.shape[1:] for pages in caches[-1].keys.values()} == {(16, 1, 12 + 4)}
-    assert {pages.numel() for pages in caches[-1].values.values()} == {0}
-    assert "latent attention" in why_not_captured(model)
+@interpreter
+@pytest.mark.parametrize("settings", [{}, dict(block_size=3, max_requests=5, pages=40, burst=5)], ids=["", "small"])
+def test_passes_at_fixed_addresses_have_the_samples_of_eager_ones(settings: dict, monkeypatch: pytest.MonkeyPatch):
+    """Rows that leave a burst, branches of held requests, caches that grow, drafts, which take eager passes."""
+    monkeypatch.setattr(static_latents, "_MOST_POSITIONS", 64)  # so that rows are attended to in parts
+    monkeypatch.setattr(pages, "_FIRST_PAGES", 2)
+    model, drive = latent_model(7, torch.float32, fused_layer_impl="triton"), Drive(seed=9, prompts=2, longest=16)
+    assert "CUDA GPU" in why_not_captured(model)
+    expected = run_forest(started(model), drive)
+    poison_pages(monkeypatch)
+    caches, shapes, read = [], set(), DecodeSteps._read
+
+    def noting(steps: DecodeSteps, cache: PagedCache, burst: Burst) -> None:
+        caches.append(weakref.ref(cache))
+        shapes.update((*cache.keys[n].shape[2:], *cache.values[n].shape[2:]) for n in cache.layer_rows)
+        read(steps, cache, burst)
+
+    monkeypatch.setattr(DecodeSteps, "_read", noting)
+    engine = started(model, static_passes=True, **settings)
+    assert_same(run_forest(engine, drive), expected, 2e-5)
+    statistics = engine.statistics()
+    assert statistics["static_forwards"] > 0.5 * statistics["forwards"]
+    assert (statistics["captures"] > len(engine._steps._passes)) == (not settings)
+    assert shapes == {(1, 12 + 4, 1, 0)}
+    assert not any(cache() for cache in caches)
+    drafting = Adversary("mixed", answers_of(expected), seed=2)
+    engine = started(model, static_passes=True, drafting=drafting, **settings)
+    assert_same(run_forest(engine, drive), expected, 2e-5)
+    assert drafting.accepted > 0
+    assert engine.statistics()["static_forwards"] < engine.statistics()["forwards"]

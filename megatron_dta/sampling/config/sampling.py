@@ -174,7 +174,9 @@ class SamplingConfig:
         flag=NO_FLAG,
     )
     rollout_cuda_graphs: bool | None = option(
-        None, "Decode in CUDA graphs, which does not change the samples (default: where it is possible).", flag=NO_FLAG
+        None,
+        "Decode in CUDA graphs, which does not change the samples (default: where it is possible, but for latents).",
+        flag=NO_FLAG,
     )
     n_samples_per_eval_prompt: int = option(
         1, "Rollouts per held-out prompt.", minimum=1, needs="eval_prompt_data or task"

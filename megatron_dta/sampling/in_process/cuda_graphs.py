@@ -3,7 +3,8 @@
 A pass of a small batch consists of a thousand short kernels, which a CPU launches more slowly than a GPU runs them.
 Here a pass, including the draw of its tokens, is captured for a few sizes (``bucket``). What differs between passes
 (tokens, positions, page tables, noise, the address of the cache) is read from memory. The weights are those of the
-trainer, which updates them in place; if one of them moves, all graphs are captured again.
+trainer, which updates them in place; if one of them moves, all graphs are captured again. Passes over latents read the
+cache itself (``static_latents``), so they are captured again when it grows.
 
 A *burst* is several passes of the same rows. Each pass takes its tokens from the previous one on the device and
 everything else is known in advance, so the host waits once for all of them. It detects ends of sequences afterwards and
@@ -22,6 +23,7 @@ On a CPU the same passes run without a capture, for tests in Triton's interprete
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,10 +32,10 @@ import torch
 from torch import Tensor
 
 from megatron_dta.common.keyed_random import keyed_uniform
-from megatron_dta.core.model.attention.kv_pool import latent_size
 from megatron_dta.core.model.attention.segment_attention import choose_attention
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.decode.paged_context import HeadShape, PassRows, StaticPass, pass_rows, static_tiles
+from megatron_dta.core.model.decode.static_latents import StaticLatents
 from megatron_dta.core.model.hybrid.decode_states import DecodeStates, SteppedStates
 from megatron_dta.core.model.kernel_types import upload
 from megatron_dta.core.model.parallel.mesh import current_mesh
@@ -73,12 +75,10 @@ def why_not_captured(model: Model, attention_impl: str = "auto") -> str | None:
 
 def _why_not_on_this_rank(model: Model, attention_impl: str) -> str | None:
     config, parameter = model.config, next(model.parameters())
-    if latent_size(config):
-        return "cannot capture latent attention, which decodes in plain PyTorch"
     if config.sequence_parallel and not model.decodes_directly:
         return (
             "cannot capture layers made of modules with --sequence-parallel, for which Megatron switches random states "
-            "on the host (adapters, LayerNorm, fused_layer_impl reference, a stage without layers)"
+            "on the host (adapters, latent attention, LayerNorm, fused_layer_impl reference, a stage without layers)"
         )
     if config.num_moe_experts is not None:
         if config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1:
@@ -207,6 +207,7 @@ class DecodeSteps:
         self._state_rows = {number: row for row, number in enumerate(recurrent)}
         self._state_addresses = torch.zeros(len(recurrent), 2, dtype=torch.int64, device=device)
         self._addresses_of: Tensor | None = None
+        self._cache: PagedCache | None = None
         self._passes: dict[tuple, CapturedPass] = {}
         self._weights: tuple[int, ...] = ()
         self._pool: object = None
@@ -248,6 +249,12 @@ class DecodeSteps:
         if burst.states is not None:
             self._state_addresses.copy_(burst.states[0].addresses)
         if self._addresses_of is not cache.addresses:
+            if not self._shape.has_kernels:
+                if cache.device.type == "cuda":
+                    torch.cuda.synchronize()  # the last burst may still run
+                self._passes.clear()
+                # The engine alone decides how long there is one.
+                self._cache = weakref.proxy(cache)
             self._addresses.copy_(cache.addresses)
             self._addresses_of = cache.addresses
 
@@ -271,13 +278,12 @@ class DecodeSteps:
         if run > 1 and num_tokens < 256:  # reading the weights is what takes time, and every size is a capture
             num_tokens = max(64, 1 << (num_tokens - 1).bit_length())
         # There are at most as many tiles as tokens, and empty tiles cost less than captures for each number of tiles.
-        key = (num_tokens, run, params.temperature, params.top_p, params.vocab_size, chunk)
+        width = 0 if self._shape.has_kernels else self._width(burst)
+        key = (num_tokens, run, width, params.temperature, params.top_p, params.vocab_size, chunk)
         if key not in self._passes:
             while len(self._passes) >= _MOST_GRAPHS:
                 del self._passes[next(iter(self._passes))]
-            static = StaticPass(
-                num_tokens, run, self._shape, self._page_size, self._tables, self._addresses, self._layer_rows
-            )
+            static = self._static(num_tokens, run, width)
             if self._state_rows:
                 arrays = self._state_addresses, self._state_rows, static.state_slots, static.context.position_ids
                 static.context.path_states = SteppedStates(*arrays)
@@ -288,6 +294,18 @@ class DecodeSteps:
             run_pass = self._capture(lambda: _pass(model, static, hidden, params))
             self._passes[key] = CapturedPass(static, hidden, run_pass)
         return self._passes[key]
+
+    def _width(self, burst: Burst) -> int:
+        """Pages of each row of latents: a power of two."""
+        longest = int((burst.starts + burst.counts + burst.steps - 1).max())
+        return 1 << (-(-longest // self._page_size) - 1).bit_length()
+
+    def _static(self, num_tokens: int, run: int, width: int) -> StaticPass:
+        """Inputs of a pass, see ``StaticPass``; ``width`` is that of ``StaticLatents``, or 0."""
+        if width:
+            return StaticLatents(num_tokens, self._cache, self._tables, width)
+        memory = self._page_size, self._tables, self._addresses, self._layer_rows
+        return StaticPass(num_tokens, run, self._shape, *memory)
 
     def _capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         if self._tables.device.type != "cuda":

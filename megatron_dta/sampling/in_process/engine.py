@@ -82,7 +82,7 @@ class InProcessEngine(RolloutEngine):
         # The states of many requests would take the memory of their K and V.
         most = FEW_REQUESTS if self._states.is_used else MOST_TOKENS * current_mesh().pipeline_size
         self._most_rows = settings.max_requests or most
-        if settings.static_passes and self._is_paged:
+        if settings.static_passes and (self._is_paged or not self._shape.has_kernels):
             self._steps = decode_steps(model, self._shape, settings.block_size, self._most_rows)
         self._params: SamplingParams | None = None
         self._mode = EvaluationMode(model)
@@ -226,7 +226,8 @@ class InProcessEngine(RolloutEngine):
         num_drafted = sum(map(len, drafts))
         ready_drafts = [drafts[i] for i in plan.ready] if num_drafted else None
         num_tokens = sum(plan.counts) + num_drafted
-        is_static = is_static and not (num_tokens > len(plan.rows) and self._states.is_used)
+        one_a_row = self._states.is_used or not self._shape.has_kernels
+        is_static = is_static and not (num_tokens > len(plan.rows) and one_a_row)
         rows, sampled = (self._run_static if is_static else self._run_eager)(plan, drafts)
         if not rows:
             return []

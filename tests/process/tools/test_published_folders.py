@@ -30,34 +30,14 @@ pytest.importorskip("transformers", reason="the other side needs transformers (e
 
 HIDDEN, VOCABULARY, WIDTH = 32, 259, 16
 _TEXT: dict[str, Any] = dict(
-    attention_bias=False,
-    attention_dropout=0.0,
-    attn_output_gate=True,
-    dtype="bfloat16",
-    eos_token_id=257,
-    full_attention_interval=2,
-    head_dim=8,
-    hidden_act="silu",
-    hidden_size=HIDDEN,
-    initializer_range=0.02,
-    layer_types=["linear_attention", "full_attention"],
-    linear_conv_kernel_dim=4,
-    linear_key_head_dim=8,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_value_head_dim=8,
-    mamba_ssm_dtype="float32",
-    max_position_embeddings=512,
-    mtp_num_hidden_layers=1,
-    mtp_use_dedicated_embeddings=False,
-    num_attention_heads=4,
-    num_hidden_layers=2,
-    num_key_value_heads=2,
-    partial_rotary_factor=0.5,
-    rms_norm_eps=1e-6,
-    use_cache=True,
+    attention_bias=False, attention_dropout=0.0, attn_output_gate=True, dtype="bfloat16", eos_token_id=257,
+    full_attention_interval=2, head_dim=8, hidden_act="silu", hidden_size=HIDDEN, initializer_range=0.02,
+    layer_types=["linear_attention", "full_attention"], linear_conv_kernel_dim=4, linear_key_head_dim=8,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_value_head_dim=8, mamba_ssm_dtype="float32",
+    max_position_embeddings=512, mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False, num_attention_heads=4,
+    num_hidden_layers=2, num_key_value_heads=2, partial_rotary_factor=0.5, rms_norm_eps=1e-6, use_cache=True,
     vocab_size=VOCABULARY,
-)
+)  # fmt: skip
 _ROPE = dict(rope_type="default", rope_theta=10000, partial_rotary_factor=0.5)
 _IMAGE_ROPE = _ROPE | dict(mrope_interleaved=True, mrope_section=[1, 1, 0])
 _EXPERTS = dict(
@@ -87,19 +67,10 @@ _MAMBA: dict[str, Any] = dict(
 )  # fmt: skip
 _YARN = dict(type="yarn", factor=4, beta_fast=32, beta_slow=1, original_max_position_embeddings=128)
 _VISION = dict(
-    depth=1,
-    hidden_act="gelu_pytorch_tanh",
-    hidden_size=16,
-    in_channels=3,
-    intermediate_size=24,
-    model_type="qwen3_5",
-    num_heads=2,
-    num_position_embeddings=16,
-    out_hidden_size=HIDDEN,
-    patch_size=4,
-    spatial_merge_size=2,
+    depth=1, hidden_act="gelu_pytorch_tanh", hidden_size=16, in_channels=3, intermediate_size=24, model_type="qwen3_5",
+    num_heads=2, num_position_embeddings=16, out_hidden_size=HIDDEN, patch_size=4, spatial_merge_size=2,
     temporal_patch_size=2,
-)
+)  # fmt: skip
 _WHOLE = dict(image_token_id=250, video_token_id=251, vision_start_token_id=252, vision_end_token_id=253)
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3.5": dict(

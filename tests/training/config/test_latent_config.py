@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from latent_cases import LATENT
+from latent_cases import LATENT, SIZES
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.model.build import transformer_config
@@ -63,18 +63,14 @@ def test_what_is_not_supported_is_refused_by_name(change: dict, message: str) ->
     ("change", "mesh", "message"),
     [
         ({}, dict(context_parallel_size=2), "--context-parallel-size 2 is not supported with latent attention"),
-        (
-            dict(mixer=replace(LATENT["mixer"], kv_lora_rank=11)),
-            dict(tensor_model_parallel_size=2),
-            "does not divide kv",
-        ),
+        (dict(mixer=replace(SIZES, kv_lora_rank=11)), dict(tensor_model_parallel_size=2), "does not divide kv"),
         (dict(lora_rank=2, lora_target_modules=["linear_qkv"]), {}, "linear_qkv: choose from linear_q_proj, lin"),
         (dict(recompute_granularity="selective"), {}, "does not support --recompute-granularity selective"),
         (dict(batch_invariant_mode=True), {}, "--batch-invariant-mode does not support"),
         (dict(kv_channels=8), {}, "needs --num-attention-heads .* and --kv-channels 10"),
         (dict(mixer_layer_freq="[1,0]"), {}, "does not support layers with plain attention"),
         (dict(rotary_percent=0.5), {}, "does not support rotary_percent below 1"),
-        (dict(mixer=replace(LATENT["mixer"], v_head_dim=0)), {}, "latent_attention: v_head_dim is 0; it must be at le"),
+        (dict(mixer=replace(SIZES, v_head_dim=0)), {}, "latent_attention: v_head_dim is 0; it must be at le"),
     ],
 )
 def test_models_that_cannot_be_built(change: dict, mesh: dict, message: str) -> None:

@@ -21,7 +21,8 @@ class PagedCache:
     """Pages of every layer of the rank.
 
     Attributes:
-        keys, values: by 1-based layer number, [P, S, G, D] in the model's dtype.
+        keys, values: by 1-based layer number, [P, S, G, D] in the model's dtype; of latents, which have no values,
+            with a spare page behind the others.
         page_size: S.
         num_pages: P.
         addresses: int64 [layers, 2] on the device, where each layer's pages of keys and of values begin, for kernels
@@ -43,6 +44,7 @@ class PagedCache:
             for size in sizes
         )
         self.page_size, self.num_pages, self.device = page_size, 0, torch.device(device)
+        self._spare = int(sizes[1] == 0)
         self.layer_rows = {number: row for row, number in enumerate(layer_numbers)}
         self.addresses = torch.zeros(len(self.layer_rows), 2, dtype=torch.int64, device=self.device)
 
@@ -60,7 +62,7 @@ class PagedCache:
             for of_layers in (self.keys, self.values):
                 for number, tensor in of_layers.items():
                     # Zeros instead of uninitialized memory: a masked NaN would still reach the output as 0 x NaN.
-                    larger = tensor.new_zeros(num_pages, *tensor.shape[1:])
+                    larger = tensor.new_zeros(num_pages + self._spare, *tensor.shape[1:])
                     larger[: tensor.shape[0]] = tensor
                     of_layers[number] = larger
             pairs = [[self.keys[number].data_ptr(), self.values[number].data_ptr()] for number in self.layer_rows]
@@ -82,6 +84,6 @@ class PagedCache:
                 tensor[pairs[1]] = tensor[pairs[0]]
 
     def write(self, layer_number: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write ``key`` and ``value`` [n, G, D] to slots (page x S + offset, int64 [n])."""
+        """Write ``key`` and ``value`` [n, G, D] to slots (page x S + offset, int64 [n]; -1 is in the spare page)."""
         self.keys[layer_number].flatten(0, 1)[slots] = key
         self.values[layer_number].flatten(0, 1)[slots] = value

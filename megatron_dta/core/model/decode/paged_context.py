@@ -66,6 +66,8 @@ class HeadShape:
 
     def tile_tokens(self, run: int) -> int:
         """Maximum number of tokens of a tile for runs of up to ``run`` tokens."""
+        if not self.has_kernels:
+            return 1
         return self.config(run).tokens_of(self.num_heads // self.num_groups)
 
 
@@ -214,17 +216,19 @@ class StaticPass:
         self, num_tokens: int, run: int, shape: HeadShape, page_size: int, tables: Tensor, addresses: Tensor,
         layer_rows: dict[int, int],
     ) -> None:  # fmt: skip
-        self.num_tokens = num_tokens
-        n, device = num_tokens, tables.device
-        self.input_ids = torch.zeros(1, n, dtype=torch.int64, device=device)
-        self.words = self.empty_words(1)[0]
-        self.words = torch.from_numpy(self.words).to(device)
-        self.noise = self.words[2 * n : 3 * n].view(torch.float64)
+        self._allocate(num_tokens, tables.device)
+        n = num_tokens
         self.context = PagedContext(
             position_ids=self.words[:n], addresses=addresses, layer_rows=layer_rows, page_size=page_size,
             num_groups=shape.num_groups, slots=self.words[n : 2 * n], tables=tables,
             launches=[(self.words[4 * n :].view(-1, TILE_FIELDS), shape.config(run))], decodes=run == 1,
         )  # fmt: skip
+
+    def _allocate(self, n: int, device: torch.device) -> None:
+        self.num_tokens = n
+        self.input_ids = torch.zeros(1, n, dtype=torch.int64, device=device)
+        self.words = torch.from_numpy(self.empty_words(1)[0]).to(device)
+        self.noise = self.words[2 * n : 3 * n].view(torch.float64)
         self.state_slots = self.words[3 * n : 4 * n]
 
     def empty_words(self, steps: int) -> np.ndarray:
