@@ -43,6 +43,7 @@ class MeshCase:
         weights: of the whole model.
         loss_length, preference_pairs: see ``prepare_batch`` and ``StepPart``.
         sabotage: name of something to leave out, for tests that must fail.
+        forward_only: logprobs come from a pass of their own, otherwise from the training pass.
     """
 
     model: ModelConfig
@@ -57,6 +58,7 @@ class MeshCase:
     sabotage: str = ""
     loss_length: float | None = None
     preference_pairs: np.ndarray | None = None
+    forward_only: bool = True
 
 
 @dataclass
@@ -289,7 +291,8 @@ def _run_case(case: MeshCase) -> RankResult:
     counts = count_trained([sample.num_trained for sample in case.samples])
     pipeline, part = engine.pipeline(case.tree.tree_segment_tokens), StepPart(counts, indices, case.preference_pairs)
     batch = prepare_batch(samples, case.tree, case.aggregation, pipeline, case.loss_length, part)
-    result.logprobs = engine.compute_logprobs(batch)
+    if case.forward_only:
+        result.logprobs = engine.compute_logprobs(batch)
     if case.parallel.overlap_grad_reduce:
         # In its first step Megatron only learns which gradients to expect; from the second on it overlaps.
         optimizer.zero_grad()
@@ -299,7 +302,11 @@ def _run_case(case: MeshCase) -> RankResult:
         copy_shards(model, case.weights, case.model)
     optimizer.zero_grad()
     with _sabotaged(case.sabotage), noting_pools(engine, batch, result.pools):
-        step = engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
+        step = engine.forward_backward(
+            batch, make_objective(ObjectiveConfig(**case.objective)), return_outputs=not case.forward_only
+        )
+    if not case.forward_only:
+        result.logprobs = step.outputs.logprobs
     result.loss = float(step.loss)
     result.recomputed_tokens = step.recomputed_tokens
     result.metrics = {name: float(value) for name, value in step.metrics.items()}
@@ -312,8 +319,12 @@ def _run_case(case: MeshCase) -> RankResult:
     return result
 
 
-def count_collectives(rank: int, case: MeshCase) -> tuple[int, int, dict[str, int]]:
-    """Segments of a training step, those of them with logprobs, and how often each collective ran in it."""
+def count_collectives(rank: int, cases: Sequence[MeshCase]) -> list[tuple[int, int, dict[str, int]]]:
+    """For every case: segments of a training step, those with logprobs, and how often each collective ran in it."""
+    return [_count_collectives(case) for case in cases]
+
+
+def _count_collectives(case: MeshCase) -> tuple[int, int, dict[str, int]]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from megatron_dta.core.config import ObjectiveConfig

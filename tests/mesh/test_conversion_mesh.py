@@ -35,7 +35,6 @@ EP2 = ParallelConfig(expert_model_parallel_size=2)
 SP2 = replace(EP2, tensor_model_parallel_size=2, sequence_parallel=True)
 EXPERTS = [
     ("mixtral", replace(EP2, pipeline_model_parallel_size=2)),
-    ("qwen3-moe-some", SP2),
     ("nemotron-3", SP2),
     ("nemotron-3", PP2),
     ("qwen3-moe-some", replace(SP2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)),

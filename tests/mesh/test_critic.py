@@ -1,6 +1,7 @@
 """The critic on a tree: values and gradients against single sequences in float64, on meshes, and with experts."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED
 from objective_cases import largest_error, values_one_by_one
 from tree_engine_cases import branching_sequences, model_config, tree_config
 
-CUTS = [("packed", 45, None), ("dta", 5, None), ("dta", 7, 0)]
+CUTS = [
+    ("dense", ("packed", 45, None)), ("dense", ("dta", 7, 0)), ("qwen3-experts", ("dta", 5, None)),
+    ("deepseek-experts", ("dta", 7, 0)),
+]  # fmt: skip
 CLIP = 0.1
 HEAD = "output_layer.weight"
 MODELS = {
@@ -31,6 +35,7 @@ MODELS = {
 }
 
 
+@cache
 def critic_case(name: str) -> tuple[Any, dict[str, torch.Tensor], list]:
     """A model, weights (a value head that is not near 0, biases of experts that differ), samples with old values."""
     generator = seed_all(71)
@@ -52,19 +57,10 @@ def critic_case(name: str) -> tuple[Any, dict[str, torch.Tensor], list]:
     return model, weights, near
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def case(request):
-    return critic_case(request.param)
-
-
-@pytest.fixture(scope="module")
-def dense():
-    return critic_case("dense")
-
-
-def reference(case) -> tuple[float, list[np.ndarray], dict[str, torch.Tensor]]:
+@cache
+def reference(name: str) -> tuple[float, list[np.ndarray], dict[str, torch.Tensor]]:
     """Loss without the experts' auxiliary ones, values, and gradients of both, with the loss written out."""
-    model, weights, samples = case
+    model, weights, samples = critic_case(name)
     stock, values = values_one_by_one(model, weights, samples)
     losses = []
     for sample, value in zip(samples, values, strict=True):
@@ -88,9 +84,10 @@ def critic_engine(case) -> tuple[torch.nn.Module, TreeEngine]:
     return critic, TreeEngine(critic, 1.0, 5)
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_values_and_gradients_equal_single_sequences(case, cut):
-    loss, values, expected = reference(case)
+@pytest.mark.parametrize(("name", "cut"), CUTS, ids=str)
+def test_values_and_gradients_equal_single_sequences(name, cut):
+    case = critic_case(name)
+    loss, values, expected = reference(name)
     critic, engine = critic_engine(case)
     batch = prepare_batch(case[2], tree_config(*cut))
     for actual, value, sample in zip(engine.compute_logprobs(batch), values, case[2], strict=True):
@@ -139,9 +136,11 @@ def on_mesh(rank: int, argument: tuple) -> dict[str, Any]:
     }
 
 
-def check_ranks(case, ranks: list[dict[str, Any]]) -> dict[str, int]:
-    """Every rank found the reference; returns on how many ranks each gradient is."""
-    loss, values, expected = reference(case)
+def check_ranks(name: str, parallel: ParallelConfig, parts: list[list[int]], folder: Path) -> dict[str, int]:
+    """Every rank finds the reference; returns on how many ranks each gradient is."""
+    case = critic_case(name)
+    ranks = run_on_ranks(on_mesh, (case, parallel, parts), 2, folder)
+    loss, values, expected = reference(name)
     norm = sum(float((gradient**2).sum()) for gradient in expected.values()) ** 0.5
     seen: dict[str, int] = {}
     for rank in ranks:
@@ -169,16 +168,14 @@ def check_ranks(case, ranks: list[dict[str, Any]]) -> dict[str, int]:
     ],
     ids=["sequence", "pipeline", "data"],
 )
-def test_meshes_give_the_same(dense, parallel, replicas, tmp_path: Path):
-    count = len(dense[2])
+def test_meshes_give_the_same(parallel, replicas, tmp_path: Path):
+    count = len(critic_case("dense")[2])
     parts = [list(range(count))] if replicas == 1 else [list(range(3)), list(range(3, count))]
-    check_ranks(dense, run_on_ranks(on_mesh, (dense, ParallelConfig(**parallel), parts), 2, tmp_path / "mesh"))
+    check_ranks("dense", ParallelConfig(**parallel), parts, tmp_path / "mesh")
 
 
 @pytest.mark.parametrize(("model", "cut"), [("qwen3-experts", 4), ("deepseek-experts", 9)], ids=["uneven", "one idle"])
 def test_divided_experts_give_the_same(model, cut, tmp_path: Path):
-    case = critic_case(model)
-    parts = [list(range(cut)), list(range(cut, len(case[2])))]
-    parallel = ParallelConfig(expert_model_parallel_size=2)
-    seen = check_ranks(case, run_on_ranks(on_mesh, (case, parallel, parts), 2, tmp_path / "mesh"))
+    parts = [list(range(cut)), list(range(cut, len(critic_case(model)[2])))]
+    seen = check_ranks(model, ParallelConfig(expert_model_parallel_size=2), parts, tmp_path / "mesh")
     assert {times for name, times in seen.items() if ".local_experts." in name} == {1}

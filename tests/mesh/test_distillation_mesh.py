@@ -20,6 +20,7 @@ from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 
 MODEL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 13 --max-position-embeddings 64 --swiglu"
+KINDS = ("full-vocabulary", "sampled-tokens")
 STYLE = "--disable-bias-linear --qk-layernorm --rotary-base 100 --seed 3"
 
 
@@ -57,11 +58,18 @@ def rows(save: Path) -> list[dict]:
     return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["full-vocabulary", "sampled-tokens"])
-def test_meshes_agree(kind: str, task: Path, tmp_path: Path) -> None:
-    done = run_python(command(task, kind, tmp_path / "one"))
-    assert done.returncode == 0, done.stderr
-    expected = rows(tmp_path / "one")
+@pytest.fixture(scope="module")
+def alone(task: Path) -> dict[str, list[dict]]:
+    """The metrics of one process, by the kind of divergence."""
+    for kind in KINDS:
+        done = run_python(command(task, kind, task / kind))
+        assert done.returncode == 0, done.stderr
+    return {kind: rows(task / kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_meshes_agree(kind: str, task: Path, alone: dict[str, list[dict]], tmp_path: Path) -> None:
+    expected = alone[kind]
     assert len(expected) == 2
     assert all(np.isfinite(row["teacher_kl"]) and row["teacher_kl"] != 0 for row in expected)
     meshes = {"data": []}
@@ -94,18 +102,18 @@ def test_a_teacher_alone(task: Path, tmp_path: Path) -> None:
     assert "is not one of --teacher-load-hf: c" in refused.stderr
 
 
-def test_a_teacher_with_a_mesh_of_its_own(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_teacher_with_a_mesh_of_its_own(
+    task: Path, alone: dict[str, list[dict]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Served by two ranks, tensor-parallel or in stages, to a run of one process: as if it were in the run."""
     monkeypatch.setenv("MEGATRON_DTA_TEACHER_KEY", "a key of enough characters")
-    local = run_python(command(task, "full-vocabulary", tmp_path / "local"))
-    assert local.returncode == 0, local.stderr
     for mesh in (["--tensor-model-parallel-size", "2", "--sequence-parallel"], ["--pipeline-model-parallel-size", "2"]):
         with served_teacher([f"--load-hf={task}/a", *mesh]) as url:
             arguments = command(task, "full-vocabulary", tmp_path / mesh[0])
             arguments[arguments.index(f"a={task}/a")] = f"a={url}"
             done = run_python(arguments)
             assert done.returncode == 0, done.stderr
-            for row, wanted in zip(rows(tmp_path / mesh[0]), rows(tmp_path / "local"), strict=True):
+            for row, wanted in zip(rows(tmp_path / mesh[0]), alone["full-vocabulary"], strict=True):
                 for metric in ("loss", "grad_norm", "teacher_kl"):
                     assert row[metric] == pytest.approx(wanted[metric], rel=1e-5, abs=1e-6), metric
 

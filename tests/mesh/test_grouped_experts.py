@@ -56,8 +56,10 @@ def test_gradients_go_straight_into_buffers(references, cut, recompute):
     model, tree = grouped(model, **(FULL_RECOMPUTE if recompute else {})), tree_config(*cut)
     for parallel in (DIRECT, BY_AUTOGRAD, replace(DIRECT, overlap_grad_reduce=True, ddp_bucket_size=900)):
         wrapped = Wrapped(model, weights, parallel)
-        wrapped.gradients(samples, tree)
-        wrapped.optimizer.reduce_gradients()
+        if parallel.overlap_grad_reduce:
+            # From the second step on Megatron overlaps.
+            wrapped.gradients(samples, tree)
+            wrapped.optimizer.reduce_gradients()
         gradients = wrapped.gradients(samples, tree)
         wrapped.optimizer.reduce_gradients()
         assert distance(gradients, expected.gradients) < 1e-12
@@ -69,9 +71,9 @@ def test_gradients_go_straight_into_buffers(references, cut, recompute):
 @interpreter
 def test_adapters_of_experts_on_the_kernels_in_float32():
     settings = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
-    samples = random_training_samples(branching_sequences(seed_all(4), count=6, longest=16), seed=4)
+    samples = random_training_samples(branching_sequences(seed_all(4), count=6, longest=8), seed=4)
     plain = lora_config(torch.float32, **QWEN3, **settings)
-    model, tree = grouped(plain, fused_layer_impl="triton"), tree_config("dta", 16, 30)
+    model, tree = grouped(plain, fused_layer_impl="triton"), tree_config("dta", 9, 15)
     weights = {key: weight.float() for key, weight in lora_weights(plain, seed=9).items()}
     expected, _ = run_tree(plain, weights, samples, GRPO, tree, TEMPERATURE)
     with poisoned_memory():
@@ -86,8 +88,8 @@ def test_on_the_kernels_in_float32(references, name, buffers):
     from megatron_dta.core.model.experts.fused_experts import FusedGroupedExperts
 
     model, weights = references[name][:2]
-    sequences = branching_sequences(seed_all(4), count=6, longest=16)
-    samples, tree = random_training_samples(sequences, seed=4), tree_config("dta", 16, 30)
+    sequences = branching_sequences(seed_all(4), count=6, longest=8)
+    samples, tree = random_training_samples(sequences, seed=4), tree_config("dta", 9, 15)
     expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)
     model = grouped(model, params_dtype=torch.float32, fused_layer_impl="triton")
     weights = {key: weight.float() for key, weight in weights.items()}
@@ -109,7 +111,7 @@ def test_rows_beyond_the_expected_number_are_computed_again():
 @interpreter
 @pytest.mark.parametrize(("mesh", "name"), [("ep2-idle", "qwen3"), ("cp2-ep2", "balanced")])
 def test_layers_as_one_function_exchange_tokens(tmp_path, mesh, name):
-    settings = {"qwen3": QWEN3_MOE, "balanced": QWEN3_BALANCED}
+    settings = {"qwen3": QWEN3_MOE | {"num_layers": 1}, "balanced": QWEN3_BALANCED}
     models = {key: grouped(fused(vocab_size=8, **options)) for key, options in settings.items()}
     samples = random_training_samples(branching_sequences(seed_all(61), count=6, longest=6), seed=61)
     ep2 = ParallelConfig(expert_model_parallel_size=2)

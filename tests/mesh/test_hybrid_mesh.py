@@ -20,7 +20,7 @@ MODELS = {
     "hybrid": HYBRID,
     "adapters": HYBRID | LORA | FULL_RECOMPUTE,
     "experts": HYBRID | EXPERTS | {"moe_aux_loss_coeff": 0.3},
-    "four-heads": HYBRID | {"num_layers": 4, "mixer_layer_freq": "[1,0,1,1]", "mixer": FOUR_HEADS},
+    "four-heads": HYBRID | {"num_layers": 2, "mixer_layer_freq": "[1,0]", "mixer": FOUR_HEADS},
     "mamba": NEMOTRON | {"num_layers": 4, "hybrid_layer_pattern": "M*-M"},
     "mamba-adapters": NEMOTRON | LORA | {"num_layers": 4, "hybrid_layer_pattern": "M*-M"},
     "mamba-experts": NEMOTRON_EXPERTS,
@@ -49,14 +49,13 @@ MEMORY = {
     "pp2 limited": ("pp2", "uneven", 0.5),
     "pp2-vp2 limited": ("pp2-vp2", "uneven", 0.42),
     "ep2 limited": ("ep2", "experts", 0.3),
-    "ep2 ample": ("ep2", "experts", 64.0),
 }
 COMBINATIONS = [
     ("tp2-sp", "hybrid", "packed"),
     *(("tp2-sp", "adapters", "dta-mixed"), ("tp2-ep2", "experts", "dta-mixed")),
     ("dp2-idle-overlap", "hybrid", "dta"),
     *(("pp2", "uneven", "dense"), ("ep2-idle", "experts", "dta")),
-    *(("cp2", "hybrid", "packed"), ("cp2", "adapters", "dta-mixed"), ("cp2-ep2", "experts", "dta-mixed")),
+    *(("cp2", "adapters", "packed"), ("cp2-ep2", "experts", "packed")),
     ("cp2-tp2", "four-heads", "dta-mixed"),
     *(
         ("tp2", "mamba", "dta-mixed"),
@@ -81,9 +80,9 @@ def suite() -> MeshSuite:
 
 @pytest.fixture(scope="module")
 def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
-    more = {"tp2 hidden": suite.case("tp2", "hybrid", "dta", sabotage="hidden")}
+    more = {"tp2 hidden": suite.case("tp2", "hybrid", "packed", sabotage="hidden")}
     for changed in (False, True):
-        samples, tree = siblings(changed), tree_config("dta", 5)
+        samples, tree = siblings(changed), tree_config("dta", 13)
         more[f"cp2 siblings {changed}"] = suite.case(
             "cp2", "hybrid", "dta", samples=samples, partition=[[0, 1, 2]], tree=tree
         )
@@ -106,7 +105,7 @@ def test_steps_within_a_limit_of_memory(suite, results, name):
     for rank in results[name]:
         print(name, rank.pools, rank.recomputed_tokens)
         assert all(counted == held for counted, held in rank.pools)
-        assert (rank.recomputed_tokens > 0) == ("limited" in name)
+        assert rank.recomputed_tokens > 0
 
 
 def test_a_sibling_changes_no_bit_on_context_ranks(results):

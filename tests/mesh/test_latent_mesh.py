@@ -50,7 +50,7 @@ def suite() -> MeshSuite:
 
 @pytest.fixture(scope="module")
 def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
-    more = {f"tp2 {model} lost": suite.case("tp2", model, "dta", sabotage="hidden") for model in WITH_FAULTS}
+    more = {f"tp2 {model} lost": suite.case("tp2", model, "packed", sabotage="hidden") for model in WITH_FAULTS}
     for name, (mesh, model, mib) in MEMORY.items():
         more[name] = suite.case(mesh, model, "dta", tree=tree_config("dta", 6, tree_memory_gib=mib / 1024))
     return suite.run(COMBINATIONS, tmp_path_factory.mktemp("latent"), more)

@@ -41,7 +41,7 @@ COMBINATIONS = [
     *(("tp2-sp", "qwen3", "dta-mixed"), ("tp2", "gpt", "dta"), ("tp2-sp", "qwen2", "dta")),
     *(("pp2", "qwen2", "dta-mixed"), ("pp2-alone", "qwen2", "packed-recomputed")),
     ("dp2-idle-overlap", "qwen3", "dta"),
-    *(("ep2", "experts", "dense"), ("cp2", "experts", "dta"), ("ep2-overlap", "experts", "dta")),
+    *(("ep2", "experts", "packed"), ("cp2", "experts", "dta"), ("ep2-overlap", "experts", "dta")),
     *(("ep2-over-tp2", "experts", "dta"), ("etp2", "attention", "dta"), ("etp1-tp2", "experts", "dta")),
     ("tp2-dp2-overlap", "recompute", "dta-recomputed"),
 ]
@@ -57,7 +57,7 @@ def suite() -> MeshSuite:
 
 @pytest.fixture(scope="module")
 def results(suite, tmp_path_factory) -> dict[str, list[RankResult]]:
-    lost = {"tp2-sp lost": suite.case("tp2-sp", "qwen3", "dta", sabotage="reduction")}
+    lost = {"tp2-sp lost": suite.case("tp2-sp", "qwen3", "packed", sabotage="reduction")}
     return suite.run(COMBINATIONS, tmp_path_factory.mktemp("lora"), lost)
 
 
@@ -73,7 +73,7 @@ def test_lost_communication_would_be_seen(suite, results):
     assert suite.sees_fault(results["tp2-sp lost"], "tp2-sp", "qwen3")
 
 
-@pytest.mark.parametrize("mesh", ["tp2 gpt dta", "tp2-sp qwen2 dta", "pp2 qwen2 dta-mixed", "ep2 experts dense"])
+@pytest.mark.parametrize("mesh", ["tp2 gpt dta", "tp2-sp qwen2 dta", "pp2 qwen2 dta-mixed", "ep2 experts packed"])
 def test_first_adapters_are_the_same_on_every_mesh(suite, results, mesh):
     model = suite.models[mesh.split()[1]]
     parts: dict[str, dict[int, torch.Tensor]] = {}

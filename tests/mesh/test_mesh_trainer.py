@@ -11,17 +11,16 @@ from resume_cases import rows_without_timing
 folder = mesh_trainer_cases.folder
 
 
-@pytest.mark.parametrize("run", ["stored-dp2", "moved"])
-def test_metrics_are_those_of_one_process(folder, run):
-    """Moved: two steps on context ranks and two, from their checkpoint, on a tensor group, with divided states."""
-    _compare(rows_without_timing(folder / run), rows_without_timing(folder / "stored-1"))
+def test_metrics_are_those_of_one_process(folder):
+    """Two steps on context ranks and one, from their checkpoint, on a tensor group, with divided states."""
+    _compare(rows_without_timing(folder / "moved"), rows_without_timing(folder / "stored-1"))
 
 
 @pytest.mark.parametrize("run", ["sampled-tp2", "sharded-dp2", "sampled-cp2"])
 def test_samples_are_those_of_one_process(folder, run):
     rows, expected = rows_without_timing(folder / run), rows_without_timing(folder / "sampled-1")
     _compare(rows, expected)
-    assert [row.get("reward") for row in rows[:4]] == [row.get("reward") for row in expected[:4]]
+    assert [row.get("reward") for row in rows[:3]] == [row.get("reward") for row in expected[:3]]
 
 
 @pytest.mark.parametrize(("division", "samplers"), [(TP, 1), (CP, 2)])

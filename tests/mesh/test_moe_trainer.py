@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rollouts(path / "train.jsonl", rollouts)
     write_rollouts(path / "held_out.jsonl", rollouts[:10])
     stored = f"{STORED} {GRPO} --rollouts {path}/train.jsonl --eval-rollouts {path}/held_out.jsonl {EXPERTS}"
-    half = stored.replace("--train-iters 4", "--train-iters 2")
+    half = stored.replace("--train-iters 3", "--train-iters 2")
     sampled = f"{SAMPLED} {EXPERTS}"
 
     def job(name: str, base: str, flags: str = "", terminated: str | None = None) -> tuple[str, str | None]:
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_metrics_are_those_of_one_process(folder: Path) -> None:
-    """Two steps on one process and two, from their checkpoint, on divided experts."""
+    """Two steps on one process and one, from their checkpoint, on divided experts."""
     rows = rows_without_timing(folder / "moved")
     assert {"seq_load_balancing_loss", "z_loss"} <= rows[1].keys()
     _compare(rows, rows_without_timing(folder / "stored-1"))
@@ -65,7 +65,7 @@ def test_routing_of_the_rollouts_is_replayed(folder: Path, tmp_path: Path) -> No
     ]
     write_rollouts(tmp_path / "routed.jsonl", routed)
     flags = f"{EXPERTS} --moe-routing-replay first --make-vocab-size-divisible-by 2 --old-logprobs recompute"
-    command = f"{STORED} {flags} --rollouts {tmp_path}/routed.jsonl"
+    command = f"{STORED} --train-iters 2 {flags} --rollouts {tmp_path}/routed.jsonl"
     run_on_ranks(train_on_rank, [(f"{command} --save {tmp_path}/one", None)], 1, tmp_path / "ranks-1")
     run_on_ranks(train_on_rank, [(f"{command} {EP} --save {tmp_path}/two", None)], 2, tmp_path / "ranks-2")
     alone, two = (rows_without_timing(tmp_path / run) for run in ("one", "two"))

@@ -12,10 +12,11 @@ from pipeline_shared import CUTS, pipeline_suite
 COMBINATIONS = [
     *(("pp2-vpp2", "tied", cut, "bushy") for cut in CUTS),
     ("pp2-tp2-sp-vpp2", "untied", "dta-mixed", "bushy"),
-    *((mesh, "tied", "dta-mixed", "bushy") for mesh in ("pp2-uneven", "pp2-embedding-alone", "pp2-tp2")),
+    *((mesh, "tied", "dta-mixed", "bushy") for mesh in ("pp2-uneven", "pp2-embedding-alone")),
+    ("pp2-tp2", "tied", "packed", "bushy"),
     *(("pp2-dp2-idle-overlap", "tied", "dta", "bushy"), ("pp2-vpp2", "recompute", "dta-mixed", "bushy")),
     ("pp2-vpp2-ep2-idle", "experts", "one", "bushy"),
-    *((mesh, "experts", "dta-mixed", "bushy") for mesh in ("pp2-vpp2", "pp4", "pp2-dp2")),
+    *((mesh, "experts", "dta-mixed", "bushy") for mesh in ("pp2-vpp2", "pp4")),
     ("pp2-ep2-over-tp2", "experts", "dta-recomputed", "wide"),
     ("pp2-ep2-overlap", "experts", "dta-mixed", "wide"),
     ("pp4", "tied", "dta", "deep"),

@@ -23,7 +23,6 @@ from triton_device import interpreter
 
 TENSOR = dict(tensor_model_parallel_size=2)
 MESHES = {"tp2": ParallelConfig(**TENSOR), "tp2-sp": ParallelConfig(**TENSOR, sequence_parallel=True)}
-DRIVE = Drive(seed=17, prompts=2, depth=1, longest=16)
 FUSED = dict(fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16)
 
 
@@ -39,9 +38,9 @@ JOBS = {
 
 
 def samples_on_rank(
-    rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor], dict[str, Job]]
+    rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor], dict[str, Job], Drive]
 ) -> dict[str, tuple]:
-    config, weights, jobs = argument
+    config, weights, jobs, drive = argument
     results = {}
     with small_parts():
         for name, job in jobs.items():
@@ -49,23 +48,24 @@ def samples_on_rank(
             drafting = suffix_drafting() if job.drafts else None
             settings = dict(attention_impl="triton", static_passes=True, max_tokens=11) | job.settings
             engine = started(model, drafting=drafting, **settings)
-            forest = run_forest(engine, replace(DRIVE, order=1))
+            forest = run_forest(engine, replace(drive, order=1))
             results[name] = forest, engine.statistics(), list(engine._steps._passes)
             assert engine.pages_in_use == 0
     return results
 
 
 @interpreter
-@pytest.mark.parametrize(("architecture", "jobs"), [("QK-norm", list(JOBS)), ("biases", ["tp2-sp"])])
-def test_static_passes_give_the_samples_of_one_process(tmp_path, architecture, jobs):
+@pytest.mark.parametrize(("architecture", "jobs", "prompts"), [("QK-norm", list(JOBS), 2), ("biases", ["tp2-sp"], 1)])
+def test_static_passes_give_the_samples_of_one_process(tmp_path, architecture, jobs, prompts):
     """The vocabulary has an odd number of tokens, so that of the last rank is padded."""
     model = fused_model(architecture, num_layers=1)
     dtype, shape = MODELS[architecture]
     config = sampling_config(dtype, **FUSED | shape | dict(num_layers=1))
+    drive = Drive(seed=17, prompts=prompts, depth=1, longest=8)
     with mock.patch.object(type(model), "decodes_directly", False):
-        expected = run_forest(started(model, attention_impl="triton"), DRIVE)
+        expected = run_forest(started(model, attention_impl="triton"), drive)
     jobs = {name: JOBS[name] for name in jobs}
-    ranks = run_on_ranks(samples_on_rank, (config, weights_of(model), jobs), 2, tmp_path / "mesh")
+    ranks = run_on_ranks(samples_on_rank, (config, weights_of(model), jobs, drive), 2, tmp_path / "mesh")
     for name, job in jobs.items():
         for rank in ranks:
             forest, statistics, _ = rank[name]

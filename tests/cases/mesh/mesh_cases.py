@@ -120,11 +120,17 @@ class MeshSuite:
     ) -> dict[str, list[RankResult]]:
         """The results of all combinations, in order of rank, by the combination's words.
 
+        The first case of a mesh also runs a forward-only pass.
+
         Args:
             more: further cases by name; the name's first word is the mesh.
         """
         cases = {" ".join(combination): self.case(*combination) for combination in combinations} | (more or {})
-        results = {}
+        seen, results = set(), {}
+        for name, case in cases.items():
+            mesh = name.split()[0]
+            cases[name] = replace(case, forward_only=mesh not in seen)
+            seen.add(mesh)
         for world_size in sorted({size for size, *_ in self.meshes.values()}):
             rank_cases = {name: case for name, case in cases.items() if self.meshes[name.split()[0]][0] == world_size}
             ranks = run_on_ranks(run_cases, rank_cases, world_size, folder / str(world_size))
