@@ -72,7 +72,7 @@ class Scale:
 
 
 SCALES = {
-    "smallest": Scale("tiny", 4, 16, 64, (32, 64), 0, 0, 1, CurveSettings(1, 1, 2, 2)),
+    "smallest": Scale("tiny", 4, 16, 64, (32, 64), 0, 0, 1, CurveSettings(1, 1, 2, 2, max_operand=4)),
     "small": Scale("tiny", 32, 128, 512, (8192, 16384, 32768), 4000, 4000, 3, CurveSettings(40, 10)),
     "full": Scale("qwen3-1.7b", 32, 4096, 16384, (8192, 16384, 32768), 120_000, 20_000, 3, CurveSettings(300, 100)),
 }
@@ -175,7 +175,7 @@ class Experiment:
         return self._timer
 
     def _random_trees(self) -> Iterator[TreeSet]:
-        for overlap in OVERLAPS:
+        for overlap in OVERLAPS if self.arguments.scale != "smallest" else OVERLAPS[::3]:
             yield random_trees(overlap, self.scale.sequences, self.scale.length, VOCABULARY)
 
     def _small_trees(self, trees: TreeSet) -> TreeSet:

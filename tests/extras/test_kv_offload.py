@@ -31,7 +31,7 @@ def case():
     """A model of five layers, its weights, samples, and the outcome of one sequence at a time."""
     model = model_config(**QWEN3, num_layers=5)
     weights = weights_of(model, seed=5)
-    samples = random_training_samples(branching_sequences(seed_all(11), count=9), seed=11)
+    samples = random_training_samples(branching_sequences(seed_all(11), count=6, longest=14), seed=11)
     return model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE)
 
 

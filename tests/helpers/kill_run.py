@@ -30,9 +30,9 @@ from rollout_runs import Runs
 
 SAVES = "--lr 1e-2 --save-interval 1 --keep-checkpoints 2 "
 COMMAND = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --tree-segment-tokens 16 "
-    "--task arithmetic --arithmetic-max-operand 3 --rollout-batch-size 4 --n-samples-per-prompt 3 "
-    "--rollout-max-response-len 4 --num-steps-per-rollout 2 --old-logprobs recompute --eval-interval 10 --eval-iters 4 "
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --tree-segment-tokens 16 "
+    "--task arithmetic --arithmetic-max-operand 3 --rollout-batch-size 2 --n-samples-per-prompt 3 "
+    "--rollout-max-response-len 4 --num-steps-per-rollout 2 --old-logprobs recompute --eval-interval 10 --eval-iters 2 "
     + SAVES
 )
 # What a kind of run adds to the command; asynchronous rollouts have a command of their own.

@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,8 +19,9 @@ MOST_PARAMETERS = 7
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file, the module first."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def run(*command: str) -> subprocess.CompletedProcess:
@@ -50,10 +51,10 @@ def test_files_are_short_and_explained():
 def _faults(path: Path) -> Iterator[str]:
     if path.read_text(encoding="utf-8").count("\n") > 400:
         yield "a file of over 400 lines holds more than one idea"
-    tree = parsed(path)
-    if tree.body and not ast.get_docstring(tree):
+    module = nodes(path)[0]
+    if module.body and not ast.get_docstring(module):
         yield "a module says on top what it is and why"
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 80:
             yield f"{node.name} has 80 lines or more"
 
@@ -64,7 +65,7 @@ def test_text_is_read_and_written_as_utf8():
         f"{path.relative_to(REPOSITORY)}, line {call.lineno}: {ast.unparse(call)[:80]}"
         for path in PYTHON_FILES
         if not path.is_relative_to(REPOSITORY / "tests")
-        for call in calls_without_encoding(parsed(path))
+        for call in calls_without_encoding(nodes(path))
     ]
     assert not faults, "\n".join(faults)
     bad = ["open(p)", "p.read_text()", "p.open('a')", "open(p, mode='w')", "subprocess.run(c, text=True)"]
@@ -75,14 +76,13 @@ def test_text_is_read_and_written_as_utf8():
         "run(c, encoding='utf-8')",
         "pool.open(i)",
     ]
-    assert [len(list(calls_without_encoding(ast.parse(code)))) for code in (*bad, *good)] == [1] * len(bad) + [0] * len(
-        good
-    )
+    counts = [len(list(calls_without_encoding(ast.walk(ast.parse(code))))) for code in (*bad, *good)]
+    assert counts == [1] * len(bad) + [0] * len(good)
 
 
-def calls_without_encoding(module: ast.Module) -> Iterator[ast.Call]:
+def calls_without_encoding(nodes_of_file: Iterable[ast.AST]) -> Iterator[ast.Call]:
     """The calls that open a file or a pipe as text and leave the encoding to the locale."""
-    for call in ast.walk(module):
+    for call in nodes_of_file:
         if not isinstance(call, ast.Call):
             continue
         is_method = isinstance(call.func, ast.Attribute)
@@ -110,7 +110,7 @@ def test_functions_have_few_parameters():
         name = str(path.relative_to(REPOSITORY))
         if name.startswith(("kernels/", "tests/", "benchmarks/common/flash_attention/")):
             continue
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 if sum(argument.arg not in ("self", "cls") for argument in arguments) > MOST_PARAMETERS:
@@ -123,7 +123,7 @@ def test_only_the_compatibility_module_patches_megatron_and_torch():
     for path in PYTHON_FILES:
         if path.name == "megatron_patches.py" or "tests" in path.parts:
             continue
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             targets = node.targets if isinstance(node, ast.Assign) else []
             for target in targets:
                 root = target

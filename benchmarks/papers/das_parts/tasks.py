@@ -35,7 +35,7 @@ def smallest() -> Scale:
         "--rollout-max-response-len 24 --eval-interval 4",
         batch=2,
         samples=4,
-        modes=(PLAIN, EXACT, CLOCK),
+        modes=(PLAIN, CLOCK),
         seeds=1,
         reward=RIGHT_SHARE,
     )

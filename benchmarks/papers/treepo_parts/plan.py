@@ -127,11 +127,11 @@ _SMALLEST = Scale(
     "--tree-segment-tokens 64",
     warmup="--global-batch-size 4 --train-iters 2 --lr 1e-3",
     training="--lr 1e-3",
-    response=12,
+    response=8,
     width=4,
     segment=4,
     batch=2,
-    steps=2,
+    steps=1,
     ablation_steps=1,
     eval_interval=1,
     methods=(GRPO, TREEPO),
@@ -140,7 +140,7 @@ _SMALLEST = Scale(
     efficiency="--shape tiny --batch 8 --queries 2 --width 4 --mean-length 8 --max-length 16 --prompt-tokens 8 "
     "--runs 1",
     efficiency_segments=(4,),
-    widths=(1, 4),
+    widths=(1, 2),
     branching_factors=(2,),
     repeats=1,
 )

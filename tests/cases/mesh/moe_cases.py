@@ -41,7 +41,7 @@ QWEN3_BALANCED = QWEN3_MOE | BALANCE
 DEEPSEEK_BALANCED = DEEPSEEK | BALANCE
 MODELS = {"qwen3": QWEN3_MOE, "mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen2": QWEN2_MOE, "gpt": GPT_MOE}
 BALANCED_MODELS = MODELS | {"qwen3-balanced": QWEN3_BALANCED, "deepseek-balanced": DEEPSEEK_BALANCED}
-CUTS = [("dense", 9, None), ("dense", 64, 0), ("packed", 45, None), ("packed", 45, 0), ("dta", 6, 12), ("dta", 9, 0)]
+CUTS = [("dense", 9, None), ("dense", 64, 0), ("packed", 30, None), ("packed", 30, 0), ("dta", 6, 12), ("dta", 9, 0)]
 
 
 def moe_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
@@ -56,7 +56,7 @@ def moe_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
 
 def make_reference(name: str) -> tuple:
     """Model, weights, samples that use every expert, and the outcome of training each of them alone."""
-    samples = random_training_samples(branching_sequences(seed_all(12)), seed=12)
+    samples = random_training_samples(branching_sequences(seed_all(17), count=6, longest=16), seed=17)
     model = model_config(**BALANCED_MODELS[name])
     weights = moe_weights(model, seed=5)
     return model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE)

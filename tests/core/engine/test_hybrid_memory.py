@@ -31,8 +31,8 @@ HEADS = dict(linear_key_head_dim=16, linear_value_head_dim=16)
 
 def test_a_comb_of_many_forks_within_a_limit_has_the_same_gradients() -> None:
     """A path that forks behind every second token: less memory recomputes more, or holds fewer forks, or is refused."""
-    spine = np.arange(60, dtype=np.int32) % VOCABULARY
-    sequences = [np.append(spine[: 2 * tooth], [1, 2, tooth % 3]).astype(np.int32) for tooth in range(1, 30)] + [spine]
+    spine = np.arange(40, dtype=np.int32) % VOCABULARY
+    sequences = [np.append(spine[: 2 * tooth], [1, 2, tooth % 3]).astype(np.int32) for tooth in range(1, 20)] + [spine]
     samples = random_training_samples(sequences, seed=2)
     model = model_config(**HYBRID)
     weights = spread(weights_of(model, seed=3), seed=1)

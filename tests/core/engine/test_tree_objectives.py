@@ -16,7 +16,7 @@ from mesh_worker import MeshCase, run_cases, run_on_ranks
 from objective_cases import TEMPERATURE, Alone, largest_error, make_case, reference_gradients
 from tree_engine_cases import tree_config
 
-CUTS = [("dense", 9, None), ("packed", 45, None), ("dta", 5, None), ("dta", 7, 0)]
+CUTS = [("dense", 9, None), ("packed", 30, None), ("dta", 5, None), ("dta", 7, 0)]
 LOW, HIGH = 0.15, 0.3
 # The mean over a sequence varies less than its tokens.
 GSPO_LOW, GSPO_HIGH = 0.03, 0.05
@@ -122,16 +122,15 @@ def test_equals_the_loss_written_out(case, name, aggregation):
         assert 0.05 < float(result.metrics["clip_fraction"]) < 0.95
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
-def test_a_wrong_loss_is_seen(case, name):
+@pytest.mark.parametrize(("name", "other"), [("grpo", "gspo"), ("gspo", "cispo"), ("cispo", "grpo")])
+def test_a_wrong_loss_is_seen(case, name, other):
     """Control: the objectives differ by far more than the tolerance above."""
     model, weights, samples = case
     _, expected = reference_gradients(
         model, weights, samples, lambda s: torch.cat([OBJECTIVES[name][0](sequence) for sequence in s]).mean()
     )
-    for other in {"grpo", "gspo", "cispo"} - {name}:
-        _, gradients = train(case, {"objective": other} | OBJECTIVES[name][1], CUTS[2])
-        assert largest_error(gradients, expected) > 1e-3
+    _, gradients = train(case, {"objective": other} | OBJECTIVES[name][1], CUTS[2])
+    assert largest_error(gradients, expected) > 1e-3
 
 
 # ------------------------------------------------------------------------------------------------------- preferences

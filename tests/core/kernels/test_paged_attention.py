@@ -99,10 +99,9 @@ def test_a_row_has_the_same_bits_in_every_batch_and_run(programs: int, monkeypat
 
 
 @interpreter
-@pytest.mark.parametrize("terms", [1, 3])
 @pytest.mark.parametrize(
-    ("layout", "rotated", "norm"),
-    [(QKVLayout(1, 16, 96), 96, True), (QKVLayout(3, 1, 24), 16, True), (QKVLayout(2, 7, 64), 32, False)],
+    ("layout", "rotated", "norm", "terms"),
+    [(QKVLayout(1, 16, 96), 96, True, 1), (QKVLayout(3, 1, 24), 16, True, 3), (QKVLayout(2, 7, 64), 32, False, 1)],
 )
 def test_mixed_rows_give_the_bits_of_two_kernels(layout: QKVLayout, rotated: int, norm: bool, terms: int):
     """With one part of the keys, several, and a new key that is the only one of its part; and partly rotated heads."""

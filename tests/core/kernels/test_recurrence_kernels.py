@@ -106,7 +106,7 @@ def test_unit_heads_equal_their_formula(N, H, K):
 @interpreter
 @pytest.mark.parametrize("settings", [HYBRID, NEMOTRON, NEMOTRON_EXPERTS], ids=["delta", "mamba", "experts"])
 def test_a_hybrid_model_on_fused_layers_equals_the_plain_one(settings):
-    samples = random_training_samples(branching_sequences(seed_all(5), count=6, longest=16), seed=5)
+    samples = random_training_samples(branching_sequences(seed_all(5), count=6, longest=10), seed=5)
     model = model_config(torch.float32, **settings, fused_layer_impl="reference")
     weights = spread(weights_of(model, seed=5), seed=3)
     tree = tree_config("dta", 9, 0)

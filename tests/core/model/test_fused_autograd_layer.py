@@ -27,10 +27,10 @@ kernels_run = pytest.mark.skipif(
 )
 BIASED = {"disable_bias_linear": False, "qk_layernorm": True}
 FULL = {"recompute_granularity": "full"}
-EXPERTS = QWEN3_MOE
+EXPERTS = QWEN3_MOE | {"num_experts": 4}
 BEFORE = EXPERTS | {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5}
 # Routing by sigmoid, in groups, with biases and auxiliary losses, beside a dense layer.
-BALANCED = DEEPSEEK_BALANCED | {"moe_shared_expert_intermediate_size": None}
+BALANCED = DEEPSEEK_BALANCED | {"moe_shared_expert_intermediate_size": None, "num_layers": 2, "moe_layer_freq": "[0,1]"}
 
 
 def wrapped_with_kernels(*arguments: object) -> Wrapped:

@@ -58,7 +58,7 @@ EXPERTS = QWEN3 | {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_layer_freq"
 )  # fmt: skip
 def test_a_step_equals_that_of_megatrons_modules(settings, mode, segment_tokens, activation_tokens):
     pytest.importorskip("triton")
-    samples = random_training_samples(branching_sequences(seed_all(25), count=6, longest=12), seed=25)
+    samples = random_training_samples(branching_sequences(seed_all(25), count=6, longest=8), seed=25)
     reference = model_config(torch.float32, **settings, fused_layer_impl="reference")
     weights = weights_of(reference, seed=3)
     tree = tree_config(mode, segment_tokens, activation_tokens)
@@ -137,7 +137,7 @@ def test_auto_takes_triton_on_a_gpu_for_what_it_takes():
 def test_tensor_and_sequence_parallelism_equal_one_process(tmp_path):
     pytest.importorskip("triton")
     objective = {"objective": "grpo", "kl_loss_coef": 0.05, "entropy_coef": 0.02, "dual_clip": 3.0}
-    samples = random_training_samples(branching_sequences(seed_all(29), count=6, longest=12), seed=29)
+    samples = random_training_samples(branching_sequences(seed_all(29), count=6, longest=8), seed=29)
     reference = model_config(torch.float32, **QWEN3, fused_layer_impl="reference")
     weights = weights_of(reference, seed=3)
     # Odd segments, which sequence parallelism must fill up.

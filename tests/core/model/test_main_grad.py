@@ -34,7 +34,7 @@ def test_buffers_without_their_hooks_are_refused():
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
     engine = TreeEngine(model, TEMPERATURE, 5)
-    samples = random_training_samples(branching_sequences(seed_all(5), count=8), seed=5)
+    samples = random_training_samples(branching_sequences(seed_all(5), count=6, longest=8), seed=5)
     batch = prepare_batch(samples, tree_config("dta", 6))
     assert batch.plan.segments.num_segments > 1
     with pytest.raises(RuntimeError, match="keep its DistributedDataParallel"):
@@ -43,7 +43,7 @@ def test_buffers_without_their_hooks_are_refused():
 
 @pytest.fixture(scope="module")
 def cases() -> dict[str, tuple]:
-    samples = random_training_samples(branching_sequences(seed_all(21), count=7, longest=25), seed=21)
+    samples = random_training_samples(branching_sequences(seed_all(21), count=6, longest=12), seed=21)
     models = {name: model_config(**settings) for name, settings in MODELS.items()}
     return {name: (model, weights_of(model, seed=9), samples) for name, model in models.items()}
 

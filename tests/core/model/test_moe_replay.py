@@ -38,7 +38,7 @@ def test_replay_equals_stock_megatron_with_the_same_choices(monkeypatch: pytest.
     model = model_config(**QWEN3_MOE, **BALANCE)
     weights = moe_weights(model, seed=5)
     generator = seed_all(11)
-    samples = random_training_samples(branching_sequences(generator, count=9), seed=11)
+    samples = random_training_samples(branching_sequences(generator, count=6, longest=16), seed=11)
     sequences = [sample.token_ids for sample in samples]
     agreed = agree_on_routing(sequences, [random_routing(generator, len(sequence)) for sequence in sequences])
     samples = [replace(sample, routed_experts=experts) for sample, experts in zip(samples, agreed, strict=True)]
@@ -79,7 +79,7 @@ def test_forks_replay_every_choice(monkeypatch: pytest.MonkeyPatch, mode: str) -
     model = model_config(**QWEN3_MOE)
     weights = moe_weights(model, seed=5)
     generator = seed_all(13)
-    samples = random_training_samples(branching_sequences(generator, count=9), seed=13)
+    samples = random_training_samples(branching_sequences(generator, count=6, longest=16), seed=13)
     sequences = [sample.token_ids for sample in samples]
     together = agree_on_routing(sequences, [random_routing(generator, len(sequence), 1.0) for sequence in sequences])
     forked_routing = [experts.copy() for experts in together]

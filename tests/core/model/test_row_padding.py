@@ -10,7 +10,7 @@ from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, mod
 
 @pytest.mark.parametrize(("unit", "activation_tokens"), [(1, 0), (5, None), (32, 0)])
 def test_equals_stock_megatron(monkeypatch: pytest.MonkeyPatch, unit: int, activation_tokens: int | None) -> None:
-    samples = random_training_samples(branching_sequences(seed_all(23), count=9), seed=23)
+    samples = random_training_samples(branching_sequences(seed_all(23), count=6, longest=12), seed=23)
     model = model_config(**QWEN3)
     weights = weights_of(model, seed=5)
     expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)

@@ -61,7 +61,7 @@ def tokens_of_training(step: GroupStep, rank: np.ndarray, group: int) -> int:
 def test_seconds_are_those_of_training() -> None:
     for seed, activation_tokens in itertools.product(range(4), (None, 0)):
         rng = seed_all(seed)
-        sequences = branching_sequences(rng, count=90, longest=60)
+        sequences = branching_sequences(rng, count=40, longest=60)
         masks = [np.arange(len(tokens)) > 0 for tokens in sequences]
         budget = StepBudget(8, None, activation_tokens)
         step = GroupStep(sequences, masks, 4, budget, PipelineShape(cost_model=TOKENS_ONLY))

@@ -1,7 +1,5 @@
 """Weight updates of servers, by folder and through a process group: bytes, calls, servers that fail, restart or lag."""
 
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from conftest import seed_all
+from forked import Program
 from http_engine_cases import KINDS, PARAMS, QUICK, VOCABULARY, Setup, check_result, write_checkpoint
 from megatron_dta.extras.servers.engine import HttpEngine
 from megatron_dta.extras.servers.http_client import ServerError
@@ -296,14 +295,14 @@ print(values.tolist(), flush=True)
 import os; os._exit(0)
 """
     address = f"{group.meeting.address}:{group.meeting.port}"
-    command = [sys.executable, "-c", program, group.meeting.name, address, str(tmp_path / "store")]
-    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    (tmp_path / "join.py").write_text(program)
+    other = Program([tmp_path / "join.py", group.meeting.name, address, tmp_path / "store"])
     values = torch.arange(9, dtype=torch.uint8)
     sender = threading.Thread(target=lambda: (group.join(), group.broadcast(values)))
     sender.start()
-    output, _ = other.communicate(timeout=120)
+    joined = other.wait(120)
     sender.join(60)
-    assert output.strip() == str(list(range(9)))
+    assert joined.stdout.strip() == str(list(range(9)))
     group.abort()
 
 

@@ -86,12 +86,12 @@ def test_a_killed_run_continues(chat: Path, unbroken: Path, tmp_path: Path) -> N
 
 def test_ranks_of_a_mesh(chat: Path, unbroken: Path, tmp_path: Path) -> None:
     """Replicas have gateways of their own and share the sessions; the ranks of a tensor group follow the first."""
-    for name, flags in (("data", []), ("tensor", ["--tensor-model-parallel-size", "2", "--train-iters", "1"])):
-        for rank in run_ranks(command(chat, tmp_path / name, "post", *MORE, *flags), 2):
+    for name, flags in (("data", []), ("tensor", ["--tensor-model-parallel-size", "2"])):
+        for rank in run_ranks(command(chat, tmp_path / name, "post", "--train-iters", "1", *flags), 2):
             assert rank.returncode == 0, rank.stderr
     expected, data, tensor = rows(unbroken), rows(tmp_path / "data"), rows(tmp_path / "tensor")
     for metric in ("reward", "loss", "session_tokens"):
-        assert [row[metric] for row in data] == pytest.approx([row[metric] for row in expected], abs=1e-5)
+        assert [row[metric] for row in data] == pytest.approx([expected[0][metric]], abs=1e-5)
     assert [row["agent_calls"] for row in tensor] == [8]
     assert [row["failed_sessions"] for row in tensor] == [0]
 

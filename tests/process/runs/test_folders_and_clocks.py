@@ -12,7 +12,7 @@ from forked import run_python
 from megatron_dta.training.checkpoint.files import find_checkpoint
 
 FLAGS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --task arithmetic "
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --task arithmetic "
     "--arithmetic-max-operand 3 --rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 4 "
     "--lr 1e-3 --train-iters 4 "
 )
@@ -98,7 +98,7 @@ def test_no_room_for_a_checkpoint(tmp_path: Path) -> None:
     sizes = {path.name: path.stat().st_size for path in find_checkpoint(tmp_path).iterdir()}
     # The list of the tensors' places, the shards, and the state that is the same on all ranks.
     for name in (".metadata", "__0_0.distcp", "common.pt"):
-        flags = ("--save-interval", "1", "--train-iters", "4", "--async-save")
+        flags = ("--save-interval", "1", "--train-iters", "2", "--async-save")
         ends_well(train(tmp_path, *flags, largest_file=sizes[name] - 100), "iter_0000002: the checkpoint cannot be")
         assert not list(tmp_path.glob("*.tmp"))
         assert find_checkpoint(tmp_path).name == "iter_0000001"

@@ -14,14 +14,14 @@ from megatron_dta.core.rollouts.record import Rollout
 from resume_cases import final_tensors, prompts_and_reward, rows_without_timing
 
 MODEL = (
-    "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --swiglu --disable-bias-linear "
+    "--num-layers 1 --hidden-size 24 --num-attention-heads 3 --swiglu --disable-bias-linear "
     "--max-position-embeddings 32 --tree-segment-tokens 16 --lr 3e-3 --lr-decay-style cosine --train-iters 8"
 )
 # Two steps a collection, and checkpoints after every third: some hold a step that is prepared but not trained.
 SAMPLED = (
     "--tokenizer-type CharacterTokenizer --rollout-max-response-len 5 --rollout-batch-size 4 "
     "--n-samples-per-prompt 3 --num-steps-per-rollout 2 --old-logprobs recompute --kl-loss-coef 0.1 "
-    "--entropy-coef 0.01 --eval-interval 2 --eval-iters 5 --save-interval 3"
+    "--entropy-coef 0.01 --eval-interval 4 --eval-iters 2 --save-interval 3"
 )
 # The last one of "sampled" finds the checkpoint of the run that ended by SIGTERM, between two of the others.
 KILLS = {

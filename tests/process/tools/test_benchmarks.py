@@ -18,7 +18,7 @@ RUNS = {
     "--max-tokens 16 --runs 1 --memory-bandwidth-gbs 10",
     "rollout das-noise": "das-noise --batch 4 --response-tokens 12 --prompt-tokens 9 --memory-bandwidth-gbs 10",
     "rollout tree-tokens": "tree-tokens --queries 9 --max-length 300 --mean-length 50 --segment-length 64",
-    "train": "ROLLOUTS --model tiny --steps 1 --tree-mode packed dta dense --timeline-dir FOLDER",
+    "train": "ROLLOUTS --model tiny --steps 1 --tree-mode dta dense --timeline-dir FOLDER",
     "gateway_sessions": "--sessions 4 --calls 4 --at-once 2",
     "server_requests": "--servers 2 --requests-per-server 3 --response-tokens 40 --seconds 0.01 --responses 6",
     "weight_transfer": "--ways folder --folder FOLDER --repeats 1",

@@ -222,12 +222,13 @@ def assert_carried(folder: Path, source: Path) -> None:
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_training_and_both_converters(case: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    """Started, resumed and exported; the converters bring every byte back; transformers computes the same."""
+    """Started, two of them resumed, exported; the converters bring every byte back; transformers computes the same."""
     source, run = tmp_path / "hf", tmp_path / "run"
     expected = save_published(source, case)
     beside = carried_text(expected)
-    _, printed = train(tmp_path, 1, source)
-    assert f"{beside}; exports hold them unchanged" in printed
+    if case in ("qwen3.5", "deepseek-v3"):
+        _, printed = train(tmp_path, 1, source)
+        assert f"{beside}; exports hold them unchanged" in printed
     trainer, printed = train(tmp_path, 2, source, "--save-hf", str(tmp_path / "out"))
     assert f"{beside}; exports hold them unchanged" in printed
     assert_carried(tmp_path / "out", source)

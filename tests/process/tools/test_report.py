@@ -196,33 +196,66 @@ def test_texts_become_neither_markup_nor_code(page: Path) -> None:
     assert "\x07" not in text
 
 
-def test_a_browser_shows_the_page_and_loads_nothing(page: Path) -> None:
+# Bodies of asynchronous JavaScript functions, which one browser runs one after the other.
+PROBES = {
+    "layout": """const boxes = (root, names) => [...root.querySelectorAll(names)].map(n => {
+    const {left, right, top, bottom} = n.getBoundingClientRect();
+    return [n.textContent, left, right, top, bottom, getComputedStyle(n).backgroundColor];});
+return {titles: [...document.querySelectorAll('h2')].map(h => h.textContent), text: document.body.innerText,
+    width: document.documentElement.scrollWidth,
+    trees: [...document.querySelectorAll('.tree')].map(t => boxes(t, '.bar, .leaf, .mean')),
+    charts: boxes(document, 'figure svg'), labels: boxes(document, 'figure svg text')};""",
+    "search": """const find = text => { field.value = text; search(); return rollouts.filter(r => !r.hidden).length; };
+const key = () => field.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter'}));
+const result = {
+    texts: rollouts.slice(0, 5).map(r => [...r.querySelectorAll('.text')].map(t => t.textContent).join('')),
+    roles: [...rollouts[0].querySelectorAll('.turn > b')].map(b => b.textContent).join(' '),
+    trained: rollouts[0].querySelector('.trained').textContent, was_open: rollouts[0].open};
+field.value = 'needle1'; field.dispatchEvent(new Event('input'));
+await new Promise(done => setTimeout(done, 300));
+result.typed = hits.textContent;
+result.counts = ['needle2', 'reward 1, adv', '東京', '<script>', 'nowhere', ''].map(find);
+find('needle2'); key();
+const top = places[0].getBoundingClientRect().top;
+Object.assign(result, {opened: rollouts[2].open, place: hits.textContent, visible: 0 < top && top < 1000,
+    marked: CSS.highlights.get('here').size});
+find(''); document.getElementById('all').click();
+return {...result, all: rollouts.every(r => r.open), title: document.title};""",
+    "sessions": """const set = (id, value) => { document.getElementById(id).value = value; filterSessions(); };
+const shown = () => [...document.querySelectorAll('.session:not([hidden])')].map(s => sessions.indexOf(s));
+const only = (id, value) => { set(id, value); const result = shown(); set(id, ''); return result; };
+const tool = document.getElementById('tool').options[1].value;
+return [only('text', 'needle'), only('text', 'nowhere'), only('tool', tool), only('branch', 'again'),
+    only('state', 'failed'), only('state', 'complete'), only('low', '0.5'), only('high', '0.5'),
+    only('order', 'reward'), only('order', 'calls'), shown(), found.textContent];""",
+}
+
+
+@pytest.fixture(scope="module")
+def shown(page: Path) -> dict[str, Any]:
+    """What each probe returns."""
+    calls = ", ".join(f"{name}: await (async () => {{{probe}}})()" for name, probe in PROBES.items())
+    return evaluate(page, f"return {{{calls}}};")
+
+
+def test_a_browser_shows_the_page_and_loads_nothing(page: Path, shown: dict[str, Any]) -> None:
     document, complaints = browse(page)
     assert complaints == []
     assert "<title>Run run</title>" in document
-    shown = evaluate(
-        page,
-        """const boxes = (root, names) => [...root.querySelectorAll(names)].map(n => {
-            const {left, right, top, bottom} = n.getBoundingClientRect();
-            return [n.textContent, left, right, top, bottom, getComputedStyle(n).backgroundColor];});
-        return {titles: [...document.querySelectorAll('h2')].map(h => h.textContent), text: document.body.innerText,
-            width: document.documentElement.scrollWidth,
-            trees: [...document.querySelectorAll('.tree')].map(t => boxes(t, '.bar, .leaf, .mean')),
-            charts: boxes(document, 'figure svg'), labels: boxes(document, 'figure svg text')};""",
-    )
-    assert "Not in this run" in shown["titles"]
-    assert shown["width"] <= 1250
-    assert len(shown["charts"]) > 6
-    assert all(right - left > 500 for _, left, right, *_ in shown["charts"])
-    assert all(left >= 0 and right <= 1250 for _, left, right, *_ in shown["labels"])
-    assert len(shown["trees"]) == 4
-    for tree in shown["trees"]:
+    layout = shown["layout"]
+    assert "Not in this run" in layout["titles"]
+    assert layout["width"] <= 1250
+    assert len(layout["charts"]) > 6
+    assert all(right - left > 500 for _, left, right, *_ in layout["charts"])
+    assert all(left >= 0 and right <= 1250 for _, left, right, *_ in layout["labels"])
+    assert len(layout["trees"]) == 4
+    for tree in layout["trees"]:
         for i, (label, left, right, top, bottom, _) in enumerate(tree):
             assert 0 <= left < right <= 1250, label
             for other, begin, end, high, low, _ in tree[:i]:
                 apart = right <= begin + 1 or end <= left + 1 or bottom <= high + 1 or low <= top + 1
                 assert apart, f"{label} on {other}"
-    geography, hostile, deep, equal = shown["trees"]
+    geography, hostile, deep, equal = layout["trees"]
     labels = {text: color for text, *_, color in geography}
     assert {"reward 0  advantage -0.5", "reward 1  advantage +1.5", "⌀ 0.5"} <= labels.keys()
     channels = [[int(c) for c in re.findall(r"\d+", color)] for text, color in labels.items() if " and think" in text]
@@ -247,32 +280,14 @@ def test_the_policy_stops_what_does_not_belong_to_the_page(page: Path) -> None:
     assert len(complaints) == 3
 
 
-def test_a_browser_searches_the_transcripts(page: Path, tmp_path: Path) -> None:
-    shown = evaluate(
-        page,
-        """const find = text => { field.value = text; search(); return rollouts.filter(r => !r.hidden).length; };
-        const key = () => field.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter'}));
-        const result = {
-            texts: rollouts.slice(0, 5).map(r => [...r.querySelectorAll('.text')].map(t => t.textContent).join('')),
-            roles: [...rollouts[0].querySelectorAll('.turn > b')].map(b => b.textContent).join(' '),
-            trained: rollouts[0].querySelector('.trained').textContent, was_open: rollouts[0].open};
-        field.value = 'needle1'; field.dispatchEvent(new Event('input'));
-        await new Promise(done => setTimeout(done, 300));
-        result.typed = hits.textContent;
-        result.counts = ['needle2', 'reward 1, adv', '東京', '<script>', 'nowhere', ''].map(find);
-        find('needle2'); key();
-        const top = places[0].getBoundingClientRect().top;
-        Object.assign(result, {opened: rollouts[2].open, place: hits.textContent, visible: 0 < top && top < 1000,
-            marked: CSS.highlights.get('here').size});
-        find(''); document.getElementById('all').click();
-        return {...result, all: rollouts.every(r => r.open), title: document.title};""",
-    )
+def test_a_browser_searches_the_transcripts(shown: dict[str, Any], tmp_path: Path) -> None:
+    searched = shown["search"]
     tokenizer = byte_tokenizer(tmp_path / "t")
     rollouts = made_up_rollouts(tokenizer)[:5]
     texts = ["".join(text for _, text, _ in text_runs(rollout, tokenizer)) for rollout in rollouts]
-    assert shown.pop("texts") == [text.replace("\x07", "\\x07") for text in texts]
-    assert shown.pop("trained").startswith("call search(0, 0)")
-    assert shown == {
+    assert searched.pop("texts") == [text.replace("\x07", "\\x07") for text in texts]
+    assert searched.pop("trained").startswith("call search(0, 0)")
+    assert searched == {
         "roles": "system user" + " assistant tool" * 3 + " assistant",
         "was_open": False,
         "typed": "in 1 of 125 rollouts",
@@ -286,19 +301,9 @@ def test_a_browser_searches_the_transcripts(page: Path, tmp_path: Path) -> None:
     }
 
 
-def test_a_browser_filters_and_sorts_sessions(page: Path) -> None:
-    shown = evaluate(
-        page,
-        """const set = (id, value) => { document.getElementById(id).value = value; filterSessions(); };
-        const shown = () => [...document.querySelectorAll('.session:not([hidden])')].map(s => sessions.indexOf(s));
-        const only = (id, value) => { set(id, value); const result = shown(); set(id, ''); return result; };
-        const tool = document.getElementById('tool').options[1].value;
-        return [only('text', 'needle'), only('text', 'nowhere'), only('tool', tool), only('branch', 'again'),
-            only('state', 'failed'), only('state', 'complete'), only('low', '0.5'), only('high', '0.5'),
-            only('order', 'reward'), only('order', 'calls'), shown(), found.textContent];""",
-    )
+def test_a_browser_filters_and_sorts_sessions(shown: dict[str, Any]) -> None:
     filters = [[2, 3], [], [2, 3], [2, 3], [4], [0, 1, 2, 3], [0, 2, 3], [1, 2]]
-    assert shown == [*filters, [0, 3, 2, 1, 4], [3, 2, 0, 1, 4], [0, 1, 2, 3, 4], "5 of 5 sessions"]
+    assert shown["sessions"] == [*filters, [0, 3, 2, 1, 4], [3, 2, 0, 1, 4], [0, 1, 2, 3, 4], "5 of 5 sessions"]
 
 
 def test_turns_have_their_roles_and_exact_texts(tmp_path: Path) -> None:
