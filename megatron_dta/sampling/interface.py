@@ -21,12 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_dta.sampling.host_weights import HostWeights
 from megatron_dta.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_dta.sampling.host_weights import HostWeights
 
 
 class FinishReason(Enum):

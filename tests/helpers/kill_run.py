@@ -95,7 +95,7 @@ class Run:
             if time.monotonic() > deadline:
                 self.kill(0)
                 raise SystemExit(f"the run has hung: nothing happened for {PATIENCE_S:.0f} s")
-            time.sleep(0.002)
+            time.sleep(0.01)
         return True
 
 

@@ -16,16 +16,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_dta.common.http.replies import TransientFailureError, field_of, list_of, shown
 from megatron_dta.extras.servers.http_client import Server, ServerError
-from megatron_dta.extras.servers.weights.groups import GroupOpener, Meeting, group_opener
-from megatron_dta.sampling.host_weights import Bucket
 from megatron_dta.sampling.interface import GenerationRequest
 from megatron_dta.sampling.params import SamplingParams
+
+if TYPE_CHECKING:  # torch, which the process that sends requests does without
+    from megatron_dta.extras.servers.weights.groups import GroupOpener, Meeting
+    from megatron_dta.sampling.host_weights import Bucket
 
 # Servers round logprobs to float32 and compute some of them in bfloat16; vLLM reports probability 0 as -9999.
 _LARGEST_LOGPROB, _SMALLEST_LOGPROB = 1e-3, -1e5
@@ -133,7 +135,14 @@ class ServerProtocol(ABC):
 
     def __init__(self, routing: RoutingShape | None = None, open_group: GroupOpener | None = None) -> None:
         self.routing = routing
-        self.open_group = open_group or group_opener("nccl", self.meets_by_unique_id)
+        self._open_group = open_group
+
+    @property
+    def open_group(self) -> GroupOpener:
+        """Opens process groups with such servers."""
+        from megatron_dta.extras.servers.weights.groups import group_opener
+
+        return self._open_group or group_opener("nccl", self.meets_by_unique_id)
 
     @abstractmethod
     def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:

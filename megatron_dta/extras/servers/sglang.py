@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,9 +38,11 @@ from megatron_dta.extras.servers.protocol import (
     refuse_logprobs,
 )
 from megatron_dta.extras.servers.routing import integers_of, with_routing
-from megatron_dta.extras.servers.weights.groups import Meeting
-from megatron_dta.sampling.host_weights import Bucket
 from megatron_dta.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_dta.extras.servers.weights.groups import Meeting
+    from megatron_dta.sampling.host_weights import Bucket
 
 _PROBED_TOKENS = 8
 _SIZES = ("tp_size", "pp_size", "dp_size")

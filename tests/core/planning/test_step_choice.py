@@ -251,5 +251,5 @@ def test_no_forward_runs_again_right_after_itself(stages: int, chunks: int, acti
         elif activation_tokens == 0:
             assert not kept[:, inner].any()
             assert not kept[0].all()
-    assert at_once > 10
+    assert at_once > 5
     assert recomputed > 20
