@@ -12,12 +12,14 @@ arithmetic with wrap-around, so the same code gives the same bits on NumPy array
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import torch
 
-Array = TypeVar("Array", np.ndarray, torch.Tensor)
+if TYPE_CHECKING:
+    import torch
+
+Array = TypeVar("Array", np.ndarray, "torch.Tensor")
 
 _MULTIPLIER_0 = 0xD2511F53
 _MULTIPLIER_1 = 0xCD9E8D57
@@ -89,7 +91,7 @@ def keyed_uniform(seed: int, domain: Domain, iteration: int, sequence: Array, po
     with np.errstate(over="ignore"):
         high, low, _, _ = philox4x32(counter, (seed & _WORD, seed >> 32))
     bits = (high << (_UNIFORM_BITS - 32)) | (low >> (64 - _UNIFORM_BITS))
-    return (bits.double() if isinstance(bits, torch.Tensor) else bits) * 2.0**-_UNIFORM_BITS
+    return (bits.double() if hasattr(bits, "double") else bits) * 2.0**-_UNIFORM_BITS
 
 
 def keyed_permutation(seed: int, iteration: int, size: int, domain: Domain = Domain.SHUFFLE) -> np.ndarray:
@@ -99,9 +101,8 @@ def keyed_permutation(seed: int, iteration: int, size: int, domain: Domain = Dom
 
 
 def _check_range(name: str, values: np.ndarray | torch.Tensor, bits: int) -> None:
-    is_tensor = isinstance(values, torch.Tensor)
-    readable = not is_tensor or values.device.type == "cpu"
-    if values.dtype != (torch.int64 if is_tensor else np.int64):
+    readable = isinstance(values, np.ndarray | np.generic) or values.device.type == "cpu"
+    if str(values.dtype).removeprefix("torch.") != "int64":
         raise ValueError(f"{name} must be int64, got {values.dtype}")
     if readable and 0 not in values.shape and (int(values.min()) < 0 or int(values.max()) >> bits):
         raise ValueError(f"{name} must be in [0, 2^{bits}), got {int(values.min())} to {int(values.max())}")
