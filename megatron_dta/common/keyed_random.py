@@ -12,14 +12,11 @@ arithmetic with wrap-around, so the same code gives the same bits on NumPy array
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    import torch
-
-Array = TypeVar("Array", np.ndarray, "torch.Tensor")
+Array = TypeVar("Array")  # np.ndarray or torch.Tensor
 
 _MULTIPLIER_0 = 0xD2511F53
 _MULTIPLIER_1 = 0xCD9E8D57
@@ -100,7 +97,7 @@ def keyed_permutation(seed: int, iteration: int, size: int, domain: Domain = Dom
     return np.argsort(keyed_uniform(seed, domain, iteration, items, np.zeros(1, np.int64)), kind="stable")
 
 
-def _check_range(name: str, values: np.ndarray | torch.Tensor, bits: int) -> None:
+def _check_range(name: str, values: Array, bits: int) -> None:
     readable = isinstance(values, np.ndarray | np.generic) or values.device.type == "cpu"
     if str(values.dtype).removeprefix("torch.") != "int64":
         raise ValueError(f"{name} must be int64, got {values.dtype}")

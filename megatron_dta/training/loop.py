@@ -52,7 +52,6 @@ from megatron_dta.training.teachers import Teachers
 # A run ends after this many consecutive rollout batches in which rejection sampling or pairing left nothing to train.
 _MAX_EMPTY_BATCHES = 20
 
-
 # Steps between timelines.
 TIMELINE_INTERVAL = 100
 

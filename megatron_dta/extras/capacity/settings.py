@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 SIZES = (1024, 2048, 4096, 8192)
 
-
 # Help texts of the flags that ``commands.plan_run`` generates from names.
 HELP = {
     "max_sequences": "only the first N sequences of FILE",

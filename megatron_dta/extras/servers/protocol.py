@@ -39,7 +39,6 @@ NEUTRAL_SAMPLING = {
 # Maximum bytes of a reply per token, and for the rest of it.
 _TOKEN_BYTES, _OTHER_BYTES = 256, 1 << 20
 
-
 # Bytes of the largest integers that servers send.
 INTEGER_BYTES = 8
 
@@ -117,7 +116,7 @@ class ServerProtocol(ABC):
 
     Args:
         routing: the layers of the model if replies must contain the experts of every token, else None.
-        open_group: opens process groups with such servers; None: over NCCL.
+        open_group: opens process groups with such servers; None: weights come from folders.
 
     Attributes:
         name: as users know the server.
@@ -135,14 +134,7 @@ class ServerProtocol(ABC):
 
     def __init__(self, routing: RoutingShape | None = None, open_group: GroupOpener | None = None) -> None:
         self.routing = routing
-        self._open_group = open_group
-
-    @property
-    def open_group(self) -> GroupOpener:
-        """Opens process groups with such servers."""
-        from megatron_dta.extras.servers.weights.groups import group_opener
-
-        return self._open_group or group_opener("nccl", self.meets_by_unique_id)
+        self.open_group = open_group
 
     @abstractmethod
     def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:

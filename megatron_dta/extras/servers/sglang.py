@@ -41,8 +41,7 @@ from megatron_dta.extras.servers.routing import integers_of, with_routing
 from megatron_dta.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from megatron_dta.extras.servers.weights.groups import Meeting
-    from megatron_dta.sampling.host_weights import Bucket
+    from megatron_dta.extras.servers.protocol import Bucket, Meeting
 
 _PROBED_TOKENS = 8
 _SIZES = ("tp_size", "pp_size", "dp_size")

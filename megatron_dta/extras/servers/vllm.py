@@ -46,8 +46,7 @@ from megatron_dta.extras.servers.routing import array_of, with_routing
 from megatron_dta.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from megatron_dta.extras.servers.weights.groups import Meeting
-    from megatron_dta.sampling.host_weights import Bucket
+    from megatron_dta.extras.servers.protocol import Bucket, Meeting
 
 _RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
 _DEV_MODE = "start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"
