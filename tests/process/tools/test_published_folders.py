@@ -74,46 +74,29 @@ _VISION = dict(
 _WHOLE = dict(image_token_id=250, video_token_id=251, vision_start_token_id=252, vision_end_token_id=253)
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3.5": dict(
-        architectures=["Qwen3_5ForConditionalGeneration"],
-        model_type="qwen3_5",
+        architectures=["Qwen3_5ForConditionalGeneration"], model_type="qwen3_5", vision_config=_VISION,
         text_config=_TEXT | dict(model_type="qwen3_5_text", intermediate_size=48, rope_parameters=_IMAGE_ROPE),
-        vision_config=_VISION,
-        tie_word_embeddings=True,
-        **_WHOLE,
+        tie_word_embeddings=True, **_WHOLE,
     ),
     "qwen3.5-moe": dict(
-        architectures=["Qwen3_5MoeForConditionalGeneration"],
-        model_type="qwen3_5_moe",
+        architectures=["Qwen3_5MoeForConditionalGeneration"], model_type="qwen3_5_moe",
         text_config=_TEXT | dict(model_type="qwen3_5_moe_text", rope_parameters=_IMAGE_ROPE, **_EXPERTS),
-        vision_config=_VISION | dict(model_type="qwen3_5_moe"),
-        tie_word_embeddings=False,
-        **_WHOLE,
+        vision_config=_VISION | dict(model_type="qwen3_5_moe"), tie_word_embeddings=False, **_WHOLE,
     ),
-    "qwen3-next": _TEXT
-    | dict(
-        architectures=["Qwen3NextForCausalLM"],
-        model_type="qwen3_next",
-        intermediate_size=48,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        rope_parameters=_ROPE,
-        **_EXPERTS,
+    "qwen3-next": _TEXT | dict(
+        architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", intermediate_size=48, decoder_sparse_step=1,
+        mlp_only_layers=[], norm_topk_prob=True, tie_word_embeddings=False, rope_parameters=_ROPE, **_EXPERTS,
     ),
-    "deepseek-v3": _LATENT
-    | dict(
-        architectures=["DeepseekV3ForCausalLM"],
-        auto_map={"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
-        model_type="deepseek_v3",
-        **dict(n_group=4, topk_group=2, moe_layer_freq=1, scoring_func="sigmoid"),
+    "deepseek-v3": _LATENT | dict(
+        architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", moe_layer_freq=1, n_group=4, topk_group=2,
+        auto_map={"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}, scoring_func="sigmoid",
         rope_scaling=_YARN | dict(mscale=1.0, mscale_all_dim=1.0),
     ),
     "nemotron-3": _MAMBA,
     "glm-4.7-flash": _LATENT
     | dict(architectures=["Glm4MoeLiteForCausalLM"], model_type="glm4_moe_lite", rope_scaling=None)
     | dict(n_group=1, topk_group=1, partial_rotary_factor=1.0),
-}
+}  # fmt: skip
 
 
 def save_published(folder: Path, case: str, seed: int = 1) -> dict[str, Tensor]:
